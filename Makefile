@@ -1,0 +1,44 @@
+# Every target makes what it needs; from a fresh clone `make quickstart` or `make test` is enough.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RUN ?= quickstart
+
+.PHONY: help venv quickstart test lint format bench clean
+
+help:            ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+venv: $(STAMP)   ## create .venv with the pinned versions
+
+$(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
+	@python=$$(bash scripts/find_python.sh) || exit 1; \
+	 echo "creating $(VENV) with $$($$python --version) ($$python)"; \
+	 $$python -m venv $(VENV) || { echo "error: '$$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+quickstart: venv ## train a small policy by GRPO on this machine (RUN=name)
+	$(BIN)/nemo-grpo train recipes/quickstart.yaml nemo_grpo.run_name=$(RUN)
+
+test: venv       ## the whole test suite (no GPU, no network)
+	$(BIN)/python -m pytest
+
+lint: venv       ## ruff, mypy, recipe check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/nemo-grpo recipe check recipes
+
+format: venv     ## rewrite the sources with ruff
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv      ## every benchmark that needs no GPU
+	@for b in benchmarks/*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+
+clean:           ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,31 @@
+"""``nemo-grpo``: every command of the package. Heavy imports happen inside the commands, so ``--help`` is quick."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from nemo_grpo.cli import recipe, variants
+from nemo_grpo.errors import EXIT_USAGE, UserError
+
+app = typer.Typer(
+    name="nemo-grpo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train reasoning policies with GRPO and its variants, from one recipe, on this machine or on a cluster.",
+)
+app.add_typer(recipe.app, name="recipe")
+app.command("variants")(variants.variants)
+
+
+def main() -> None:
+    """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)

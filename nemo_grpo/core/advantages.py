@@ -1,0 +1,111 @@
+"""Group advantages: how much better a response was than its siblings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.statistics import Groups
+
+RewardNormalization = Literal["none", "group", "batch"]
+
+
+@dataclass(frozen=True)
+class GroupAdvantages:
+    """Per-sequence advantages and what they were made of.
+
+    Attributes:
+        values: [B], the rewards' dtype; exactly 0 without signal and where sample_mask is False.
+        groups: the row -> group numbering.
+        sizes: [B] int64; counting sequences of the row's group.
+        has_signal: [B] bool; the row counts and its group's rewards differ.
+    """
+
+    values: Tensor
+    groups: Groups
+    sizes: Tensor
+    has_signal: Tensor
+
+    def per_token(self, mask: Tensor) -> Tensor:
+        """[B, T]: every token of a response carries its advantage; exactly 0 where mask is False."""
+        return torch.where(mask, self.values[:, None], self.values.new_zeros(()))
+
+
+def group_advantages(
+    batch: TokenBatch,
+    *,
+    normalization: RewardNormalization = "group",
+    eps: float = 1e-6,
+    leave_one_out: bool = False,
+) -> GroupAdvantages:
+    """Centre each reward on its group and scale it.
+
+    A_i = (r_i - mean_g r) / F,   F = 1 | std_g(r) + eps | std_batch(r) + eps   (std with ddof 1)
+
+    With ``leave_one_out`` mean and std are those of the *other* responses of the group, and a zero std
+    divides by 1: NeMo-RL's default estimator, kept for comparison; none of the papers uses it.
+
+    Args:    batch: the whole step, cleaned under the mask.
+    Returns: `GroupAdvantages`.  Equal rewards within a group give exactly 0, whatever eps.
+    """
+    valid, rewards = batch.sample_mask, batch.rewards.double()
+    groups = Groups.from_ids(batch.group_ids)
+    count = groups.spread(groups.sum(valid))
+    total = groups.spread(groups.sum(torch.where(valid, rewards, 0.0)))
+    highest = groups.spread(groups.extreme(rewards, valid, "amax"))
+    has_signal = valid & (highest > groups.spread(groups.extreme(rewards, valid, "amin")))
+    if leave_one_out:
+        values = _leave_one_out(rewards, valid, groups, count, total, normalization, eps)
+    else:
+        centred = rewards - total / count.clamp(min=1)
+        values = centred / _scale(rewards, centred, valid, groups, count, normalization, eps)
+    values = torch.where(has_signal, values, 0.0)
+    return GroupAdvantages(values.to(batch.rewards.dtype), groups, count.long(), has_signal)
+
+
+def _scale(
+    rewards: Tensor,
+    centred: Tensor,
+    valid: Tensor,
+    groups: Groups,
+    count: Tensor,
+    normalization: RewardNormalization,
+    eps: float,
+) -> Tensor:
+    if normalization == "none":
+        return torch.ones_like(rewards)
+    if normalization == "group":
+        squares = groups.spread(groups.sum(torch.where(valid, centred.square(), 0.0)))
+        return (squares / (count - 1).clamp(min=1)).sqrt() + eps
+    n = valid.sum()
+    deviation = rewards - torch.where(valid, rewards, 0.0).sum() / n.clamp(min=1)
+    return (torch.where(valid, deviation.square(), 0.0).sum() / (n - 1).clamp(min=1)).sqrt() + eps
+
+
+def _leave_one_out(
+    rewards: Tensor,
+    valid: Tensor,
+    groups: Groups,
+    count: Tensor,
+    total: Tensor,
+    normalization: RewardNormalization,
+    eps: float,
+) -> Tensor:
+    others = (count - 1).clamp(min=1)
+    mean = (total - rewards) / others
+    if normalization == "none":
+        return rewards - mean
+    if normalization == "batch":
+        raise ValueError("leave_one_out with normalization='batch' is not defined; use 'none' or 'group'")
+    # Var of the others = (sum of all squares - own square) around the others' mean, computed about the group
+    # mean.
+    centred = rewards - total / count.clamp(min=1)
+    squares = groups.spread(groups.sum(torch.where(valid, centred.square(), 0.0))) - centred.square()
+    shift = mean - total / count.clamp(min=1)
+    variance = (squares - others * shift.square()).clamp(min=0.0) / (others - 1).clamp(min=1)
+    std = variance.sqrt()
+    return (rewards - mean) / torch.where(std > 1e-8, std + eps, 1.0)

@@ -1,0 +1,45 @@
+"""From per-token terms to one number, by global counts, so sums over microbatches and ranks are exact."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+def aggregate(
+    terms: Tensor,
+    mask: Tensor,
+    how: Aggregation,
+    *,
+    global_valid_toks: Tensor | float,
+    global_valid_seqs: Tensor | float,
+    max_response_length: int | None = None,
+) -> Tensor:
+    """This part's contribution to the step's aggregate; contributions of all parts add up to the whole.
+
+    token_mean:     sum / N
+    sequence_mean:  sum over sequences of (sum of its tokens / its number of tokens), / number of valid
+        sequences
+    constant:       sum / (number of valid sequences x max_response_length)      (Dr.GRPO)
+
+    Args:    terms: [B, T].  mask: [B, T] bool.  global_valid_*: counts over the whole step, all microbatches
+             and ranks.
+    Returns: 0-d; 0 if nothing counts.  An empty response adds 0 and still counts as a sequence.
+    Raises:  ValueError: constant without max_response_length.
+    """
+    per_row = torch.where(mask, terms, terms.new_zeros(())).sum(1)
+    if how == "token_mean":
+        return per_row.sum() / _at_least_one(global_valid_toks)
+    if how == "sequence_mean":
+        return (per_row / mask.sum(1).clamp(min=1)).sum() / _at_least_one(global_valid_seqs)
+    if max_response_length is None:
+        raise ValueError("aggregation='constant' divides by max_response_length; set it")
+    return per_row.sum() / (_at_least_one(global_valid_seqs) * max_response_length)
+
+
+def _at_least_one(count: Tensor | float) -> Tensor | float:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

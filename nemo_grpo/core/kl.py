@@ -1,0 +1,40 @@
+"""Per-token estimators of KL(policy || reference) from the sampled token's logprobs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KLType = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(
+    next_token_logprobs: Tensor, reference_policy_logprobs: Tensor, kind: KLType = "k3"
+) -> Tensor:
+    """Estimate the divergence from the reference policy.
+
+    With d = logp_ref - logp:   k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1   (Schulman 2020)
+
+    Args:    both [B, T], nats.
+    Returns: [B, T]; gradient flows through next_token_logprobs only as far as these formulas carry it (k3's
+             plain derivative; NeMo-RL's stock loss adds a score-function term, this one does not).
+    """
+    d = reference_policy_logprobs - next_token_logprobs
+    if kind == "k1":
+        return -d
+    if kind == "k2":
+        return d.square() / 2
+    return torch.exp(d) - d - 1
+
+
+def weighted_k3(
+    next_token_logprobs: Tensor, reference_policy_logprobs: Tensor, token_weights: Tensor
+) -> Tensor:
+    """k3 with the weight inside the ratio: x - log x - 1, x = w exp(logp_ref - logp)  (TR-GRPO Eq. 11).
+
+    Not 0 at logp = logp_ref unless w = 1: there it is w - log w - 1, and its minimum lies at pi = w pi_ref.
+    """
+    log_x = torch.log(token_weights) + reference_policy_logprobs - next_token_logprobs
+    return torch.exp(log_x) - log_x - 1

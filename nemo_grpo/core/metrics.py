@@ -1,0 +1,58 @@
+"""What a step looked like: 0-d tensors from whole tensors, so that a step costs one copy to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.statistics import percentiles, token_mean, token_std
+from nemo_grpo.core.token_weights import step_covariance
+
+COVARIANCE_SHARES = {
+    "p0.01": 0.0001,
+    "p1": 0.01,
+    "p20": 0.2,
+    "p50": 0.5,
+    "p80": 0.8,
+    "p99": 0.99,
+    "p99.99": 0.9999,
+}
+
+
+def step_metrics(batch: TokenBatch, advantages: Tensor, has_signal: Tensor) -> dict[str, Tensor]:
+    """Reward, advantage, length, covariance and mismatch statistics of a whole step.
+
+    Args:    batch: the whole step, clean.  advantages: [B, T].  has_signal: [B] bool, rows of groups with
+             unequal rewards.
+    Returns: name -> 0-d tensor. ``covariance/*`` are percentiles of `step_covariance` (CW-GRPO Table 1);
+             ``mismatch/*`` compare the scoring policy with the sampler.
+    """
+    mask, valid = batch.mask, batch.sample_mask
+    num_valid = valid.sum().clamp(min=1)
+    reward_mean = batch.rewards.double().sum() / num_valid
+    deviation = torch.where(valid, batch.rewards.double() - reward_mean, 0.0)
+    lengths = mask.sum(1)
+    covariance = step_covariance(batch.prev_logprobs, advantages, mask)
+    drift = batch.prev_logprobs - batch.generation_logprobs
+    metrics = {
+        "reward/mean": reward_mean,
+        "reward/std": (deviation.square().sum() / (num_valid - 1).clamp(min=1)).sqrt(),
+        "groups/valid_fraction": has_signal.sum() / num_valid,
+        "length/mean": lengths.sum() / num_valid,
+        "length/max": lengths.max() if lengths.numel() else lengths.sum(),
+        "advantage/mean": token_mean(advantages, mask),
+        "advantage/std": token_std(advantages, mask),
+        "advantage/abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),
+        "covariance/mean": token_mean(covariance, mask),
+        "mismatch/logprob_abs_mean": token_mean(drift.abs(), mask),
+        "mismatch/kl": token_mean(torch.exp(drift) - drift - 1, mask),
+        "logprob/mean": token_mean(batch.prev_logprobs, mask),
+    }
+    values = percentiles(covariance[mask], tuple(COVARIANCE_SHARES.values()))
+    metrics |= {f"covariance/{name}": value for name, value in zip(COVARIANCE_SHARES, values, strict=True)}
+    if batch.entropies is not None:
+        metrics["entropy/mean"] = token_mean(batch.entropies, mask)
+    if batch.reference_policy_logprobs is not None:
+        metrics["kl/step_start"] = token_mean(batch.prev_logprobs - batch.reference_policy_logprobs, mask)
+    return metrics

@@ -1,0 +1,45 @@
+"""Random numbers that belong to a token, not to its place in a tensor.
+
+A draw that depended on row order or padding would make the loss depend on them. Here a token's number is a
+hash of the step's seed, of its response (recognised by the scored logprobs of all its tokens) and of its
+position in it, so any permutation, padding or split of the batch gives every token the same number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.core.batch import TokenBatch
+
+# splitmix64 (Steele, Lea, Flood 2014); constants written as signed 64-bit integers, arithmetic wraps.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x + _GOLDEN
+    x = (x ^ _logical_shift_right(x, 30)) * _MIX_1
+    x = (x ^ _logical_shift_right(x, 27)) * _MIX_2
+    return x ^ _logical_shift_right(x, 31)
+
+
+def response_positions(mask: Tensor) -> Tensor:
+    """[B, T] int64: 1-based position of each counting token within its response; 0 where mask is False."""
+    return torch.where(mask, mask.cumsum(1), 0)
+
+
+def token_uniforms(batch: TokenBatch, seed: int) -> Tensor:
+    """[B, T] float64, uniform in [0, 1): one number per token, the same wherever the token stands."""
+    positions = response_positions(batch.mask)
+    bits = batch.prev_logprobs.double().view(torch.int64)
+    response = torch.where(batch.mask, _mix(bits ^ _mix(positions)), 0).sum(
+        1, keepdim=True
+    )  # wraps, order-free
+    x = _mix(_mix(response + seed) ^ _mix(positions))
+    return _logical_shift_right(x, 11).double() * 2.0**-53

@@ -1,0 +1,65 @@
+"""Which groups make up a step: DAPO's dynamic sampling and GPG's threshold, as pure functions on groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """True where a group carries signal: max differs from min (a std would call float noise a signal)."""
+    return len(rewards) > 0 and max(rewards) != min(rewards)
+
+
+@dataclass(frozen=True)
+class Accumulation(Generic[T]):
+    """Groups gathered so far for one step.
+
+    Attributes: valid: groups with signal, in the order drawn.  invalid: those of the last draw without.
+                draws: draws seen.
+    """
+
+    valid: tuple[T, ...] = ()
+    invalid: tuple[T, ...] = ()
+    draws: int = 0
+
+    def add(self, draw: Sequence[T], is_valid: Callable[[T], bool]) -> Accumulation[T]:
+        """The accumulation after one more draw of prompts."""
+        kept = tuple(group for group in draw if is_valid(group))
+        rest = tuple(group for group in draw if not is_valid(group))
+        return Accumulation(self.valid + kept, rest, self.draws + 1)
+
+    def is_complete(self, num_groups: int, valid_fraction_threshold: float, max_draws: int) -> bool:
+        """True when the share of valid groups is reached or ``max_draws`` draws were made."""
+        return len(self.valid) >= valid_fraction_threshold * num_groups or self.draws >= max_draws
+
+    def take(self, num_groups: int) -> tuple[T, ...]:
+        """Valid groups first, then invalid ones of the last draw, cut at ``num_groups``."""
+        return (self.valid + self.invalid)[:num_groups]
+
+
+def accumulate_groups(
+    draw: Callable[[], Sequence[T]],
+    is_valid: Callable[[T], bool],
+    *,
+    num_groups: int,
+    valid_fraction_threshold: float,
+    max_draws: int,
+) -> Accumulation[T]:
+    """Draw batches of prompts until enough groups carry signal.
+
+    Implements GPG section 3 and Algorithm 1: while valid / B < beta_th keep the valid groups and draw again.
+    DAPO's dynamic sampling is the threshold 1.0: every group of the step carries signal.
+
+    Args:    draw: returns the groups of one more batch of prompts.  num_groups: B, in groups.
+             max_draws: stop after so many draws whatever the share is (the first draw counts).
+    Returns: the accumulation; its ``take(num_groups)`` is the step. With ``max_draws`` reached it may hold
+             groups without signal, never fewer than ``num_groups`` groups if each draw brings that many.
+    """
+    gathered: Accumulation[T] = Accumulation()
+    while not gathered.is_complete(num_groups, valid_fraction_threshold, max_draws):
+        gathered = gathered.add(draw(), is_valid)
+    return gathered

@@ -1,0 +1,100 @@
+"""Sums, means and z-scores over groups, buckets and whole steps. Accumulated in float64, whatever goes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Spread below this share of the magnitude is rounding, not signal (float64 accumulation keeps about 1e-16).
+_NO_SPREAD = 1e-10
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which group each row belongs to, numbered 0..num_groups-1.
+
+    Attributes: index: [B] int64.  num_groups: P.
+    """
+
+    index: Tensor
+    num_groups: int
+
+    @classmethod
+    def from_ids(cls, group_ids: Tensor) -> Groups:
+        """Number arbitrary integer ids densely."""
+        ids, index = torch.unique(group_ids, return_inverse=True)
+        return cls(index, ids.numel())
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """[B] -> [P] float64: sum of each group's rows."""
+        return torch.zeros(self.num_groups, dtype=torch.float64, device=rows.device).index_add_(
+            0, self.index, rows.double()
+        )
+
+    def extreme(self, rows: Tensor, valid: Tensor, kind: str) -> Tensor:
+        """[B] -> [P] float64: each group's ``amin`` or ``amax`` over its valid rows; +-inf if none."""
+        start = float("inf") if kind == "amin" else float("-inf")
+        filled = torch.where(valid, rows.double(), start)
+        out = torch.full((self.num_groups,), start, dtype=torch.float64, device=rows.device)
+        return out.scatter_reduce_(0, self.index, filled, kind)
+
+    def spread(self, per_group: Tensor) -> Tensor:
+        """[P] -> [B]: each row gets its group's value."""
+        return per_group[self.index]
+
+
+def row_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B] float64: sum over the tokens that count."""
+    return torch.where(mask, x, x.new_zeros(())).sum(1, dtype=torch.float64)
+
+
+def token_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> 0-d float64: mean over the tokens that count; 0 if none do."""
+    return row_sum(x, mask).sum() / mask.sum().clamp(min=1)
+
+
+def token_std(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> 0-d float64: population standard deviation (ddof 0) over the tokens that count."""
+    centred = x.double() - token_mean(x, mask)
+    return (row_sum(centred.square(), mask).sum() / mask.sum().clamp(min=1)).sqrt()
+
+
+def group_token_mean(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    """[B, T] -> [P] float64: mean over all tokens of each group that count; 0 where a group has none."""
+    return groups.sum(row_sum(x, mask)) / groups.sum(mask.sum(1)).clamp(min=1)
+
+
+def group_token_std(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    """[B, T] -> [P] float64: population std (ddof 0) over all tokens of each group that count."""
+    centred = x.double() - groups.spread(group_token_mean(x, mask, groups))[:, None]
+    return group_token_mean(centred.square(), mask, groups).sqrt()
+
+
+def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int, delta: float) -> Tensor:
+    """Standardise every token within its segment.
+
+    z = (x - mean_S) / (std_S + delta), population std (ddof 0).
+
+    Args:    x: [B, T].  mask: [B, T] bool.  segments: [B, T] int64 in [0, num_segments); ignored where mask
+             is False.
+    Returns: [B, T] in x's dtype; exactly 0 where mask is False and where the segment has no spread.
+    """
+    where = segments[mask]
+    values = x[mask].double()
+    count = torch.bincount(where, minlength=num_segments).clamp(min=1)
+    mean = torch.bincount(where, weights=values, minlength=num_segments) / count
+    centred = values - mean[where]
+    std = (torch.bincount(where, weights=centred.square(), minlength=num_segments) / count).sqrt()
+    z = torch.where((std > _NO_SPREAD * (1 + mean.abs()))[where], centred / (std + delta)[where], 0.0)
+    return torch.zeros_like(x).masked_scatter(mask, z.to(x.dtype))
+
+
+def percentiles(values: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
+    """Nearest-rank percentiles of a 1-D tensor of any size (torch.quantile stops at 16 million)."""
+    if values.numel() == 0:
+        return [values.new_zeros(()) for _ in shares]
+    ordered = values.sort().values
+    last = ordered.numel() - 1
+    return [ordered[round(share * last)] for share in shares]

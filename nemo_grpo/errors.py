@@ -1,0 +1,26 @@
+"""The one exception type for mistakes that a user can mend, and the search for the name that was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_USAGE = 2
+"""Exit code of every command when its input is refused; nothing has been created or changed then."""
+
+
+class UserError(ValueError):
+    """Input that a rule refuses. The message says the rule, the value and the remedy, in one line."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known name, or the list of all when none is near.
+
+    Args:    name: what was written.  known: the names that are valid there.
+    Returns: a text to append to an error message; empty when ``known`` is empty.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; valid: {', '.join(names)}" if names else ""

@@ -1,0 +1,73 @@
+"""The algorithms, one file each, and the way from a ``loss_fn`` section to an `Objective`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from nemo_grpo.core.objective import Objective
+from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.variants.base import VariantConfig
+from nemo_grpo.variants.clip_cov import ClipCov
+from nemo_grpo.variants.cw_grpo import CWGRPO
+from nemo_grpo.variants.dapo import DAPO
+from nemo_grpo.variants.dr_grpo import DrGRPO
+from nemo_grpo.variants.erpo import ERPO
+from nemo_grpo.variants.gpg import GPG
+from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.tr_grpo import TRGRPO
+
+VARIANTS: dict[str, type[VariantConfig]] = {
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "clip_cov": ClipCov,
+    "cw_grpo": CWGRPO,
+    "tr_grpo": TRGRPO,
+    "erpo": ERPO,
+    "gpg": GPG,
+}
+"""Variant name -> configuration class. Adding a variant: its file, one line here, one recipe, one test."""
+
+
+def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
+    """Validate a recipe's ``loss_fn`` section.
+
+    Args:    loss_fn: ``variant`` and that variant's parameters.
+    Returns: the variant's configuration; ``.build()`` makes the objective.
+    Raises:  UserError: unknown variant or key (naming the nearest), wrong type, or values that a rule
+             refuses.
+    """
+    name = loss_fn.get("variant")
+    if name not in VARIANTS:
+        raise UserError(f"loss_fn.variant={name!r} is not a variant{did_you_mean(str(name), VARIANTS)}")
+    config = VARIANTS[name]
+    try:
+        return config.model_validate(dict(loss_fn))
+    except ValidationError as error:
+        raise UserError("; ".join(_explain(name, config, e) for e in error.errors())) from None
+
+
+def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"loss_fn.{key} is not a parameter of {name}{did_you_mean(key, config.model_fields)}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn: {message}"
+
+
+def build_objective(variant: str, **parameters: Any) -> Objective:
+    """Build an algorithm by name.
+
+    Args:    variant: a name of `VARIANTS`.  parameters: the recipe's ``loss_fn`` keys of that variant.
+    Returns: `Objective` with ``prepare`` and ``loss``.
+    Raises:  UserError: as `parse_loss_fn`.
+
+    Example:
+        >>> objective = build_objective("grpo", ratio_clip_max=0.28)
+        >>> objective.name, objective.needs_reference
+        ('grpo', False)
+    """
+    return parse_loss_fn({"variant": variant, **parameters}).build()

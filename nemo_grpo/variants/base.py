@@ -1,0 +1,147 @@
+"""What every variant's configuration shares: strict keys, common names, common pieces of an objective."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from nemo_grpo.core.advantages import GroupAdvantages, RewardNormalization, group_advantages
+from nemo_grpo.core.aggregation import Aggregation
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.kl import KLType, kl_estimate
+from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
+from nemo_grpo.core.surrogates import clipped_policy_gradient, importance_ratio, is_clipped, policy_gradient
+
+
+class VariantConfig(BaseModel):
+    """One variant's parameters: the keys of the recipe's ``loss_fn`` section. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    needs_entropy: ClassVar[bool] = False
+
+    variant: str
+    aggregation: Aggregation = Field(
+        "token_mean", description="how token terms become one number: token_mean, sequence_mean, constant"
+    )
+    max_response_length: int | None = Field(
+        None, gt=0, description="L_max, the divisor of aggregation=constant"
+    )
+    advantage_eps: float = Field(1e-6, ge=0, description="added to the standard deviation of rewards")
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the reference policy's logprobs are needed."""
+        return False
+
+    def build(self) -> Objective:
+        """Compose the objective."""
+        raise AssertionError(f"{type(self).__name__} does not implement build()")
+
+
+class GroupRewardConfig(VariantConfig):
+    """Variants whose advantage is the centred group reward, optionally scaled by the group's std."""
+
+    normalize_rewards: bool = Field(True, description="divide by the group's standard deviation (ddof 1)")
+    use_leave_one_out_baseline: bool = Field(
+        False, description="mean and std of the other responses (NeMo-RL's default; none of the papers)"
+    )
+
+    def group_advantages(self, batch: TokenBatch) -> GroupAdvantages:
+        """Per-sequence advantages of a whole clean step."""
+        normalization: RewardNormalization = "group" if self.normalize_rewards else "none"
+        return group_advantages(
+            batch,
+            normalization=normalization,
+            eps=self.advantage_eps,
+            leave_one_out=self.use_leave_one_out_baseline,
+        )
+
+    def shape(self, batch: TokenBatch, seed: int) -> Shaped:
+        """Every token of a response carries the response's advantage."""
+        a = self.group_advantages(batch)
+        return Shaped(a.per_token(batch.mask), a.sizes, a.has_signal)
+
+
+class RatioConfig(GroupRewardConfig):
+    """Variants with an importance ratio, an optional clip and an optional KL penalty."""
+
+    ratio_clip_min: float | None = Field(0.2, ge=0, description="lower clip distance from 1; null: no clip")
+    ratio_clip_max: float | None = Field(0.2, ge=0, description="upper clip distance from 1; null: no clip")
+    ratio_clip_c: float | None = Field(
+        None, gt=1, description="dual clip for negative advantages; null: none"
+    )
+    reference_policy_kl_penalty: float = Field(0.0, ge=0, description="beta, the factor of the KL penalty")
+    reference_policy_kl_type: KLType = Field("k3", description="estimator of the KL penalty: k1, k2, k3")
+
+    @model_validator(mode="after")
+    def _clip_is_a_pair(self) -> RatioConfig:
+        if (self.ratio_clip_min is None) != (self.ratio_clip_max is None):
+            raise ValueError(
+                f"ratio_clip_min={self.ratio_clip_min}, ratio_clip_max={self.ratio_clip_max}: a clip has two "
+                "sides; set both or neither"
+            )
+        if self.ratio_clip_c is not None and self.ratio_clip_min is None:
+            raise ValueError(
+                f"ratio_clip_c={self.ratio_clip_c}: dual clip needs ratio_clip_min and ratio_clip_max; set them"
+            )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.reference_policy_kl_penalty > 0
+
+    def terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """(Clipped) importance-weighted policy gradient, and the KL to the reference if penalised."""
+        batch = prepared.batch
+        ratio = importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
+        policy, metrics = self.policy_term(ratio, prepared.advantages)
+        return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))
+
+    def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B, T] objective to maximise, and its clip metrics."""
+        if self.ratio_clip_min is None or self.ratio_clip_max is None:
+            return policy_gradient(ratio, advantages), {}
+        clipped = is_clipped(ratio.detach(), advantages, self.ratio_clip_min, self.ratio_clip_max)
+        value = clipped_policy_gradient(
+            ratio, advantages, self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c
+        )
+        return value, {"ratio/clip_fraction": clipped.to(ratio.dtype)}
+
+    def kl_term(self, batch: TokenBatch) -> Tensor | None:
+        """[B, T] KL estimate, or None without a penalty."""
+        if not self.needs_reference or batch.reference_policy_logprobs is None:
+            return None
+        return kl_estimate(
+            batch.next_token_logprobs, batch.reference_policy_logprobs, self.reference_policy_kl_type
+        )
+
+    def objective(self, **changes: object) -> Objective:
+        """The objective of this configuration; ``changes`` replace single fields."""
+        fields: dict[str, object] = {
+            "name": self.variant,
+            "shape": self.shape,
+            "terms": self.terms,
+            "aggregation": self.aggregation,
+            "max_response_length": self.max_response_length,
+            "kl_penalty": self.reference_policy_kl_penalty,
+            "needs_entropy": self.needs_entropy,
+            "needs_reference": self.needs_reference,
+        }
+        return Objective(**(fields | changes))  # type: ignore[arg-type]
+
+    def build(self) -> Objective:
+        """Compose the objective."""
+        return self.objective()
+
+
+def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
+    """[B, T] diagnostics of how far the policy moved within the step."""
+    moved = (batch.next_token_logprobs - batch.prev_logprobs).detach()
+    return {"ratio/mean": ratio.detach(), "kl/previous": torch.expm1(moved) - moved}

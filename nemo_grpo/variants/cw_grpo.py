@@ -1,0 +1,127 @@
+"""CW-GRPO: covariance-aware GRPO with Gaussian-kernel advantage reweighting (2605.11538, section 2.3).
+
+    c_it  = (logp_it - mean_t logp_i)(A_i - mean_g A)       scoring-time policy, no gradient
+    w_it  = exp(-c_it^2 / (2 sigma_g^2))                    sigma_g = std of c over the group's tokens, ddof 0
+    w~_it = w_it N_g / sum_g w                              so that the group's weights add up to its tokens
+    term  = rho_it (w~_it A_i) - beta k3_it                 no clip, KL outside the weight
+    loss  = - sequence_mean(term)
+
+Deviation:
+- The paper's mean of log pi is "computed over responses"; the released code that fits the paper centres each
+  response on its own mean: `logprob_centering: response`. `group` centres on the group's tokens and can flip
+  a group's sign.
+- beta is not in the paper's Table 5; the code base it builds on trains with 0.04.
+- `author_compat: true` is the released code instead: the normaliser counts padded positions (mean weight > 1)
+  and the gradient flows through w. It depends on padding, so it takes exactly one whole group per loss call
+  and refuses else.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from nemo_grpo.core.aggregation import Aggregation
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
+from nemo_grpo.core.statistics import token_mean
+from nemo_grpo.core.surrogates import importance_ratio
+from nemo_grpo.core.token_weights import Centring, Scope, gaussian_kernel_weights, group_covariance
+from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+
+
+class CWGRPO(RatioConfig):
+    """Covariance-weighted GRPO."""
+
+    title: ClassVar[str] = "CW-GRPO"
+    paper: ClassVar[str] = "Taming Extreme Tokens (2605.11538)"
+
+    variant: Literal["cw_grpo"] = "cw_grpo"
+    aggregation: Aggregation = Field("sequence_mean", description="1/G sum_i 1/|o_i| sum_t, as printed")
+    advantage_eps: float = Field(
+        1e-4, ge=0, description="added to the standard deviation of rewards (open-rs)"
+    )
+    ratio_clip_min: float | None = Field(
+        None, ge=0, description="lower clip distance from 1; the paper has no clip"
+    )
+    ratio_clip_max: float | None = Field(
+        None, ge=0, description="upper clip distance from 1; the paper has no clip"
+    )
+    reference_policy_kl_penalty: float = Field(
+        0.04, ge=0, description="beta; not in the paper, 0.04 in its code base"
+    )
+    logprob_centering: Centring = Field(
+        "response", description="mean of logp over the response, or over the group"
+    )
+    scope: Scope = Field(
+        "group", description="sigma and normaliser over the prompt's group, or the whole batch"
+    )
+    author_compat: bool = Field(
+        False, description="the released code: padded normaliser, gradient through the weight"
+    )
+
+    @model_validator(mode="after")
+    def _author_code_has_no_options(self) -> CWGRPO:
+        changed = {
+            name: getattr(self, name)
+            for name in ("logprob_centering", "scope", "ratio_clip_min")
+            if getattr(self, name) != type(self).model_fields[name].default
+        }
+        if self.author_compat and changed:
+            raise ValueError(
+                f"author_compat=true is the released code and has no {changed}; remove one or the other"
+            )
+        return self
+
+    def shape(self, batch: TokenBatch, seed: int) -> Shaped:
+        """Fold the kernel weights into the advantages: weights are >= 0, so this commutes with any clip."""
+        a = self.group_advantages(batch)
+        advantages = a.per_token(batch.mask)
+        if self.author_compat:
+            return Shaped(advantages, a.sizes, a.has_signal)
+        covariance = group_covariance(batch.prev_logprobs, a.values, batch, a.groups, self.logprob_centering)
+        weights = gaussian_kernel_weights(covariance, batch.mask, a.groups, self.scope)
+        metrics = {
+            "cw_grpo/weight_mean": token_mean(weights, batch.mask),
+            "cw_grpo/weight_below_half": token_mean((weights < 0.5).to(weights.dtype), batch.mask),
+        }
+        return Shaped(advantages * weights, a.sizes, a.has_signal, metrics=metrics)
+
+    def build(self) -> Objective:
+        """Compose the objective."""
+        if not self.author_compat:
+            return self.objective()
+        return self.objective(terms=self.author_terms, whole_groups_per_loss_call=True)
+
+    def author_terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """The released code: weights from the current policy, with gradient, normalised by B x T."""
+        batch = prepared.batch
+        _require_one_whole_group(prepared)
+        weights = _author_weights(batch.next_token_logprobs, prepared.advantages, batch.mask)
+        ratio = importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
+        metrics = {"cw_grpo/weight_mean": weights.detach(), **ratio_metrics(batch, ratio)}
+        return TokenTerms(ratio * weights * prepared.advantages, self.kl_term(batch), metrics)
+
+
+def _require_one_whole_group(prepared: PreparedBatch) -> None:
+    ids = prepared.batch.group_ids
+    present = int(prepared.batch.sample_mask.sum())
+    if bool((ids != ids[:1]).any()) or present != int(prepared.group_sizes[:1].sum()):
+        raise ValueError(
+            f"author_compat needs exactly one whole group per loss call, got {present} sequences of "
+            f"{ids.unique().numel()} group(s); make the microbatch num_generations_per_prompt rows, unpacked"
+        )
+
+
+def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    centred = torch.where(mask, logprobs - logprobs.sum(1, keepdim=True) / lengths, 0.0)
+    per_row = advantages.sum(1, keepdim=True) / lengths
+    covariance = centred * torch.where(mask, per_row - per_row.mean(), 0.0)
+    values = covariance[mask]
+    sigma = values.std(unbiased=False) + 1e-8
+    w = torch.where(mask, torch.exp(-covariance.square() / (2 * sigma.square())), 0.0)
+    return w * mask.numel() / w.sum()

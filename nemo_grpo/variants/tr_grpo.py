@@ -1,0 +1,171 @@
+"""TR-GRPO: token-regulated GRPO, weights from the token's own probability (2511.00066, Eqs. 10-12).
+
+    w_it   = clip(alpha (sigmoid(tau pi_it) - mu), lower, upper)      no gradient, pi_it = exp(logp_it),
+    current policy policy = w min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A)
+    KL     = x - log x - 1,  x = w exp(logp_ref - logp)               Eq. 11
+    loss   = - token_mean(policy - beta KL)
+
+Deviation: two printed forms cannot be what produced the paper's results; both stay available.
+- `tau_convention`: Eq. 12 prints pi / tau. With the paper's constants w is then 1 for every token: plain
+  GRPO. Its appendix C.1 (range of the sigmoid, centred range, Table 7) fits only tau pi: `multiply`. A
+  configuration whose weight is the same for every probability is refused unless `allow_constant_weight`.
+- `weight_placement`: Eq. 10 prints w inside the clip. With upper = 1.4 > 1 + ratio_clip_max every token of pi
+  > 0.211 and A > 0 then has no gradient at rho = 1: `outside`. The metric clipped_at_unit_ratio counts such
+  tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.kl import kl_estimate, weighted_k3
+from nemo_grpo.core.objective import Shaped, TokenTerms
+from nemo_grpo.core.random import token_uniforms
+from nemo_grpo.core.surrogates import importance_ratio
+from nemo_grpo.core.token_weights import probability_weights
+from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+
+
+class TRGRPO(RatioConfig):
+    """Token-Regulated GRPO. Defaults: Table 6 and appendix B.2."""
+
+    title: ClassVar[str] = "TR-GRPO"
+    paper: ClassVar[str] = "Token-Level Probability Shaping (2511.00066)"
+
+    variant: Literal["tr_grpo"] = "tr_grpo"
+    ratio_clip_max: float | None = Field(0.24, ge=0, description="upper clip distance from 1 (Table 6)")
+    reference_policy_kl_penalty: float = Field(0.001, ge=0, description="beta (Table 6)")
+    alpha: float = Field(2.0, description="scale of the shaping function")
+    mu: float = Field(0.25, description="offset of the shaping function")
+    tau: float = Field(9.0, gt=0, description="sharpness of the sigmoid")
+    lower: float = Field(1.0, gt=0, description="L, smallest weight")
+    upper: float = Field(1.4, gt=0, description="U, largest weight")
+    tau_convention: Literal["multiply", "divide"] = Field(
+        "multiply", description="sigmoid(tau pi), or sigmoid(pi / tau) as printed in Eq. 12"
+    )
+    weight_placement: Literal["outside", "inside"] = Field(
+        "outside", description="weight times the clipped term, or inside the clip as printed in Eq. 10"
+    )
+    kl_weighting: Literal["inside", "none", "outer"] = Field(
+        "inside", description="weight in the KL: inside the ratio (Eq. 11), none, or as a factor"
+    )
+    weighting: Literal["probability", "equal", "random", "reverse"] = Field(
+        "probability", description="ablations of Table 4: 1, uniform in [0.5, 1.5], or 2 - w"
+    )
+    allow_constant_weight: bool = Field(
+        False, description="accept shaping constants that give one weight to all tokens"
+    )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> TRGRPO:
+        if self.lower > self.upper:
+            raise ValueError(f"lower={self.lower} must not exceed upper={self.upper}")
+        if self.weighting == "reverse" and self.upper >= 2:
+            raise ValueError(
+                f"upper={self.upper}: weighting=reverse uses 2 - w, which must be positive; use upper < 2"
+            )
+        if self.kl_weighting == "inside" and self.reference_policy_kl_type != "k3":
+            raise ValueError(
+                f"reference_policy_kl_type={self.reference_policy_kl_type}: kl_weighting=inside is defined "
+                "for k3; use k3, or kl_weighting none or outer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weight_varies(self) -> TRGRPO:
+        low, high = self.weight_at(0.0), self.weight_at(1.0)  # monotone in pi, so the ends decide
+        if self.weighting in ("probability", "reverse") and low == high and not self.allow_constant_weight:
+            raise ValueError(
+                f"alpha={self.alpha}, mu={self.mu}, tau={self.tau}, lower={self.lower}, upper={self.upper}, "
+                f"tau_convention={self.tau_convention} give weight {low:g} to every token (with the paper's "
+                "constants pi / tau always does: plain GRPO); use tau_convention=multiply, other constants, "
+                "weighting=equal, or allow_constant_weight=true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _inside_clips_at_once(self) -> TRGRPO:
+        if (
+            self.weight_placement == "inside"
+            and self.ratio_clip_max is not None
+            and self.upper > 1 + self.ratio_clip_max
+        ):
+            warnings.warn(
+                f"tr_grpo: weight_placement=inside with upper={self.upper} > 1 + ratio_clip_max="
+                f"{1 + self.ratio_clip_max:g}: likely tokens of good responses get no gradient (see the "
+                "metric tr_grpo/clipped_at_unit_ratio); use outside, or upper <= 1 + ratio_clip_max",
+                stacklevel=2,
+            )
+        return self
+
+    def weight_at(self, probability: float) -> float:
+        """The shaping function at one probability (Eq. 12)."""
+        x = probability * self.tau if self.tau_convention == "multiply" else probability / self.tau
+        raw = self.alpha * (1 / (1 + math.exp(-x)) - self.mu)
+        return min(max(raw, self.lower), self.upper)
+
+    def shape(self, batch: TokenBatch, seed: int) -> Shaped:
+        """GRPO's advantages; the random ablation's weights are drawn here, once per step."""
+        shaped = super().shape(batch, seed)
+        if self.weighting != "random":
+            return shaped
+        weights = (0.5 + token_uniforms(batch, seed)).to(shaped.advantages.dtype)
+        return Shaped(shaped.advantages, shaped.group_sizes, shaped.has_signal, token_weights=weights)
+
+    def token_weights(self, prepared: PreparedBatch) -> Tensor:
+        """[B, T] weights, without gradient."""
+        logprobs = prepared.batch.next_token_logprobs.detach()
+        if self.weighting == "equal":
+            return torch.ones_like(logprobs)
+        if self.weighting == "random":
+            assert prepared.token_weights is not None
+            return prepared.token_weights
+        w = probability_weights(
+            logprobs,
+            alpha=self.alpha,
+            mu=self.mu,
+            tau=self.tau,
+            lower=self.lower,
+            upper=self.upper,
+            multiply=self.tau_convention == "multiply",
+        )
+        return 2 - w if self.weighting == "reverse" else w
+
+    def terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """Weighted clipped policy term and weighted KL."""
+        batch, advantages = prepared.batch, prepared.advantages
+        w = self.token_weights(prepared)
+        ratio = importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
+        if self.weight_placement == "outside":
+            policy, metrics = self.policy_term(ratio, advantages)
+            policy = w * policy
+        else:
+            policy, metrics = self.policy_term(w * ratio, advantages)
+        metrics |= ratio_metrics(batch, ratio) | {
+            "tr_grpo/weight_mean": w,
+            "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages).to(w.dtype),
+        }
+        return TokenTerms(policy, self._weighted_kl(batch, w), metrics)
+
+    def _clipped_at_unit_ratio(self, w: Tensor, advantages: Tensor) -> Tensor:
+        if self.weight_placement == "outside" or self.ratio_clip_min is None or self.ratio_clip_max is None:
+            return torch.zeros_like(w, dtype=torch.bool)
+        positive = (advantages > 0) & (w > 1 + self.ratio_clip_max)
+        return positive | ((advantages < 0) & (w < 1 - self.ratio_clip_min))
+
+    def _weighted_kl(self, batch: TokenBatch, w: Tensor) -> Tensor | None:
+        if not self.needs_reference or batch.reference_policy_logprobs is None:
+            return None
+        if self.kl_weighting == "inside":
+            return weighted_k3(batch.next_token_logprobs, batch.reference_policy_logprobs, w)
+        kl = kl_estimate(
+            batch.next_token_logprobs, batch.reference_policy_logprobs, self.reference_policy_kl_type
+        )
+        return w * kl if self.kl_weighting == "outer" else kl
