@@ -1,0 +1,104 @@
+"""What the training loop and the evaluation need from whatever samples responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from nemo_grpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a response is drawn. Names as in NeMo-RL's ``policy.generation``.
+
+    Attributes:
+        max_new_tokens: a response without a stop token is cut here and counts as truncated.
+        temperature: > 0; logits are divided by it.
+        top_p: in (0, 1]; the smallest set of most likely tokens with at least this mass. 1: all.
+        top_k: that many most likely tokens, before top_p. None: all.
+        stop_token_ids: any of them ends the response and belongs to it; empty: every response is cut.
+        greedy: take the most likely token; temperature, top_p and top_k are ignored.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        if not self.temperature > 0:
+            raise UserError(
+                f"temperature must be positive (greedy is its own switch); got {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1]; got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k must be at least 1, or null for no limit; got {self.top_k}")
+
+    @property
+    def filters(self) -> bool:
+        """True where sampling leaves tokens out."""
+        return not self.greedy and (self.top_p < 1 or self.top_k is not None)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Responses; row i belongs to prompt i // num_generations.
+
+    B = prompts x num_generations, T = longest response.
+    Logprobs are float32, nats, of the sampled token, exactly 0 behind a response's end. Three distributions:
+
+    Attributes:
+        tokens: [B, T] int64; a stop token belongs to its response; 0 behind the end.
+        logprobs: [B, T] under softmax(logits / temperature), the whole vocabulary. The trainer's
+            ``generation_logprobs``: NeMo-RL divides the training logits by the same temperature, so that this
+            and the current policy's logprobs are one quantity, and their ratio is 1 where weights agree.
+        sampling_logprobs: [B, T] under what was really drawn from, after top_k and top_p. The same tensor as
+            ``logprobs`` without such a filter. For importance weights against the behaviour policy.
+        unscaled_logprobs: [B, T] under softmax(logits), temperature 1. The same tensor at temperature 1. For
+            comparisons between temperatures.
+        lengths: [B] int64, response tokens, at least 1.
+        truncated: [B] bool; the response met max_new_tokens before a stop token.
+        prompt_lengths: [B] int64.
+
+    Greedy rollouts carry the temperature 1 logprobs in all three.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    sampling_logprobs: Tensor
+    unscaled_logprobs: Tensor
+    lengths: Tensor
+    truncated: Tensor
+    prompt_lengths: Tensor
+
+
+class Generator(Protocol):
+    """Samples responses from weights that it is given."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take these weights, named as in the model's Hugging Face checkpoint, for all later calls.
+
+        Raises: ValueError: a weight is missing, unknown, or of another shape; nothing can be generated until
+                a complete set has come.
+        """
+        ...
+
+    def generate(
+        self, prompts: list[list[int]], num_generations: int, sampling: SamplingParams, seed: int
+    ) -> Rollout:
+        """Sample ``num_generations`` responses to each prompt.
+
+        A response depends on the weights, its prompt, ``sampling`` and ``seed`` alone (up to float noise),
+        not on the other prompts, their order, the batch size or any global random state. The same prompt twice
+        in a call gives independent responses.
+        """
+        ...

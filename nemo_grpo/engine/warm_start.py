@@ -1,0 +1,285 @@
+"""A policy to begin with, made on the spot: tokenizer, tiny Qwen2, short supervised training.
+
+The result is an ordinary Hugging Face folder in a cache, keyed by everything that it depends on. Nothing is
+downloaded, and every variant of a comparison starts from the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from nemo_grpo.engine.progress import no_transformers_bars, progress
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import PromptLike, Task, encode_prompt
+from nemo_grpo.tasks.response import TAGS
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Raise it when this file makes something else from the same settings; it is part of the cache's key."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen2's: AutoTokenizer loads the folder as a Qwen2 tokenizer and expects this split.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+# Far from every run's own seed: reinforcement does not begin with the very problems of the warm start.
+SEED_OFFSET = 1 << 40
+NUM_CORPUS_PROBLEMS = 2000
+WARM_UP_STEPS = 30
+FINAL_LR_SHARE = 0.1
+MAX_GRAD_NORM = 1.0
+BATCHES_PER_POOL = 4
+
+
+class WarmStartLike(Protocol):
+    """The recipe's ``nemo_grpo.warm_start`` section."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    num_steps: int
+    batch_size: int
+    lr: float
+    seed: int | None
+    cache_dir: str | Path
+
+
+SETTINGS = tuple(name for name in WarmStartLike.__annotations__ if name not in ("seed", "cache_dir"))
+"""What the result depends on, beside task, prompt and seed."""
+
+
+def warm_start(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int | None = None) -> Path:
+    """The folder with the warm-started policy; made if the cache has none with these settings.
+
+    Cross-entropy on the responses of TRAINING demonstrations (prompts carry no loss), AdamW, linear warm-up,
+    cosine decay to a tenth. The same settings, seed, thread count and torch version give the same weights.
+
+    Args:    prompt: as in training and evaluation.  seed: None takes ``config.seed``.
+    Returns: folder: config.json, model.safetensors (float32), tokenizer, chat template and generation config.
+    Raises:  UserError: the task has no demonstrations, they do not fit into the context, the architecture is
+             impossible, or the cache cannot be written.
+    """
+    _check_architecture(config)
+    seed = (config.seed or 0) if seed is None else seed
+    target = Path(config.cache_dir).expanduser() / cache_key(config, task, prompt, seed)
+    if target.is_dir():
+        log.info("warm start: using %s", target)
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        where = f"nemo_grpo.warm_start.cache_dir={config.cache_dir}"
+        raise UserError(f"{where} cannot be written: {error.strerror}; choose another folder") from error
+    try:
+        tokenizer = build_tokenizer(task, config.vocab_size, seed)
+        model = build_model(config, tokenizer, seed)
+        fine_tune(model, tokenizer, config, task, prompt, seed)
+        with no_transformers_bars():
+            model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        _publish(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _check_architecture(config: WarmStartLike) -> None:
+    """Raises UserError unless heads divide the width evenly, rotary halves included, and share key-value heads."""
+    width, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    if width % (2 * heads):
+        raise UserError(
+            f"nemo_grpo.warm_start.hidden_size={width} is not a multiple of 2 x num_attention_heads={heads}; "
+            f"use {-(-width // (2 * heads)) * 2 * heads}"
+        )
+    if heads % kv_heads:
+        raise UserError(
+            f"nemo_grpo.warm_start.num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; "
+            f"use {math.gcd(heads, kv_heads)}"
+        )
+
+
+def cache_key(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int) -> str:
+    """Name of the cached folder: the task's name and a hash of all that the weights depend on."""
+    content = {
+        "format": FORMAT_VERSION,
+        "settings": {name: getattr(config, name) for name in SETTINGS},
+        "task": task.config.model_dump(mode="json"),
+        "prompt": {"system": prompt.system, "template": prompt.template},
+        "seed": seed,
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return f"{task.config.name}-{digest[:16]}"
+
+
+def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, learnt from training problems and demonstrations; at most ``vocab_size`` tokens."""
+    if vocab_size < 256 + len(TAGS) + 3:
+        raise UserError(
+            f"nemo_grpo.warm_start.vocab_size={vocab_size} is too small: 256 bytes and {len(TAGS) + 3} tags "
+            f"need at least {256 + len(TAGS) + 3}"
+        )
+    rng = random.Random(seed)
+    problems = [task.train_problem(index, SEED_OFFSET + seed) for index in range(NUM_CORPUS_PROBLEMS)]
+    corpus = [text for problem in problems for text in (problem.question, task.demonstration(problem, rng))]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(TAGS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[PAD, START, END],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    # Not special: decoding with skip_special_tokens=True would hide them from the reward.
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(config: WarmStartLike, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """A Qwen2 with tied embeddings and random weights; the vocabulary is the tokenizer's, rounded up to 8."""
+    architecture = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(architecture)
+
+
+def fine_tune(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    config: WarmStartLike,
+    task: Task,
+    prompt: PromptLike,
+    seed: int,
+) -> None:
+    """Train the model in place on ``num_steps`` batches of demonstrations."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    batches = _batches(tokenizer, config, task, prompt, seed)
+    model.train()
+    with progress("warm start", config.num_steps) as advance:
+        for step in range(config.num_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, config.num_steps, config.lr)
+            input_ids, labels = next(batches)
+            logits = model(input_ids=input_ids).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+            advance(f"loss {loss.item():.3f}")
+    model.eval()
+
+
+def learning_rate(step: int, num_steps: int, peak: float) -> float:
+    """Linear over the first 30 steps, times a cosine from 1 down to 0.1."""
+    cosine = (1 + math.cos(math.pi * step / num_steps)) / 2
+    return peak * min(1.0, (step + 1) / WARM_UP_STEPS) * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
+
+
+def _batches(
+    tokenizer: Any, config: WarmStartLike, task: Task, prompt: PromptLike, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(input_ids, labels), [batch_size, T] int64, -100: no loss; like lengths together: little padding."""
+    rng = random.Random(seed)
+    pool_size = config.batch_size * BATCHES_PER_POOL
+    for pool in range(-(-config.num_steps // BATCHES_PER_POOL)):
+        problems = [task.train_problem(pool * pool_size + i, SEED_OFFSET + seed) for i in range(pool_size)]
+        examples = []
+        for problem in problems:
+            question = encode_prompt(tokenizer, prompt, problem)
+            response = tokenizer(task.demonstration(problem, rng), add_special_tokens=False)["input_ids"]
+            examples.append((question, [*response, tokenizer.eos_token_id]))
+        examples.sort(key=lambda example: len(example[0]) + len(example[1]))
+        starts = list(range(0, pool_size, config.batch_size))
+        rng.shuffle(starts)
+        for start in starts:
+            yield _collate(examples[start : start + config.batch_size], tokenizer.pad_token_id, config)
+
+
+def _collate(
+    examples: list[tuple[list[int], list[int]]], pad_token_id: int, config: WarmStartLike
+) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(question) + len(response) for question, response in examples)
+    if width > config.max_position_embeddings:
+        raise UserError(
+            f"a demonstration with its prompt has {width} tokens; "
+            f"raise nemo_grpo.warm_start.max_position_embeddings={config.max_position_embeddings}"
+        )
+    input_ids = torch.full((len(examples), width), pad_token_id)
+    labels = torch.full((len(examples), width), -100)
+    for row, (question, response) in enumerate(examples):
+        end = len(question) + len(response)
+        input_ids[row, :end] = torch.tensor(question + response)
+        labels[row, len(question) : end] = torch.tensor(response)
+    return input_ids, labels
+
+
+def _publish(unfinished: Path, target: Path) -> None:
+    """Give the finished folder its name in one step, after its bytes are on the disk."""
+    for path in (*unfinished.iterdir(), unfinished):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    try:
+        unfinished.rename(target)
+    except OSError:
+        # Another process made the same folder meanwhile; both are complete, the first stays.
+        if not target.is_dir():
+            raise

@@ -1,0 +1,90 @@
+"""What a task is: problems by number, a worked demonstration, and a score for a response."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+HELD_OUT_SHARE = 5
+"""One in so many keys (problems, or whatever a task splits by) is kept for validation."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its reference answer.
+
+    Attributes:
+        id: unique within the task; the same problem has the same id in every run.
+        question: what goes into the prompt template.
+        answer: the reference, as `Task.score` compares it.
+        metadata: JSON values; whatever the task needs again for demonstrations or for analysis by kind.
+    """
+
+    id: str
+    question: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+class TaskConfig(BaseModel, ABC):
+    """A task's parameters: the recipe's ``nemo_grpo.task`` section. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+
+    @abstractmethod
+    def build(self) -> Task:
+        """The task with these parameters."""
+
+
+class Task(Protocol):
+    """A source of problems with a verifiable answer. Stateless: to resume a run, a counter is enough."""
+
+    @property
+    def config(self) -> TaskConfig:
+        """The parameters that this task was built with."""
+        ...
+
+    def train_problem(self, index: int, seed: int) -> Problem:
+        """Problem number ``index`` of the endless training stream ``seed``; always the same one."""
+        ...
+
+    def validation_problems(self, num_problems: int) -> list[Problem]:
+        """The first ``num_problems`` of a fixed list that no training stream ever contains.
+
+        Raises: UserError: the task holds fewer.
+        """
+        ...
+
+    def demonstration(self, problem: Problem, rng: random.Random) -> str:
+        """A correct response with its reasoning, for the supervised warm start; ``rng`` varies the reasoning.
+
+        Raises: UserError: the task has none.
+        """
+        ...
+
+    def extract(self, response: str) -> str | None:
+        """The answer that the response gives, normalised: equal answers are equal texts. None: no answer."""
+        ...
+
+    def score(self, problem: Problem, response: str) -> dict[str, float]:
+        """Reward components in [0, 1], ``accuracy`` and ``format`` among them; the recipe weights them."""
+        ...
+
+
+def is_held_out(key: object) -> bool:
+    """True for the fixed fifth of all keys that belongs to validation; by hash, so that no list is needed."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
+
+
+def stream(*parts: object) -> random.Random:
+    """A random generator that depends on ``parts`` only: the same in every process and on every machine."""
+    return random.Random("/".join(map(str, parts)))

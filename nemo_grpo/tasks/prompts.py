@@ -1,0 +1,66 @@
+"""From a problem to prompt tokens: the recipe's system text and template, the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks.base import Problem
+
+SLOT = "{question}"
+
+
+class PromptLike(Protocol):
+    """The recipe's ``nemo_grpo.prompt`` section."""
+
+    @property
+    def system(self) -> str | None: ...
+
+    @property
+    def template(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt without a recipe: for tests and for other programs.
+
+    Attributes:
+        system: system message, or None for no such message.
+        template: user message with a ``{question}`` slot.
+    """
+
+    system: str | None = None
+    template: str = SLOT
+
+
+def chat_messages(prompt: PromptLike, problem: Problem) -> list[dict[str, str]]:
+    """The conversation that ends with the question.
+
+    Only the slot is replaced; other braces stay, so that templates may hold LaTeX.
+
+    Raises: UserError: the template has no slot.
+    """
+    if SLOT not in prompt.template:
+        raise UserError(
+            f"the prompt template must contain {SLOT} where the problem goes; got {prompt.template!r}"
+        )
+    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    return [*system, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
+
+
+def encode_prompt(tokenizer: Any, prompt: PromptLike, problem: Problem) -> list[int]:
+    """Token ids up to where the response begins.
+
+    Args:   tokenizer: a Hugging Face tokenizer with a chat template.
+    Raises: UserError: it has none, or the template has no slot.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned "
+            f"model's, or put chat_template.jinja into its folder"
+        )
+    text = tokenizer.apply_chat_template(
+        chat_messages(prompt, problem), tokenize=False, add_generation_prompt=True
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

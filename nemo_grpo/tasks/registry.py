@@ -1,0 +1,43 @@
+"""The tasks by name, and the recipe's ``nemo_grpo.task`` section made into one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.tasks.arithmetic import ArithmeticConfig
+from nemo_grpo.tasks.base import TaskConfig
+from nemo_grpo.tasks.knights_knaves import KnightsKnavesConfig
+
+TASKS: dict[str, type[TaskConfig]] = {
+    config.model_fields["name"].default: config for config in (KnightsKnavesConfig, ArithmeticConfig)
+}
+"""Name -> configuration class. To add a task, write its file and add its class here."""
+
+
+def parse_task(section: Mapping[str, Any]) -> TaskConfig:
+    """The task configuration that a recipe's ``nemo_grpo.task`` section describes.
+
+    Args:    section: ``name`` and that task's parameters.
+    Returns: the frozen configuration; ``build()`` makes the task.
+    Raises:  UserError: no name, an unknown name or parameter, or a value that its rule refuses.
+    """
+    name = section.get("name")
+    if not isinstance(name, str):
+        raise UserError(f"nemo_grpo.task needs a name (one of {', '.join(sorted(TASKS))}); got {name!r}")
+    if name not in TASKS:
+        raise UserError(f"unknown task nemo_grpo.task.name={name!r}{did_you_mean(name, TASKS)}")
+    config = TASKS[name]
+    for key in section:
+        if key not in config.model_fields:
+            hint = did_you_mean(str(key), config.model_fields)
+            raise UserError(f"unknown key nemo_grpo.task.{key} for task {name!r}{hint}")
+    try:
+        return config.model_validate(dict(section))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"nemo_grpo.task.{where}={first['input']!r}: {first['msg']}") from error

@@ -1,0 +1,32 @@
+"""Reading ``<think>..</think><answer>..</answer>``: linear in the text, nothing is ever executed."""
+
+from __future__ import annotations
+
+import re
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_WELL_FORMED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+
+
+def render_response(reasoning: str, answer: str) -> str:
+    """The text that `format_reward` accepts."""
+    return f"<think>{reasoning}</think><answer>{answer}</answer>"
+
+
+def last_answer(response: str) -> str | None:
+    """The text inside the last complete answer tag, as written; None if there is no such tag."""
+    end = response.rfind("</answer>")
+    start = response.rfind("<answer>", 0, max(end, 0))
+    return None if start < 0 else response[start + len("<answer>") : end]
+
+
+def normalize_answer(answer: str) -> str:
+    """Lower case, single spaces, none at the ends or around commas."""
+    return ",".join(" ".join(part.split()) for part in answer.casefold().split(","))
+
+
+def format_reward(response: str) -> float:
+    """1 if the response is one think block, then one answer block, and else only white space; otherwise 0."""
+    # Counting first makes the pattern unambiguous, and so linear, whatever the text is.
+    once = all(response.count(tag) == 1 for tag in TAGS)
+    return float(once and _WELL_FORMED.fullmatch(response) is not None)
