@@ -1,0 +1,131 @@
+"""``nemo-grpo recipe``: check, resolve and compare recipes without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nemo_grpo.errors import EXIT_USAGE, UserError
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
+
+app = typer.Typer(
+    no_args_is_help=True, help="Check, resolve and compare recipes. Nothing is trained or written."
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="key=value, ++key=value or ~key (remove); values are YAML",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def check(
+    items: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH... [KEY=VALUE]...",
+            help="Recipes or folders (every *.yaml below, except base/), then overrides for all of them.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Validate recipes: one line each, exit code 2 if any is wrong.
+
+    Example: nemo-grpo recipe check recipes grpo.max_num_steps=2
+    """
+    paths = [path for item in items if not is_override(item) for path in recipe_files(Path(item))]
+    overrides = [item for item in items if is_override(item)]
+    if not paths:
+        raise UserError("no recipe to check; name a file, or a folder that holds *.yaml")
+    results = [_check_one(path, overrides) for path in paths]
+    if not all(results):
+        typer.echo(f"{results.count(False)} of {len(results)} recipes are wrong", err=True)
+        raise typer.Exit(EXIT_USAGE)
+
+
+def _check_one(path: Path, overrides: list[str]) -> bool:
+    from nemo_grpo.recipe import load_recipe
+
+    try:
+        recipe = load_recipe(path, overrides)
+    except UserError as error:
+        typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}")
+        return False
+    typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
+    for sentence in recipe.advice():
+        typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
+    return True
+
+
+def _summary(recipe: Recipe) -> str:
+    m = recipe.policy.megatron_cfg
+    return (
+        f"{recipe.loss_fn.variant}, {recipe.policy.model_name or 'warm start'}, "
+        f"{recipe.grpo.max_num_steps} steps of {recipe.grpo.num_prompts_per_step} x "
+        f"{recipe.grpo.num_generations_per_prompt}, TP {m.tensor_model_parallel_size} "
+        f"PP {m.pipeline_model_parallel_size} CP {m.context_parallel_size} DP {recipe.data_parallel_size}"
+    )
+
+
+@app.command()
+def resolve(
+    path: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Print a recipe as it will run: bases merged, overrides applied, every default written out.
+
+    Example: nemo-grpo recipe resolve recipes/quickstart.yaml loss_fn.variant=gpg
+    """
+    from nemo_grpo.recipe import load_recipe
+
+    typer.echo(load_recipe(path, overrides or ()).to_yaml(), nl=False)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Recipe.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Recipe.", show_default=False)],
+) -> None:
+    """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
+
+    Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
+    """
+    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.keys import leaves
+
+    a, b = (dict(leaves(load_recipe(path).to_dict())) for path in (first, second))
+    lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
+    typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
+
+
+def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The coloured line that tells how ``key`` differs, or nothing."""
+    from nemo_grpo.recipe.keys import shown
+
+    if key not in b:
+        return [typer.style(f"- {key}: {shown(a[key])}", fg="red")]
+    if key not in a:
+        return [typer.style(f"+ {key}: {shown(b[key])}", fg="green")]
+    if a[key] != b[key]:
+        return [typer.style(f"~ {key}: {shown(a[key])} -> {shown(b[key])}", fg="yellow")]
+    return []
+
+
+def is_override(item: str) -> bool:
+    """True for what is an override rather than a path."""
+    return item.startswith(("~", "++")) or ("=" in item and not Path(item).exists())
+
+
+def recipe_files(path: Path) -> list[Path]:
+    """The file itself, or every recipe below a folder; what lies in a folder base is no recipe."""
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.rglob("*.yaml") if "base" not in file.relative_to(path).parts[:-1])

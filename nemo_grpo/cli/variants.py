@@ -1,0 +1,85 @@
+"""``nemo-grpo variants``: the algorithms, what they need, and their parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nemo_grpo.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nemo_grpo.variants.base import VariantConfig
+
+
+def variants(
+    name: Annotated[
+        str | None, typer.Argument(help="One variant, with all of its parameters.", show_default=False)
+    ] = None,
+) -> None:
+    """List the algorithms: paper, what each needs, parameters with defaults (the recipe's loss_fn keys).
+
+    Example: nemo-grpo variants tr_grpo
+    """
+    from rich.console import Console
+
+    from nemo_grpo.variants import VARIANTS
+
+    if name is not None and name not in VARIANTS:
+        raise UserError(f"{name!r} is not a variant{did_you_mean(name, VARIANTS)}")
+    console = Console()
+    if name is None:
+        console.print(overview(VARIANTS))
+        console.print("Parameters of one: [bold]nemo-grpo variants NAME[/bold]; in a recipe: loss_fn.variant")
+    else:
+        console.print(parameters(name, VARIANTS[name]))
+
+
+def overview(configs: dict[str, type[VariantConfig]]) -> Table:
+    """One row per variant, with the parameters that tell it from GRPO."""
+    from rich.table import Table
+
+    common = _defaults(configs["grpo"])
+    table = Table("variant", "paper", "needs", show_lines=True)
+    table.add_column("parameters that differ from grpo", no_wrap=True, overflow="fold")
+    for name, config in configs.items():
+        own = [
+            f"{key}={_yaml(value)}"
+            for key, value in _defaults(config).items()
+            if common.get(key, ...) != value
+        ]
+        table.add_row(f"[bold]{name}[/bold]", config.paper, _needs(config), ", ".join(own) or "-")
+    return table
+
+
+def parameters(name: str, config: type[VariantConfig]) -> Table:
+    """One row per parameter of one variant."""
+    from rich.table import Table
+
+    table = Table("loss_fn key", "default", "meaning", title=f"{config.title}: {config.paper}")
+    table.caption = f"needs: {_needs(config)}"
+    for key, value in _defaults(config).items():
+        table.add_row(key, _yaml(value), config.model_fields[key].description or "")
+    return table
+
+
+def _needs(config: type[VariantConfig]) -> str:
+    built = config.model_validate({})
+    needs = [
+        word
+        for word, needed in (("entropy", built.needs_entropy), ("reference", built.needs_reference))
+        if needed
+    ]
+    if not built.needs_reference and "reference_policy_kl_penalty" in config.model_fields:
+        needs.append("reference if KL > 0")
+    return ", ".join(needs) or "-"
+
+
+def _defaults(config: type[VariantConfig]) -> dict[str, object]:
+    return {key: field.default for key, field in config.model_fields.items() if key != "variant"}
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,134 @@
+"""Which keys a recipe may have, and which one was meant by a key that it may not have.
+
+NeMo-RL itself lets unknown keys through, so a typo there would train with a default; the names are
+therefore checked against the shipped list `nemo_rl_keys.txt` and against our own models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from nemo_grpo.errors import did_you_mean
+from nemo_grpo.recipe.own import NemoGRPOSection
+from nemo_grpo.variants import VARIANTS
+
+FREE_FORM = (
+    "policy.hf_config_overrides",
+    "policy.megatron_cfg.model_overrides",
+    "policy.megatron_cfg.env_vars",
+    "policy.generation.vllm_kwargs",
+    "policy.optimizer.kwargs",
+    "policy.scheduler",
+    "policy.tokenizer.chat_template_kwargs",
+    "policy.dtensor_cfg.automodel_kwargs",
+    "data.train",
+    "data.validation",
+    "data.default",
+    "env",
+    "logger",
+)
+"""Below these any key may stand: they belong to other libraries, or are keyed by names that users choose."""
+
+OURS = ("loss_fn", "nemo_grpo")
+"""Sections whose keys the variants, the tasks and our own models check."""
+
+
+@cache
+def nemo_rl_keys() -> frozenset[str]:
+    """Dotted leaf keys of NeMo-RL's sections."""
+    text = resources.files("nemo_grpo.recipe").joinpath("nemo_rl_keys.txt").read_text()
+    return frozenset(line for line in text.split("\n") if line and not line.startswith("#"))
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
+    variants = {f"loss_fn.{name}" for config in VARIANTS.values() for name in config.model_fields}
+    return nemo_rl_keys() | variants | set(_model_keys(NemoGRPOSection, "nemo_grpo"))
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Every dotted key that has keys below it."""
+    return frozenset(parent for key in known_keys() for parent in _parents(key))
+
+
+def is_known(key: str) -> bool:
+    """True for a leaf or section of the lists, and for anything below a free-form section."""
+    return key in known_keys() or key in sections() or _is_free(key) or key.startswith("nemo_grpo.task.")
+
+
+def shown(value: Any) -> str:
+    """A value as it would stand in YAML, short enough for an error message."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested mapping; an empty mapping counts as a value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
+    """One message for each key of NeMo-RL's sections, or at the top, that no list knows."""
+    return [
+        unknown_key_message(key, value)
+        for key, value in leaves(tree)
+        if key.split(".")[0] not in OURS and not is_known(key) and not _hangs_below_a_value(key)
+    ]
+
+
+def unknown_key_message(key: str, value: Any) -> str:
+    """``key=value: rule; remedy`` for a key that a recipe cannot have."""
+    bad = next((part for part in [*_parents(key), key] if not is_known(part)), key)
+    parent, _, name = bad.rpartition(".")
+    siblings = _names_below(parent)
+    where = f"is not a key of {parent}" if parent else "is not a section of a recipe"
+    if not difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
+        elsewhere = sorted(known for known in known_keys() if known.endswith(f".{name}"))
+        if elsewhere:
+            return f"{key}={shown(value)}: {bad} {where}; did you mean {' or '.join(elsewhere[:3])}?"
+    return f"{key}={shown(value)}: {bad} {where}{did_you_mean(name, siblings)}"
+
+
+def _parents(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _is_free(key: str) -> bool:
+    return any(key == root or key.startswith(f"{root}.") for root in FREE_FORM)
+
+
+def _hangs_below_a_value(key: str) -> bool:
+    """True where a mapping stands in place of a value: that is a wrong type, not an unknown key."""
+    return any(parent in known_keys() and parent not in sections() for parent in _parents(key))
+
+
+def _names_below(parent: str) -> set[str]:
+    """Names of the keys and sections directly below ``parent``; ``""`` is the top."""
+    prefix = f"{parent}." if parent else ""
+    return {key[len(prefix) :].split(".")[0] for key in known_keys() if key.startswith(prefix)}
+
+
+def _model_keys(model: type[BaseModel], prefix: str) -> Iterable[str]:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}.{name}"
+        nested = [t for t in (field.annotation, *get_args(field.annotation)) if _is_model(t)]
+        yield from _model_keys(nested[0], key) if nested else [key]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

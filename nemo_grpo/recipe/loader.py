@@ -1,0 +1,187 @@
+"""From YAML files and overrides to one plain mapping: ``defaults:``, merging, overrides, interpolation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
+
+Tree = dict[str, Any]
+
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "add": lambda *values: sum(values),
+    "mul": lambda *values: math.prod(values),
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+}
+"""NeMo-RL's resolvers, so that one file means the same to both."""
+
+
+def register_resolvers() -> None:
+    """Make ``${mul:...}`` and its like known to OmegaConf; what NeMo-RL has registered already stays."""
+    for name, function in RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+            register(name, function)
+
+
+def load_tree(path: Path) -> Tree:
+    """One file merged onto its ``defaults``, interpolations not yet resolved.
+
+    Raises: UserError: a file is missing or not a YAML mapping, or the defaults form a circle.
+    """
+    return _load_tree(path, ())
+
+
+def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
+    resolved = path.resolve()
+    if resolved in including:
+        circle = " -> ".join(str(p.name) for p in (*including[including.index(resolved) :], resolved))
+        raise UserError(f"{path}: defaults form a circle ({circle}); remove one of them")
+    tree = _read_yaml(path)
+    bases = tree.pop("defaults", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise UserError(f"{path}: defaults={bases!r} must be a file name or a list of file names")
+    merged: Tree = {}
+    for base in bases:
+        file = path.parent / base
+        if not file.is_file():
+            raise UserError(
+                f"{path}: defaults={base!r}: there is no file {file}; paths are relative to the recipe"
+            )
+        merged = merge(merged, _load_tree(file, (*including, resolved)))
+    return merge(merged, tree)
+
+
+def _read_yaml(path: Path) -> Tree:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give a recipe file")
+    try:
+        config = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); give a recipe file"
+        ) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {_first_line(error)}") from None
+    tree = OmegaConf.to_container(config, resolve=False)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
+    return {str(key): value for key, value in tree.items()}
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """``over`` on top of ``base``: mappings merge key by key, everything else replaces.
+
+    A mapping of ``over`` with ``_override_: true`` replaces the one of ``base`` as a whole.
+    """
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping):
+            replaces = bool(value.get("_override_", False))
+            below = merged.get(key)
+            value = {k: v for k, v in value.items() if k != "_override_"}
+            value = merge(below if isinstance(below, Mapping) and not replaces else {}, value)
+        merged[key] = value
+    return merged
+
+
+def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> Tree:
+    """A copy of ``tree`` with ``key=value``, ``++key=value`` and ``~key`` carried out, in order.
+
+    Raises: UserError: an override of another form, a new key where there is no section for it, or the
+            removal of a key that is not there.
+    """
+    changed = merge({}, tree)
+    for override in overrides:
+        if override.startswith("~"):
+            _delete(changed, override[1:])
+        else:
+            key, value = parse_override(override)
+            _set(changed, key, value)
+    return changed
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """``key=value`` as a dotted key and a value of the type that YAML gives it."""
+    key, separator, text = override.removeprefix("++").partition("=")
+    if not separator or not all(key.split(".")):
+        raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(
+            f"override {override!r}: the value is not valid YAML ({_first_line(error)})"
+        ) from None
+    assert isinstance(value, dict)
+    return key, value["value"]
+
+
+def _set(tree: Tree, key: str, value: Any) -> None:
+    *parents, name = key.split(".")
+    node = tree
+    for depth, parent in enumerate(parents):
+        below = node.get(parent)
+        if below is None and (is_known(key) or parent in node):
+            below = node[parent] = {}
+        if not isinstance(below, dict):
+            if below is None:
+                raise UserError(unknown_key_message(key, value))
+            section = ".".join(parents[: depth + 1])
+            raise UserError(
+                f"{key}={shown(value)}: {section} is {shown(below)}, not a section; set {section} instead"
+            )
+        node = below
+    node[name] = value
+
+
+def _delete(tree: Tree, key: str) -> None:
+    *parents, name = key.split(".")
+    node: Any = tree
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or name not in node:
+        raise UserError(f"~{key}: the recipe has no {key} to remove; look at `nemo-grpo recipe resolve`")
+    del node[name]
+
+
+def resolve(tree: Mapping[str, Any]) -> Tree:
+    """A copy with every ``${...}`` replaced by its value.
+
+    Raises: UserError: an interpolation names a key that is not there, fails, or a value is ``???``.
+    """
+    register_resolvers()
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UserError(
+            f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
+        ) from None
+    except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
+        raise UserError(f"{error.full_key}: {_first_line(error)}; mend the ${{...}} of this key") from None
+    except OmegaConfBaseException as error:
+        raise UserError(_first_line(error)) from None
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,134 @@
+"""The recipe's section ``nemo_grpo``: what NeMo-RL's config has no place for. Unknown keys are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import TaskConfig, parse_task
+
+
+class OwnSection(BaseModel):
+    """A part of the recipe that this package defines."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Prompt(OwnSection):
+    """How a problem becomes the text that the policy continues."""
+
+    system: str | None = None
+    """System message; null: none."""
+    template: str = "{question}"
+    """User message; {question} stands for the problem's text."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_a_slot(cls, template: str) -> str:
+        if "{question}" not in template:
+            raise UserError(
+                f"nemo_grpo.prompt.template={template!r} does not say where the problem goes; put "
+                "{question} there"
+            )
+        return template
+
+
+class WarmStart(OwnSection):
+    """A small model made on the spot: random weights, then supervised training on the task's solutions."""
+
+    vocab_size: int = Field(default=512, gt=0)
+    """Most entries of the tokenizer that is trained on the task's texts."""
+    hidden_size: int = Field(default=128, gt=0)
+    """Width."""
+    num_hidden_layers: int = Field(default=2, gt=0)
+    """Layers."""
+    num_attention_heads: int = Field(default=4, gt=0)
+    """Query heads."""
+    num_key_value_heads: int = Field(default=2, gt=0)
+    """Key and value heads."""
+    intermediate_size: int = Field(default=384, gt=0)
+    """Width of the feed-forward layers."""
+    max_position_embeddings: int = Field(default=512, gt=0)
+    """Longest sequence."""
+    num_steps: int = Field(default=120, ge=0)
+    """Supervised updates; 0: random weights."""
+    batch_size: int = Field(default=64, gt=0)
+    """Examples per supervised update."""
+    lr: float = Field(default=3e-3, gt=0)
+    """Peak learning rate of the supervised training."""
+    seed: int = 0
+    """Seed of weights and examples; not grpo.seed, so that seeds share one start."""
+    cache_dir: str = ".cache/warm_start"
+    """Folder of finished models, keyed by all of the above and the task."""
+
+
+class Engine(OwnSection):
+    """The embedded engine."""
+
+    generator: Literal["hf", "vllm"] = "hf"
+    """What samples: transformers or vLLM."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where; auto: cuda if there is one."""
+    num_threads: int = Field(default=1, gt=0)
+    """Threads of each rank on CPU; results differ in the last digits between thread counts."""
+    max_consecutive_skipped_steps: int = Field(default=10, gt=0)
+    """Steps in a row with a non-finite loss or without any signal after which the run aborts."""
+    log_samples: int = Field(default=4, ge=0)
+    """Responses of each step that are written to samples.jsonl."""
+
+
+class Evaluation(OwnSection):
+    """The evaluation before and after training, and of `nemo-grpo eval`."""
+
+    num_problems: int = Field(default=256, gt=0)
+    """Held-out problems, the same at every evaluation."""
+    num_samples: int = Field(default=8, gt=0)
+    """Samples per problem: avg@k and pass@k."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; 1: all tokens."""
+    at_start: bool = True
+    """Evaluate before training."""
+    at_end: bool = True
+    """Evaluate after training."""
+
+
+class Export(OwnSection):
+    """The model at the end."""
+
+    hf: bool = True
+    """Write a Hugging Face folder."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Its precision."""
+
+
+class NemoGRPOSection(OwnSection):
+    """Everything of a run that is not NeMo-RL's."""
+
+    run_name: str = Field(min_length=1)
+    """Name of the run's folder."""
+    runs_dir: str = "runs"
+    """Folder of all runs."""
+    task: SerializeAsAny[TaskConfig]
+    """Problems and verifier: a name and its parameters."""
+    prompt: Prompt = Field(default_factory=Prompt)
+    """Prompt."""
+    rewards: dict[str, float] = {"accuracy": 1.0}
+    """Weight of each reward component; the reward is their weighted sum."""
+    warm_start: WarmStart | None = None
+    """A model made on the spot instead of policy.model_name; null: none."""
+    engine: Engine = Field(default_factory=Engine)
+    """Embedded engine."""
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    """Evaluation."""
+    export: Export = Field(default_factory=Export)
+    """Export."""
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _parse_task(cls, section: Any) -> Any:
+        return parse_task(section) if isinstance(section, Mapping) else section

@@ -1,0 +1,299 @@
+"""The sections of a recipe that NeMo-RL defines, typed where the embedded engine reads them.
+
+Unknown keys are let through here because NeMo-RL has many more; `keys` has checked their names before.
+A default is what the embedded engine takes when neither the recipe nor its bases say anything.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A part of a recipe that NeMo-RL defines: wrong types are errors, further keys pass."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class RewardShaping(Section):
+    """Penalty for responses that come close to the length limit (DAPO)."""
+
+    enabled: bool = False
+    """Subtract the penalty from the reward."""
+    overlong_buffer_length: int = Field(default=128, gt=0)
+    """L_b, tokens before the limit over which the penalty grows."""
+    overlong_buffer_penalty: float = Field(default=1.0, ge=0)
+    """What a response at the limit loses."""
+    max_response_length: int = Field(gt=0)
+    """L_max, tokens; not given: policy.generation.max_new_tokens."""
+    stop_properly_penalty_coef: float | None = None
+    """NeMo-RL's factor for truncated responses; null: none."""
+
+
+class GRPOSection(Section):
+    """The loop: how much is sampled, how often it is validated, when it ends."""
+
+    num_prompts_per_step: int = Field(gt=0)
+    """P, prompts per step."""
+    num_generations_per_prompt: int = Field(gt=0)
+    """G, responses per prompt."""
+    max_num_steps: int = Field(gt=0)
+    """Steps to train."""
+    seed: int = 42
+    """Seed of data order, sampling and every random choice of a loss."""
+    val_period: int = Field(default=10, ge=0)
+    """Validate every that many steps; 0: never in between."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    max_val_samples: int = Field(default=256, gt=0)
+    """Validation problems."""
+    val_num_generations_per_prompt: int = Field(default=1, gt=0)
+    """Samples per validation problem; their mean is validation/accuracy."""
+    use_dynamic_sampling: bool = False
+    """Drop groups of equal rewards and draw more prompts (gpg: until its threshold of valid groups)."""
+    dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
+    """Draws of prompts after which a step that is still not full is given up."""
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss."""
+    normalize_rewards: bool | None = None
+    """NeMo-RL's place for loss_fn.normalize_rewards; must agree with it."""
+    use_leave_one_out_baseline: bool | None = None
+    """NeMo-RL's place for loss_fn.use_leave_one_out_baseline; must agree with it."""
+    reward_shaping: RewardShaping
+    """Overlong penalty."""
+    stop_at_validation_metric: str | None = None
+    """Metric that ends the run early, such as validation/accuracy; null: none."""
+    stop_at_validation_threshold: float | None = None
+    """Value of that metric at which the run ends."""
+
+
+class Tokenizer(Section):
+    """The tokenizer."""
+
+    name: str | None = None
+    """Folder or Hub name; not given: policy.model_name."""
+
+
+class MegatronOptimizer(Section):
+    """Megatron-core's optimizer."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW."""
+    lr: float = Field(gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    sgd_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum of sgd."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest gradient norm; 0: no clipping."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    use_precision_aware_optimizer: bool = False
+    """Optimizer state in reduced precision (GPU only)."""
+
+
+class MegatronScheduler(Section):
+    """Learning rate and weight decay over the steps."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """Shape of the decay."""
+    lr_decay_iters: int | None = Field(default=None, gt=0)
+    """Updates until min_lr; null: as many as the run makes."""
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    """Updates of linear warm-up."""
+    lr_warmup_init: float = Field(default=0.0, ge=0)
+    """Learning rate at the start of the warm-up."""
+    start_weight_decay: float = Field(default=0.01, ge=0)
+    """Weight decay at the start; not given: optimizer.weight_decay."""
+    end_weight_decay: float = Field(default=0.01, ge=0)
+    """Weight decay at the end; not given: optimizer.weight_decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Way from start to end weight decay."""
+
+
+class FP8(Section):
+    """FP8 training through Transformer Engine (GPU only)."""
+
+    enabled: bool = False
+    """Use FP8 for the linear layers."""
+    fp8: Literal["e4m3", "hybrid"] = "e4m3"
+    """Format: e4m3, or e4m3 forward and e5m2 backward."""
+    fp8_recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8", "custom"] = "blockwise"
+    """Scaling recipe."""
+    fp8_param: bool = False
+    """Keep the parameters in FP8."""
+
+
+class Peft(Section):
+    """LoRA."""
+
+    enabled: bool = False
+    """Train low-rank adapters only."""
+    target_modules: list[str] = []
+    """Megatron's names of the linear layers to adapt; empty: all parallel linear layers."""
+    exclude_modules: list[str] = []
+    """Names to leave out."""
+    dim: int = Field(default=8, gt=0)
+    """Rank."""
+    alpha: int = Field(default=32, gt=0)
+    """Scale; the update is multiplied by alpha / dim."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout in front of the adapter."""
+
+
+class Megatron(Section):
+    """Megatron-core: layout, precision, optimizer."""
+
+    enabled: bool = True
+    """Train with Megatron-core."""
+    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    """TP."""
+    pipeline_model_parallel_size: int = Field(default=1, gt=0)
+    """PP."""
+    context_parallel_size: int = Field(default=1, gt=0)
+    """CP."""
+    expert_model_parallel_size: int = Field(default=1, gt=0)
+    """EP."""
+    sequence_parallel: bool = False
+    """Shard activations between the TP regions along the sequence."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    optimizer: MegatronOptimizer
+    """Optimizer."""
+    scheduler: MegatronScheduler = Field(default_factory=MegatronScheduler)
+    """Schedules."""
+    fp8_cfg: FP8 | None = None
+    """FP8; null: off."""
+    peft: Peft | None = None
+    """LoRA; null: off."""
+
+
+class SequencePacking(Section):
+    """Several sequences in one row of a microbatch."""
+
+    enabled: bool = False
+    """Pack."""
+
+
+class Generation(Section):
+    """Sampling of the responses."""
+
+    backend: str = "vllm"
+    """NeMo-RL's generation engine; the embedded engine's is nemo_grpo.engine.generator."""
+    max_new_tokens: int = Field(gt=0)
+    """Longest response, tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of the rollouts; logprobs are taken at the same one."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the rollouts; 1: all tokens."""
+    top_k: int | None = Field(default=None, gt=0)
+    """Tokens that may be sampled; null: all."""
+    val_temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of validation; not given: temperature."""
+    val_top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of validation; not given: top_p."""
+    stop_strings: list[str] | None = None
+    """Texts that end a response."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end a response, besides the tokenizer's end of sequence."""
+
+
+class Policy(Section):
+    """The model, its batches and its engines."""
+
+    model_name: str | None
+    """Hugging Face folder or Hub name; null only with nemo_grpo.warm_start."""
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer)
+    """Tokenizer."""
+    train_global_batch_size: int = Field(gt=0)
+    """Sequences per optimizer update."""
+    train_micro_batch_size: int = Field(gt=0)
+    """Sequences per forward and backward pass and data-parallel rank."""
+    logprob_batch_size: int = Field(gt=0)
+    """Sequences per scoring pass and rank; not given: train_micro_batch_size."""
+    generation_batch_size: int = Field(gt=0)
+    """Sequences generated at once by the transformers generator; not given: train_global_batch_size."""
+    max_total_sequence_length: int = Field(gt=0)
+    """Longest prompt and response together, tokens."""
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the parameters."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Bases set megatron_cfg.optimizer.clip_grad to it; only the latter is read."""
+    sequence_packing: SequencePacking = Field(default_factory=SequencePacking)
+    """Packing."""
+    megatron_cfg: Megatron
+    """Megatron-core."""
+    generation: Generation
+    """Sampling."""
+
+
+class Checkpointing(Section):
+    """What is kept, when."""
+
+    enabled: bool = True
+    """Save checkpoints."""
+    checkpoint_dir: str | None = None
+    """Folder; null: checkpoints/ in the run's folder."""
+    save_period: int = Field(default=10, gt=0)
+    """Save every that many steps, and at the end."""
+    keep_top_k: int | None = Field(default=3, gt=0)
+    """Checkpoints to keep by metric_name, besides the latest; null: all."""
+    metric_name: str | None = "val:accuracy"
+    """Metric that ranks checkpoints, NeMo-RL's spelling; null: keep the latest ones."""
+    higher_is_better: bool = True
+    """Direction of that metric."""
+    save_optimizer: bool = True
+    """Save the optimizer's state; without it a run cannot be resumed exactly."""
+
+    @property
+    def metric_key(self) -> str | None:
+        """`metric_name` as metrics.jsonl spells it: ``val:accuracy`` is ``validation/accuracy``."""
+        return metric_key(self.metric_name)
+
+
+class Logger(Section):
+    """What is logged, where."""
+
+    log_dir: str | None = None
+    """Folder of NeMo-RL's loggers; null: the run's folder."""
+    tensorboard_enabled: bool = False
+    """Write tensorboard events."""
+    num_val_samples_to_print: int = Field(default=0, ge=0)
+    """Validation samples shown in the log."""
+
+
+class Cluster(Section):
+    """Processes: one per GPU, or per CPU rank."""
+
+    gpus_per_node: int = Field(default=1, gt=0)
+    """Ranks per node."""
+    num_nodes: int = Field(default=1, gt=0)
+    """Nodes."""
+
+
+def metric_key(name: str | None) -> str | None:
+    """A metric's name in metrics.jsonl, from NeMo-RL's spelling.
+
+    Args:    name: ``val:accuracy``, ``accuracy``, ``train:reward/mean``, or a name of metrics.jsonl.
+    Returns: ``validation/accuracy``, ``validation/accuracy``, ``reward/mean``, or the name as it is.
+    """
+    if name is None:
+        return None
+    if name.startswith("train:"):
+        return name.removeprefix("train:")
+    if name.startswith("val:"):
+        return f"validation/{name.removeprefix('val:')}"
+    return name if "/" in name else f"validation/{name}"
