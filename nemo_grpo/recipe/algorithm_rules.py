@@ -116,7 +116,7 @@ def erpo_has_a_reference(recipe: Recipe) -> Iterator[str]:
     if getattr(recipe.loss_fn, "reference_policy_kl_penalty", None) == 0:
         yield (
             "loss_fn.reference_policy_kl_penalty=0: NeMo-RL loads the reference policy, from which ERPO "
-            "measures progress, only for a penalty above 0; use the paper's 0.001, or 1e-9 for practically none"
+            "measures progress, only for a penalty above 0; use 0.001 as the paper, or 1e-9 for nearly none"
         )
     if (recipe.policy.megatron_cfg.model_extra or {}).get("use_fused_linear_logprobs"):
         yield (
