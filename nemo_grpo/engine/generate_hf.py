@@ -40,8 +40,9 @@ class HFGenerator:
     ) -> None:
         assert max_batch_size >= 1, max_batch_size
         loaded = _random(model, dtype) if isinstance(model, PretrainedConfig) else _load(Path(model), dtype)
-        self.model = loaded.to(device).eval().requires_grad_(False)
         self.device = torch.device(device)
+        self.model: torch.nn.Module = loaded.eval().requires_grad_(False)
+        self.model.to(self.device)
         self.max_batch_size = max_batch_size
         self._config: Any = loaded.config
         self._complete = not isinstance(model, PretrainedConfig)

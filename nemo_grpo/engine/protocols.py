@@ -98,7 +98,7 @@ class Generator(Protocol):
         """Sample ``num_generations`` responses to each prompt.
 
         A response depends on the weights, its prompt, ``sampling`` and ``seed`` alone (up to float noise),
-        not on the other prompts, their order, the batch size or any global random state. The same prompt twice
-        in a call gives independent responses.
+        not on the other prompts, their order, the batch size or any global random state. The same prompt
+        twice in a call gives independent responses.
         """
         ...

@@ -89,8 +89,8 @@ def response_uniforms(
     """Random numbers that stay with a prompt, whatever else is in the batch.
 
     Args:    prompts: token ids.
-    Returns: [prompts x num_generations, max_new_tokens] float64 in [0, 1); a prompt's rows depend on the seed,
-             its tokens, and how many times the same prompt came before it.
+    Returns: [prompts x num_generations, max_new_tokens] float64 in [0, 1); a prompt's rows depend on the
+             seed, its tokens, and how many times the same prompt came before it.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     generator = torch.Generator()

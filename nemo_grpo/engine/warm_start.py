@@ -113,7 +113,7 @@ def warm_start(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int 
 
 
 def _check_architecture(config: WarmStartLike) -> None:
-    """Raises UserError unless heads divide the width evenly, rotary halves included, and share key-value heads."""
+    """Raises UserError unless heads divide the width into even parts and key-value heads divide heads."""
     width, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     if width % (2 * heads):
         raise UserError(
@@ -122,8 +122,8 @@ def _check_architecture(config: WarmStartLike) -> None:
         )
     if heads % kv_heads:
         raise UserError(
-            f"nemo_grpo.warm_start.num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; "
-            f"use {math.gcd(heads, kv_heads)}"
+            f"nemo_grpo.warm_start.num_key_value_heads={kv_heads} does not divide "
+            f"num_attention_heads={heads}; use {math.gcd(heads, kv_heads)}"
         )
 
 

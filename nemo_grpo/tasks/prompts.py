@@ -42,9 +42,7 @@ def chat_messages(prompt: PromptLike, problem: Problem) -> list[dict[str, str]]:
     Raises: UserError: the template has no slot.
     """
     if SLOT not in prompt.template:
-        raise UserError(
-            f"the prompt template must contain {SLOT} where the problem goes; got {prompt.template!r}"
-        )
+        raise UserError(f"the prompt template needs {SLOT} where the problem goes; got {prompt.template!r}")
     system = [{"role": "system", "content": prompt.system}] if prompt.system else []
     return [*system, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
 

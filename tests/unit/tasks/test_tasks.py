@@ -1,0 +1,255 @@
+"""The registry, both tasks, and how responses are read."""
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import TASKS, Problem, parse_task
+from nemo_grpo.tasks.knights_knaves import PUZZLES, solution, truths
+from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer
+
+SECTIONS = [
+    {"name": "knights_knaves"},
+    {"name": "knights_knaves", "split": "statements"},
+    {"name": "arithmetic"},
+    {"name": "arithmetic", "num_digits": 3, "operations": ["+", "-"]},
+]
+
+
+@pytest.fixture(params=SECTIONS, ids=str)
+def task(request):
+    return parse_task(request.param).build()
+
+
+def test_train_problems_depend_on_index_and_seed_only(task):
+    first = [task.train_problem(index, 7) for index in range(20)]
+    again = [
+        parse_task(task.config.model_dump()).build().train_problem(index, 7) for index in reversed(range(20))
+    ]
+    assert first == again[::-1]
+    assert [problem.id for problem in first] != [task.train_problem(index, 8).id for index in range(20)]
+    assert len({problem.id for problem in first}) > 15
+
+
+def test_train_problem_is_the_same_in_another_process():
+    code = (
+        "from nemo_grpo.tasks import parse_task; t = parse_task({'name': 'knights_knaves'}).build();"
+        "print([t.train_problem(i, 3).id for i in range(5)])"
+    )
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    here = parse_task({"name": "knights_knaves"}).build()
+    assert there.strip() == str([here.train_problem(index, 3).id for index in range(5)])
+
+
+def test_tasks_import_no_torch():
+    # The package's own __init__ exports the core, which is torch: go around it.
+    code = (
+        "import sys, types; bare = types.ModuleType('nemo_grpo'); bare.__path__ = ['nemo_grpo'];"
+        "sys.modules['nemo_grpo'] = bare; import nemo_grpo.tasks;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_validation_is_fixed_distinct_and_disjoint_from_training(task):
+    held_out = task.validation_problems(200)
+    assert held_out[:50] == task.validation_problems(50)
+    ids = {problem.id for problem in held_out}
+    assert len(ids) == 200
+    trained = {task.train_problem(index, seed).id for seed in (0, 1) for index in range(2000)}
+    assert not ids & trained
+
+
+def test_statements_split_holds_out_whole_pairs_of_statements():
+    task = parse_task({"name": "knights_knaves", "split": "statements"}).build()
+    held_out = {problem.metadata["statements"] for problem in task.validation_problems(900)}
+    trained = {task.train_problem(index, 0).metadata["statements"] for index in range(3000)}
+    assert held_out
+    assert not held_out & trained
+    assert held_out | trained == set(PUZZLES)
+
+
+def test_more_validation_problems_than_exist_is_a_user_error(task):
+    with pytest.raises(UserError, match="ask for at most"):
+        task.validation_problems(10**6)
+
+
+def test_demonstrations_are_correct_well_formed_and_varied(task):
+    rng = random.Random(0)
+    for index in range(100):
+        problem = task.train_problem(index, 0)
+        response = task.demonstration(problem, rng)
+        assert task.score(problem, response) == {"accuracy": 1.0, "format": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("statements", "world"),
+    [
+        # "B is a knight", "A is a knave": equal and unequal at once, no world
+        (("knight", "knave"), None),
+        # both say "we are alike": true of two knights, but also of two knaves, who may not say so
+        (("alike", "alike"), (True, True)),
+        # A: "B and I are knaves" can only be a lie of a knave, so B is a knight; B: "A is a knave" is true
+        (("both_knaves", "knave"), (False, True)),
+        # "B is a knight" twice holds for two knights and for two knaves
+        (("knight", "knight"), None),
+    ],
+)
+def test_solution_by_hand(statements, world):
+    assert solution(statements) == world
+
+
+def test_statement_truths_by_hand():
+    world = (True, False)  # the first is a knight, the second a knave
+    assert truths(("only_me", "only_me"), world) == (True, False)
+    assert truths(("if_me_other", "if_me_other"), world) == (False, True)
+    assert truths(("if_other_me", "if_other_me"), world) == (True, False)
+    assert truths(("some_knave", "both_knights"), world) == (True, False)
+    assert truths(("differ", "only_other"), world) == (True, True)
+    assert truths(("some_knight", "alike"), world) == (True, False)
+
+
+def test_knights_knaves_question_and_demonstration_by_hand():
+    task = parse_task({"name": "knights_knaves"}).build()
+    everything = {problem.id: problem for problem in task.validation_problems(1000)}
+    problem = next(p for p in everything.values() if p.metadata["statements"] == ("both_knaves", "knave"))
+    first, second = problem.metadata["names"]
+    assert problem.question == f"{first}: {second} and I are knaves. {second}: {first} is a knave."
+    assert problem.answer == "knave, knight"
+    attempts = {
+        "knight, knight": "lie no",
+        "knight, knave": "lie no",
+        "knave, knight": "lie true ok",
+        "knave, knave": "true no",
+    }
+    for seed in range(20):
+        thought = (
+            task.demonstration(problem, random.Random(seed)).split("</think>")[0].removeprefix("<think>")
+        )
+        lines = dict(line.split(": ") for line in thought.split("; "))
+        assert lines == {world: attempts[world] for world in lines}
+        assert thought.endswith("knave, knight: lie true ok")
+
+
+@pytest.mark.parametrize(
+    ("left", "operation", "right", "thought", "answer"),
+    [
+        (47, "+", 85, "7+5+0=12 4+8+1=13", "132"),
+        (8, "+", 31, "8+1+0=9 0+3+0=3", "39"),
+        (60, "-", 44, "10-4-0=6 6-4-1=1", "16"),
+        (100, "-", 1, "10-1-0=9 10-0-1=9 1-0-1=0", "99"),
+    ],
+)
+def test_arithmetic_demonstration_by_hand(left, operation, right, thought, answer):
+    task = parse_task({"name": "arithmetic", "operations": ["+", "-"]}).build()
+    problem = Problem("x", "", answer, {"left": left, "operation": operation, "right": right})
+    expected = f"<think>{thought}</think><answer>{answer}</answer>"
+    assert task.demonstration(problem, random.Random(0)) == expected
+
+
+def test_arithmetic_answers_are_right_and_never_negative():
+    task = parse_task({"name": "arithmetic", "operations": ["+", "-"]}).build()
+    seen = set()
+    for index in range(300):
+        problem = task.train_problem(index, 0)
+        left, operation, right = problem.question.removeprefix("What is ").removesuffix("?").split()
+        value = int(left) + int(right) if operation == "+" else int(left) - int(right)
+        assert (problem.answer, value >= 0) == (str(value), True)
+        seen.add(operation)
+    assert seen == {"+", "-"}
+
+
+def test_score_reads_the_last_answer_without_regard_to_case_and_space():
+    task = parse_task({"name": "knights_knaves"}).build()
+    problem = Problem("x", "", "knight, knave")
+    good = "<think>a</think><answer>\n KNIGHT ,  knave\t</answer>"
+    assert task.score(problem, good) == {"accuracy": 1.0, "format": 1.0}
+    twice = "<answer>knave, knave</answer> no: <answer>knight, knave</answer>"
+    assert task.score(problem, twice) == {"accuracy": 1.0, "format": 0.0}
+    assert task.score(problem, twice[::-1]) == {"accuracy": 0.0, "format": 0.0}
+    assert task.score(problem, "knight, knave") == {"accuracy": 0.0, "format": 0.0}
+    assert task.score(problem, "<think></think><answer>knave, knight</answer>")["accuracy"] == 0.0
+    assert task.extract("<answer> A,b </answer>") == "a,b"
+    assert task.extract("<answer>A, b") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>1</answer>", "1"),
+        ("<answer>1</answer><answer>2", "1"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("</answer><answer>", None),
+        ("</answer>", None),
+        ("", None),
+        ("<answer></answer>", ""),
+    ],
+)
+def test_last_answer(text, answer):
+    assert last_answer(text) == answer
+
+
+def test_normalize_answer_keeps_digits_apart():
+    assert normalize_answer(" 1  2 ,3\n") == "1 2,3"
+    assert normalize_answer("12") != normalize_answer("1 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        (" <think>\na\n</think>\n<answer>b</answer>\n", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<think>a</think>so<answer>b</answer>", 0.0),
+        ("x<think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>x", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a<answer>b</think></answer>", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<answer>b</answer>", 0.0),
+    ],
+)
+def test_format_reward(text, reward):
+    assert format_reward(text) == reward
+
+
+@pytest.mark.parametrize("tag", ["<answer>", "</answer>", "<think>", " ", "<think></think>", "a"])
+def test_reading_a_huge_response_is_linear(task, tag):
+    problem = task.train_problem(0, 0)
+    text = "<think>" + tag * (1_000_000 // len(tag)) + "</answer>"
+    start = time.perf_counter()
+    task.score(problem, text)
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({}, "needs a name"),
+        ({"name": ["arithmetic"]}, "needs a name"),
+        ({"name": "knight_knaves"}, "did you mean 'knights_knaves'"),
+        ({"name": "arithmetic", "num_digit": 2}, "num_digit .*did you mean 'num_digits'"),
+        ({"name": "arithmetic", "num_digits": 0}, "num_digits=0"),
+        ({"name": "arithmetic", "operations": ["*"]}, r"operations.0='\*'"),
+        ({"name": "knights_knaves", "split": "names"}, "split='names'"),
+    ],
+)
+def test_parse_task_refuses_in_one_line(section, message):
+    with pytest.raises(UserError, match=message) as error:
+        parse_task(section)
+    assert "\n" not in str(error.value)
+
+
+def test_every_registered_task_round_trips_through_its_section():
+    assert set(TASKS) == {"knights_knaves", "arithmetic"}
+    for name, config in TASKS.items():
+        parsed = parse_task({"name": name})
+        assert type(parsed) is config
+        assert parse_task(parsed.model_dump(mode="json")) == parsed
+        assert parsed.build().config == parsed
