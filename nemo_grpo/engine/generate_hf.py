@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
@@ -19,6 +20,8 @@ from nemo_grpo.engine.progress import no_transformers_bars
 from nemo_grpo.engine.protocols import Rollout, SamplingParams
 from nemo_grpo.engine.sampling import Drawn, draw, response_uniforms
 from nemo_grpo.errors import UserError
+
+_LOADING = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 class HFGenerator:
@@ -235,7 +238,17 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise UserError(f"{folder} is not a Hugging Face model folder (no config.json); give one that is")
     try:
         with no_transformers_bars():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as error:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_LOADING)
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"cannot load a causal language model from {folder}: {reason}") from error
+    model, report = loaded
+    # Transformers fills gaps with random weights and only warns.
+    gaps = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    if gaps:
+        raise UserError(f"{folder} lacks {len(gaps)} weights of its architecture: {', '.join(gaps[:4])}")
+    # A file's weights may lie at any alignment, and CPU kernels round by alignment: the same weights must
+    # give the same responses, whether they were read or copied in.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
