@@ -32,7 +32,8 @@ def variants(
     console = Console()
     if name is None:
         console.print(overview(VARIANTS))
-        console.print("Parameters of one: [bold]nemo-grpo variants NAME[/bold]; in a recipe: loss_fn.variant")
+        console.print("(reference): with reference_policy_kl_penalty > 0. In a recipe: loss_fn.variant.")
+        console.print("All parameters of one: [bold]nemo-grpo variants NAME[/bold]")
     else:
         console.print(parameters(name, VARIANTS[name]))
 
@@ -42,15 +43,17 @@ def overview(configs: dict[str, type[VariantConfig]]) -> Table:
     from rich.table import Table
 
     common = _defaults(configs["grpo"])
-    table = Table("variant", "paper", "needs", show_lines=True)
-    table.add_column("parameters that differ from grpo", no_wrap=True, overflow="fold")
+    table = Table("variant", show_lines=True)
+    table.add_column("paper", max_width=16)
+    table.add_column("needs")
+    table.add_column("differs from grpo in", overflow="fold")
     for name, config in configs.items():
         own = [
             f"{key}={_yaml(value)}"
             for key, value in _defaults(config).items()
             if common.get(key, ...) != value
         ]
-        table.add_row(f"[bold]{name}[/bold]", config.paper, _needs(config), ", ".join(own) or "-")
+        table.add_row(f"[bold]{name}[/bold]", config.paper, _needs(config), "\n".join(own) or "-")
     return table
 
 
@@ -59,7 +62,7 @@ def parameters(name: str, config: type[VariantConfig]) -> Table:
     from rich.table import Table
 
     table = Table("loss_fn key", "default", "meaning", title=f"{config.title}: {config.paper}")
-    table.caption = f"needs: {_needs(config)}"
+    table.caption = "needs: " + _needs(config).replace("\n", ", ")
     for key, value in _defaults(config).items():
         table.add_row(key, _yaml(value), config.model_fields[key].description or "")
     return table
@@ -73,8 +76,8 @@ def _needs(config: type[VariantConfig]) -> str:
         if needed
     ]
     if not built.needs_reference and "reference_policy_kl_penalty" in config.model_fields:
-        needs.append("reference if KL > 0")
-    return ", ".join(needs) or "-"
+        needs.append("(reference)")
+    return "\n".join(needs) or "-"
 
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:

@@ -36,6 +36,9 @@ FREE_FORM = (
 )
 """Below these any key may stand: they belong to other libraries, or are keyed by names that users choose."""
 
+CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
+"""Keys that depend on the task; it knows them."""
+
 OURS = ("loss_fn", "nemo_grpo")
 """Sections whose keys the variants, the tasks and our own models check."""
 
@@ -62,7 +65,7 @@ def sections() -> frozenset[str]:
 
 def is_known(key: str) -> bool:
     """True for a leaf or section of the lists, and for anything below a free-form section."""
-    return key in known_keys() or key in sections() or _is_free(key) or key.startswith("nemo_grpo.task.")
+    return key in known_keys() or key in sections() or _is_free(key) or key.startswith(CHECKED_ELSEWHERE)
 
 
 def shown(value: Any) -> str:

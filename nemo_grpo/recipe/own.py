@@ -14,7 +14,9 @@ from nemo_grpo.tasks import TaskConfig, parse_task
 class OwnSection(BaseModel):
     """A part of the recipe that this package defines."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Prompt(OwnSection):
@@ -117,8 +119,8 @@ class NemoGRPOSection(OwnSection):
     """Problems and verifier: a name and its parameters."""
     prompt: Prompt = Field(default_factory=Prompt)
     """Prompt."""
-    rewards: dict[str, float] = {"accuracy": 1.0}
-    """Weight of each reward component; the reward is their weighted sum."""
+    rewards: dict[Literal["accuracy", "format"], float] = {"accuracy": 1.0}
+    """Weight of each reward component of the task; the reward is their weighted sum."""
     warm_start: WarmStart | None = None
     """A model made on the spot instead of policy.model_name; null: none."""
     engine: Engine = Field(default_factory=Engine)
@@ -127,6 +129,16 @@ class NemoGRPOSection(OwnSection):
     """Evaluation."""
     export: Export = Field(default_factory=Export)
     """Export."""
+
+    @field_validator("run_name", mode="before")
+    @classmethod
+    def _names_one_folder(cls, name: Any) -> Any:
+        name = str(name) if type(name) is int else name  # YAML reads run_name=1 as a number
+        if isinstance(name, str) and (name in (".", "..") or "/" in name):
+            raise UserError(
+                f"nemo_grpo.run_name={name!r} must be a plain folder name; nemo_grpo.runs_dir says where"
+            )
+        return name
 
     @field_validator("task", mode="before")
     @classmethod

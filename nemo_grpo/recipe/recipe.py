@@ -141,7 +141,9 @@ def _validated(tree: Tree) -> Recipe:
     try:
         recipe = Recipe.model_validate(_with_derived_defaults(tree))
     except ValidationError as error:
-        raise _together(errors + [_explain(detail) for detail in error.errors()]) from None
+        errors += [_explain(detail) for detail in error.errors()]
+        copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if _get(tree, key) is None)
+        raise _together([e for e in errors if not e.startswith(copied)]) from None
     errors += checks.violations(recipe)
     if errors:
         raise _together(errors)
@@ -175,6 +177,15 @@ def _get(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a truth value",
+    int: "an integer",
+    float: "a number with a fraction",
+    str: "a text",
+    list: "a list",
+}
+
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -202,12 +213,15 @@ def _explain(error: ErrorDetails) -> str:
     if isinstance(cause, UserError):
         return str(cause)
     if kind == "missing":
-        return f"{key} is missing; add it to the recipe or give {key}=..."
+        return f"{key} is missing; add it to the recipe"
     if kind == "extra_forbidden":
         return unknown_key_message(key, error["input"])
+    if key.endswith(".[key]"):
+        return f"{key.removesuffix('.[key]')}: the name must be {_EXPECTED[kind].format(**context)}"
     if kind in _EXPECTED:
-        got = type(error["input"]).__name__
-        return f"{key}={shown(error['input'])} ({got}) must be {_EXPECTED[kind].format(**context)}"
+        is_type = kind.endswith(("_type", "_from_float"))
+        got = f" is {_TYPE_NAMES.get(type(error['input']), 'a section')}; it" if is_type else ""
+        return f"{key}={shown(error['input'])}{got} must be {_EXPECTED[kind].format(**context)}"
     return f"{key}={shown(error['input'])}: {error['msg'].removeprefix('Value error, ')}"
 
 

@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A part of a recipe that NeMo-RL defines: wrong types are errors, further keys pass."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RewardShaping(Section):

@@ -1,0 +1,100 @@
+"""``nemo-grpo recipe`` and ``nemo-grpo variants`` as a user meets them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nemo_grpo.cli import recipe, variants
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.variants import VARIANTS
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+QUICKSTART = str(RECIPES / "quickstart.yaml")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(recipe.app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_check_of_a_folder_gives_one_line_per_recipe_and_skips_bases(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "part.yaml").write_text("grpo: {}")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: {QUICKSTART}")
+    code, output = run("check", str(tmp_path))
+    assert code == 0
+    assert [line.split()[:2] for line in output.splitlines()] == [
+        ["ok", f"{tmp_path / name}.yaml:"] for name in ("a", "b")
+    ]
+
+
+def test_check_reports_all_wrong_recipes_with_exit_code_2(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: {QUICKSTART}\ngrpo: {{sed_{name}: 1}}")
+    code, output = run("check", str(tmp_path), QUICKSTART)
+    assert code == 2
+    assert "grpo.sed_a=1" in output
+    assert "grpo.sed_b=1" in output
+    assert f"ok     {QUICKSTART}" in output
+    assert "2 of 3 recipes are wrong" in output
+
+
+def test_check_applies_overrides_to_every_recipe() -> None:
+    code, output = run("check", QUICKSTART, "loss_fn.variant=gpg", "grpo.max_num_steps=7")
+    assert code == 0
+    assert "gpg, warm start, 7 steps of 16 x 8" in output
+    assert "note gpg without" in output
+
+
+def test_check_of_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no recipe to check"):
+        run("check", str(tmp_path))
+
+
+def test_resolve_prints_a_recipe_that_loads_again(tmp_path: Path) -> None:
+    code, output = run("resolve", QUICKSTART, "grpo.seed=5")
+    assert code == 0
+    (tmp_path / "again.yaml").write_text(output)
+    assert load_recipe(tmp_path / "again.yaml") == load_recipe(QUICKSTART, ["grpo.seed=5"])
+
+
+def test_diff_shows_changed_added_and_removed_keys(tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(f"defaults: {QUICKSTART}\ngrpo: {{seed: 5}}\nloss_fn: {{variant: gpg}}\n")
+    lines = run("diff", QUICKSTART, str(other))[1].splitlines()
+    assert "~ grpo.seed: 0 -> 5" in lines
+    assert "- loss_fn.ratio_clip_min: 0.2" in lines
+    assert "+ loss_fn.valid_fraction_threshold: 0.6" in lines
+    assert not any("grpo.max_num_steps" in line for line in lines)
+    assert "the same recipe" in run("diff", QUICKSTART, QUICKSTART)[1]
+
+
+def test_variants_lists_all_with_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    variants.variants(None)
+    rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
+    assert set(VARIANTS) <= set(rows)
+    assert rows["erpo"].split("│")[3].strip() == "entropy"
+    assert rows["gpg"].split("│")[3].strip() == "-"
+    assert rows["grpo"].split("│")[3].strip() == "(reference)"
+
+
+def test_variants_of_one_shows_every_parameter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    variants.variants("tr_grpo")
+    output = capsys.readouterr().out
+    for name in VARIANTS["tr_grpo"].model_fields:
+        assert (name in output) == (name != "variant")
+    with pytest.raises(UserError, match="did you mean 'erpo'"):
+        variants.variants("erp")

@@ -1,0 +1,164 @@
+"""Files, defaults, overrides, interpolation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge, parse_override, resolve
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+def test_defaults_merge_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        root="s: {a: 1, b: 1, c: 1, d: 1}",
+        first="defaults: root.yaml\ns: {b: 2, c: 2, d: 2}",
+        second="s: {c: 3, d: 3}",
+        recipe="defaults: [first.yaml, second.yaml]\ns: {d: 4}",
+    )
+    assert load_tree(tmp_path / "recipe.yaml") == {"s": {"a": 1, "b": 2, "c": 3, "d": 4}}
+
+
+def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base", inner="x: {a: 1}", outer="defaults: inner.yaml")
+    write(tmp_path, recipe="defaults: base/outer.yaml")
+    assert load_tree(tmp_path / "recipe.yaml") == {"x": {"a": 1}}
+
+
+def test_defaults_in_a_circle_name_the_circle(tmp_path: Path) -> None:
+    write(tmp_path, a="defaults: b.yaml", b="defaults: a.yaml")
+    with pytest.raises(UserError, match=r"a\.yaml -> b\.yaml -> a\.yaml"):
+        load_tree(tmp_path / "a.yaml")
+
+
+def test_defaults_used_twice_without_a_circle_are_fine(tmp_path: Path) -> None:
+    write(tmp_path, root="x: {a: 1}", a="defaults: root.yaml", b="defaults: root.yaml\nx: {a: 2}")
+    write(tmp_path, recipe="defaults: [b.yaml, a.yaml]")
+    assert load_tree(tmp_path / "recipe.yaml") == {"x": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "not valid YAML.*line 1"),
+        ("a: 1\na: 2", "duplicate key a"),
+        ("- 1", "holds a list"),
+        ("defaults: nowhere.yaml", "there is no file .*nowhere.yaml"),
+        ("defaults: 3", "must be a file name"),
+    ],
+)
+def test_unreadable_files_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, recipe=text)
+    with pytest.raises(UserError, match=message) as raised:
+        load_tree(tmp_path / "recipe.yaml")
+    assert "recipe.yaml" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_file_and_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        load_tree(tmp_path / "nowhere.yaml")
+    with pytest.raises(UserError, match="is a folder"):
+        load_tree(tmp_path)
+
+
+def test_override_marker_replaces_a_section_instead_of_merging() -> None:
+    base = {"s": {"a": 1, "deep": {"x": 1}}, "other": 1}
+    over = {"s": {"_override_": True, "b": 2}}
+    assert merge(base, over) == {"s": {"b": 2}, "other": 1}
+    assert merge(base, {"s": {"deep": {"_override_": True, "y": 2}}})["s"] == {"a": 1, "deep": {"y": 2}}
+    assert merge(base, {"s": {"_override_": False, "b": 2}})["s"] == {"a": 1, "deep": {"x": 1}, "b": 2}
+
+
+def test_merge_leaves_its_arguments_alone() -> None:
+    base = {"s": {"a": 1}}
+    merged = merge(base, {"s": {"b": 2}})
+    merged["s"]["a"] = 9
+    assert base == {"s": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("grpo.seed=1", 1),
+        ("++grpo.seed=1", 1),
+        ("grpo.seed=1e-6", 1e-6),
+        ("grpo.seed=null", None),
+        ("grpo.seed=true", True),
+        ("grpo.seed='1'", "1"),
+        ("grpo.seed=[1, a]", [1, "a"]),
+        ("grpo.seed={a: 1}", {"a": 1}),
+        ("grpo.seed=a=b", "a=b"),
+        ("grpo.seed=${grpo.other}", "${grpo.other}"),
+    ],
+)
+def test_override_values_have_yaml_types(override: str, value: object) -> None:
+    parsed = parse_override(override)
+    assert parsed == ("grpo.seed", value)
+    assert type(parsed[1]) is type(value)
+
+
+@pytest.mark.parametrize("override", ["grpo.seed", "=1", "grpo..seed=1", "grpo.seed=[1"])
+def test_malformed_overrides_are_refused(override: str) -> None:
+    with pytest.raises(UserError, match="override"):
+        parse_override(override)
+
+
+def test_overrides_apply_in_order_before_interpolation() -> None:
+    tree = {"grpo": {"seed": 1, "max_num_steps": "${mul:${grpo.seed}, 10}"}}
+    changed = apply_overrides(tree, ["grpo.seed=2", "grpo.seed=3"])
+    assert resolve(changed) == {"grpo": {"seed": 3, "max_num_steps": 30}}
+    assert tree["grpo"]["seed"] == 1
+
+
+def test_override_makes_a_section_only_for_a_known_key() -> None:
+    known = apply_overrides({}, ["policy.megatron_cfg.fp8_cfg.enabled=true"])
+    assert known == {"policy": {"megatron_cfg": {"fp8_cfg": {"enabled": True}}}}
+    assert apply_overrides({}, ["policy.megatron_cfg.env_vars.ANY=1"]) != {}
+    with pytest.raises(UserError, match=r"policy\.megatron_cgf is not a key.*'megatron_cfg'"):
+        apply_overrides({"policy": {}}, ["policy.megatron_cgf.enabled=true"])
+    with pytest.raises(UserError, match=r"grpo\.seed is 1, not a section"):
+        apply_overrides({"grpo": {"seed": 1}}, ["grpo.seed.x=1"])
+
+
+def test_tilde_removes_a_key_and_refuses_one_that_is_not_there() -> None:
+    assert apply_overrides({"grpo": {"seed": 1, "x": 2}}, ["~grpo.x"]) == {"grpo": {"seed": 1}}
+    assert apply_overrides({"grpo": {"seed": 1}}, ["~grpo"]) == {}
+    for missing in ("~grpo.sed", "~grpo.seed.x", "~x.y"):
+        with pytest.raises(UserError, match="to remove"):
+            apply_overrides({"grpo": {"seed": 1}}, [missing])
+
+
+def test_resolvers_compute_as_nemo_rl_does() -> None:
+    tree = {
+        "a": 6,
+        "add": "${add:${a}, 1, 2}",
+        "mul": "${mul:${a}, 2}",
+        "div": "${div:${a}, 4}",
+        "max": "${max:2, ${a}}",
+    }
+    assert resolve(tree) == {"a": 6, "add": 9, "mul": 12, "div": 1.5, "max": 6}
+    assert resolve(tree)["add"] == 9  # a second registration changes nothing
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("${x.y}", r"s\.a: .*'x\.y' not found"),
+        ("${s.a}", r"s\.a: .*Recursive"),
+        ("${nothing:1}", r"s\.a: .*nothing"),
+        ("???", r"s\.a=\?\?\?: .*add s\.a="),
+    ],
+)
+def test_failed_interpolation_names_the_key(value: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        resolve({"s": {"a": value}})
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,217 @@
+"""Validation as a whole: types, unknown keys, defaults, round trips, and every shipped recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import load_recipe, load_recipe_dict
+from nemo_grpo.recipe.keys import is_known, nemo_rl_keys
+from nemo_grpo.recipe.recipe import DERIVED_DEFAULTS, Recipe
+from nemo_grpo.recipe.sections import Section, metric_key
+from nemo_grpo.variants import VARIANTS
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+SHIPPED = sorted(p for p in RECIPES.rglob("*.yaml") if "base" not in p.parts)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    (tmp_path / "resolved.yaml").write_text(recipe.to_yaml())
+    again = load_recipe(tmp_path / "resolved.yaml")
+    assert again == recipe
+    assert again.to_yaml() == recipe.to_yaml()
+    if path.stem.startswith("quickstart-"):
+        assert recipe.loss_fn.variant == path.stem.removeprefix("quickstart-")
+        assert recipe.nemo_grpo.run_name == path.stem
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_quickstart_takes_every_variant_on_the_command_line(variant: str) -> None:
+    recipe = load_recipe(RECIPES / "quickstart.yaml", [f"loss_fn.variant={variant}"])
+    assert type(recipe.loss_fn) is VARIANTS[variant]
+    recipe.loss_fn.build()
+
+
+def test_quickstart_overlays_keep_model_data_and_validation() -> None:
+    base = load_recipe(RECIPES / "quickstart.yaml")
+    for path in SHIPPED:
+        if path.stem.startswith("quickstart"):
+            recipe = load_recipe(path)
+            assert recipe.nemo_grpo.warm_start == base.nemo_grpo.warm_start
+            assert recipe.nemo_grpo.task == base.nemo_grpo.task
+            assert recipe.nemo_grpo.evaluation == base.nemo_grpo.evaluation
+            assert recipe.policy.generation.val_temperature == 1.0
+
+
+def test_not_given_keys_follow_the_key_they_depend_on(tree: dict[str, Any]) -> None:
+    tree["policy"]["generation"]["temperature"] = 0.7
+    tree["policy"]["megatron_cfg"]["optimizer"]["weight_decay"] = 0.3
+    tree["policy"]["max_grad_norm"] = 0.5
+    recipe = load_recipe_dict(tree)
+    assert recipe.policy.tokenizer.name == "some/model"
+    assert recipe.policy.logprob_batch_size == 4
+    assert recipe.policy.generation_batch_size == 8
+    assert recipe.policy.generation.val_temperature == 0.7
+    assert recipe.policy.megatron_cfg.scheduler.end_weight_decay == 0.3
+    assert recipe.policy.megatron_cfg.optimizer.clip_grad == 0.5
+    assert recipe.grpo.reward_shaping.max_response_length == 16
+    assert recipe.loss_fn.max_response_length == 16
+    tree["policy"]["generation"]["val_temperature"] = 0.1
+    assert load_recipe_dict(tree).policy.generation.val_temperature == 0.1
+
+
+def test_derived_defaults_name_keys_that_exist() -> None:
+    for key, source in DERIVED_DEFAULTS.items():
+        assert is_known(key), key
+        assert is_known(source), source
+
+
+def test_derived_sizes(tree: dict[str, Any]) -> None:
+    tree["policy"] |= {"train_global_batch_size": 4, "train_micro_batch_size": 2}
+    tree["policy"]["megatron_cfg"] |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    tree["cluster"] = {"gpus_per_node": 4, "num_nodes": 2}
+    recipe = load_recipe_dict(tree)
+    assert (recipe.world_size, recipe.model_parallel_size, recipe.data_parallel_size) == (8, 4, 2)
+    assert (recipe.num_sequences_per_step, recipe.num_updates_per_step) == (8, 2)
+    assert recipe.checkpoint_dir == Path("runs/test/checkpoints")
+
+
+def test_every_typed_key_is_one_of_nemo_rl() -> None:
+    def keys(model: type[BaseModel], prefix: str) -> list[str]:
+        found = []
+        for name, field in model.model_fields.items():
+            models = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
+            nested = [t for t in models if issubclass(t, Section)]
+            found += keys(nested[0], f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+        return found
+
+    typed = {k for k in keys(Recipe, "") if k.split(".")[0] not in ("loss_fn", "nemo_grpo", "data", "env")}
+    assert typed - nemo_rl_keys() == set()
+    assert len(typed) > 70
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.max_num_stps=3", "grpo.max_num_stps=3: .*is not a key of grpo; did you mean 'max_num_steps'?"),
+        ("policy.adam_beta1=.9", "did you mean policy.megatron_cfg.optimizer.adam_beta1?"),
+        ("grpoo=1", "grpoo is not a section of a recipe; did you mean 'grpo'?"),
+        ("loss_fn.ratio_clp_min=.2", "did you mean 'ratio_clip_min'?"),
+        ("loss_fn.variant=gppo", "did you mean 'grpo'?"),
+        ("nemo_grpo.runs_dirr=x", "is not a key of nemo_grpo; did you mean 'runs_dir'?"),
+        ("nemo_grpo.task.splitt=x", "did you mean 'split'?"),
+        ("nemo_grpo.task.name=knights", "did you mean 'knights_knaves'?"),
+        ("policy.generation.vllm_cfg.max_modl_len=3", "vllm_cfg is not|did you mean 'max_model_len'?"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(tree: dict[str, Any], override: str, message: str) -> None:
+    tree["policy"]["generation"]["vllm_cfg"] = {}
+    with pytest.raises(UserError, match=message) as raised:
+        load_recipe_dict(tree, [override])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.seed=abc", 'grpo.seed="abc" is a text; it must be an integer'),
+        ("grpo.seed=true", "grpo.seed=true is a truth value; it must be an integer"),
+        ("grpo.max_num_steps=2.5", "must be an integer"),
+        ("grpo.max_num_steps=0", "grpo.max_num_steps=0 must be greater than 0"),
+        ("grpo.use_dynamic_sampling=1", "must be true or false"),
+        ("policy.megatron_cfg.optimizer.lr='1e-6'", 'lr="1e-6" is a text; it must be a number'),
+        ("policy.generation.temperature=0", "temperature=0 must be greater than 0"),
+        ("policy.generation.temperature=.inf", "be a finite number"),
+        ("policy.precision=fp32", "must be one of 'float32', 'bfloat16' or 'float16'"),
+        ("policy.generation.stop_strings=x", "must be a list"),
+        ("policy.generation.max_new_tokens=abc", 'max_new_tokens="abc" is a text'),
+        ("policy.generation.top_p=1.5", "must be at most 1"),
+        ("loss_fn=grpo", "must be a section of keys"),
+        ("loss_fn.ratio_clip_min=-1", "loss_fn.ratio_clip_min=-1"),
+        (
+            "nemo_grpo.rewards.acuracy=1",
+            "nemo_grpo.rewards.acuracy: the name must be one of 'accuracy' or 'format'",
+        ),
+        ("nemo_grpo.prompt={template: hello}", "put {question} there"),
+        ("nemo_grpo.run_name=../x", "must be a plain folder name"),
+    ],
+)
+def test_wrong_values_say_key_value_and_rule(tree: dict[str, Any], override: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_recipe_dict(tree, [override])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_integers_serve_as_numbers_and_as_run_names(tree: dict[str, Any]) -> None:
+    recipe = load_recipe_dict(tree, ["policy.max_grad_norm=2", "nemo_grpo.run_name=7"])
+    assert recipe.policy.max_grad_norm == 2
+    assert recipe.nemo_grpo.run_name == "7"
+
+
+def test_all_mistakes_are_told_at_once(tree: dict[str, Any]) -> None:
+    overrides = ["grpo.sed=1", "loss_fn.variant=gppo", "nemo_grpo.runname=x", "cluster={num_nodes: 0}"]
+    with pytest.raises(UserError, match=r"^4 mistakes") as raised:
+        load_recipe_dict(tree, overrides)
+    for part in ("grpo.sed=1", "loss_fn.variant", "nemo_grpo.runname", "cluster.num_nodes=0"):
+        assert part in str(raised.value)
+
+
+def test_missing_sections_are_named() -> None:
+    with pytest.raises(UserError) as raised:
+        load_recipe_dict({})
+    for section in ("grpo", "loss_fn", "policy", "nemo_grpo"):
+        assert f"{section} is missing" in str(raised.value)
+
+
+def test_free_form_sections_take_any_key(tree: dict[str, Any]) -> None:
+    overrides = [
+        "data.train.any=1",
+        "env.my_env.any=1",
+        "policy.megatron_cfg.env_vars.NVTE_DEBUG='1'",
+        "policy.generation.vllm_kwargs.any.thing=1",
+        "logger.wandb.any=1",
+    ]
+    recipe = load_recipe_dict(tree, overrides)
+    assert recipe.env == {"my_env": {"any": 1}}
+    assert recipe.to_dict()["policy"]["megatron_cfg"]["env_vars"] == {"NVTE_DEBUG": "1"}
+    with pytest.raises(UserError, match=r"data\.trian"):
+        load_recipe_dict(tree | {"data": {"trian": {"x": 1}}})
+
+
+def test_texts_with_interpolation_marks_survive_a_round_trip(tree: dict[str, Any], tmp_path: Path) -> None:
+    recipe = load_recipe_dict(tree, ["nemo_grpo.prompt={system: 'x \\${y}', template: '{question}'}"])
+    assert recipe.nemo_grpo.prompt.system == "x ${y}"
+    (tmp_path / "resolved.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "resolved.yaml") == recipe
+
+
+def test_recipe_is_frozen_and_keeps_every_default(tree: dict[str, Any]) -> None:
+    recipe = load_recipe_dict(tree)
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.grpo.seed = 3  # type: ignore[misc]
+    dumped = yaml.safe_load(recipe.to_yaml())
+    assert dumped["loss_fn"]["ratio_clip_min"] == 0.2
+    assert dumped["nemo_grpo"]["engine"]["generator"] == "hf"
+    assert dumped["nemo_grpo"]["task"] == {"name": "knights_knaves", "split": "problem"}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("val:accuracy", "validation/accuracy"),
+        ("accuracy", "validation/accuracy"),
+        ("validation/pass@8", "validation/pass@8"),
+        ("train:reward/mean", "reward/mean"),
+        (None, None),
+    ],
+)
+def test_metric_key_translates_nemo_rl_names(name: str | None, key: str | None) -> None:
+    assert metric_key(name) == key
