@@ -1,0 +1,259 @@
+"""What the warm start makes, and that its cache can be trusted."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_grpo.engine import warm_start as module
+from nemo_grpo.engine.warm_start import build_tokenizer, cache_key, learning_rate, warm_start
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
+
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "num_steps": 6,
+    "batch_size": 4,
+    "lr": 3e-3,
+    "seed": 5,
+}
+PROMPT = Prompt(template="Q: {question}")
+
+
+@pytest.fixture(scope="module")
+def task():
+    return parse_task({"name": "arithmetic", "num_digits": 1}).build()
+
+
+def config(cache_dir, **changes):
+    return SimpleNamespace(**{**TINY, "cache_dir": str(cache_dir), **changes})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, task):
+    return warm_start(config(tmp_path_factory.mktemp("cache") / "new"), task, PROMPT)
+
+
+def test_the_result_is_a_complete_hugging_face_folder(folder):
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "generation_config.json",
+    }  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert model.config.tie_word_embeddings
+    assert model.config.vocab_size == math.ceil(len(tokenizer) / 8) * 8
+    assert len(tokenizer) <= TINY["vocab_size"]
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert (
+        generation["eos_token_id"] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    )
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_tags_are_single_tokens_that_survive_decoding(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "<think>1+2=3</think><answer>3</answer>"
+    ids = tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        assert ids.count(tokenizer.convert_tokens_to_ids(tag)) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_tokenizer_round_trips_any_text(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "Caf\u00e9 \u2713 47  + 8\n\ttabs \U0001f600"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_prompt_ends_where_the_response_begins(folder, task):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    problem = task.train_problem(0, 0)
+    text = tokenizer.decode(encode_prompt(tokenizer, PROMPT, problem))
+    expected = f"<|im_start|>user\nQ: {problem.question}<|im_end|>\n<|im_start|>assistant\n"
+    assert text == expected
+
+
+def demonstration_loss(folder, task):
+    """Nats per response token on demonstrations of held-out problems, one at a time."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    total, count = 0.0, 0
+    for problem in task.validation_problems(5):
+        prompt = encode_prompt(tokenizer, PROMPT, problem)
+        response = tokenizer(task.demonstration(problem, random.Random(0)), add_special_tokens=False)[
+            "input_ids"
+        ]
+        response.append(tokenizer.eos_token_id)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        total += float(F.cross_entropy(logits, torch.tensor(response), reduction="sum"))
+        count += len(response)
+    return total / count
+
+
+def test_it_learns_the_demonstrations(tmp_path, task):
+    untrained = warm_start(config(tmp_path, num_steps=0), task, PROMPT)
+    trained = warm_start(config(tmp_path, num_steps=60, lr=1e-2, batch_size=16), task, PROMPT)
+    start = demonstration_loss(untrained, task)
+    assert start == pytest.approx(math.log(296), abs=0.3)  # uniform over the vocabulary
+    assert demonstration_loss(trained, task) < start - 2.5
+
+
+def test_loss_is_on_the_response_alone(folder, task):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    input_ids, labels = next(module._batches(tokenizer, config("unused"), task, PROMPT, 0))
+    assert input_ids.shape == labels.shape
+    assert input_ids.shape[0] == TINY["batch_size"]
+    for ids, label in zip(input_ids, labels, strict=True):
+        taught = label[label != -100]
+        assert torch.equal(ids[label != -100], taught)
+        assert tokenizer.decode(taught).startswith("<think>")
+        assert tokenizer.decode(taught).endswith("</answer><|im_end|>")
+        assert tokenizer.decode(ids[: int((label != -100).nonzero()[0])]).endswith("assistant\n")
+
+
+def test_learning_rate_by_hand():
+    # step 0 of 100: 1/30 of the peak; step 50: cosine 1/2, 0.1 + 0.9 / 2; the last steps: almost 0.1
+    assert learning_rate(0, 100, 3.0) == pytest.approx(0.1)
+    assert learning_rate(50, 100, 1.0) == pytest.approx(0.55)
+    assert learning_rate(100, 100, 1.0) == pytest.approx(0.1)
+
+
+def test_a_second_call_makes_nothing(folder, task, monkeypatch):
+    monkeypatch.setattr(module, "build_tokenizer", None)
+    assert warm_start(config(folder.parent), task, PROMPT) == folder
+    assert warm_start(config(folder.parent, seed=99), task, PROMPT, seed=5) == folder
+
+
+def test_the_same_settings_give_the_same_bytes(folder, tmp_path, task):
+    torch.manual_seed(1234)
+    random.seed(1234)
+    state = torch.get_rng_state()
+    again = warm_start(config(tmp_path), task, PROMPT)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert again.name == folder.name
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_every_setting_has_its_own_cache_entry(task):
+    keys = [cache_key(config("a"), task, PROMPT, 0), cache_key(config("a"), task, PROMPT, 1)]
+    for name, value in TINY.items():
+        if name != "seed":
+            keys.append(cache_key(config("a", **{name: value * 2}), task, PROMPT, 0))
+    keys.append(cache_key(config("a"), task, Prompt(), 0))
+    keys.append(cache_key(config("a"), task, Prompt(system="s", template=PROMPT.template), 0))
+    keys.append(
+        cache_key(config("a"), parse_task({"name": "arithmetic", "num_digits": 2}).build(), PROMPT, 0)
+    )
+    assert len(set(keys)) == len(keys)
+    assert cache_key(config("a"), task, PROMPT, 0) == cache_key(config("b"), task, PROMPT, 0)
+
+
+def test_a_new_version_of_the_recipe_has_its_own_cache_entry(task, monkeypatch):
+    before = cache_key(config("a"), task, PROMPT, 0)
+    monkeypatch.setattr(module, "FORMAT_VERSION", module.FORMAT_VERSION + 1)
+    assert cache_key(config("a"), task, PROMPT, 0) != before
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing_behind(tmp_path, task, monkeypatch, failure):
+    def fail(*args):
+        raise failure
+
+    monkeypatch.setattr(module, "_publish", fail)
+    with pytest.raises(failure):
+        warm_start(config(tmp_path, num_steps=1), task, PROMPT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_at_once_agree(tmp_path):
+    cache = tmp_path / "cache"
+    code = f"""
+import os, pathlib, time
+from types import SimpleNamespace
+from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.tasks import Prompt, parse_task
+task = parse_task({{"name": "arithmetic", "num_digits": 1}}).build()
+ready = pathlib.Path({str(tmp_path)!r})
+(ready / f"ready-{{os.getpid()}}").touch()
+while len(list(ready.glob("ready-*"))) < 2:
+    time.sleep(0.01)
+print(warm_start(SimpleNamespace(**{TINY}, cache_dir={str(cache)!r}), task, Prompt()))
+"""
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    (only,) = cache.iterdir()
+    assert str(only) == outputs[0]
+    AutoModelForCausalLM.from_pretrained(only)
+
+
+def test_the_loser_of_a_race_keeps_the_winners_folder(tmp_path, task, monkeypatch):
+    settings = config(tmp_path, num_steps=1)
+    publish = module._publish
+
+    def publish_after_another(unfinished, target):
+        target.mkdir()
+        (target / "winner").touch()
+        publish(unfinished, target)
+
+    monkeypatch.setattr(module, "_publish", publish_after_another)
+    target = warm_start(settings, task, PROMPT)
+    assert [path.name for path in target.iterdir()] == ["winner"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 262}, "vocab_size=262 is too small.*at least 263"),
+        ({"hidden_size": 30, "num_attention_heads": 4}, "hidden_size=30.*use 32"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads=3.*use 1"),
+        ({"max_position_embeddings": 20}, r"has \d+ tokens.*max_position_embeddings=20"),
+    ],
+)
+def test_impossible_settings_are_user_errors_and_leave_nothing(tmp_path, task, changes, message):
+    with pytest.raises(UserError, match=message):
+        warm_start(config(tmp_path, **changes), task, PROMPT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, task):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cache_dir=.* cannot be written"):
+        warm_start(config(tmp_path / "file" / "cache"), task, PROMPT)
+
+
+def test_a_task_without_demonstrations_is_a_user_error(tmp_path, task):
+    class Silent:
+        config = task.config
+        train_problem = task.train_problem
+
+        def demonstration(self, problem, rng):
+            raise UserError("task 'silent' has no demonstrations")
+
+    with pytest.raises(UserError, match="no demonstrations"):
+        warm_start(config(tmp_path), Silent(), PROMPT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_smallest_vocabulary_is_bytes_and_tags(task):
+    assert len(build_tokenizer(task, 263, 0)) == 263
