@@ -1,0 +1,43 @@
+"""Estimators over repeated samples of one problem, and their mean over problems."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that at least one of k samples is correct.
+
+    Implements Chen et al. 2021 (2107.03374) Eq. 1:  1 - C(n - c, k) / C(n, k)
+
+    Args:    num_samples: n, drawn.  num_correct: c of them.  k: 1 <= k <= n.
+    Returns: in [0, 1]; c / n for k = 1. Exact integers, one division.
+    """
+    assert 0 <= num_correct <= num_samples, (num_samples, num_correct)
+    assert 1 <= k <= num_samples, (num_samples, k)
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_at_k(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """The score of the most frequent answer; among equally frequent ones, of the one that came first.
+
+    Args:    answers: normalised; None does not vote.  scores: of the same samples.
+    Returns: the score of the first sample that gave the winning answer; 0 if nobody voted.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    (winner, _), *_ = votes.most_common(1)  # counts equal: the one that was met first
+    return scores[answers.index(winner)]
+
+
+def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
+    """Mean over problems and its standard error, std (ddof 1) / sqrt(N); 0 for a single problem."""
+    num = len(values)
+    mean = math.fsum(values) / num
+    if num == 1:
+        return mean, 0.0
+    variance = math.fsum((value - mean) ** 2 for value in values) / (num - 1)
+    return mean, math.sqrt(variance / num)

@@ -1,0 +1,133 @@
+"""``nemo-grpo eval`` on a real, untrained folder."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nemo_grpo.cli.eval import eval_command
+from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import Prompt, parse_task
+
+app = typer.Typer()
+app.command()(eval_command)
+RECIPE = ["--recipe", "recipes/quickstart.yaml"]
+TASK = ["nemo_grpo.task.name=arithmetic"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    settings = SimpleNamespace(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, max_position_embeddings=128, num_steps=3, batch_size=4, lr=3e-3, seed=0,
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    return warm_start(settings, parse_task({"name": "arithmetic"}).build(), Prompt())
+
+
+def run(*arguments):
+    """Output of the command; what it raises comes through."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    if result.exception is not None:
+        raise result.exception
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_it_prints_a_table_and_writes_summary_and_samples(model, tmp_path):
+    options = ["--k", 3, "--num-problems", 5, "--max-tokens", 7, "--temperature", 0.5, "--seed", 4]
+    output = run("--model", model, *RECIPE, "--out", tmp_path / "out", *options, *TASK)
+    for word in (
+        "avg@3",
+        "greedy",
+        "pass@1",
+        "pass@2",
+        "pass@3",
+        "maj@3",
+        "stderr",
+        "5 problems x 3 samples",
+    ):
+        assert word in output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["model"] == str(model)
+    assert summary["task"]["name"] == "arithmetic"
+    assert (summary["num_problems"], summary["num_samples"], summary["seed"]) == (5, 3, 4)
+    assert (summary["sampling"]["max_new_tokens"], summary["sampling"]["temperature"]) == (7, 0.5)
+    assert summary["sampling"]["stop_token_ids"] == [2]
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [len(sample["completions"]) for sample in samples] == [3] * 5
+    assert summary["metrics"]["num_tokens"] <= 7
+
+
+def test_same_seed_gives_the_same_result(model, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run("--model", model, *RECIPE, "--out", tmp_path / name, "--num-problems", 4, "--seed", seed, *TASK)
+    first, again, other = ((tmp_path / name / "samples.jsonl").read_text() for name in "abc")
+    assert first == again
+    assert first != other
+
+
+def test_results_are_not_overwritten_unasked(model, tmp_path):
+    arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--num-problems", 1, *TASK]
+    run(*arguments)
+    before = (tmp_path / "summary.json").read_text()
+    with pytest.raises(UserError, match=r"summary\.json exists; .*--overwrite"):
+        run(*arguments, "--seed", 3)
+    assert (tmp_path / "summary.json").read_text() == before
+    run(*arguments, "--seed", 3, "--overwrite")
+    assert json.loads((tmp_path / "summary.json").read_text())["seed"] == 3
+
+
+def without_tokenizer(model, folder):
+    shutil.copytree(model, folder)
+    (folder / "tokenizer.json").unlink()
+    return folder
+
+
+def without_weights(model, folder):
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        (lambda model, folder: folder, "is not a folder"),
+        (without_tokenizer, "has no tokenizer"),
+        (without_weights, "cannot load a causal language model"),
+    ],
+)
+def test_an_incomplete_model_is_a_user_error_and_nothing_is_made(model, tmp_path, damaged, message):
+    folder = damaged(model, tmp_path / "model")
+    with pytest.raises(UserError, match=message) as error:
+        run("--model", folder, *RECIPE, "--out", tmp_path / "out", *TASK)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "0"], "temperature"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--k", "0"], "num_samples"),
+        (["--num-problems", "100000"], "ask for at most"),
+        (["--max-tokens", "127"], "max_position_embeddings=128"),
+        (["nemo_grpo.tusk.name=arithmetic"], "did you mean"),
+    ],
+)
+def test_wrong_settings_are_user_errors(model, tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        run("--model", model, *RECIPE, "--out", tmp_path / "out", "--num-problems", "1", *TASK, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_a_user_error(model, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        run("--model", model, *RECIPE, "--out", tmp_path / "file" / "out", "--num-problems", 1, *TASK)

@@ -1,0 +1,59 @@
+"""Estimators against enumeration and numbers worked out by hand."""
+
+from itertools import combinations
+
+import pytest
+
+from nemo_grpo.evaluate import majority_at_k, mean_and_stderr, pass_at_k
+from nemo_grpo.evaluate.runner import ks
+
+
+@pytest.mark.parametrize("num_correct", range(7))
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(num_correct, k):
+    samples = [True] * num_correct + [False] * (6 - num_correct)
+    subsets = list(combinations(samples, k))
+    assert pass_at_k(6, num_correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_by_hand():
+    # n = 8, c = 2, k = 4: 1 - C(6,4) / C(8,4) = 1 - 15/70
+    assert pass_at_k(8, 2, 4) == pytest.approx(55 / 70)
+    assert pass_at_k(8, 2, 1) == 0.25
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(2000, 1, 1000) == pytest.approx(0.5)
+
+
+def test_pass_at_k_refuses_more_than_there_are():
+    with pytest.raises(AssertionError):
+        pass_at_k(4, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("answers", "scores", "expected"),
+    [
+        (["a", "b", "b"], [1.0, 0.0, 0.0], 0.0),
+        (["a", "b", "b"], [0.0, 1.0, 1.0], 1.0),
+        (["b", "a", "a", "b"], [1.0, 0.0, 0.0, 1.0], 1.0),
+        (["a", "b", "a", "b"], [0.0, 1.0, 0.0, 1.0], 0.0),
+        ([None, None, "a"], [0.0, 0.0, 1.0], 1.0),
+        ([None, None], [0.0, 0.0], 0.0),
+        ([""], [1.0], 1.0),
+    ],
+)
+def test_majority_at_k(answers, scores, expected):
+    assert majority_at_k(answers, scores) == expected
+
+
+def test_mean_and_stderr_by_hand():
+    # values 0, 0, 1, 1: mean 1/2, variance (4 x 1/4) / 3 = 1/3, error sqrt(1/3 / 4)
+    assert mean_and_stderr([0, 0, 1, 1]) == (0.5, pytest.approx((1 / 12) ** 0.5))
+    assert mean_and_stderr([0.3]) == (0.3, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "expected"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])],
+)
+def test_ks_are_powers_of_two_and_the_number_of_samples(num_samples, expected):
+    assert ks(num_samples) == expected

@@ -1,0 +1,149 @@
+"""Evaluation with a scripted generator: every number by hand."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from nemo_grpo.engine.protocols import Rollout, SamplingParams
+from nemo_grpo.evaluate import evaluate, runner
+from nemo_grpo.tasks import Problem, Prompt, parse_task
+
+RIGHT = "<think></think><answer>Knight, knave</answer>"
+WRONG = "<think></think><answer>knave, knave</answer>"
+BARE = "<answer>knave,  KNAVE</answer>"
+NONE = "I do not know"
+END = 0
+
+
+class CharacterTokenizer:
+    chat_template = "given"
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return f"[{messages[-1]['content']}]"
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(chr(token) for token in tokens if token != END or not skip_special_tokens)
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+
+class ScriptedGenerator:
+    """Answers each prompt from a script: {prompt: (greedy response, [sampled responses])}."""
+
+    def __init__(self, script):
+        self.script, self.calls = script, []
+
+    def generate(self, prompts, num_generations, sampling, seed):
+        self.calls.append((len(prompts), num_generations, sampling, seed))
+        texts = []
+        for prompt in prompts:
+            greedy, samples = self.script["".join(map(chr, prompt))]
+            texts += [greedy] if sampling.greedy else samples[:num_generations]
+        width = max(map(len, texts)) + 1
+        tokens = torch.zeros(len(texts), width, dtype=torch.long)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor([ord(character) for character in text])
+        truncated = torch.tensor([text == NONE for text in texts])
+        lengths = torch.tensor([len(text) for text in texts]) + (~truncated).long()
+        zeros = torch.zeros(tokens.shape)
+        return Rollout(tokens, zeros, zeros, zeros, lengths, truncated, lengths)
+
+
+@pytest.fixture
+def task():
+    return parse_task({"name": "knights_knaves"}).build()
+
+
+PROBLEMS = [Problem(id=f"p{i}", question=f"Q{i}?", answer="knight, knave") for i in range(3)]
+SCRIPT = {
+    "[Q0?]": (RIGHT, [RIGHT, WRONG, RIGHT, WRONG]),
+    "[Q1?]": (WRONG, [WRONG, RIGHT, BARE, NONE]),
+    "[Q2?]": (NONE, [NONE, NONE, NONE, NONE]),
+}
+SAMPLING = SamplingParams(100, temperature=0.7, top_p=0.9, stop_token_ids=(END,))
+
+
+def run(task, generator=None, on_progress=None):
+    generator = generator or ScriptedGenerator(SCRIPT)
+    return evaluate(generator, CharacterTokenizer(), task, Prompt(), PROBLEMS, 4, SAMPLING, 7, on_progress)
+
+
+def test_metrics_by_hand(task):
+    metrics = run(task).metrics()
+    # problem means 1/2, 1/4, 0: mean 1/4, deviations 1/4, 0, -1/4, variance 1/16, error sqrt(1/48)
+    assert metrics["accuracy"] == pytest.approx(1 / 4)
+    assert metrics["accuracy_stderr"] == pytest.approx(math.sqrt(1 / 48))
+    assert metrics["greedy"] == pytest.approx(1 / 3)
+    assert metrics["greedy_stderr"] == pytest.approx(1 / 3)
+    # 2 of 4 right: 1 - C(2,2)/C(4,2) = 5/6; 1 of 4: 1 - C(3,2)/C(4,2) = 1/2; none: 0
+    assert metrics["pass@1"] == pytest.approx(1 / 4)
+    assert metrics["pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 3)
+    assert metrics["pass@4"] == pytest.approx(2 / 3)
+    # votes: a tie that the first, right answer wins; two for "knave,knave"; none
+    assert metrics["maj@4"] == pytest.approx(1 / 3)
+    assert metrics["format"] == pytest.approx((4 + 2 + 0) / 12)
+    assert metrics["truncated"] == pytest.approx(5 / 12)
+    num_tokens = 3 * (len(RIGHT) + 1) + 3 * (len(WRONG) + 1) + len(BARE) + 1 + 5 * len(NONE)
+    assert metrics["num_tokens"] == pytest.approx(num_tokens / 12)
+    assert list(metrics)[4:7] == ["pass@1", "pass@2", "pass@4"]
+
+
+def test_greedy_is_one_response_with_the_same_limits(task):
+    generator = ScriptedGenerator(SCRIPT)
+    run(task, generator)
+    (_, one, greedy, seed), (_, four, sampled, _) = generator.calls
+    assert (one, four, seed) == (1, 4, 7)
+    assert greedy.greedy
+    assert sampled == SAMPLING
+    assert (greedy.max_new_tokens, greedy.stop_token_ids) == (100, (END,))
+
+
+@pytest.mark.parametrize("problems_per_call", [1, 2])
+def test_metrics_do_not_depend_on_the_chunk_size(task, monkeypatch, problems_per_call):
+    expected = run(task)
+    monkeypatch.setattr(runner, "PROBLEMS_PER_CALL", problems_per_call)
+    generator, notes = ScriptedGenerator(SCRIPT), []
+    assert run(task, generator, notes.append) == expected
+    assert max(call[0] for call in generator.calls) == problems_per_call
+    assert len(notes) == 3
+
+
+def test_samples_file_has_a_line_per_problem(task, tmp_path):
+    run(task).write_samples(tmp_path / "samples.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["p0", "p1", "p2"]
+    assert lines[1] == {
+        "id": "p1",
+        "prompt": "[Q1?]",
+        "gold": "knight, knave",
+        "completions": [WRONG, RIGHT, BARE, NONE],
+        "extracted": ["knave,knave", "knight,knave", "knave,knave", None],
+        "score": [0.0, 1.0, 0.0, 0.0],
+        "format": [1.0, 1.0, 0.0, 0.0],
+        "num_tokens": [len(WRONG) + 1, len(RIGHT) + 1, len(BARE) + 1, len(NONE)],
+        "truncated": [False, False, False, True],
+        "greedy_completion": WRONG,
+        "greedy_extracted": "knave,knave",
+        "greedy_score": 0.0,
+    }
+
+
+def test_summary_says_under_which_conditions(task):
+    summary = json.loads(json.dumps(run(task).to_dict()))
+    assert summary["task"] == {"name": "knights_knaves", "split": "problem"}
+    assert (summary["num_problems"], summary["num_samples"], summary["seed"]) == (3, 4, 7)
+    assert (summary["sampling"]["temperature"], summary["sampling"]["top_p"]) == (0.7, 0.9)
+    assert summary["metrics"]["accuracy"] == pytest.approx(0.25)
+
+
+def test_partial_credit_does_not_pass(task, monkeypatch):
+    monkeypatch.setattr(task, "score", lambda problem, response: {"accuracy": 0.9, "format": 1.0})
+    metrics = run(task).metrics()
+    assert metrics["accuracy"] == pytest.approx(0.9)
+    assert metrics["pass@4"] == 0.0
