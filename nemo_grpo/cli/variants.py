@@ -44,7 +44,7 @@ def overview(configs: dict[str, type[VariantConfig]]) -> Table:
 
     common = _defaults(configs["grpo"])
     table = Table("variant", show_lines=True)
-    table.add_column("paper", max_width=16)
+    table.add_column("paper", max_width=15)
     table.add_column("needs")
     table.add_column("differs from grpo in", overflow="fold")
     for name, config in configs.items():

@@ -1,0 +1,208 @@
+"""The curves of a run, or of several groups of runs on common axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from nemo_grpo.diagnostics.runs import RunGroup, pass_key
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
+"""Okabe and Ito's colours for colour-blind readers; a brown in place of the yellow, too pale for lines."""
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+MARKERS = "osD^vPX*"
+INK, GRID, COMPANION = "#333333", "#e4e4e4", "#777777"
+
+MAX_BANDS = 4
+"""With more groups than this, bands hide each other and are left out of the training metrics."""
+MAX_PALE = 2
+"""With more groups than this, single steps behind the running means are left out."""
+
+Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], None]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small picture.
+
+    Attributes:
+        name: file name of its PNG.
+        title, unit: what is drawn, and the y axis.
+        keys: metrics; what several mean is up to ``draw``.
+        draw: how.
+        explanation: a sentence for the report.
+        from_zero: the y axis starts at 0.
+    """
+
+    name: str
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+    draw: Draw
+    explanation: str
+    from_zero: bool = False
+
+    def is_filled(self, groups: Sequence[RunGroup]) -> bool:
+        """True if any run has a value to draw."""
+        return any(run.points(key) for group in groups for run in group.runs for key in self.keys)
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one group is drawn, in every panel."""
+
+    color: str
+    dash: Any
+    marker: str
+
+
+def style_of(index: int) -> Style:
+    """Colour, dash and marker of the group number ``index``; no two of the first 32 are alike."""
+    dash = DASHES[(index + index // len(COLORS)) % len(DASHES)]
+    return Style(COLORS[index % len(COLORS)], dash, MARKERS[index % len(MARKERS)])
+
+
+# ------------------------------------------------------------------ how a panel is drawn
+
+
+def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> None:
+    """Mean over seeds, a band of one standard deviation; for a single group greedy and pass@k too."""
+    for index, group in enumerate(groups):
+        style = style_of(index)
+        steps, mean, spread = group.curve(keys[0])
+        axes.plot(steps, mean, color=style.color, ls=style.dash, marker=style.marker, ms=4.5, lw=1.9)
+        if spread.any():
+            axes.fill_between(steps, mean - spread, mean + spread, color=style.color, alpha=0.16, lw=0)
+    if len(groups) == 1:
+        for key, dash in (("validation/greedy", DASHES[1]), (pass_key(groups), DASHES[2])):
+            _draw_companion(axes, groups[0], key, dash)
+
+
+def _draw_companion(axes: Axes, group: RunGroup, key: str, dash: Any) -> None:
+    """A grey line with its name at its right end."""
+    steps, mean, _ = group.curve(key)
+    if len(steps):
+        axes.plot(steps, mean, color=COMPANION, ls=dash, lw=1.3)
+        axes.annotate(
+            key.rpartition("/")[2],
+            (steps[-1], mean[-1]),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=COMPANION,
+            annotation_clip=False,
+        )
+
+
+def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> None:
+    """Running mean of the first metric a group has; behind it single steps, or a deviation over seeds."""
+    for index, group in enumerate(groups):
+        style = style_of(index)
+        key = next((key for key in keys if any(run.points(key) for run in group.runs)), keys[0])
+        steps, mean, spread = group.curve(key)
+        smooth = running_mean(mean)
+        if spread.any() and len(groups) <= MAX_BANDS:
+            half = running_mean(spread)
+            axes.fill_between(steps, smooth - half, smooth + half, color=style.color, alpha=0.14, lw=0)
+        elif len(groups) <= MAX_PALE:
+            axes.plot(steps, mean, color=style.color, alpha=0.28, lw=0.8)
+        marker = style.marker if len(steps) == 1 else ""
+        axes.plot(steps, smooth, color=style.color, ls=style.dash, lw=1.7, marker=marker, ms=4.5)
+
+
+def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> None:
+    """One line per percentile, their range shaded; the axis is linear near 0 and logarithmic beyond."""
+    for index, group in enumerate(groups):
+        style = style_of(index)
+        curves = [(steps, running_mean(mean)) for steps, mean, _ in map(group.curve, keys) if len(steps)]
+        for steps, smooth in curves:
+            axes.plot(steps, smooth, color=style.color, ls=style.dash, lw=1.1)
+        if len(groups) <= MAX_PALE and len(curves) > 1 and len(curves[0][0]) == len(curves[-1][0]):
+            steps, lowest, highest = curves[0][0], curves[0][1], curves[-1][1]
+            axes.fill_between(steps, lowest, highest, color=style.color, alpha=0.1, lw=0)
+    axes.set_yscale("symlog", linthresh=0.1)
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Centred mean over about a fifteenth of the run, over fewer values at its ends."""
+    half = len(values) // 30
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def draw_panel(panel: Panel, groups: Sequence[RunGroup], path: Path) -> None:
+    """Write one panel as a picture of its own."""
+    figure = _new_figure(7.2, 4.4)
+    axes = figure.add_subplot()
+    _fill(axes, panel, groups)
+    axes.set_xlabel("training step")
+    if len(groups) > 1:
+        columns = 1 + (len(groups) > 5)
+        axes.legend(handles=_legend(groups), frameon=False, fontsize=8.5, handlelength=3, ncols=columns)
+    figure.savefig(path, dpi=150)
+
+
+def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Path) -> None:
+    """Write several panels as small multiples in one picture, with one legend."""
+    columns = min(3, max(1, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = _new_figure(4.1 * columns, 2.9 * rows + 0.5)
+    for number, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        _fill(axes, panel, groups)
+        if number > len(panels) - columns:
+            axes.set_xlabel("training step")
+    if len(groups) > 1:
+        columns = min(5, len(groups))
+        figure.legend(
+            handles=_legend(groups), loc="outside lower center", ncols=columns, handlelength=3, frameon=False
+        )
+    figure.savefig(path, dpi=130)
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    """A figure in inches that draws to memory, without pyplot's global state."""
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _legend(groups: Sequence[RunGroup]) -> list[Line2D]:
+    styles = [style_of(index) for index in range(len(groups))]
+    return [
+        Line2D([], [], color=s.color, ls=s.dash, marker=s.marker, ms=4.5, lw=1.8, label=_seeds_label(group))
+        for s, group in zip(styles, groups, strict=True)
+    ]
+
+
+def _seeds_label(group: RunGroup) -> str:
+    return group.label if len(group.runs) == 1 else f"{group.label}, {len(group.runs)} seeds"
+
+
+def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
+    panel.draw(axes, groups, panel.keys)
+    axes.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
+    axes.set_ylabel(panel.unit, fontsize=9, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.grid(color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.02)
+    if panel.from_zero:
+        axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 0.01))
+    axes.tick_params(colors=INK, labelsize=8.5, length=3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#999999")

@@ -1,0 +1,188 @@
+"""One HTML file, complete in itself, that shows a run or compares several."""
+
+from __future__ import annotations
+
+import base64
+import html
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_grpo.diagnostics.panels import PANELS
+from nemo_grpo.diagnostics.plots import draw_overview, draw_panel
+from nemo_grpo.diagnostics.runs import (
+    RunGroup,
+    RunLog,
+    differing_settings,
+    group_runs,
+    pass_key,
+    read_run,
+)
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.keys import shown
+
+PLOTS = "plots"
+REPORT = "report.html"
+
+
+def plot_run(run_dir: str | Path) -> Path:
+    """Write ``plots/*.png`` and ``report.html`` into a run's folder.
+
+    Returns: the report's path.
+    Raises:  UserError: the folder has no metrics.jsonl, or no step in it.
+    """
+    return write_report([run_dir], Path(run_dir) / REPORT)
+
+
+def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
+    """Compare runs: one HTML file, and its pictures as PNG files in ``plots/`` beside it.
+
+    Runs that differ only in their seed become one line with a band.
+
+    Returns: ``output``.
+    Raises:  UserError: no run is given, a folder is not a run's, or the output cannot be written.
+    """
+    if not run_dirs:
+        raise UserError("no run to report on; give the folder of at least one run")
+    groups = group_runs([read_run(folder) for folder in dict.fromkeys(map(Path, run_dirs))])
+    output = Path(output)
+    try:
+        draw(groups, output.parent / PLOTS)
+        output.write_text(render(groups, output.parent / PLOTS))
+    except OSError as error:
+        raise UserError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
+    return output
+
+
+def draw(groups: Sequence[RunGroup], folder: Path) -> None:
+    """Write every panel that has data, and all of them in ``overview.png``; older pictures of others go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    filled = [panel for panel in PANELS if panel.is_filled(groups)]
+    for panel in PANELS:
+        path = folder / f"{panel.name}.png"
+        if panel in filled:
+            draw_panel(panel, groups, path)
+        else:
+            path.unlink(missing_ok=True)
+    draw_overview(filled, groups, folder / "overview.png")
+
+
+def render(groups: Sequence[RunGroup], plots: Path) -> str:
+    """The HTML text; the pictures in ``plots`` are put into it."""
+    title = " vs ".join(group.label for group in groups) if len(groups) <= 4 else f"{len(groups)} settings"
+    runs = [run for group in groups for run in group.runs]
+    paths = ", ".join(str(run.path) for run in runs)
+    sections = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p class=sub>{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {html.escape(paths)}</p>",
+        summary_table(groups),
+        _picture(plots / "learning_curve.png", "Held-out accuracy by training step"),
+        _picture(plots / "overview.png", "All metrics by training step"),
+        _explanations(groups),
+        _settings(groups),
+    ]
+    body = "\n".join(section for section in sections if section)
+    return _PAGE.format(title=html.escape(title), style=_STYLE, body=body)
+
+
+def summary_table(groups: Sequence[RunGroup]) -> str:
+    """Accuracies, greedy, pass@k and time of each group, as mean +- sample standard deviation over seeds."""
+    passes = pass_key(groups)
+    head = ["setting", "seeds", "steps", "start", "best", "final", "gain", "greedy"]
+    rows = [
+        [
+            group.label,
+            ", ".join(run.seed for run in group.runs),
+            _steps(group),
+            *(_mean_std(group.each("validation/accuracy", which)) for which in ("first", "best", "last")),
+            _mean_std(group.gains("validation/accuracy"), sign="+"),
+            *(_mean_std(group.each(key, "last")) for key in ("validation/greedy", passes)),
+            _mean_std([_seconds(run) / 60 for run in group.runs if _seconds(run)], digits=1),
+        ]
+        for group in groups
+    ]
+    note = (
+        "Accuracies on held-out problems. best is the largest validation of each run, which flatters noisy "
+        "runs. &plusmn; is the sample standard deviation over seeds."
+    )
+    return f"{_table([*head, passes.rpartition('/')[2], 'minutes'], rows)}<p class=note>{note}</p>"
+
+
+def _steps(group: RunGroup) -> str:
+    steps = sorted({max(run.rows) for run in group.runs})
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+
+
+def _seconds(run: RunLog) -> float:
+    return sum(sum(run.points(key).values()) for key in ("time/step", "time/validation"))
+
+
+def _mean_std(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    if not values:
+        return "-"
+    mean = f"{statistics.mean(values):{sign}.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} +- {statistics.stdev(values):.{digits}f}"
+
+
+def _picture(path: Path, alternative: str) -> str:
+    if not path.is_file():
+        return ""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="{alternative}" src="data:image/png;base64,{data}">'
+
+
+def _explanations(groups: Sequence[RunGroup]) -> str:
+    items = [
+        f"<dt>{html.escape(panel.title)}</dt><dd>{html.escape(panel.explanation)}</dd>"
+        for panel in PANELS
+        if panel.is_filled(groups)
+    ]
+    note = (
+        "Lines of training metrics are running means; pale lines are single steps, bands are one standard "
+        "deviation over seeds."
+    )
+    return f"<h2>How to read it</h2><p>{note}</p><dl>{''.join(items)}</dl>"
+
+
+def _settings(groups: Sequence[RunGroup]) -> str:
+    """What tells the groups apart; for a single group the whole recipe."""
+    if len(groups) == 1:
+        rows = [[key, shown(value)] for key, value in groups[0].runs[0].settings.items()]
+        table = _table(["key", "value"], rows)
+        return f"<h2>Recipe</h2><details><summary>{len(rows)} keys</summary>{table}</details>" if rows else ""
+    differing = differing_settings([group.runs for group in groups])
+    rows = [[key, *("" if v is None else shown(v) for v in values)] for key, values in differing.items()]
+    head = ["key", *(group.label for group in groups)]
+    return f"<h2>Settings that differ</h2>{_table(head, rows)}" if rows else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        texts = (html.escape(cell).replace("+-", "&plusmn;") for cell in cells)
+        return "<tr>" + "".join(f"<{tag}>{text}</{tag}>" for text in texts) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f"<div class=scroll><table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table></div>"
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1100px;
+  margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
+.sub, .note { color: #666; margin: .3rem 0 1rem; font-size: .9rem }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
+th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
+th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2px solid #bbb }
+tbody tr:hover { background: #f6f8fa }
+img { width: 100%; max-width: 1060px; display: block; margin: 1.2rem auto }
+dt { font-weight: 600; margin-top: .5rem } dd { margin: 0 }
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>{style}</style></head>
+<body>
+{body}
+</body></html>
+"""

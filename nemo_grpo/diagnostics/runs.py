@@ -1,0 +1,195 @@
+"""Runs read back from their folders, and gathered into groups that differ only in their seed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.keys import leaves, shown
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+RECIPE_FILE = "recipe.resolved.yaml"
+
+NOT_A_SETTING = (
+    "grpo.seed",
+    "nemo_grpo.run_name",
+    "nemo_grpo.runs_dir",
+    "checkpointing.checkpoint_dir",
+    "logger.log_dir",
+)
+"""Keys in which the runs of one group may differ."""
+
+Points = dict[int, float]
+"""A metric's values by step."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """One run, as far as it has come.
+
+    Attributes:
+        path: its folder.
+        rows: metrics by step, ascending.
+        settings: dotted keys and values of the resolved recipe; empty if the folder has none.
+    """
+
+    path: Path
+    rows: dict[int, dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def variant(self) -> str:
+        """loss_fn.variant, or the folder's name for a run without a recipe."""
+        return str(self.settings.get("loss_fn.variant", self.path.name))
+
+    @property
+    def seed(self) -> str:
+        """grpo.seed, or ``?``."""
+        return str(self.settings.get("grpo.seed", "?"))
+
+    def points(self, key: str) -> Points:
+        """The metric's finite values; steps without one are left out."""
+        return {step: float(row[key]) for step, row in self.rows.items() if _is_number(row.get(key))}
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of one setting with different seeds.
+
+    Attributes: label: what tells the group from the others.  runs: at least one.
+    """
+
+    label: str
+    runs: tuple[RunLog, ...]
+
+    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Steps, mean over the runs, and sample standard deviation (0 for one run).
+
+        Only steps that every run with this metric has are used: a run that ends early makes no jump.
+        """
+        curves = [points for run in self.runs if (points := run.points(key))]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        if not steps:
+            return np.array([]), np.array([]), np.array([])
+        values = np.array([[points[step] for step in steps] for points in curves])
+        spread = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
+        return np.array(steps), values.mean(axis=0), spread
+
+    def each(self, key: str, which: Literal["first", "last", "best"]) -> list[float]:
+        """One number per run that has the metric; best is the largest."""
+        curves = [list(points.values()) for run in self.runs if (points := run.points(key))]
+        if which == "best":
+            return [max(values) for values in curves]
+        return [values[0 if which == "first" else -1] for values in curves]
+
+    def gains(self, key: str) -> list[float]:
+        """Last minus first value of each run that has two or more."""
+        curves = [list(run.points(key).values()) for run in self.runs]
+        return [values[-1] - values[0] for values in curves if len(values) > 1]
+
+
+def read_run(path: str | Path) -> RunLog:
+    """Read a run's folder.
+
+    A line that is not JSON (the last one, if the run was killed while writing it) is left out; rows of the
+    same step are joined, the later one wins.
+
+    Raises: UserError: the folder has no metrics.jsonl, or no step in it.
+    """
+    folder = Path(path)
+    file = folder / METRICS_FILE
+    if not file.is_file():
+        raise UserError(
+            f"{folder} holds no {METRICS_FILE}; give the folder of a run, such as runs/quickstart"
+        )
+    rows: dict[int, dict[str, Any]] = {}
+    for row in _json_lines(file):
+        if isinstance(row.get("step"), int):
+            rows.setdefault(row["step"], {}).update(row)
+    if not rows:
+        raise UserError(f"{file} holds no step yet; let the run make at least one")
+    return RunLog(folder, dict(sorted(rows.items())), _settings(folder / RECIPE_FILE))
+
+
+def _json_lines(file: Path) -> Iterable[dict[str, Any]]:
+    lines = file.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if line.strip() and number < len(lines):  # the last line may still be being written
+                log.warning("%s line %d is not JSON and is left out", file, number)
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        log.warning("%s is missing; the run is labelled by its folder", file)
+        return {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        log.warning("%s cannot be read (%s); the run is labelled by its folder", file, error)
+        return {}
+    return dict(leaves(tree)) if isinstance(tree, dict) else {}
+
+
+def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
+    """Gather runs whose settings differ in nothing but the seed; order of first appearance.
+
+    A group is labelled by its variant; where several groups have the same one, by what tells them apart.
+    """
+    members: dict[str, list[RunLog]] = {}
+    for run in runs:
+        members.setdefault(_identity(run), []).append(run)
+    groups = list(members.values())
+    return [RunGroup(_label(group, groups), tuple(group)) for group in groups]
+
+
+def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any]]:
+    """Keys whose values are not the same in all groups, with each group's value (None: not there)."""
+    settings = [group[0].settings for group in groups]
+    keys = sorted({key for one in settings for key in one} - set(NOT_A_SETTING))
+    values = {key: [one.get(key) for one in settings] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def pass_key(groups: Sequence[RunGroup]) -> str:
+    """``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
+    names = {name for group in groups for run in group.runs for row in run.rows.values() for name in row}
+    found = [int(match[1]) for name in names if (match := re.fullmatch(r"validation/pass@(\d+)", name))]
+    return f"validation/pass@{max(found, default=8)}"
+
+
+def _identity(run: RunLog) -> str:
+    kept = {key: value for key, value in run.settings.items() if key not in NOT_A_SETTING}
+    return json.dumps(kept, sort_keys=True, default=str) if kept else str(run.path)
+
+
+def _label(group: list[RunLog], groups: list[list[RunLog]]) -> str:
+    variant = group[0].variant
+    rivals = [other for other in groups if other[0].variant == variant]
+    if len(rivals) == 1:
+        return variant
+    differing = differing_settings(rivals)
+    if not 1 <= len(differing) <= 2:
+        return f"{variant} ({group[0].path.name})"
+    told = (f"{key.split('.')[-1]} {shown(values[rivals.index(group)])}" for key, values in differing.items())
+    return f"{variant} ({', '.join(told)})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
