@@ -1,4 +1,4 @@
-"""``nemo-grpo``: every command of the package. Heavy imports happen inside the commands, so ``--help`` is quick."""
+"""``nemo-grpo``: every command. Heavy imports happen inside the commands, so ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from nemo_grpo.cli import recipe, variants
+from nemo_grpo.cli import recipe, train, variants
 from nemo_grpo.errors import EXIT_USAGE, UserError
 
 app = typer.Typer(
@@ -15,15 +15,18 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train reasoning policies with GRPO and its variants, from one recipe, on this machine or on a cluster.",
+    help="Train reasoning policies with GRPO and its variants, from one recipe.",
 )
 app.add_typer(recipe.app, name="recipe")
+app.command("train")(train.train)
 app.command("variants")(variants.variants)
 
 
 def main() -> None:
     """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    for chatty in ("megatron", "huggingface_hub"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         app()
     except UserError as error:

@@ -110,9 +110,7 @@ class TokenBatch:
             for name in _TOKEN_FIELDS
             if (value := getattr(self, name)) is not None
         }
-        rewards = (
-            self.rewards if self.rewards.is_floating_point() else self.rewards.to(self.prev_logprobs.dtype)
-        )
+        rewards = self.rewards.to(self.prev_logprobs.dtype)
         changes["rewards"] = torch.where(self.sample_mask, rewards, rewards.new_zeros(()))
         return replace(self, token_mask=mask, **changes)
 

@@ -12,31 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEFAULT_CHUNK_SIZE = 1024
+CHUNK_ELEMENTS = 2**20
+"""Elements of the default chunk: 4 MiB in fp32, small beside any logits."""
 
 
 def logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int = DEFAULT_CHUNK_SIZE
+    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and the entropy of its distribution.
 
     logp = z_y - lse(z),   H = lse(z) - sum_v p_v z_v,   z = logits / temperature
     d logp / d z_v = 1[v=y] - p_v,   d H / d z_v = -p_v (log p_v + H)
 
-    Args:    logits: [..., V], any float dtype.  targets: [...] int64; column t is the token that logits t
-             predict. temperature: > 0.  chunk_size: tokens per fp32 chunk: extra memory is about 3 x
-             chunk_size x V x 4 bytes.
-    Returns: (logprobs [...], entropies [...]), nats; float32, float64 for float64 logits. Both carry
-             gradient.
+    Args:    logits: [..., V], any float dtype.
+             targets: [...] int64; column t is the token that logits t predict.
+             temperature: > 0.
+             chunk_size: tokens per fp32 chunk, default `CHUNK_ELEMENTS` / V; extra memory is some 4 chunks.
+    Returns: (logprobs [...], entropies [...]), nats; float32, float64 for float64 logits; both with gradient.
     Raises:  ValueError: shapes that do not fit, temperature or chunk_size <= 0.
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"targets has shape {list(targets.shape)}; it must be {list(logits.shape[:-1])}, as the logits"
         )
+    vocab = logits.shape[-1]
+    chunk_size = max(1, CHUNK_ELEMENTS // vocab) if chunk_size is None else chunk_size
     if temperature <= 0 or chunk_size <= 0:
         raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be positive")
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = logits.reshape(-1, vocab)
     logprobs, entropies = _ChunkedLogprobs.apply(flat, targets.reshape(-1), temperature, chunk_size)
     return logprobs.view(targets.shape), entropies.view(targets.shape)
 

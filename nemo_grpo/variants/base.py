@@ -39,6 +39,10 @@ class VariantConfig(BaseModel):
         """True if the reference policy's logprobs are needed."""
         return False
 
+    def resampling(self, max_draws: int) -> tuple[float, int]:
+        """(least share of groups with signal, most draws of prompts per step) under dynamic sampling."""
+        return 1.0, max_draws
+
     def build(self) -> Objective:
         """Compose the objective."""
         raise AssertionError(f"{type(self).__name__} does not implement build()")
@@ -88,7 +92,7 @@ class RatioConfig(GroupRewardConfig):
             )
         if self.ratio_clip_c is not None and self.ratio_clip_min is None:
             raise ValueError(
-                f"ratio_clip_c={self.ratio_clip_c}: dual clip needs ratio_clip_min and ratio_clip_max; set them"
+                f"ratio_clip_c={self.ratio_clip_c}: dual clip needs ratio_clip_min and _max; set them"
             )
         return self
 

@@ -44,11 +44,15 @@ class GPG(VariantConfig):
         20, ge=0, description="further draws of prompts before the step goes as it is"
     )
 
+    def resampling(self, max_draws: int) -> tuple[float, int]:
+        """beta_th, and the first draw with its further attempts."""
+        return self.valid_fraction_threshold, 1 + self.max_resample_attempts
+
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Centred rewards times alpha."""
         a = group_advantages(batch, normalization=self.reward_normalization, eps=self.advantage_eps)
         num_sequences, num_valid = batch.sample_mask.sum(), a.has_signal.sum()
-        alpha = num_sequences / num_valid.clamp(min=1)
+        alpha = num_sequences.double() / num_valid.clamp(min=1)
         metrics = {"gpg/alpha": alpha, "gpg/no_signal": (num_valid == 0).to(alpha.dtype)}
         advantages = a.per_token(batch.mask)
         return Shaped(advantages * alpha.to(advantages.dtype), a.sizes, a.has_signal, metrics=metrics)

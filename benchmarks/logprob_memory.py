@@ -1,0 +1,82 @@
+"""Peak memory and time of logprobs + entropy with backward: chunked, against log_softmax in fp32.
+
+Each case runs in a process of its own; the figure is the growth of that process's peak resident memory over
+what it held with the logits in place, divided by the size of the logits. Both sides need the gradient, which is
+1.0 by itself.
+
+    python benchmarks/logprob_memory.py [--tokens 2048] [--vocab 65536] [--dtype bfloat16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+
+from nemo_grpo.core.logprobs import logprobs_and_entropy
+
+
+def dense(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = torch.log_softmax(logits.float(), -1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def chunked(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logprobs_and_entropy(logits, targets)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(which: str, tokens: int, vocab: int, dtype: torch.dtype) -> None:
+    """Run one case and print: extra memory in units of the logits, seconds."""
+    torch.set_num_threads(1)
+    function = {"chunked": chunked, "dense": dense}[which]
+    generator = torch.Generator().manual_seed(0)
+    warm = torch.randn(4, 64, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
+    sum(function(warm, torch.zeros(4, dtype=torch.int64))).sum().backward()
+    logits = torch.empty(tokens, vocab, dtype=dtype)
+    for row in logits:
+        row.normal_(generator=generator)
+    logits.requires_grad_()
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    before, start = peak_bytes(), time.perf_counter()
+    logprobs, entropies = function(logits, targets)
+    (logprobs + 0.1 * entropies).sum().backward()
+    seconds = time.perf_counter() - start
+    print((peak_bytes() - before) / (logits.numel() * logits.element_size()), seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=65536)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--one", choices=["chunked", "dense"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        measure(arguments.one, arguments.tokens, arguments.vocab, getattr(torch, arguments.dtype))
+        return
+    size = arguments.tokens * arguments.vocab * getattr(torch, arguments.dtype).itemsize / 2**20
+    print(
+        f"logits {arguments.tokens} x {arguments.vocab} {arguments.dtype}: {size:.0f} MiB, forward + backward, 1 thread"
+    )
+    found = {}
+    for which in ("dense", "chunked"):
+        command = [sys.executable, __file__, "--one", which, "--tokens", str(arguments.tokens)]
+        command += ["--vocab", str(arguments.vocab), "--dtype", arguments.dtype]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found[which] = tuple(map(float, output.split()))
+        extra, seconds = found[which]
+        print(f"  {which:8s} peak extra memory {extra:5.2f} x logits   {seconds:6.2f} s")
+    ratios = [a / b for a, b in zip(found["chunked"], found["dense"], strict=True)]
+    print(f"  chunked / dense: memory {ratios[0]:.2f}, time {ratios[1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""``nemo-grpo train``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nemo_grpo.cli.recipe import Overrides
+
+
+def train(
+    recipe: Annotated[
+        Path, typer.Argument(help="Recipe, such as recipes/quickstart.yaml.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in its folder from the newest checkpoint.")
+    ] = False,
+) -> None:
+    """Train a policy on this machine.
+
+    Everything of the run goes into runs/<nemo_grpo.run_name>/: metrics, samples, plots, checkpoints, and at the
+    end the model as a Hugging Face folder.
+
+    Examples:
+
+      nemo-grpo train recipes/quickstart.yaml
+
+      nemo-grpo train recipes/quickstart.yaml loss_fn.variant=gpg nemo_grpo.run_name=gpg grpo.max_num_steps=20
+
+    Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 stopped by SIGINT, SIGTERM or
+    SIGUSR1 with a checkpoint saved, run again with --resume; 1 anything else.
+    """
+    from nemo_grpo.engine.run_command import run_recipe
+
+    sys.exit(run_recipe(recipe, overrides or [], resume=resume))

@@ -1,0 +1,1 @@
+"""The embedded engine: rollout, reward, advantage, update, checkpoint, on this machine."""

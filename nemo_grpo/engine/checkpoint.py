@@ -1,0 +1,128 @@
+"""Checkpoints that are either complete or not there.
+
+Layout (NeMo-RL's, so that the same converter reads both):
+
+    checkpoints/step_000120/policy/weights/iter_0000000/   megatron-core torch_dist: model, optimizer,
+    schedule
+    checkpoints/step_000120/policy/tokenizer/               tokenizer and config.json
+    checkpoints/step_000120/training_info.json              step, data position, metrics
+    checkpoints/latest                                      name of the newest, written last
+
+A checkpoint is written under a temporary name, flushed to disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = Path("policy/weights/iter_0000000")
+TOKENIZER = Path("policy/tokenizer")
+INFO = "training_info.json"
+LATEST = "latest"
+_TEMPORARY = "tmp_"
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Attributes:
+        folder: where they lie.
+        keep_top_k: how many to keep by ``metric``, besides the newest; None: all.
+        metric: key of training_info's ``metrics``; without it in a checkpoint, newer ranks higher.
+    """
+
+    folder: Path
+    keep_top_k: int | None = 3
+    metric: str | None = None
+    higher_is_better: bool = True
+
+    def save(self, step: int, info: dict[str, Any], write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint; ``write(folder)`` fills it. An existing one of this step is replaced."""
+        final = self.folder / f"step_{step:06d}"
+        temporary = self.folder / f"{_TEMPORARY}{final.name}"
+        for leftover in self.folder.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        temporary.mkdir(parents=True)
+        write(temporary)
+        (temporary / INFO).write_text(json.dumps({"step": step, **info}, indent=2))
+        _flush_tree(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _write_atomically(self.folder / LATEST, final.name)
+        self._prune(final)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        pointer = self.folder / LATEST
+        if pointer.exists() and (named := self.folder / pointer.read_text().strip()).joinpath(INFO).exists():
+            return named
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    def _complete(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step_*") if (path / INFO).exists())
+
+    def _prune(self, newest: Path) -> None:
+        if self.keep_top_k is None:
+            return
+        ranked = sorted(self._complete(), key=self._rank, reverse=True)
+        for path in ranked[self.keep_top_k :]:
+            if path != newest:
+                log.info("removing checkpoint %s (keep_top_k=%d)", path.name, self.keep_top_k)
+                shutil.rmtree(path)
+
+    def _rank(self, path: Path) -> tuple[float, str]:
+        value = read_info(path).get("metrics", {}).get(self.metric) if self.metric else None
+        if value is None:
+            return (float("-inf"), path.name)
+        return (value if self.higher_is_better else -value, path.name)
+
+
+def read_info(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's training_info.json.
+
+    Raises: UserError: it is missing or not JSON.
+    """
+    path = checkpoint / INFO
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{path}: {error}; the checkpoint is incomplete, remove its folder and resume again"
+        ) from None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    temporary.write_text(text)
+    _flush(temporary)
+    temporary.rename(path)
+    _flush(path.parent)
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _flush(path)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""Hugging Face model folders: read weights, write an export."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+from nemo_grpo.engine.progress import no_transformers_bars
+from nemo_grpo.errors import UserError
+
+_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+)
+MAX_SHARD_SIZE = "5GB"
+
+
+def check_model_folder(folder: Path, setting: str) -> None:
+    """Refuse a folder from which training cannot start.
+
+    Raises: UserError: no such folder, or config, weights or tokenizer are missing; ``setting`` names the
+            recipe key.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"{setting}={str(folder)!r} is not a folder; download the model and give its local folder"
+        )
+    needed = {
+        "config.json": ["config.json"],
+        "weights (*.safetensors)": ["*.safetensors"],
+        "a tokenizer (tokenizer.json or tokenizer_config.json)": ["tokenizer.json", "tokenizer_config.json"],
+    }
+    for what, patterns in needed.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            raise UserError(f"{setting}={str(folder)!r} has no {what}; save model and tokenizer there")
+
+
+def load_config(folder: Path) -> Any:
+    """The folder's transformers config object."""
+    return AutoConfig.from_pretrained(folder)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, in memory."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy a model folder without its weights: configs, tokenizer, chat template."""
+    target.mkdir(parents=True, exist_ok=True)
+    weights = {path.name for pattern in _WEIGHTS for path in source.glob(pattern)}
+    for path in source.iterdir():
+        if path.is_file() and path.name not in weights:
+            shutil.copyfile(path, target / path.name)
+
+
+def export(
+    named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, dtype: torch.dtype
+) -> None:
+    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+    Written under a temporary name and renamed, so a folder of this name is always whole. An older one is
+    replaced.
+
+    Args: source: the model folder that training started from; its side files are copied.
+    """
+    temporary = target.with_name(f"tmp_{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    copy_side_files(source, temporary)
+    tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
+    save_torch_state_dict(tensors, temporary, max_shard_size=MAX_SHARD_SIZE)
+    config = load_config(source)
+    config.dtype = dtype
+    with no_transformers_bars():
+        config.save_pretrained(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)

@@ -1,0 +1,70 @@
+"""AdamW with the state layout of Transformer Engine's and Apex's FusedAdam, in plain torch.
+
+megatron-core's distributed optimizer saves and loads the fused layout (an integer step in the parameter
+group, two moments per parameter) and fails on torch.optim.AdamW's (a step tensor per parameter). This class
+stands in for the fused kernels where there are none, so checkpoints are the same with and without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FusedLayoutAdam(torch.optim.Optimizer):
+    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
+    p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_fused_kernel_options: Any,
+    ) -> None:
+        if not adam_w_mode:
+            raise ValueError("adam_w_mode=False: only decoupled weight decay is implemented; use True")
+        defaults = {
+            "lr": lr,
+            "bias_correction": True,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = int(group.get("step") or 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = (second.sqrt() / correction2**0.5).add_(group["eps"])
+        parameter.addcdiv_(first, scale, value=-group["lr"] / correction1)

@@ -1,0 +1,285 @@
+"""megatron-core on CPU and gloo: the few places that insist on CUDA, answered for the CPU.
+
+megatron-core's arithmetic runs anywhere; what stops it on a CPU is some forty calls such as
+``torch.cuda.current_device()`` and ``device="cuda"``. `install` gives every ``megatron.core`` module a
+stand-in for the name ``torch`` that answers those calls with the CPU and passes everything else on. torch
+itself is not changed, other packages see nothing, and where CUDA is available `install` does nothing at all.
+
+The complete list of what is replaced:
+- the global ``torch`` of each imported ``megatron.core.*`` module (`_torch_for_cpu`);
+- ``tensor_parallel.random._set_cuda_rng_state``, which goes through torch's C interface;
+- `_AS_CUDA`: functions that test ``Tensor.type() == 'torch.cuda...'`` or call ``Tensor.cuda()``; for the time
+  of the call tensors answer as CUDA tensors would;
+- the Adam class and three flags that say which one it is (`FusedLayoutAdam`);
+- the result queue of the checkpoint writer, which otherwise starts a manager process for synchronous saves.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import queue
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from nemo_grpo.engine.megatron.adam import FusedLayoutAdam
+from nemo_grpo.errors import UserError
+
+TESTED_VERSIONS = ((0, 16), (0, 20))
+"""First and last minor version of megatron-core that this module was run with."""
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "full", "linspace", "ones", "ones_like"),
+    *("rand", "randn", "tensor", "triu", "zeros", "zeros_like"),
+)
+_MODULES = (
+    "distributed",
+    "models.gpt.gpt_layer_specs",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.random",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "dist_checkpointing.strategies.torch",
+)
+_AS_CUDA = (
+    ("optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
+    ("optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer.__init__"),
+    ("optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
+    (
+        "models.common.language_module.language_module",
+        "LanguageModule.setup_embeddings_and_output_layer",
+    ),
+    ("models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank"),
+)
+
+
+def install() -> bool:
+    """Make megatron-core usable without CUDA, once per process; call before building anything of it.
+
+    Returns: True if the stand-ins are active; False where CUDA is available, and then nothing was changed.
+    Raises:  UserError: a megatron-core outside `TESTED_VERSIONS`.
+    """
+    if torch.cuda.is_available():
+        return False
+    _check_version()
+    for name in _MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    patch_imported_modules()
+    _replace_rng_setter()
+    _replace_adam()
+    _replace_result_queue()
+    for module, attribute in _AS_CUDA:
+        _wrap_as_cuda(importlib.import_module(f"megatron.core.{module}"), attribute)
+    return True
+
+
+def patch_imported_modules() -> None:
+    """Give the stand-in to modules of megatron-core imported since `install`; call after a late import."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = _torch_for_cpu()  # type: ignore[attr-defined]
+
+
+def _check_version() -> None:
+    import megatron.core
+
+    version = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
+    first, last = TESTED_VERSIONS
+    if not first <= version <= last:
+        raise UserError(
+            f"megatron-core {megatron.core.__version__} is outside the tested range "
+            f"{first[0]}.{first[1]} to {last[0]}.{last[1]}; install the one of requirements/constraints.txt"
+        )
+
+
+class _StandIn(types.ModuleType):
+    """A module with some names replaced and all others passed on."""
+
+    def __init__(self, base: types.ModuleType, replaced: dict[str, Any]) -> None:
+        super().__init__(base.__name__)
+        self.__dict__.update(replaced)
+        self.__dict__["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+
+@functools.cache
+def _torch_for_cpu() -> types.ModuleType:
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _StandIn(torch, {"cuda": _cuda_for_cpu(), **factories})
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor factory for which "cuda" means the CPU and pinned memory means memory."""
+
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None and "cuda" in str(kwargs["device"]):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+class _Event:
+    """The part of torch.cuda.Event that megatron-core uses, on the host's clock."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.record()
+
+    def record(self, *_args: Any) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+class _Stream:
+    """The CPU has one stream and everything on it is done when the call returns."""
+
+    cuda_stream = 0
+
+    def wait_stream(self, _stream: Any) -> None:
+        pass
+
+    def wait_event(self, _event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_exc: Any) -> None:
+        pass
+
+
+def _cuda_for_cpu() -> types.ModuleType:
+    def nothing(*_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    def zero(*_args: Any, **_kwargs: Any) -> int:
+        return 0
+
+    def stream(*_args: Any, **_kwargs: Any) -> _Stream:
+        return _Stream()
+
+    rng: dict[str, Any] = {
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    }
+    nvtx = types.SimpleNamespace(range_push=nothing, range_pop=nothing, range=lambda *_a: nullcontext())
+    replaced: dict[str, Any] = {
+        **rng,
+        "random": _StandIn(torch.cuda.random, rng),
+        "current_device": lambda: _CPU,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "nvtx": nvtx,
+        "Event": _Event,
+        "Stream": stream,
+        "stream": stream,
+        "current_stream": stream,
+        "default_stream": stream,
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": zero,
+        "max_memory_allocated": zero,
+        "memory_reserved": zero,
+    }
+    return _StandIn(torch.cuda, replaced)
+
+
+@contextmanager
+def _tensors_answer_as_cuda() -> Iterator[None]:
+    """Within the block ``Tensor.type()`` names CUDA types and ``Tensor.cuda()`` returns the tensor."""
+    type_of = torch.Tensor.type
+
+    def as_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return type_of(self).replace("torch.", "torch.cuda.")
+        return type_of(self, dtype, *args, **kwargs)
+
+    torch.Tensor.type = as_cuda  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.type, torch.Tensor.cuda  # both live on the base class
+
+
+def _wrap_as_cuda(module: types.ModuleType, attribute: str) -> None:
+    *owners, name = attribute.split(".")
+    owner = functools.reduce(getattr, owners, module)
+    original = getattr(owner, name)
+    if getattr(original, "_answers_as_cuda", False):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if "type" in torch.Tensor.__dict__:  # already inside such a call
+            return original(*args, **kwargs)
+        with _tensors_answer_as_cuda():
+            return original(*args, **kwargs)
+
+    wrapped._answers_as_cuda = True  # type: ignore[attr-defined]
+    if owners:
+        setattr(owner, name, wrapped)
+        return
+    for other in list(sys.modules.values()):  # a plain function: also where it was imported by name
+        if (
+            getattr(other, "__name__", "").startswith("megatron.core")
+            and getattr(other, name, None) is original
+        ):
+            setattr(other, name, wrapped)
+
+
+def _replace_rng_setter() -> None:
+    from megatron.core.tensor_parallel import random
+
+    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    random._set_cuda_rng_state = set_state
+
+
+def _replace_adam() -> None:
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _replace_result_queue() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if getattr(filesystem_async, "_results_queue", None) is None:
+        filesystem_async._results_queue = queue.Queue()

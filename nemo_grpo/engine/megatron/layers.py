@@ -1,0 +1,68 @@
+"""Layer parts for hosts without Transformer Engine, handed to megatron-core through its module specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMS norm that also runs under sequence parallelism; megatron-core's wrapper of torch's refuses that."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # finalize_model_grads sums the gradients of marked weights over the tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(MegatronModule):
+    """Causal scaled-dot-product attention by torch's fused kernel, with grouped key and value heads.
+
+    Sequences are right-padded, so a real token never attends to padding and no mask is needed.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_unused: Any
+    ) -> Tensor:
+        """[S, B, H, D] queries, [S, B, G, D] keys and values -> [S, B, H x D]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The decoder block without Transformer Engine: megatron-core's local layers, our norm and attention."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+    )

@@ -1,0 +1,155 @@
+"""From a Hugging Face config to a megatron-core GPT model, and weights in both directions."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from checkpoints_conv.families import family_for
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from nemo_grpo.engine.megatron.layers import local_block_spec
+from nemo_grpo.engine.megatron.parallel import Layout
+from nemo_grpo.errors import UserError
+
+# Fusions of CUDA kernels that a CPU does not have; without them no torch.compile is triggered either.
+_NO_FUSIONS = dict.fromkeys(
+    (
+        "apply_rope_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "cross_entropy_loss_fusion",
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+    ),
+    False,
+)
+
+
+def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
+    """megatron-core's configuration of a dense decoder of the Qwen2, Qwen3, Llama or Mistral family.
+
+    Args:   hf: a transformers config object.  overrides: fields of TransformerConfig.
+    Raises: UserError: a feature of the config that this engine would silently ignore.
+    """
+    _refuse_unsupported(hf)
+    heads = hf.num_attention_heads
+    fields: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        "ffn_hidden_size": hf.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
+        "qk_layernorm": hf.model_type == "qwen3",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,  # weights are always loaded, strictly
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths insists, even without experts
+        "batch_p2p_comm": False,
+        **_NO_FUSIONS,
+    }
+    with warnings.catch_warnings():  # about the default of an option that is not used here
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        return TransformerConfig(**(fields | overrides))
+
+
+def _refuse_unsupported(hf: Any) -> None:
+    if hf.model_type not in ("qwen2", "qwen3", "llama", "mistral"):
+        raise UserError(
+            f"policy.model_name has model_type={hf.model_type!r}; the embedded engine trains qwen2, qwen3, "
+            "llama and mistral"
+        )
+    if hf.hidden_act != "silu":
+        raise UserError(f"hidden_act={hf.hidden_act!r} is not supported; the engine has silu")
+    if rope_parameters(hf).get("rope_type", "default") not in ("default", "llama3"):
+        raise UserError(
+            f"rope scaling {rope_parameters(hf)} is not supported; the engine has default and llama3"
+        )
+    window = getattr(hf, "sliding_window", None)
+    if window and getattr(hf, "use_sliding_window", True) and window < hf.max_position_embeddings:
+        raise UserError(
+            f"sliding_window={window} is not supported; set it to null in the model's config.json"
+        )
+
+
+def rope_parameters(hf: Any) -> dict[str, Any]:
+    """Rotary parameters, from the config's new form or its older separate fields."""
+    found = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    found.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+    return found
+
+
+def build_model(hf: Any, config: TransformerConfig) -> GPTModel:
+    """This rank's part of the model, with uninitialised weights."""
+    rope = rope_parameters(hf)
+    return GPTModel(
+        config,
+        local_block_spec(config),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=rope["rope_theta"],
+        rope_scaling=rope.get("rope_type") == "llama3",
+        rope_scaling_factor=rope.get("factor", 1.0),
+    )
+
+
+class HFWeights:
+    """The model's parameters under their Hugging Face names, through the converters' family tables."""
+
+    def __init__(self, hf_config: dict[str, Any], model: GPTModel) -> None:
+        self.family = family_for(hf_config)
+        self.model = model
+
+    @torch.no_grad()
+    def load(self, hf_tensors: Mapping[str, Tensor]) -> None:
+        """Copy Hugging Face tensors into the parameters.
+
+        Raises: UserError: tensors missing, left over or of another shape.
+        """
+        full = dict(self.family.to_megatron(hf_tensors))
+        for name, parameter in self.model.named_parameters():
+            source = full.pop(name, None)
+            if source is None or source.shape != parameter.shape:
+                shape = None if source is None else list(source.shape)
+                raise UserError(
+                    f"{name}: the model needs {list(parameter.shape)}, the checkpoint has {shape}; is "
+                    "config.json of the same model?"
+                )
+            parameter.copy_(source)
+        if full:
+            raise UserError(f"the checkpoint has tensors that the model has no place for: {sorted(full)}")
+
+    @torch.no_grad()
+    def named_tensors(
+        self, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.detach()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of every weight, for refit and export; views where possible."""
+        yield from self.family.to_hf({name: of(p) for name, p in self.model.named_parameters()})

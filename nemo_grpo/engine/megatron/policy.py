@@ -1,0 +1,311 @@
+"""`MegatronPolicy`: score sequences, update on an objective, with megatron-core's schedule and optimizer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from nemo_grpo.core.batch import PreparedBatch
+from nemo_grpo.core.logprobs import logprobs_and_entropy
+from nemo_grpo.core.objective import Objective
+from nemo_grpo.engine.megatron import cpu, parallel
+from nemo_grpo.engine.megatron.model import HFWeights, build_model, transformer_config
+from nemo_grpo.engine.rollout import Sequences
+
+log = logging.getLogger(__name__)
+
+# What Megatron-Bridge and NeMo-RL pass: optimizer state that any later layout can load.
+SHARDING = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer and its schedule, in optimizer steps.
+
+    Attributes: names and meaning as in the recipe's policy.megatron_cfg.optimizer and .scheduler.
+    """
+
+    lr: float
+    min_lr: float = 0.0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = True
+    lr_decay_style: str = "constant"
+    lr_decay_iters: int = 1000
+    lr_warmup_iters: int = 0
+    lr_warmup_init: float = 0.0
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step.
+
+    Attributes: metrics: token means over the batch.  grad_norm: before clipping.  lr: that was used.
+                skipped: the loss or the gradient was not finite and nothing was changed.
+    """
+
+    metrics: dict[str, float]
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+
+
+@dataclass
+class Microbatch:
+    """Rows of a step and the column count that holds their longest sequence."""
+
+    rows: Tensor
+    length: int
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+def plan_microbatches(lengths: Tensor, size: int, group_ids: Tensor | None = None) -> list[Microbatch]:
+    """Rows of similar length together, ``size`` at a time; with ``group_ids`` one whole group each."""
+    if group_ids is not None:
+        rows = [torch.nonzero(group_ids == g).flatten() for g in group_ids.unique()]
+    else:
+        rows = list(lengths.argsort(descending=True, stable=True).split(size))
+    return [Microbatch(r, int(lengths[r].max())) for r in rows]
+
+
+class MegatronPolicy:
+    """A policy under training: one rank's part of the model, its optimizer, the schedule that runs them."""
+
+    def __init__(
+        self,
+        hf: Any,
+        optimizer: OptimizerSettings,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        layout: parallel.Layout | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Build the model of a transformers config; `load_weights` must follow.
+
+        Args:   hf: transformers config object.  layout: model-parallel sizes.
+        Raises: UserError: a model or a layout that the engine cannot run.
+        """
+        cpu.install()
+        self.device = device or torch.device("cpu")
+        parallel.initialize(layout or parallel.Layout(), self.device, seed)
+        self.hf, self.settings = hf, optimizer
+        self.config = transformer_config(hf, layout or parallel.Layout(), dtype)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.model = build_model(hf, self.config).to(self.device)
+        self.weights = HFWeights(hf.to_dict(), self.model)
+        self.reference: dict[str, Tensor] | None = None
+
+    def load_weights(self, hf_tensors: Mapping[str, Tensor], *, keep_reference: bool) -> None:
+        """Load Hugging Face tensors and set up the optimizer on them.
+
+        Args: keep_reference: also keep them, on the host, as the reference policy.
+        """
+        self.weights.load(hf_tensors)
+        if keep_reference:
+            self.reference = {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+        self._build_optimizer()
+
+    def _build_optimizer(self) -> None:
+        s = self.settings
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=s.use_distributed_optimizer, grad_reduce_in_fp32=True
+        )
+        self.wrapped = DistributedDataParallel(self.config, ddp, self.model)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=s.lr,
+            min_lr=s.min_lr,
+            weight_decay=s.weight_decay,
+            adam_beta1=s.adam_beta1,
+            adam_beta2=s.adam_beta2,
+            adam_eps=s.adam_eps,
+            clip_grad=s.clip_grad,
+            bf16=self.config.bf16,
+            use_distributed_optimizer=s.use_distributed_optimizer,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.wrapped], use_gloo_process_groups=False)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=s.lr_warmup_init,
+            max_lr=s.lr,
+            min_lr=s.min_lr,
+            lr_warmup_steps=s.lr_warmup_iters,
+            lr_decay_steps=s.lr_decay_iters,
+            lr_decay_style=s.lr_decay_style,
+            start_wd=s.weight_decay,
+            end_wd=s.weight_decay,
+            wd_incr_steps=s.lr_decay_iters,
+            wd_incr_style="constant",
+        )
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of the current weights."""
+        return self.weights.named_tensors()
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Within the block the model computes with the reference policy's weights."""
+        if self.reference is None:
+            raise RuntimeError("this policy was loaded without keep_reference")
+        parameters = dict(self.model.named_parameters())
+        current = {name: p.detach().clone() for name, p in parameters.items()}
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(self.reference[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    p.copy_(current[name])
+
+    def score(
+        self, sequences: Sequences, *, micro_batch_size: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of every next token under the current weights, without gradient.
+
+        Args:    temperature: divides the logits, as it did when the tokens were sampled.
+        Returns: (logprobs, entropies), both [B, S - 1] float32, nats; 0 in the padding.
+        """
+        plan = plan_microbatches(sequences.lengths, micro_batch_size)
+
+        def keep(micro: Microbatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            micro.outputs = {"logprobs": logprobs, "entropies": entropies}
+            return logprobs.sum(), {}
+
+        with torch.no_grad():
+            self._run(sequences, plan, keep, temperature, forward_only=True)
+        shape = (sequences.input_ids.shape[0], sequences.input_ids.shape[1] - 1)
+        result = {name: torch.zeros(shape) for name in ("logprobs", "entropies")}
+        for micro in plan:
+            for name, out in result.items():
+                out[micro.rows, : micro.length - 1] = micro.outputs[name].float().cpu()
+        in_padding = torch.arange(shape[1]) >= sequences.lengths[:, None] - 1
+        return result["logprobs"].masked_fill_(in_padding, 0.0), result["entropies"].masked_fill_(
+            in_padding, 0.0
+        )
+
+    def update(
+        self,
+        objective: Objective,
+        prepared: PreparedBatch,
+        sequences: Sequences,
+        *,
+        micro_batch_size: int,
+        temperature: float,
+    ) -> UpdateResult:
+        """One optimizer step on the given rows; loss and gradient do not depend on ``micro_batch_size``."""
+        groups = prepared.batch.group_ids if objective.whole_groups_per_loss_call else None
+        plan = plan_microbatches(sequences.lengths, micro_batch_size, groups)
+        valid_toks, valid_seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
+        # The schedule divides by the microbatches and averages gradients over data parallel ranks; ours is a
+        # sum.
+        scale = len(plan) * parallel_state.get_data_parallel_world_size(with_context_parallel=False)
+        shares: list[dict[str, Tensor]] = []
+
+        def loss(micro: Microbatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            part = prepared.select(micro.rows, next_token_logprobs=logprobs, length=micro.length - 1)
+            value, metrics = objective.loss(part, global_valid_toks=valid_toks, global_valid_seqs=valid_seqs)
+            shares.append(metrics)
+            return value * scale, {}
+
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run(sequences, plan, loss, temperature, forward_only=False)
+        metrics = _add_up(shares)
+        lr = self.optimizer.param_groups[0]["lr"]
+        grad_norm, stepped = self._step_if_finite(metrics)
+        return UpdateResult(metrics, grad_norm, lr, skipped=not stepped)
+
+    def _step_if_finite(self, metrics: dict[str, float]) -> tuple[float, bool]:
+        overflow = self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if overflow or not math.isfinite(grad_norm) or not math.isfinite(metrics.get("loss/total", 0.0)):
+            log.warning("loss %s or gradient norm %s is not finite: step skipped", metrics, grad_norm)
+            return grad_norm, False
+        self.optimizer.step()
+        self.scheduler.step(1)
+        return grad_norm, True
+
+    def _run(
+        self,
+        sequences: Sequences,
+        plan: Sequence[Microbatch],
+        loss: Callable[[Microbatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
+        temperature: float,
+        *,
+        forward_only: bool,
+    ) -> None:
+        """megatron-core's forward-backward schedule over the microbatches."""
+
+        def forward_step(batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            micro = next(batches)
+            ids = sequences.input_ids[micro.rows, : micro.length].to(self.device)
+            logits = model(ids[:, :-1], position_ids=None, attention_mask=None)
+
+            def on_last_stage(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                logprobs, entropies = logprobs_and_entropy(output, ids[:, 1:], temperature=temperature)
+                return loss(micro, logprobs, entropies)
+
+            return logits, on_last_stage
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(plan),
+            model=[self.wrapped],
+            num_microbatches=len(plan),
+            seq_length=max(micro.length for micro in plan) - 1,
+            micro_batch_size=max(len(micro.rows) for micro in plan),
+            forward_only=forward_only,
+        )
+
+    def sharded_state_dict(self, *, loading: bool) -> dict[str, Any]:
+        """Model, optimizer and schedule, as `megatron.core.dist_checkpointing` saves and loads them."""
+        model = self.model.sharded_state_dict(metadata=SHARDING)
+        return {
+            "model": model,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING),
+            "opt_param_scheduler": self.scheduler.state_dict(),
+            "checkpoint_version": 3.0,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `dist_checkpointing.load` filled in."""
+        self.model.load_state_dict(state["model"])
+        with torch.no_grad():
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["opt_param_scheduler"])
+
+
+def _add_up(shares: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Sum each metric over microbatches; one copy to the host for all of them."""
+    if not shares:
+        return {}
+    names = list(shares[0])
+    total = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares]).sum(0)
+    return dict(zip(names, total.tolist(), strict=True))

@@ -1,0 +1,168 @@
+"""Rollouts: prompts to groups of scored responses, groups to the aligned tensors of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.resampling import rewards_differ
+from nemo_grpo.core.reward_shaping import overlong_penalty
+from nemo_grpo.engine.protocols import Generator, SamplingParams
+from nemo_grpo.tasks import Problem, Task
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response: tokens, the sampler's logprobs (nats), reward components, weighted reward."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    truncated: bool
+    text: str
+    scores: dict[str, float]
+    reward: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and its responses."""
+
+    problem: Problem
+    prompt: list[int]
+    responses: list[Response]
+
+    def has_signal(self) -> bool:
+        """True if the responses' rewards differ."""
+        return rewards_differ([response.reward for response in self.responses])
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts with responses as token ids, right-padded.
+
+    Attributes: input_ids: [B, S] int64.  lengths: [B] int64.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+
+    def select(self, rows: Tensor) -> Sequences:
+        """The given rows, cut to their longest."""
+        lengths = self.lengths[rows]
+        return Sequences(self.input_ids[rows, : int(lengths.max())], lengths)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's groups as tensors; token tensors are [B, S - 1] and aligned as in `TokenBatch`."""
+
+    sequences: Sequences
+    token_mask: Tensor
+    sample_mask: Tensor
+    generation_logprobs: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+
+    def token_batch(self, prev: Tensor, entropies: Tensor | None, reference: Tensor | None) -> TokenBatch:
+        """Join with what the policy's scoring gave; each [B, S - 1]."""
+        return TokenBatch(
+            prev_logprobs=prev,
+            entropies=entropies,
+            reference_policy_logprobs=reference,
+            generation_logprobs=self.generation_logprobs,
+            token_mask=self.token_mask,
+            sample_mask=self.sample_mask,
+            rewards=self.rewards,
+            group_ids=self.group_ids,
+        )
+
+
+def sample_groups(
+    generator: Generator,
+    tokenizer: Any,
+    task: Task,
+    problems: Sequence[Problem],
+    prompts: Sequence[list[int]],
+    *,
+    num_generations: int,
+    sampling: SamplingParams,
+    reward_weights: Mapping[str, float],
+    seed: int,
+) -> list[Group]:
+    """Sample ``num_generations`` responses to each problem and score them."""
+    rollout = generator.generate(list(prompts), num_generations, sampling, seed)
+    lengths = rollout.lengths.tolist()
+    rows = [row[:n] for row, n in zip(rollout.tokens, lengths, strict=True)]
+    texts = tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=True)
+    groups = []
+    for index, problem in enumerate(problems):
+        responses = []
+        for row in range(index * num_generations, (index + 1) * num_generations):
+            scores = task.score(problem, texts[row])
+            reward = sum(weight * scores[name] for name, weight in reward_weights.items())
+            logprobs = rollout.logprobs[row, : lengths[row]]
+            responses.append(
+                Response(rows[row], logprobs, bool(rollout.truncated[row]), texts[row], scores, reward)
+            )
+        groups.append(Group(problem, prompts[index], responses))
+    return groups
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """DAPO's soft length penalty; see `overlong_penalty`."""
+
+    max_response_length: int
+    buffer_length: int
+    penalty: float
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        return overlong_penalty(
+            lengths,
+            max_response_length=self.max_response_length,
+            buffer_length=self.buffer_length,
+            penalty=self.penalty,
+        )
+
+
+def assemble(
+    groups: Sequence[Group], *, pad_id: int, overlong: OverlongPenalty | None, drop_truncated: bool
+) -> Step:
+    """Lay a step's groups out as tensors.
+
+    Token column t speaks of input_ids[:, t + 1], so a response that starts at position p is counted from
+    column p - 1.
+
+    Args: overlong: added to the rewards.  drop_truncated: leave truncated responses out of loss and
+          statistics.
+    """
+    flat = [(g, group.prompt, response) for g, group in enumerate(groups) for response in group.responses]
+    prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
+    response_lengths = torch.tensor([len(response.tokens) for _, _, response in flat])
+    lengths = prompt_lengths + response_lengths
+    ids = torch.full((len(flat), int(lengths.max())), pad_id)
+    generation_logprobs = torch.zeros(len(flat), ids.shape[1] - 1)
+    for row, (_, prompt, response) in enumerate(flat):
+        start, end = len(prompt), int(lengths[row])
+        ids[row, :start] = torch.tensor(prompt)
+        ids[row, start:end] = response.tokens
+        generation_logprobs[row, start - 1 : end - 1] = response.logprobs
+    column = torch.arange(ids.shape[1] - 1)
+    token_mask = (column >= prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
+    rewards = torch.tensor([response.reward for _, _, response in flat], dtype=torch.float32)
+    if overlong is not None:
+        rewards = rewards + overlong(response_lengths)
+    truncated = torch.tensor([response.truncated for _, _, response in flat])
+    return Step(
+        sequences=Sequences(ids, lengths),
+        token_mask=token_mask,
+        sample_mask=~truncated if drop_truncated else torch.ones_like(truncated),
+        generation_logprobs=generation_logprobs,
+        rewards=rewards,
+        group_ids=torch.tensor([g for g, _, _ in flat]),
+    )

@@ -1,0 +1,108 @@
+"""``runs/<name>/``: everything that a run leaves behind.
+
+recipe.resolved.yaml  versions.json  metrics.jsonl  samples.jsonl  tensorboard/  plots/  report.html
+checkpoints/  evaluation/  hf/
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.errors import UserError
+
+PACKAGES = (
+    "nemo-grpo",
+    "torch",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "vllm",
+    "safetensors",
+)
+
+
+class RunFolder:
+    """A run's folder; nothing is written before `open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.hf = path / "hf"
+        self.recipe = path / "recipe.resolved.yaml"
+
+    def check(self, *, resume: bool) -> None:
+        """Refuse a folder that this run may not use, before anything is created.
+
+        Raises: UserError: it exists and ``resume`` is False, or it cannot be written.
+        """
+        if self.path.exists() and not resume:
+            raise UserError(
+                f"run folder {self.path} exists; add --resume to continue it, or choose another "
+                "nemo_grpo.run_name"
+            )
+        parent = self.path
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(
+                f"run folder {self.path} cannot be created: {parent} is not a writable folder; "
+                "choose another nemo_grpo.runs_dir"
+            )
+
+    def open(self, recipe_yaml: str, *, from_step: int) -> None:
+        """Create or continue the folder; rows of steps after ``from_step`` go: they will come again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.recipe.write_text(recipe_yaml)
+        (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+        for log in (self.metrics, self.samples):
+            if log.exists():
+                _keep_rows_up_to(log, from_step)
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
+        _append(self.metrics, row)
+
+    def append_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Add responses to samples.jsonl."""
+        for row in rows:
+            _append(self.samples, row)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the platform and the packages that a result depends on."""
+    found = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    with path.open("a") as file:
+        file.write(json.dumps(clean, allow_nan=False) + "\n")
+
+
+def _keep_rows_up_to(path: Path, step: int) -> None:
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the line that was being written when the run was killed
+            continue
+        if row.get("step", 0) <= step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.rename(path)

@@ -1,0 +1,188 @@
+"""From a recipe to the parts of a run. What a recipe asks for and this engine lacks is refused here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_grpo.engine.generate_hf import HFGenerator
+from nemo_grpo.engine.hf_folder import check_model_folder, load_config, load_weights
+from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.protocols import Generator, SamplingParams
+from nemo_grpo.engine.rollout import OverlongPenalty
+from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.tasks import Task
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Refuse what this engine would ignore.
+
+    Raises: UserError: naming key, value and remedy.
+    """
+    megatron, generation = recipe.policy.megatron_cfg, recipe.policy.generation
+    layout = {
+        f"policy.megatron_cfg.{name}_parallel_size": getattr(megatron, f"{name}_parallel_size")
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+    }
+    layout |= {
+        "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
+        "cluster.num_nodes": recipe.cluster.num_nodes,
+    }
+    refused: dict[str, tuple[object, bool, str]] = {
+        name: (size, size != 1, "the embedded engine runs one process; use 1")
+        for name, size in layout.items()
+    }
+    refused |= {
+        "policy.megatron_cfg.peft.enabled": _off(megatron.peft, "the embedded engine has no LoRA; use false"),
+        "policy.megatron_cfg.fp8_cfg.enabled": _off(
+            megatron.fp8_cfg, "the embedded engine has no FP8; use false"
+        ),
+        "policy.megatron_cfg.optimizer.optimizer": (
+            megatron.optimizer.optimizer,
+            megatron.optimizer.optimizer != "adam",
+            "the embedded engine has adam",
+        ),
+        "policy.precision": (
+            recipe.policy.precision,
+            recipe.policy.precision == "float16",
+            "the embedded engine has float32 and bfloat16",
+        ),
+        "policy.generation.stop_strings": (
+            generation.stop_strings,
+            bool(generation.stop_strings),
+            "the embedded engine stops at token ids; use stop_token_ids",
+        ),
+        "nemo_grpo.engine.generator": (
+            recipe.nemo_grpo.engine.generator,
+            recipe.nemo_grpo.engine.generator != "hf",
+            "this version generates with transformers; use hf",
+        ),
+    }
+    errors = [
+        f"{key}={value}: {remedy}" for key, (value, is_refused, remedy) in refused.items() if is_refused
+    ]
+    if errors:
+        raise UserError("; ".join(errors))
+
+
+def _off(section: Any, remedy: str) -> tuple[object, bool, str]:
+    enabled = section is not None and section.enabled
+    return enabled, enabled, remedy
+
+
+def choose_device(recipe: Recipe) -> torch.device:
+    """The recipe's device; ``auto`` is CUDA where there is one.
+
+    Raises: UserError: cuda is asked for and not there.
+    """
+    wanted = recipe.nemo_grpo.engine.device
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("nemo_grpo.engine.device=cuda: torch finds no CUDA device; use auto or cpu")
+    return torch.device(wanted)
+
+
+def check_model_source(recipe: Recipe) -> None:
+    """Refuse a model folder that is incomplete, before anything is made.
+
+    Raises: UserError: see `check_model_folder`.
+    """
+    if recipe.policy.model_name is not None:
+        check_model_folder(Path(recipe.policy.model_name), "policy.model_name")
+
+
+def model_source(recipe: Recipe, task: Task) -> Path:
+    """The folder to start from: policy.model_name, or the warm-started model, made if the cache has none."""
+    if recipe.policy.model_name is not None:
+        return Path(recipe.policy.model_name)
+    assert recipe.nemo_grpo.warm_start is not None
+    return warm_start(recipe.nemo_grpo.warm_start, task, recipe.nemo_grpo.prompt)
+
+
+def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:
+    """The policy with the source's weights."""
+    optimizer, scheduler = recipe.policy.megatron_cfg.optimizer, recipe.policy.megatron_cfg.scheduler
+    num_updates = recipe.grpo.max_num_steps * recipe.num_updates_per_step
+    settings = OptimizerSettings(
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        lr_decay_style=scheduler.lr_decay_style,
+        lr_decay_iters=scheduler.lr_decay_iters or max(num_updates, scheduler.lr_warmup_iters + 1),
+        lr_warmup_iters=scheduler.lr_warmup_iters,
+        lr_warmup_init=scheduler.lr_warmup_init,
+    )
+    policy = MegatronPolicy(
+        load_config(source),
+        settings,
+        dtype=DTYPES[recipe.policy.precision],
+        device=choose_device(recipe),
+        seed=recipe.grpo.seed,
+    )
+    policy.load_weights(load_weights(source), keep_reference=keep_reference)
+    return policy
+
+
+def build_generator(recipe: Recipe, source: Path) -> Generator:
+    """The sampler; its weights come from the policy."""
+    return HFGenerator(
+        load_config(source),
+        dtype=DTYPES[recipe.policy.precision],
+        device=choose_device(recipe),
+        max_batch_size=recipe.policy.generation_batch_size,
+    )
+
+
+def training_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
+    """How rollouts are sampled."""
+    generation = recipe.policy.generation
+    return SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=stop_token_ids(recipe, tokenizer),
+    )
+
+
+def evaluation_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
+    """How responses are sampled for evaluation."""
+    evaluation = recipe.nemo_grpo.evaluation
+    return SamplingParams(
+        max_new_tokens=recipe.policy.generation.max_new_tokens,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        stop_token_ids=stop_token_ids(recipe, tokenizer),
+    )
+
+
+def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end of sequence and the recipe's further stop tokens."""
+    return (tokenizer.eos_token_id, *(recipe.policy.generation.stop_token_ids or ()))
+
+
+def overlong_penalty_of(recipe: Recipe) -> OverlongPenalty | None:
+    """The recipe's soft length penalty, or None."""
+    shaping = recipe.grpo.reward_shaping
+    if not shaping.enabled:
+        return None
+    return OverlongPenalty(
+        max_response_length=shaping.max_response_length,
+        buffer_length=shaping.overlong_buffer_length,
+        penalty=shaping.overlong_buffer_penalty,
+    )

@@ -1,0 +1,51 @@
+"""A polite end: the first signal asks the loop to stop after its step, a second one ends the process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+EXIT_INTERRUPTED = 75
+"""Exit code of a run that was asked to stop and saved a checkpoint: run again with --resume (EX_TEMPFAIL)."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Whether a signal has asked the run to stop, and which."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Within the block SIGINT, SIGTERM and SIGUSR1 set the request; a second one acts as it would outside."""
+    request = StopRequest()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number)
+        log.warning(
+            "%s: stopping after this step, with a checkpoint; send it again to stop now", request.signal.name
+        )
+        restore()
+
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
+    try:
+        yield request
+    finally:
+        restore()

@@ -1,0 +1,358 @@
+"""The training loop: sample groups, score, prepare the objective, update, log, validate, save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_grpo.core.batch import PreparedBatch
+from nemo_grpo.core.resampling import accumulate_groups
+from nemo_grpo.engine import setup
+from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore, read_info
+from nemo_grpo.engine.hf_folder import copy_side_files, export, load_tokenizer
+from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.policy import UpdateResult
+from nemo_grpo.engine.progress import progress
+from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
+from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.engine.signals import StopRequest, stop_on_signals
+from nemo_grpo.errors import UserError
+from nemo_grpo.evaluate.runner import evaluate
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.sections import metric_key
+from nemo_grpo.tasks import encode_prompt
+
+log = logging.getLogger(__name__)
+
+
+class TrainingAborted(RuntimeError):
+    """Too many steps in a row had a loss or a gradient that is not finite; a checkpoint was saved."""
+
+
+@dataclass
+class TrainingState:
+    """Where a run stands; all that a resumed run needs besides policy and optimizer.
+
+    Every random choice of a step is seeded by the run's seed and the counters here, so there is no generator
+    state.
+
+    Attributes: step: finished steps.  next_problem: position in the stream of training problems.
+                skipped_in_a_row, skipped: steps without an update because something was not finite.
+                no_signal: steps without an update because no group's rewards differed.  tokens: trained on so
+                    far.
+    """
+
+    step: int = 0
+    next_problem: int = 0
+    skipped_in_a_row: int = 0
+    skipped: int = 0
+    no_signal: int = 0
+    tokens: int = 0
+
+
+class Trainer:
+    """One run of a recipe on the embedded engine."""
+
+    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+        """Check everything, then build model, sampler and optimizer; ``resume``: load the newest checkpoint.
+
+        Raises: UserError: the recipe asks for what this engine or this machine does not have, the run folder
+                exists and ``resume`` is False, or a checkpoint does not fit.
+        """
+        self.recipe = recipe
+        self.run = RunFolder(recipe.run_dir)
+        setup.check_supported(recipe)
+        setup.check_model_source(recipe)
+        self.run.check(resume=resume)
+        torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
+        self.objective = recipe.loss_fn.build()
+        self.task = recipe.nemo_grpo.task.build()
+        self.source = setup.model_source(recipe, self.task)
+        self.tokenizer = load_tokenizer(self.source)
+        self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
+        self.generator = setup.build_generator(recipe, self.source)
+        self.sampling = setup.training_sampling(recipe, self.tokenizer)
+        self.problems = self.task.validation_problems(recipe.nemo_grpo.evaluation.num_problems)
+        checkpointing = recipe.checkpointing
+        self.store = CheckpointStore(
+            recipe.checkpoint_dir,
+            checkpointing.keep_top_k,
+            checkpointing.metric_key,
+            checkpointing.higher_is_better,
+        )
+        self.state = TrainingState()
+        self.last_validation: dict[str, float] = {}
+        if resume and (checkpoint := self.store.latest()):
+            self._restore(checkpoint)
+        self.run.open(recipe.to_yaml(), from_step=self.state.step)
+
+    def _restore(self, checkpoint: Path) -> None:
+        info = read_info(checkpoint)
+        load_policy(self.policy, checkpoint / WEIGHTS)
+        self.state = TrainingState(**info["state"])
+        self.last_validation = info["metrics"]
+        log.info("resuming from %s", checkpoint)
+
+    # ------------------------------------------------------------------ the loop
+
+    def train(self) -> bool:
+        """Train until the last step.
+
+        Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved.
+        Raises:  TrainingAborted: see there.
+        """
+        recipe, state = self.recipe, self.state
+        with stop_on_signals() as stop:
+            if state.step == 0 and recipe.nemo_grpo.evaluation.at_start:
+                self.run.append_metrics({"step": 0} | self.validate())
+            remaining = recipe.grpo.max_num_steps - state.step
+            with progress(f"{recipe.loss_fn.variant} {recipe.nemo_grpo.run_name}", remaining) as advance:
+                while state.step < recipe.grpo.max_num_steps and not stop:
+                    row = self.train_step()
+                    if self._is_validation_step(stop):
+                        row |= self.validate()
+                    self.run.append_metrics(row)
+                    advance(_note(row))
+                    self._save_if_due(stop)
+                    if self._reached_goal(row):
+                        break
+        if stop:
+            log.warning("stopped at step %d; add --resume to continue", state.step)
+            return False
+        self.finish()
+        return True
+
+    def train_step(self) -> dict[str, Any]:
+        """One step of the algorithm; returns its metrics."""
+        recipe, state = self.recipe, self.state
+        clock = _Clock()
+        self.generator.update_weights(self.policy.named_tensors())
+        groups, num_drawn = self.sample()
+        clock.lap("time/rollout")
+        step = assemble(
+            groups,
+            pad_id=self.tokenizer.pad_token_id,
+            overlong=setup.overlong_penalty_of(recipe),
+            drop_truncated=recipe.grpo.overlong_filtering,
+        )
+        prepared = self.prepare(step)
+        clock.lap("time/score")
+        updates = self.update(prepared, step)
+        clock.lap("time/update")
+        state.step += 1
+        state.tokens += int(step.token_mask.sum())
+        row: dict[str, Any] = {"step": state.step, "rollout/num_prompts": num_drawn}
+        row |= {name: float(value) for name, value in prepared.metrics.items()}
+        row |= _mean_scores(groups) | _mean_metrics(updates) | clock.laps
+        row["time/step"] = sum(clock.laps.values())
+        row["tokens_per_second"] = float(step.token_mask.sum()) / row["time/step"]
+        row |= {
+            "steps/skipped": state.skipped,
+            "steps/no_signal": state.no_signal,
+            "tokens/trained": state.tokens,
+        }
+        self._log_samples(groups)
+        return row
+
+    def sample(self) -> tuple[list[Group], int]:
+        """The groups of one step, and how many prompts were drawn for them."""
+        grpo, first = self.recipe.grpo, self.state.next_problem
+        if not grpo.use_dynamic_sampling:
+            return self._draw(), grpo.num_prompts_per_step
+        threshold, max_draws = self.recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
+        gathered = accumulate_groups(
+            self._draw,
+            Group.has_signal,
+            num_groups=grpo.num_prompts_per_step,
+            valid_fraction_threshold=threshold,
+            max_draws=max_draws,
+        )
+        return list(gathered.take(grpo.num_prompts_per_step)), self.state.next_problem - first
+
+    def _draw(self) -> list[Group]:
+        recipe, first = self.recipe, self.state.next_problem
+        numbers = range(first, first + recipe.grpo.num_prompts_per_step)
+        problems = [self.task.train_problem(number, recipe.grpo.seed) for number in numbers]
+        prompts = [encode_prompt(self.tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]
+        longest = max(map(len, prompts)) + self.sampling.max_new_tokens
+        if longest > recipe.policy.max_total_sequence_length:
+            raise UserError(
+                f"policy.max_total_sequence_length={recipe.policy.max_total_sequence_length}: a prompt of "
+                f"{max(map(len, prompts))} tokens and max_new_tokens={self.sampling.max_new_tokens} need "
+                f"{longest}"
+            )
+        self.state.next_problem += len(problems)
+        return sample_groups(
+            self.generator,
+            self.tokenizer,
+            self.task,
+            problems,
+            prompts,
+            num_generations=recipe.grpo.num_generations_per_prompt,
+            sampling=self.sampling,
+            reward_weights=recipe.nemo_grpo.rewards,
+            seed=recipe.grpo.seed * 1_000_003 + first,
+        )
+
+    def prepare(self, step: Step) -> PreparedBatch:
+        """Score the step with policy and reference, and decide advantages and weights on whole groups."""
+        size, temperature = self.recipe.policy.logprob_batch_size, self.sampling.temperature
+        prev, entropies = self.policy.score(step.sequences, micro_batch_size=size, temperature=temperature)
+        reference = None
+        if self.objective.needs_reference:
+            with self.policy.reference_weights():
+                reference, _ = self.policy.score(
+                    step.sequences, micro_batch_size=size, temperature=temperature
+                )
+        batch = step.token_batch(prev, entropies, reference)
+        return self.objective.prepare(batch, seed=self.recipe.grpo.seed * 1_000_003 + self.state.step)
+
+    def update(self, prepared: PreparedBatch, step: Step) -> list[UpdateResult]:
+        """One optimizer step per train_global_batch_size rows; none where no group carries any signal."""
+        policy, state = self.recipe.policy, self.state
+        if float(prepared.metrics["groups/valid_fraction"]) == 0 and self.objective.kl_penalty == 0:
+            state.no_signal += 1
+            return []
+        results = []
+        num_rows = len(step.rewards)
+        for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
+            sequences = step.sequences.select(rows)
+            results.append(
+                self.policy.update(
+                    self.objective,
+                    prepared.select(rows, length=sequences.input_ids.shape[1] - 1),
+                    sequences,
+                    micro_batch_size=policy.train_micro_batch_size,
+                    temperature=self.sampling.temperature,
+                )
+            )
+        skipped = all(result.skipped for result in results)
+        state.skipped += skipped
+        state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
+        return results
+
+    # ------------------------------------------------------------------ validation, saving, the end
+
+    def _is_validation_step(self, stop: StopRequest) -> bool:
+        grpo, step = self.recipe.grpo, self.state.step
+        if stop:
+            return False
+        if step == grpo.max_num_steps:
+            return self.recipe.nemo_grpo.evaluation.at_end
+        return grpo.val_period > 0 and step % grpo.val_period == 0
+
+    def validate(self) -> dict[str, float]:
+        """Greedy, avg@k and pass@k on the held-out problems, as ``validation/*``."""
+        start = time.monotonic()
+        self.generator.update_weights(self.policy.named_tensors())
+        result = evaluate(
+            self.generator,
+            self.tokenizer,
+            self.task,
+            self.recipe.nemo_grpo.prompt,
+            self.problems,
+            num_samples=self.recipe.nemo_grpo.evaluation.num_samples,
+            sampling=setup.evaluation_sampling(self.recipe, self.tokenizer),
+            seed=self.recipe.grpo.seed,
+        )
+        self.last_validation = {f"validation/{name}": value for name, value in result.metrics().items()}
+        self.last_validation["time/validation"] = time.monotonic() - start
+        return self.last_validation
+
+    def _save_if_due(self, stop: StopRequest) -> None:
+        checkpointing, state = self.recipe.checkpointing, self.state
+        limit = self.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
+        abort = state.skipped_in_a_row >= limit
+        last = state.step == self.recipe.grpo.max_num_steps
+        if checkpointing.enabled and (stop or abort or last or state.step % checkpointing.save_period == 0):
+            self.save()
+        if abort:
+            raise TrainingAborted(
+                f"{limit} steps in a row had a non-finite loss or gradient (last at step {state.step}); "
+                "lower policy.megatron_cfg.optimizer.lr or look at metrics.jsonl, then --resume"
+            )
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment."""
+
+        def write(folder: Path) -> None:
+            save_policy(self.policy, folder / WEIGHTS, self.state.step)
+            copy_side_files(self.source, folder / TOKENIZER)
+
+        info = {"state": asdict(self.state), "metrics": self.last_validation}
+        return self.store.save(self.state.step, info, write)
+
+    def _reached_goal(self, row: dict[str, Any]) -> bool:
+        grpo = self.recipe.grpo
+        value = row.get(metric_key(grpo.stop_at_validation_metric) or "")
+        reached = value is not None and value >= (grpo.stop_at_validation_threshold or float("inf"))
+        if reached:
+            log.info("%s=%.3f reached: training ends", grpo.stop_at_validation_metric, value)
+        return reached
+
+    def finish(self) -> None:
+        """Export the model."""
+        if self.recipe.nemo_grpo.export.hf:
+            dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
+            export(self.policy.named_tensors(), self.source, self.run.hf, dtype)
+
+    def _log_samples(self, groups: list[Group]) -> None:
+        flat = [(group, response) for group in groups for response in group.responses]
+        self.run.append_samples(
+            [
+                {
+                    "step": self.state.step,
+                    "problem": group.problem.id,
+                    "question": group.problem.question,
+                    "response": response.text,
+                    "answer": group.problem.answer,
+                    "reward": response.reward,
+                    "scores": response.scores,
+                    "truncated": response.truncated,
+                }
+                for group, response in flat[: self.recipe.nemo_grpo.engine.log_samples]
+            ]
+        )
+
+
+class _Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self.last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self.last = now - self.last, now
+
+
+def _mean_scores(groups: list[Group]) -> dict[str, float]:
+    responses = [response for group in groups for response in group.responses]
+    names = responses[0].scores
+    means = {f"reward/{name}": sum(r.scores[name] for r in responses) / len(responses) for name in names}
+    return means | {"length/truncated": sum(r.truncated for r in responses) / len(responses)}
+
+
+def _mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
+    """Means over the step's updates."""
+    if not updates:
+        return {}
+    rows = [u.metrics | {"grad_norm": u.grad_norm, "lr": u.lr} for u in updates]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def _note(row: dict[str, Any]) -> str:
+    shown: dict[str, Callable[[Any], str]] = {
+        "reward/mean": lambda v: f"reward {v:.2f}",
+        "entropy/mean": lambda v: f"entropy {v:.2f}",
+        "length/mean": lambda v: f"length {v:.0f}",
+        "validation/accuracy": lambda v: f"accuracy {v:.3f}",
+    }
+    return "  ".join(show(row[name]) for name, show in shown.items() if name in row)

@@ -1,0 +1,94 @@
+"""What a TokenBatch refuses, and what a preparation does with missing tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_grpo import TokenBatch, UserError, build_objective
+from nemo_grpo.core.reward_shaping import overlong_penalty
+
+
+def fields(**changes):
+    base = {
+        "prev_logprobs": torch.zeros(2, 3),
+        "token_mask": torch.ones(2, 3),
+        "sample_mask": torch.ones(2),
+        "rewards": torch.tensor([1.0, 0.0]),
+        "group_ids": torch.tensor([0, 0]),
+    }
+    return base | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prev_logprobs": torch.zeros(3)}, r"prev_logprobs has shape \(3,\)"),
+        ({"token_mask": torch.ones(2, 4)}, r"token_mask has shape \(2, 4\)"),
+        ({"rewards": torch.zeros(2, 1)}, "rewards has shape"),
+        ({"entropies": torch.zeros(1, 3)}, "entropies has shape"),
+        ({"prev_logprobs": torch.zeros(2, 3, dtype=torch.bfloat16)}, "use float32 or float64"),
+        ({"group_ids": torch.zeros(2)}, "integer"),
+        ({"sample_mask": torch.ones(2, device="meta")}, "meta"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TokenBatch(**fields(**changes))
+
+
+def test_masks_of_any_dtype_become_bool():
+    batch = TokenBatch(
+        **fields(token_mask=torch.tensor([[1, 0, 1], [0, 0, 1]]), sample_mask=torch.tensor([1.0, 0.0]))
+    )
+    assert batch.mask.tolist() == [[True, False, True], [False, False, False]]
+
+
+def test_current_and_sampler_default_to_the_scored_policy():
+    batch = TokenBatch(**fields())
+    assert batch.next_token_logprobs is batch.prev_logprobs
+    assert batch.generation_logprobs is batch.prev_logprobs
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "missing"),
+    [("erpo", {}, "entropies"), ("grpo", {"reference_policy_kl_penalty": 0.1}, "reference_policy_logprobs")],
+)
+def test_missing_tensors_are_named(name, parameters, missing):
+    with pytest.raises(ValueError, match=f"{name} needs TokenBatch.{missing}"):
+        build_objective(name, **parameters).prepare(TokenBatch(**fields()))
+
+
+def test_constant_aggregation_needs_its_length():
+    objective = build_objective("dr_grpo")
+    with pytest.raises(ValueError, match="max_response_length"):
+        objective.loss(objective.prepare(TokenBatch(**fields())), global_valid_toks=6, global_valid_seqs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("gpro", {}, "did you mean 'grpo'"),
+        ("ppo", {}, "loss_fn.variant='ppo' is not a variant"),
+        ("grpo", {"ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
+        ("gpg", {"ratio_clip_max": 0.2}, "loss_fn.ratio_clip_max is not a parameter of gpg"),
+        ("grpo", {"ratio_clip_max": "0.2"}, "loss_fn.ratio_clip_max='0.2'"),
+        ("grpo", {"ratio_clip_max": None}, "a clip has two sides"),
+        ("grpo", {"ratio_clip_c": 0.5}, "greater than 1"),
+        ("clip_cov", {"covariance_min": 9.0}, "must be below covariance_max"),
+        ("tr_grpo", {"lower": 1.5}, "must not exceed"),
+        ("tr_grpo", {"reference_policy_kl_type": "k1"}, "kl_weighting=inside is defined"),
+        ("cw_grpo", {"author_compat": True, "scope": "batch"}, "author_compat=true is the released code"),
+    ],
+)
+def test_bad_parameters_are_refused_with_the_remedy(name, parameters, message):
+    with pytest.raises(UserError, match=message):
+        build_objective(name, **parameters)
+
+
+def test_overlong_penalty_by_hand():
+    """L_max 20, buffer 8: free up to 12, then one eighth of the penalty per token, all of it from 20 on."""
+    penalty = overlong_penalty(
+        torch.tensor([3, 12, 13, 16, 20, 25]), max_response_length=20, buffer_length=8, penalty=0.5
+    )
+    assert penalty.tolist() == [0.0, 0.0, -0.0625, -0.25, -0.5, -0.5]

@@ -1,0 +1,106 @@
+"""Chunked logprobs and entropies against the textbook, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_grpo.core.logprobs import logprobs_and_entropy
+
+
+def textbook(logits, targets, temperature=1.0):
+    log_p = torch.log_softmax(logits.double() / temperature, -1)
+    return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def example(dtype=torch.float64, shape=(3, 5), vocab=11, scale=3.0):
+    generator = torch.Generator().manual_seed(1)
+    logits = (scale * torch.randn(*shape, vocab, generator=generator, dtype=torch.float64)).to(dtype)
+    return logits.requires_grad_(), torch.randint(vocab, shape, generator=generator)
+
+
+def test_values_by_hand():
+    """Logits 0, 0, ln 2: probabilities 1/4, 1/4, 1/2; H = 1.5 ln 2."""
+    logits = torch.tensor([[0.0, 0.0, torch.tensor(2.0).log()]], dtype=torch.float64)
+    logp, entropy = logprobs_and_entropy(logits, torch.tensor([2]))
+    assert logp.item() == pytest.approx(-0.6931471805599453)
+    assert entropy.item() == pytest.approx(1.5 * 0.6931471805599453)
+
+
+@settings(max_examples=30, deadline=None)
+@given(chunk=st.integers(1, 40), temperature=st.sampled_from([0.3, 1.0, 2.5]), seed=st.integers(0, 99))
+def test_values_and_gradients_do_not_depend_on_the_chunk_size(chunk, temperature, seed):
+    logits, targets = example()
+    weights = torch.randn(
+        2, *targets.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+
+    def gradient(logp, entropy):
+        return torch.autograd.grad((weights[0] * logp).sum() + (weights[1] * entropy).sum(), logits)[0]
+
+    ours = logprobs_and_entropy(logits, targets, temperature=temperature, chunk_size=chunk)
+    expected = textbook(logits, targets, temperature)
+    torch.testing.assert_close(ours[0], expected[0])
+    torch.testing.assert_close(ours[1], expected[1])
+    torch.testing.assert_close(gradient(*ours), gradient(*expected))
+
+
+def test_gradcheck():
+    logits, targets = example()
+    assert torch.autograd.gradcheck(
+        lambda x: logprobs_and_entropy(x, targets, temperature=0.7, chunk_size=4), (logits,)
+    )
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_an_unused_output_leaves_the_other_gradient_alone(unused):
+    logits, targets = example()
+    (ours,) = torch.autograd.grad(logprobs_and_entropy(logits, targets)[1 - unused].sum(), logits)
+    (expected,) = torch.autograd.grad(textbook(logits, targets)[1 - unused].sum(), logits)
+    torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_logits_are_accumulated_in_float32(dtype):
+    logits, targets = example(dtype, shape=(64,), vocab=4096, scale=1.0)
+    logp, entropy = logprobs_and_entropy(logits, targets, chunk_size=7)
+    expected = textbook(logits.detach(), targets)
+    assert logp.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logp.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(logp.sum(), logits)
+    assert gradient.dtype == dtype
+
+
+def test_masked_vocabulary_adds_nothing():
+    logits, targets = example()
+    with torch.no_grad():
+        logits[..., 7:] = -torch.inf
+    targets = targets.clamp(max=6)
+    logp, entropy = logprobs_and_entropy(logits, targets)
+    expected = textbook(logits.detach()[..., :7], targets)
+    torch.testing.assert_close(logp, expected[0])
+    torch.testing.assert_close(entropy, expected[1])
+    (gradient,) = torch.autograd.grad((logp + entropy).sum(), logits)
+    assert (gradient[..., 7:] == 0).all()
+    assert gradient.isfinite().all()
+
+
+def test_huge_logits_stay_finite():
+    logp, entropy = logprobs_and_entropy(torch.tensor([[1e4, -1e4, 0.0]]), torch.tensor([1]))
+    assert logp.item() == -2e4
+    assert entropy.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"targets": torch.zeros(3, 4, dtype=torch.int64)}, "targets"), ({"temperature": 0.0}, "temperature=0"),
+     ({"chunk_size": 0}, "chunk_size=0")],
+)  # fmt: skip
+def test_bad_arguments_are_refused(change, message):
+    logits, targets = example()
+    arguments = {"targets": targets} | change
+    with pytest.raises(ValueError, match=message):
+        logprobs_and_entropy(logits, **arguments)

@@ -1,0 +1,82 @@
+"""Which groups make a step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_grpo.core.resampling import Accumulation, accumulate_groups, rewards_differ
+
+
+def draws(*batches: str):
+    """Batches of groups written as letters: upper case carries signal."""
+    iterator = iter(batches)
+    return lambda: list(next(iterator))
+
+
+def step(*batches: str, num_groups: int = 5, threshold: float = 0.6, max_draws: int = 20):
+    gathered = accumulate_groups(
+        draws(*batches),
+        str.isupper,
+        num_groups=num_groups,
+        valid_fraction_threshold=threshold,
+        max_draws=max_draws,
+    )
+    return "".join(gathered.take(num_groups)), gathered.draws
+
+
+def test_threshold_is_reached_by_the_first_draw():
+    assert step("AbCDe") == ("ACDbe", 1)  # 3 of 5 = 0.6 is enough; filled up with invalid ones, valid first
+
+
+def test_valid_groups_accumulate_over_draws():
+    assert step("Abcde", "fGhij", "KLmno") == ("AGKLm", 3)  # filled up from the last draw only
+
+
+def test_more_valid_groups_than_needed_are_cut():
+    assert step("Abcde", "FGHIJ") == ("AFGHI", 2)
+
+
+def test_dynamic_sampling_wants_every_group_valid():
+    assert step("AbCde", "FGhij", "KLMNO", threshold=1.0) == ("ACFGK", 3)
+
+
+def test_attempts_are_bounded():
+    assert step("abcde", "fGhij", max_draws=2) == ("Gfhij", 2)
+
+
+def test_nothing_valid_still_fills_the_step():
+    assert step("abcde", max_draws=1) == ("abcde", 1)
+
+
+@given(
+    batches=st.lists(st.text("aA", min_size=4, max_size=4), min_size=6, max_size=6),
+    threshold=st.floats(0.01, 1.0),
+)
+def test_step_is_always_full_and_meets_the_threshold_unless_draws_ran_out(batches, threshold):
+    taken, used = step(*batches, num_groups=4, threshold=threshold, max_draws=6)
+    assert len(taken) == 4
+    assert used == 6 or sum(map(str.isupper, taken)) >= threshold * 4
+    assert taken == "".join(sorted(taken, key=str.islower))  # valid first
+
+
+def test_draws_add_up():
+    a = Accumulation().add(["A", "b"], str.isupper).add(["c", "D"], str.isupper)
+    assert (a.valid, a.invalid, a.draws) == (("A", "D"), ("c",), 2)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "differ"),
+    [
+        ([0.3] * 16, False),
+        ([0.7] * 8, False),
+        ([1.0, 0.0], True),
+        ([0.1 + 0.2, 0.3], True),
+        ([1.0], False),
+        ([], False),
+    ],
+)
+def test_signal_is_max_differs_from_min(rewards, differ):
+    """A std would call the float noise of sixteen rewards of 0.3 a signal."""
+    assert rewards_differ(rewards) is differ

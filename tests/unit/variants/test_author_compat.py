@@ -1,0 +1,78 @@
+"""CW-GRPO's released code, as an option: gradient through the weight, padded normaliser, whole groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from steps import random_step
+
+from nemo_grpo import build_objective, global_counts
+
+
+def released_code(batch):
+    """In its own terms: masked means per response, population std, w * numel / sum w, no detach."""
+    mask, lp = batch.mask.double(), batch.next_token_logprobs
+    a = batch.rewards - batch.rewards.mean()
+    a = a / (batch.rewards.std() + 1e-4)
+    mean = (lp * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    cov = (lp - mean) * (a - a.mean())[:, None] * mask
+    sigma = cov[batch.mask].std(unbiased=False) + 1e-8
+    w = torch.exp(-(cov**2) / (2 * sigma**2)) * mask
+    w = w * mask.numel() / w.sum()
+    d = batch.reference_policy_logprobs - lp
+    term = torch.exp(lp - batch.prev_logprobs) * w * a[:, None] - 0.04 * (torch.exp(d) - d - 1)
+    return -((term * mask).sum(1) / mask.sum(1)).mean()
+
+
+@pytest.fixture
+def group():
+    return random_step(
+        torch.tensor([5, 2, 4, 5]),
+        torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
+        torch.zeros(4, dtype=torch.int64),
+        torch.Generator().manual_seed(3),
+    )
+
+
+def test_loss_and_gradient_equal_the_released_code(group):
+    o = build_objective("cw_grpo", author_compat=True)
+    toks, seqs = global_counts(group)
+    ours, _ = o.loss(o.prepare(group), global_valid_toks=toks, global_valid_seqs=seqs)
+    expected = released_code(group)
+    assert ours.item() == pytest.approx(expected.item())
+    (gradient,) = torch.autograd.grad(ours, group.next_token_logprobs)
+    (expected_gradient,) = torch.autograd.grad(expected, group.next_token_logprobs)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_it_depends_on_padding_which_is_why_it_is_an_option(group):
+    o = build_objective("cw_grpo", author_compat=True)
+    toks, seqs = global_counts(group)
+
+    def loss(batch):
+        return o.loss(o.prepare(batch), global_valid_toks=toks, global_valid_seqs=seqs)[0]
+
+    wide = {
+        name: torch.nn.functional.pad(getattr(group, name).detach().double(), (0, 3))
+        for name in (
+            "next_token_logprobs",
+            "prev_logprobs",
+            "generation_logprobs",
+            "reference_policy_logprobs",
+            "entropies",
+            "token_mask",
+        )
+    }
+    assert loss(replace(group, **wide)).item() != pytest.approx(loss(group).item(), rel=1e-3)
+
+
+def test_anything_but_one_whole_group_is_refused(group):
+    o = build_objective("cw_grpo", author_compat=True)
+    prepared = o.prepare(group)
+    with pytest.raises(ValueError, match="exactly one whole group"):
+        o.loss(prepared.select(torch.tensor([0, 1])), global_valid_toks=16, global_valid_seqs=4)
+    two = o.prepare(replace(group, group_ids=torch.tensor([0, 0, 1, 1])))
+    with pytest.raises(ValueError, match="2 group"):
+        o.loss(two, global_valid_toks=16, global_valid_seqs=4)

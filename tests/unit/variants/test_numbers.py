@@ -1,0 +1,387 @@
+"""Numbers worked out by hand on two groups of two responses of three tokens, and every variant's limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from steps import loss_and_gradient, random_step
+
+from nemo_grpo import TokenBatch, UserError, build_objective, global_counts
+
+HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
+
+
+def on_policy(**changes) -> TokenBatch:
+    """Group 7: rewards 1, 0. Group 9: rewards 1, 1. Current, previous and reference policy are the same.
+
+    GRPO's advantages (ddof 1: std of 1, 0 is 1/sqrt(2)) are +-1/sqrt(2) in group 7 and 0 in group 9.
+    """
+    logprobs = torch.tensor(
+        [[HALF, QUARTER, HALF], [HALF, EIGHTH, HALF], [HALF, HALF, HALF], [QUARTER, HALF, HALF]],
+        dtype=torch.float64,
+    )
+    fields = {
+        "next_token_logprobs": logprobs.clone().requires_grad_(),
+        "prev_logprobs": logprobs,
+        "reference_policy_logprobs": logprobs,
+        "entropies": torch.zeros_like(logprobs),
+        "token_mask": torch.ones(4, 3),
+        "sample_mask": torch.ones(4),
+        "rewards": torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+        "group_ids": torch.tensor([7, 7, 9, 9]),
+    }
+    return TokenBatch(**(fields | changes))
+
+
+A = 1 / math.sqrt(2)
+
+
+def test_grpo_by_hand():
+    batch = on_policy()
+    loss, gradient, prepared = loss_and_gradient(build_objective("grpo", advantage_eps=0.0), batch)
+    torch.testing.assert_close(prepared.advantages[:, 0], torch.tensor([A, -A, 0, 0], dtype=torch.float64))
+    assert loss.item() == pytest.approx(0.0)  # rho = 1: 3 A - 3 A over 12 tokens
+    torch.testing.assert_close(gradient[0], torch.full((3,), -A / 12, dtype=torch.float64))
+    torch.testing.assert_close(gradient[1], torch.full((3,), A / 12, dtype=torch.float64))
+
+
+def test_grpo_clips_by_hand():
+    ratio = torch.tensor(
+        [[1.5, 0.5, 1.1], [1.5, 0.5, 1.1], [9.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64
+    )
+    batch = on_policy()
+    batch = replace(batch, next_token_logprobs=(batch.prev_logprobs + ratio.log()).requires_grad_())
+    loss, gradient, prepared = loss_and_gradient(build_objective("grpo", advantage_eps=0.0), batch)
+    # A > 0: min(1.5, 1.2) + 0.5 + 1.1;  A < 0: -(1.5 + max(0.5, 0.8) + 1.1)
+    assert loss.item() == pytest.approx(-(A * (1.2 + 0.5 + 1.1) - A * (1.5 + 0.8 + 1.1)) / 12)
+    assert gradient[0, 0] == 0  # clipped above
+    assert gradient[1, 1] == 0  # clipped below
+    o = build_objective("grpo", advantage_eps=0.0)
+    toks, seqs = global_counts(batch)
+    metrics = o.loss(prepared, global_valid_toks=toks, global_valid_seqs=seqs)[1]
+    assert metrics["ratio/clip_fraction"].item() == pytest.approx(2 / 12)
+    assert metrics["ratio/mean"].item() == pytest.approx((2 * 3.1 + 6 * 9) / 12)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_responses_by_hand():
+    batch = on_policy()
+    batch = replace(batch, next_token_logprobs=(batch.prev_logprobs + math.log(5.0)).requires_grad_())
+    loss, _, _ = loss_and_gradient(build_objective("grpo", advantage_eps=0.0, ratio_clip_c=3.0), batch)
+    assert loss.item() == pytest.approx(-(3 * 1.2 * A - 3 * 3.0 * A) / 12)
+
+
+def test_one_right_of_eight_gives_the_known_advantages():
+    rewards = torch.tensor([1.0] + [0.0] * 7, dtype=torch.float64)
+    batch = random_step(torch.full((8,), 2), rewards, torch.zeros(8, dtype=torch.int64), torch.Generator())
+    ours = build_objective("grpo").prepare(batch).advantages[:, 0]
+    assert ours[:2].tolist() == pytest.approx([2.475, -0.354], abs=1e-3)
+    stock = build_objective("grpo", use_leave_one_out_baseline=True).prepare(batch).advantages[:, 0]
+    assert stock[:2].tolist() == pytest.approx([1.0, -0.378], abs=1e-3)
+
+
+def test_dr_grpo_by_hand():
+    loss, gradient, _ = loss_and_gradient(build_objective("dr_grpo", max_response_length=10), on_policy())
+    assert loss.item() == pytest.approx(0.0)
+    assert gradient[0, 0].item() == pytest.approx(
+        -0.5 / (4 * 10)
+    )  # A = 1 - 1/2, four sequences of at most 10
+
+
+def test_dapo_clips_higher():
+    batch = on_policy()
+    batch = replace(batch, next_token_logprobs=(batch.prev_logprobs + math.log(1.25)).requires_grad_())
+    _, grpo, _ = loss_and_gradient(build_objective("grpo"), batch)
+    _, dapo, _ = loss_and_gradient(build_objective("dapo"), batch)
+    assert grpo[0, 0] == 0
+    assert dapo[0, 0].item() == pytest.approx(-1.25 * A / 12, rel=1e-5)
+
+
+def test_clip_cov_removes_the_token_of_highest_covariance_by_hand():
+    """c = (logp - mean)(A - 0); mean logp = -14 ln 2 / 12, so the three tokens above 0.5 are known."""
+    batch = on_policy()
+    mean = (8 * HALF + 2 * QUARTER + EIGHTH + HALF) / 12
+    expected = [(x - mean) * A for x in (HALF, QUARTER, HALF)] + [
+        (x - mean) * -A for x in (HALF, EIGHTH, HALF)
+    ]
+    o = build_objective(
+        "clip_cov", covariance_min=0.5, covariance_max=5.0, clip_fraction=1.0, advantage_eps=0.0
+    )
+    prepared = o.prepare(batch)
+    removed = (prepared.advantages[:2] == 0).flatten().tolist()
+    assert removed == [0.5 < c < 5 for c in expected] == [False, False, False, False, True, False]
+    _, gradient, _ = loss_and_gradient(o, batch)
+    assert gradient[1, 1] == 0
+    assert gradient[1, 0].item() == pytest.approx(A / 12)
+
+
+def test_clip_cov_clips_at_least_one_and_at_most_its_share():
+    batch = random_step(
+        torch.full((8,), 20),
+        torch.tensor([1.0, 0, 0, 0] * 2, dtype=torch.float64),
+        torch.arange(8) // 4,
+        torch.Generator().manual_seed(0),
+    )
+    for fraction, expected in ((1e-6, 1), (0.05, 8)):
+        o = build_objective("clip_cov", covariance_min=-5.0, covariance_max=5.0, clip_fraction=fraction)
+        assert (o.prepare(batch, seed=1).advantages == 0).sum() == expected
+    different = [
+        tuple((o.prepare(batch, seed=s).advantages == 0).nonzero().flatten().tolist()) for s in range(5)
+    ]
+    assert len(set(different)) > 1
+
+
+def test_cw_grpo_by_hand():
+    """Centred logp, in ln2/3: response 0 has (1, -2, 1), response 1 (2, -4, 2)."""
+    third = math.log(2) / 3
+    c = [third * A, -2 * third * A, third * A, -2 * third * A, 4 * third * A, -2 * third * A]
+    sigma = math.sqrt(sum(x * x for x in c) / 6 - (sum(c) / 6) ** 2)
+    w = [math.exp(-(x**2) / (2 * sigma**2)) for x in c]
+    w = [x * 6 / sum(w) for x in w]
+    o = build_objective("cw_grpo", advantage_eps=0.0, reference_policy_kl_penalty=0.0)
+    _, gradient, prepared = loss_and_gradient(o, on_policy())
+    assert prepared.advantages[:2].flatten().tolist() == pytest.approx(
+        [x * A for x in w[:3]] + [-x * A for x in w[3:]]
+    )
+    assert gradient[0, 0].item() == pytest.approx(-w[0] * A / 3 / 4)  # sequence mean of 4
+    assert sum(w) == pytest.approx(6)
+    assert prepared.metrics["cw_grpo/weight_mean"].item() == pytest.approx(1.0)
+
+
+def test_cw_grpo_weights_are_one_without_spread():
+    batch = on_policy(rewards=torch.ones(4, dtype=torch.float64))
+    prepared = build_objective("cw_grpo").prepare(batch)
+    assert prepared.metrics["cw_grpo/weight_mean"] == 1
+    one_token = on_policy(token_mask=torch.tensor([[1, 0, 0]] * 4))  # centred on itself: c = 0
+    torch.testing.assert_close(
+        build_objective("cw_grpo", advantage_eps=0.0).prepare(one_token).advantages[:, 0],
+        torch.tensor([A, -A, 0, 0], dtype=torch.float64),
+    )
+
+
+def test_cw_grpo_with_infinite_bandwidth_is_unclipped_grpo():
+    import oracles
+    from test_equations import as_lists
+
+    batch = random_step(
+        torch.tensor([3, 4, 2, 4]),
+        torch.tensor([1.0, 0, 0, 0], dtype=torch.float64),
+        torch.zeros(4, dtype=torch.int64),
+        torch.Generator().manual_seed(1),
+    )
+    loss, _, _ = loss_and_gradient(
+        build_objective(
+            "grpo", ratio_clip_min=None, ratio_clip_max=None, aggregation="sequence_mean",
+            reference_policy_kl_penalty=0.04, advantage_eps=1e-4,
+        ),
+        batch,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(oracles.cw_grpo(as_lists(batch), sigma_is_infinite=True))
+
+
+def test_tr_grpo_by_hand():
+    """pi = 1/2: sigmoid(4.5) = 0.98901, w = 1.4; pi = 1/8: sigmoid(1.125) = 0.75492, w = 1.0098."""
+    _, gradient, _ = loss_and_gradient(
+        build_objective("tr_grpo", advantage_eps=0.0, reference_policy_kl_penalty=0.0), on_policy()
+    )
+    assert gradient[0, 0].item() == pytest.approx(-1.4 * A / 12)
+    assert gradient[1, 1].item() == pytest.approx(2 * (1 / (1 + math.exp(-1.125)) - 0.25) * A / 12)
+    assert gradient[1, 1].item() == pytest.approx(1.00983 * A / 12, rel=1e-5)
+
+
+def test_tr_grpo_kl_by_hand():
+    """Eq. 11 at pi = pi_ref is w - ln w - 1, its gradient in logp is 1 - w."""
+    o = build_objective("tr_grpo", reference_policy_kl_penalty=0.5, advantage_eps=0.0)
+    batch = on_policy(
+        rewards=torch.ones(4, dtype=torch.float64), token_mask=torch.tensor([[1, 0, 0]] * 3 + [[0, 1, 1]])
+    )
+    loss, gradient, _ = loss_and_gradient(o, batch)
+    assert loss.item() == pytest.approx(0.5 * (1.4 - math.log(1.4) - 1))  # every counting token has pi = 1/2
+    assert gradient[0, 0].item() == pytest.approx(0.5 * (1 - 1.4) / 5)
+
+
+def test_tr_grpo_with_equal_weights_is_grpo():
+    batch = random_step(
+        torch.tensor([3, 4, 2, 4]),
+        torch.tensor([1.0, 0, 0, 0], dtype=torch.float64),
+        torch.zeros(4, dtype=torch.int64),
+        torch.Generator().manual_seed(1),
+    )
+    shared = {"ratio_clip_max": 0.24, "reference_policy_kl_penalty": 0.1}
+    grpo = loss_and_gradient(build_objective("grpo", **shared), batch)
+    equal = loss_and_gradient(build_objective("tr_grpo", weighting="equal", **shared), batch)
+    torch.testing.assert_close(equal[0], grpo[0])
+    torch.testing.assert_close(equal[1], grpo[1])
+
+
+def test_tr_grpo_printed_placement_stops_the_gradient_of_likely_tokens():
+    with pytest.warns(UserWarning, match="clipped_at_unit_ratio"):
+        o = build_objective("tr_grpo", weight_placement="inside", reference_policy_kl_penalty=0.0)
+    batch = on_policy()
+    _, gradient, prepared = loss_and_gradient(o, batch)
+    assert gradient[0].abs().max() == 0  # pi = 1/2, 1/4: w = 1.4, 1.31 > 1.24
+    assert gradient[1, 0] != 0
+    toks, seqs = global_counts(batch)
+    metrics = o.loss(prepared, global_valid_toks=toks, global_valid_seqs=seqs)[1]
+    assert metrics["tr_grpo/clipped_at_unit_ratio"].item() == pytest.approx(3 / 12)
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [
+        {"tau_convention": "divide"},
+        {"tau_convention": "divide", "weighting": "reverse"},
+        {"tau": 0.5},
+        {"lower": 1.2, "upper": 1.2},
+        {"alpha": 0.0, "lower": 0.5},
+    ],
+)
+def test_tr_grpo_refuses_constant_weights(constants):
+    with pytest.raises(UserError, match="to every token"):
+        build_objective("tr_grpo", **constants)
+    build_objective("tr_grpo", **constants, allow_constant_weight=True)
+
+
+def test_erpo_by_hand():
+    """Group 7, one bucket: entropies (0,0,3 | 0,0,0), progress (1,0,0 | 0,0,0) x 0.1, A = +-1/sqrt(2)."""
+    entropies = torch.zeros(4, 3, dtype=torch.float64)
+    entropies[0, 2] = 3.0
+    reference = on_policy().prev_logprobs.clone()
+    reference[0, 0] -= 1.0
+    batch = on_policy(entropies=entropies, reference_policy_logprobs=reference)
+    delta = 1e-4
+
+    # z of (0,0,3,0,0,0): mean 0.5, std sqrt(1.25); of progress (0.1,0,0,0,0,0): mean 1/60, std 0.1 sqrt(5)/6
+    h_low, s_std = -0.5 / (math.sqrt(1.25) + delta), 0.1 * math.sqrt(5) / 6
+    h_high = 2.5 / (math.sqrt(1.25) + delta)
+    gate = [1 / (1 + math.exp(-5 * h)) for h in (h_low, h_low, h_high, h_low, h_low, h_low)]
+    s = [(0.1 - 1 / 60) / (s_std + delta)] + [(-1 / 60) / (s_std + delta)] * 5
+    psi = [g * sign * z for g, sign, z in zip(gate, (1, 1, 1, -1, -1, -1), s, strict=True)]
+    mean = sum(psi) / 6
+    psi = [x / (math.sqrt(sum((y - mean) ** 2 for y in psi) / 6) + delta) for x in psi]
+    raw = [a + 0.2 * x for a, x in zip((A, A, A, -A, -A, -A), psi, strict=True)]
+    mean = sum(raw) / 6
+    std = math.sqrt(sum((x - mean) ** 2 for x in raw) / 6)
+    expected = [(x - mean) / (std + delta) for x in raw]
+
+    prepared = build_objective("erpo", num_buckets=1, advantage_eps=0.0).prepare(batch)
+    assert prepared.advantages[:2].flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert (prepared.advantages[2:] == 0).all()  # equal rewards
+
+
+def erpo_example() -> TokenBatch:
+    return random_step(
+        torch.tensor([30, 12, 25, 30, 30, 8]),
+        torch.tensor([1.0, 0, 0, 0, 1, 1], dtype=torch.float64),
+        torch.tensor([0, 0, 0, 1, 1, 1]),
+        torch.Generator().manual_seed(1),
+    )
+
+
+def test_erpo_advantages_have_mean_zero_and_variance_one_in_every_group():
+    batch = erpo_example()
+    advantages = build_objective("erpo").prepare(batch).advantages
+    for group in (0, 1):
+        values = advantages[(batch.group_ids == group)[:, None] & batch.mask]
+        assert values.mean().item() == pytest.approx(0.0, abs=1e-9)
+        assert values.var(unbiased=False).item() == pytest.approx(
+            1.0, abs=1e-3
+        )  # delta keeps it from being exact
+
+
+def test_erpo_delta_keeps_float_noise_from_becoming_a_signal():
+    """At the first step policy and reference differ by the noise of two forward passes, some 1e-7."""
+    batch = erpo_example()
+    noise = 1e-7 * torch.rand(batch.prev_logprobs.shape, generator=torch.Generator().manual_seed(2))
+    batch = replace(batch, reference_policy_logprobs=batch.prev_logprobs + noise)
+
+    def shaping(delta: float) -> float:
+        with_signal = build_objective("erpo", delta=delta).prepare(batch).advantages
+        without = build_objective("erpo", delta=delta, eta=0.0).prepare(batch).advantages
+        return (with_signal - without)[batch.mask].std().item()
+
+    assert shaping(1e-4) < 0.05
+    assert shaping(1e-8) > 0.15  # the same noise, taken for a signal of full size (eta = 0.2)
+    exact = replace(batch, reference_policy_logprobs=batch.prev_logprobs)
+    assert build_objective("erpo").prepare(exact).metrics["erpo/psi_abs_mean"] == 0
+
+
+def test_erpo_rewards_gain_at_undecided_tokens_of_good_responses():
+    """More progress at a high-entropy token: more advantage in a good response, less in a bad one."""
+    batch = erpo_example()
+    entropies = batch.entropies.clone()
+    entropies[:, 5] = 10.0
+    for row, sign in ((0, 1), (1, -1)):
+        reference = batch.reference_policy_logprobs.clone()
+        reference[row, 5] -= 2.0
+        base = replace(batch, entropies=entropies)
+        change = (
+            build_objective("erpo").prepare(replace(base, reference_policy_logprobs=reference)).advantages
+            - build_objective("erpo").prepare(base).advantages
+        )
+        assert sign * change[row, 5] > 0.05
+
+
+def test_erpo_without_eta_is_the_zscore_of_grpo():
+    batch = erpo_example()
+    ours = build_objective("erpo", eta=0.0).prepare(batch).advantages
+    grpo = build_objective("grpo").prepare(batch).advantages
+    for group in (0, 1):
+        where = (batch.group_ids == group)[:, None] & batch.mask
+        z = (grpo[where] - grpo[where].mean()) / (grpo[where].std(unbiased=False) + 1e-4)
+        torch.testing.assert_close(ours[where], z)
+
+
+def test_gpg_by_hand():
+    """M = 2 of B = 4 sequences carry no signal, alpha = 2; A = +-1/2; loss = -2 (ln terms) / 12."""
+    loss, gradient, prepared = loss_and_gradient(build_objective("gpg"), on_policy())
+    assert prepared.metrics["gpg/alpha"] == 2
+    total = 0.5 * (HALF + QUARTER + HALF) - 0.5 * (HALF + EIGHTH + HALF)
+    assert loss.item() == pytest.approx(-2 * total / 12)
+    assert gradient[0].tolist() == pytest.approx([-2 * 0.5 / 12] * 3)
+
+
+@pytest.mark.parametrize(
+    ("normalization", "scale"),
+    [("none", 1.0), ("group", 1 / math.sqrt(2)), ("batch", 0.5)],  # std of (1,0); of (1,0,1,1): sqrt(0.75/3)
+)
+def test_gpg_normalisations_by_hand(normalization, scale):
+    o = build_objective("gpg", reward_normalization=normalization, advantage_eps=0.0)
+    assert o.prepare(on_policy()).advantages[0, 0].item() == pytest.approx(2 * 0.5 / scale)
+
+
+def test_gpg_on_policy_has_the_gradient_of_unclipped_grpo_times_alpha():
+    batch = on_policy()
+    _, gpg, prepared = loss_and_gradient(build_objective("gpg"), batch)
+    o = build_objective("grpo", normalize_rewards=False, ratio_clip_min=None, ratio_clip_max=None)
+    _, grpo, _ = loss_and_gradient(o, batch)
+    torch.testing.assert_close(gpg, prepared.metrics["gpg/alpha"] * grpo)
+
+
+def test_gpg_without_any_signal_has_loss_zero_and_says_so():
+    loss, gradient, prepared = loss_and_gradient(
+        build_objective("gpg"), on_policy(rewards=torch.ones(4, dtype=torch.float64))
+    )
+    assert loss == 0
+    assert (gradient == 0).all()
+    assert prepared.metrics["gpg/no_signal"] == 1
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cw_grpo", "tr_grpo", "erpo", "clip_cov", "gpg"])
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+def test_equal_rewards_give_exactly_zero_advantages(name, eps):
+    """0.3 summed eight times and divided by eight is not 0.3: the rule must not rest on arithmetic."""
+    batch = random_step(
+        torch.full((8,), 3), torch.full((8,), 0.3), torch.zeros(8, dtype=torch.int64), torch.Generator()
+    )
+    assert (build_objective(name, advantage_eps=eps).prepare(batch).advantages == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "cw_grpo", "erpo", "gpg"])
+def test_a_group_of_one_response_has_advantage_zero(name):
+    batch = random_step(
+        torch.full((3,), 3), torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1, 2, 3]), torch.Generator()
+    )
+    assert (build_objective(name).prepare(batch).advantages == 0).all()
