@@ -28,8 +28,8 @@ PANELS: tuple[Panel, ...] = (
         "nats per token",
         ("entropy/mean",),
         draw_training,
-        "Entropy of the next-token distribution at the sampled positions. A fall to 0 ends exploration; a rise "
-        "to more than twice its start is instability.",
+        "Entropy of the next-token distribution at the sampled positions. A fall to 0 ends exploration; a "
+        "rise to more than twice its start is instability.",
         from_zero=True,
     ),
     Panel(

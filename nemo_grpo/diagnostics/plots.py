@@ -79,29 +79,18 @@ def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
     for index, group in enumerate(groups):
         style = style_of(index)
         steps, mean, spread = group.curve(keys[0])
-        axes.plot(steps, mean, color=style.color, ls=style.dash, marker=style.marker, ms=4.5, lw=1.9)
+        label = "mean of samples" if len(groups) == 1 else None
+        axes.plot(
+            steps, mean, color=style.color, ls=style.dash, marker=style.marker, ms=4.5, lw=1.9, label=label
+        )
         if spread.any():
             axes.fill_between(steps, mean - spread, mean + spread, color=style.color, alpha=0.16, lw=0)
     if len(groups) == 1:
         for key, dash in (("validation/greedy", DASHES[1]), (pass_key(groups), DASHES[2])):
-            _draw_companion(axes, groups[0], key, dash)
-
-
-def _draw_companion(axes: Axes, group: RunGroup, key: str, dash: Any) -> None:
-    """A grey line with its name at its right end."""
-    steps, mean, _ = group.curve(key)
-    if len(steps):
-        axes.plot(steps, mean, color=COMPANION, ls=dash, lw=1.3)
-        axes.annotate(
-            key.rpartition("/")[2],
-            (steps[-1], mean[-1]),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8.5,
-            color=COMPANION,
-            annotation_clip=False,
-        )
+            steps, mean, _ = groups[0].curve(key)
+            if len(steps):
+                axes.plot(steps, mean, color=COMPANION, ls=dash, lw=1.3, label=key.rpartition("/")[2])
+        axes.legend(frameon=False, fontsize=8.5, handlelength=3)
 
 
 def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> None:
@@ -148,9 +137,7 @@ def draw_panel(panel: Panel, groups: Sequence[RunGroup], path: Path) -> None:
     axes = figure.add_subplot()
     _fill(axes, panel, groups)
     axes.set_xlabel("training step")
-    if len(groups) > 1:
-        columns = 1 + (len(groups) > 5)
-        axes.legend(handles=_legend(groups), frameon=False, fontsize=8.5, handlelength=3, ncols=columns)
+    _add_legend(figure, groups, columns=4)
     figure.savefig(path, dpi=150)
 
 
@@ -164,11 +151,7 @@ def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Pat
         _fill(axes, panel, groups)
         if number > len(panels) - columns:
             axes.set_xlabel("training step")
-    if len(groups) > 1:
-        columns = min(5, len(groups))
-        figure.legend(
-            handles=_legend(groups), loc="outside lower center", ncols=columns, handlelength=3, frameon=False
-        )
+    _add_legend(figure, groups, columns=5)
     figure.savefig(path, dpi=130)
 
 
@@ -179,12 +162,18 @@ def _new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _legend(groups: Sequence[RunGroup]) -> list[Line2D]:
+def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> None:
+    """Name the groups below the axes; a single group needs no name."""
+    if len(groups) == 1:
+        return
     styles = [style_of(index) for index in range(len(groups))]
-    return [
+    handles = [
         Line2D([], [], color=s.color, ls=s.dash, marker=s.marker, ms=4.5, lw=1.8, label=_seeds_label(group))
         for s, group in zip(styles, groups, strict=True)
     ]
+    place: Any = "outside lower center"
+    columns = min(columns, len(groups))
+    figure.legend(handles=handles, loc=place, ncols=columns, handlelength=3, fontsize=9, frameon=False)
 
 
 def _seeds_label(group: RunGroup) -> str:
@@ -200,7 +189,8 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
     if panel.from_zero:
-        axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 0.01))
+        top = max(axes.get_ylim()[1], 0.01)
+        axes.set_ylim(-0.02 * top, top)  # a line at 0 stays visible
     axes.tick_params(colors=INK, labelsize=8.5, length=3)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

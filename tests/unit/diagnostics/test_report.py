@@ -1,0 +1,298 @@
+"""Runs read back, grouped, drawn and tabled."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from nemo_grpo.diagnostics import group_runs, plot_run, read_run, write_report
+from nemo_grpo.diagnostics.plots import running_mean, style_of
+from nemo_grpo.errors import UserError
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Write a run's folder: rows of metrics.jsonl, and a recipe unless ``variant`` is None."""
+
+    def make(
+        name: str,
+        rows: list[Mapping[str, Any]],
+        variant: str | None = "grpo",
+        seed: int = 0,
+        lr: float = 1e-3,
+        tail: str = "",
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+        if variant is not None:
+            recipe = {
+                "grpo": {"seed": seed},
+                "loss_fn": {"variant": variant},
+                "policy": {"lr": lr},
+                "nemo_grpo": {"run_name": name},
+            }
+            (folder / "recipe.resolved.yaml").write_text(yaml.safe_dump(recipe))
+        return folder
+
+    return make
+
+
+def accuracy(*values: float) -> list[Mapping[str, Any]]:
+    return [{"step": 10 * i, "validation/accuracy": value} for i, value in enumerate(values)]
+
+
+def cells(page: str) -> list[list[str]]:
+    """Rows of the first table, tags and entities taken away."""
+    table = page.split("<table>")[1].split("</table>")[0].replace("&plusmn;", "+-")
+    return [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
+
+
+# ------------------------------------------------------------------ reading
+
+
+def test_rows_of_one_step_are_joined_and_the_later_wins(make_run: MakeRun) -> None:
+    run = read_run(
+        make_run("a", [{"step": 2, "x": 1.0, "y": 5.0}, {"step": 1, "x": 3.0}, {"step": 2, "x": 2.0}])
+    )
+    assert run.points("x") == {1: 3.0, 2: 2.0}
+    assert list(run.points("x")) == [1, 2]
+    assert run.points("y") == {2: 5.0}
+
+
+def test_half_written_last_line_is_left_out_silently(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = read_run(make_run("a", [{"step": 1, "x": 1.0}], tail='{"step": 2, "x'))
+    assert run.points("x") == {1: 1.0}
+    assert caplog.records == []
+
+
+def test_broken_line_in_between_is_left_out_with_a_warning(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    tail = '{"step": 2,\n[1]\n{"x": 9}\n{"step": 3, "x": 4.0}\n'
+    with caplog.at_level(logging.WARNING):
+        run = read_run(make_run("a", [{"step": 1, "x": 1.0}], tail=tail))
+    assert run.points("x") == {1: 1.0, 3: 4.0}
+    assert "line 2" in caplog.text
+
+
+def test_missing_null_and_non_finite_values_are_left_out(make_run: MakeRun) -> None:
+    rows = [{"step": 1, "x": None}, {"step": 2}, {"step": 3, "x": float("nan")}, {"step": 4, "x": True}]
+    assert read_run(make_run("a", [*rows, {"step": 5, "x": 2}])).points("x") == {5: 2.0}
+
+
+def test_folder_without_metrics_is_refused(tmp_path: Path, make_run: MakeRun) -> None:
+    with pytest.raises(UserError, match=r"holds no metrics\.jsonl; give the folder of a run"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no step yet"):
+        read_run(make_run("empty", []))
+
+
+def test_run_without_a_readable_recipe_is_labelled_by_its_folder(make_run: MakeRun) -> None:
+    plain = make_run("plain", accuracy(0.5), variant=None)
+    broken = make_run("broken", accuracy(0.5))
+    (broken / "recipe.resolved.yaml").write_text("a: [")
+    assert [group.label for group in group_runs([read_run(plain), read_run(broken)])] == ["plain", "broken"]
+
+
+# ------------------------------------------------------------------ grouping
+
+
+def test_runs_that_differ_in_seed_and_name_only_are_one_group(make_run: MakeRun) -> None:
+    paths = [
+        make_run("a", accuracy(0.1), seed=0),
+        make_run("b", accuracy(0.1), "gpg"),
+        make_run("c", accuracy(0.1), seed=1),
+    ]
+    groups = group_runs([read_run(path) for path in paths])
+    assert [(g.label, [r.path.name for r in g.runs]) for g in groups] == [
+        ("grpo", ["a", "c"]),
+        ("gpg", ["b"]),
+    ]
+
+
+def test_same_variant_with_other_settings_is_told_apart(make_run: MakeRun) -> None:
+    paths = [
+        make_run("a", accuracy(0.1)),
+        make_run("b", accuracy(0.1), lr=0.5),
+        make_run("c", accuracy(0.1), "gpg"),
+    ]
+    assert [g.label for g in group_runs([read_run(p) for p in paths])] == [
+        "grpo (lr 0.001)",
+        "grpo (lr 0.5)",
+        "gpg",
+    ]
+
+
+def test_group_curve_is_mean_and_sample_deviation_on_common_steps(make_run: MakeRun) -> None:
+    paths = [make_run("a", accuracy(0.2, 0.4, 0.9)), make_run("b", accuracy(0.4, 0.8), seed=1)]
+    steps, mean, spread = group_runs([read_run(path) for path in paths])[0].curve("validation/accuracy")
+    assert steps.tolist() == [0, 10]
+    assert mean.tolist() == pytest.approx([0.3, 0.6])
+    assert spread.tolist() == pytest.approx([0.2 / 2**0.5, 0.4 / 2**0.5])  # ddof 1: |a - b| / sqrt(2)
+
+
+def test_curve_of_one_run_has_no_spread_and_of_none_is_empty(make_run: MakeRun) -> None:
+    group = group_runs([read_run(make_run("a", accuracy(0.2, 0.4)))])[0]
+    assert group.curve("validation/accuracy")[2].tolist() == [0, 0]
+    assert [len(part) for part in group.curve("nothing")] == [0, 0, 0]
+
+
+# ------------------------------------------------------------------ the report
+
+
+def test_summary_table_has_mean_and_deviation_over_seeds(make_run: MakeRun, tmp_path: Path) -> None:
+    def rows(start: float, peak: float, end: float, greedy: float) -> list[Mapping[str, Any]]:
+        last = {"validation/greedy": greedy, "validation/pass@4": 0.9, "time/validation": 30.0}
+        values = accuracy(start, peak, end)
+        return [values[0], {**values[1], "time/step": 60.0}, {**values[2], **last}]
+
+    paths = [make_run("a", rows(0.1, 0.6, 0.5, 0.7)), make_run("b", rows(0.3, 0.8, 0.7, 0.9), seed=1)]
+    page = write_report(
+        [*paths, make_run("c", accuracy(0.25), "gpg")], tmp_path / "out" / "report.html"
+    ).read_text()
+    head, grpo, gpg = cells(page)
+    assert head == [
+        "setting",
+        "seeds",
+        "steps",
+        "start",
+        "best",
+        "final",
+        "gain",
+        "greedy",
+        "pass@4",
+        "minutes",
+    ]
+    assert grpo[:3] == ["grpo", "0, 1", "20"]
+    # two values a and b: mean (a + b) / 2, sample deviation |a - b| / sqrt 2 = 0.1414 for a distance of 0.2
+    assert grpo[3:6] == ["0.200 +- 0.141", "0.700 +- 0.141", "0.600 +- 0.141"]
+    assert grpo[6:] == ["+0.400 +- 0.000", "0.800 +- 0.141", "0.900 +- 0.000", "1.5 +- 0.0"]
+    assert gpg == ["gpg", "0", "0", "0.250", "0.250", "0.250", "-", "-", "-", "-"]
+    assert "Settings that differ" in page
+    assert "loss_fn.variant" in page
+
+
+def test_report_is_one_file_with_the_pictures_inside(make_run: MakeRun) -> None:
+    rows = [
+        {"step": s, "reward/mean": 0.1 * s, "validation/accuracy": 0.1 * s, "step/<odd>": 1} for s in range(5)
+    ]
+    folder = make_run("a", rows, variant="<grpo>")
+    page = plot_run(folder).read_text()
+    assert {p.name for p in (folder / "plots").iterdir()} == {
+        "learning_curve.png",
+        "reward.png",
+        "overview.png",
+    }
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert base64.b64decode(pictures[0]) == (folder / "plots" / "learning_curve.png").read_bytes()
+    assert base64.b64decode(pictures[1]) == (folder / "plots" / "overview.png").read_bytes()
+    assert all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
+    assert 'src="http' not in page
+    assert "<grpo>" not in page
+    assert "&lt;grpo&gt;" in page
+    assert _is_balanced(page)
+
+
+def test_pictures_of_an_earlier_report_do_not_stay(make_run: MakeRun, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "report.html"
+    write_report([make_run("a", [{"step": 1, "entropy/mean": 1.0}])], out)
+    assert (out.parent / "plots" / "entropy.png").exists()
+    write_report([make_run("b", [{"step": 1, "reward/mean": 1.0}])], out)
+    assert {p.name for p in (out.parent / "plots").iterdir()} == {"reward.png", "overview.png"}
+
+
+@pytest.mark.parametrize("rows", [[{"step": 0}], [{"step": 1, "reward/mean": 0.5}], accuracy(0.3)])
+def test_runs_with_next_to_nothing_are_drawn(make_run: MakeRun, rows: list[Mapping[str, Any]]) -> None:
+    assert plot_run(make_run("a", rows)).is_file()
+
+
+def test_every_metric_and_many_groups_are_drawn(make_run: MakeRun, tmp_path: Path) -> None:
+    names = "reward/mean entropy/mean length/mean grad_norm ratio/clip_fraction groups/valid_fraction"
+    names += (
+        " covariance/p1 covariance/p50 covariance/p99 validation/accuracy validation/greedy validation/pass@8"
+    )
+    rows = [{"step": s} | {name: 0.1 * s for name in names.split()} for s in range(4)]
+    paths = [make_run(f"run{i}", rows, f"variant{i}") for i in range(9)]
+    write_report(paths, tmp_path / "out" / "report.html")
+    assert len(list((tmp_path / "out" / "plots").iterdir())) == 10
+
+
+def test_same_folder_given_twice_counts_once(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("a", accuracy(0.5))
+    assert cells(write_report([folder, folder], tmp_path / "r.html").read_text())[1][1] == "0"
+
+
+def test_unwritable_output_and_no_run_are_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("a", accuracy(0.5))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report([folder], tmp_path / "file" / "report.html")
+    with pytest.raises(UserError, match="no run"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_cli_writes_the_report_where_told(make_run: MakeRun, tmp_path: Path) -> None:
+    import typer
+
+    from nemo_grpo.cli.report import report
+
+    app = typer.Typer()
+    app.command()(report)
+    out = tmp_path / "out" / "r.html"
+    result = CliRunner().invoke(app, [str(make_run("a", accuracy(0.5))), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert out.is_file()
+    assert str(out) in result.output.replace("\n", "")
+
+
+# ------------------------------------------------------------------ drawing
+
+
+def test_running_mean_is_centred_and_keeps_length() -> None:
+    values = np.arange(60.0)
+    smooth = running_mean(values)  # 60 values: two on either side
+    assert smooth[30] == 30
+    assert smooth[0] == 1  # mean of 0, 1, 2
+    assert smooth[-1] == 58
+    assert len(smooth) == 60
+    assert running_mean(np.array([3.0, 5.0])).tolist() == [3, 5]
+
+
+def test_first_32_styles_are_distinct() -> None:
+    styles = {(s.color, str(s.dash)) for s in map(style_of, range(32))}
+    assert len(styles) == 32
+
+
+def _is_balanced(page: str) -> bool:
+    """True if every tag that needs an end has one, in order."""
+
+    class Stack(HTMLParser):
+        open_tags: list[str] = []  # noqa: RUF012
+        good = True
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag not in ("meta", "img"):
+                self.open_tags.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            self.good &= bool(self.open_tags) and self.open_tags.pop() == tag
+
+    parser = Stack()
+    parser.feed(page)
+    return parser.good and not parser.open_tags
