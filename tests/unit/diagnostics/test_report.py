@@ -17,6 +17,7 @@ import yaml
 from typer.testing import CliRunner
 
 from nemo_grpo.diagnostics import group_runs, plot_run, read_run, write_report
+from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.plots import running_mean, style_of
 from nemo_grpo.errors import UserError
 
@@ -223,14 +224,11 @@ def test_runs_with_next_to_nothing_are_drawn(make_run: MakeRun, rows: list[Mappi
 
 
 def test_every_metric_and_many_groups_are_drawn(make_run: MakeRun, tmp_path: Path) -> None:
-    names = "reward/mean entropy/mean length/mean grad_norm ratio/clip_fraction groups/valid_fraction"
-    names += (
-        " covariance/p1 covariance/p50 covariance/p99 validation/accuracy validation/greedy validation/pass@8"
-    )
-    rows = [{"step": s} | {name: 0.1 * s for name in names.split()} for s in range(4)]
+    names = [key for panel in PANELS for key in panel.keys] + ["validation/greedy", "validation/pass@8"]
+    rows = [{"step": s} | {name: 0.1 * s for name in names} for s in range(4)]
     paths = [make_run(f"run{i}", rows, f"variant{i}") for i in range(9)]
     write_report(paths, tmp_path / "out" / "report.html")
-    assert len(list((tmp_path / "out" / "plots").iterdir())) == 10
+    assert len(list((tmp_path / "out" / "plots").iterdir())) == len(PANELS) + 1
 
 
 def test_same_folder_given_twice_counts_once(make_run: MakeRun, tmp_path: Path) -> None:
