@@ -1,0 +1,1 @@
+"""Convert checkpoints between Hugging Face and Megatron, tensor by tensor, without building a model."""

@@ -1,0 +1,268 @@
+"""One model's table with its sizes: weights in memory both ways, and the units that converters stream."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.families.ops import Op, Rows
+from checkpoints_conv.families.parts import Entry
+from nemo_grpo.errors import UserError
+
+_IGNORED_HF = re.compile(r".*\.rotary_emb\.inv_freq$")  # buffers in old exports; recomputed from the config
+_IGNORED_MEGATRON = re.compile(r".*\._extra_state(/.*)?$")  # Transformer Engine's FP8 scales; no weights
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest piece that converts by itself: a block of rows of one Megatron tensor.
+
+    Attributes:
+        megatron: its name, layer and expert filled in.
+        key, index: its torch_dist key and the position on the stacked axes: (), (layer,) or (layer, expert).
+        aliases: other torch_dist keys under which it may be found.
+        row, shape: first row within the tensor, and the block's shape.
+        rows: rows of the whole Megatron tensor.
+        hf, hf_shapes: the Hugging Face tensors it is made of.
+        padded: the rows are the vocabulary.
+    """
+
+    megatron: str
+    key: str
+    index: tuple[int, ...]
+    aliases: tuple[str, ...]
+    row: int
+    shape: tuple[int, ...]
+    rows: int
+    hf: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+    op: Op
+    padded: bool
+
+
+class Family:
+    """The two-way mapping of one model.
+
+    Attributes: config: config.json's content.  dims: sizes by letter.  entries: the table.
+                num_layers, tied: from the config.  bridge_provider: Megatron-Bridge's class of this family.
+    """
+
+    def __init__(self, config: dict[str, Any], entries: Sequence[Entry], bridge_provider: str) -> None:
+        self.config = config
+        self.entries = tuple(entries)
+        self.bridge_provider = bridge_provider
+        self.dims = model_dims(config)
+        self.num_layers = int(config["num_hidden_layers"])
+        self.tied = bool(config.get("tie_word_embeddings", False))
+
+    def to_megatron(
+        self, hf: Mapping[str, Tensor], padded_vocab_size: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(local-spec name, full tensor) with global layer numbers; shares memory where it can.
+
+        Args:   hf: every tensor of the model by its Hugging Face name.
+                padded_vocab_size: rows of the embeddings in Megatron; zeros are added.  None: no padding.
+        Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
+        """
+        expected = {
+            name: shape for unit in self.units() for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
+        }
+        self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()}, expected)
+        if self.tied and "lm_head.weight" in hf:
+            check_tied(hf["model.embed_tokens.weight"], hf["lm_head.weight"])
+        for entry, numbers in self._instances():
+            names = [name.format(**numbers) for name, _ in entry.hf]
+            whole = entry.op.join([hf[name] for name in names], self.dims)
+            if entry.padded:
+                whole = pad_rows(whole, padded_vocab_size)
+            yield entry.megatron.format(**numbers), whole
+
+    def to_hf(self, megatron: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor); views of the input where possible.
+
+        Args:   megatron: full tensors with global layer numbers, under local-spec or Transformer Engine
+                names; padded vocabulary rows are cut off.
+        Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
+        """
+        names = {local: name for name in megatron if (local := _local_name(name))}
+        wanted = {entry.megatron.format(**numbers) for entry, numbers in self._instances()}
+        extra = set(names) - wanted - ({"output_layer.weight"} if self.tied else set())
+        refuse_unmatched("Megatron", wanted - set(names), {names[name] for name in extra})
+        if self.tied and "output_layer.weight" in names:
+            check_tied(megatron["embedding.word_embeddings.weight"], megatron["output_layer.weight"])
+        for entry, numbers in self._instances():
+            name = names[entry.megatron.format(**numbers)]
+            whole = megatron[name]
+            shapes = [self.shape(letters) for _, letters in entry.hf]
+            rows = sum(shape[0] for shape in shapes)
+            if entry.padded:
+                whole = whole[:rows]
+            expected = (rows, *shapes[0][1:])
+            if tuple(whole.shape) != expected:
+                raise UserError(
+                    f"{name} is {list(megatron[name].shape)}, config.json says {list(expected)}; "
+                    "are the weights and config.json of the same model?"
+                )
+            for (hf_name, _), part in zip(entry.hf, entry.op.split(whole, self.dims), strict=True):
+                yield hf_name.format(**numbers), part
+
+    def units(self) -> Iterator[Unit]:
+        """Every piece of the model, in the order of the layers; parts that are contiguous come separately."""
+        for entry, numbers in self._instances():
+            names = tuple(name.format(**numbers) for name, _ in entry.hf)
+            shapes = tuple(self.shape(letters) for _, letters in entry.hf)
+            rows = sum(shape[0] for shape in shapes)
+            if not entry.op.contiguous:
+                yield self._unit(entry, numbers, 0, rows, names, shapes, entry.op)
+                continue
+            row = 0
+            for name, shape in zip(names, shapes, strict=True):
+                yield self._unit(entry, numbers, row, rows, (name,), (shape,), Rows())
+                row += shape[0]
+
+    def _unit(
+        self,
+        entry: Entry,
+        numbers: dict[str, int],
+        row: int,
+        rows: int,
+        names: tuple[str, ...],
+        shapes: tuple[tuple[int, ...], ...],
+        op: Op,
+    ) -> Unit:
+        on_disk = entry.fused or entry.megatron
+        key = _stacked(on_disk)
+        unstacked = {name.format(**numbers) for name in (on_disk, entry.megatron)}
+        aliases = tuple(sorted(({_stacked(entry.megatron)} | unstacked) - {key}))
+        return Unit(
+            megatron=entry.megatron.format(**numbers),
+            key=key,
+            index=tuple(numbers.values()),
+            aliases=aliases,
+            row=row,
+            shape=(sum(shape[0] for shape in shapes), *shapes[0][1:]),
+            rows=rows,
+            hf=names,
+            hf_shapes=shapes,
+            op=op,
+            padded=entry.padded,
+        )
+
+    def shape(self, letters: str) -> tuple[int, ...]:
+        """The shape that letters such as ``"q h"`` stand for."""
+        return tuple(self.dims[letter] for letter in letters.split())
+
+    def check_hf(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare names and shapes of a Hugging Face checkpoint with the table.
+
+        Raises: UserError: listing what is missing, left over, or of another shape.
+        """
+        extra = {name for name in found if name not in expected and not _IGNORED_HF.match(name)}
+        if self.tied:
+            extra -= {"lm_head.weight"}
+        refuse_unmatched("Hugging Face", set(expected) - set(found), extra)
+        for name, shape in expected.items():
+            if found[name] != shape:
+                raise UserError(
+                    f"{name} is {list(found[name])}, config.json says {list(shape)}; "
+                    "are the weights and config.json of the same model?"
+                )
+
+    def _instances(self) -> Iterator[tuple[Entry, dict[str, int]]]:
+        """The table with layer and expert numbers filled in, layer by layer."""
+        for entry in self.entries:
+            if "{layer}" not in entry.megatron:
+                yield entry, {}
+        layered = [entry for entry in self.entries if "{layer}" in entry.megatron]
+        for layer, entry in product(range(self.num_layers), layered):
+            if "{expert}" not in entry.megatron:
+                yield entry, {"layer": layer}
+                continue
+            for expert in range(self.dims["e"]):
+                yield entry, {"layer": layer, "expert": expert}
+
+
+def model_dims(config: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes by the letters of the tables, plus ``groups`` (key-value heads).
+
+    Raises: UserError: config.json lacks a size, or has biases that the tables do not know.
+    """
+    try:
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        head = int(config.get("head_dim") or hidden // heads)
+        groups = int(config.get("num_key_value_heads") or heads)
+        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        ffn = int(config["moe_intermediate_size"] if experts else config["intermediate_size"])
+        vocab = int(config["vocab_size"])
+        int(config["num_hidden_layers"])
+    except KeyError as error:
+        raise UserError(f"config.json has no {error.args[0]}; is it a language model's config?") from None
+    if heads % groups:
+        raise UserError(
+            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; mend it"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise UserError(
+                f"config.json: {key}=true is not supported; Megatron has these biases on all linear layers or none"
+            )
+    return {
+        "h": hidden, "q": heads * head, "kv": groups * head, "d": head, "f": ffn, "v": vocab, "e": experts,
+        "groups": groups,
+    }  # fmt: skip
+
+
+def pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
+    """[n, ...] -> [rows, ...] with zeros below; None or n leave it as it is.
+
+    Raises: UserError: fewer rows than there are.
+    """
+    if rows is None or rows == tensor.shape[0]:
+        return tensor
+    if rows < tensor.shape[0]:
+        raise UserError(f"padded_vocab_size={rows} is below the vocabulary of {tensor.shape[0]}; raise it")
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
+
+
+def check_tied(embedding: Tensor, output: Tensor) -> None:
+    """Accept a stored copy of tied embeddings only if it is one.
+
+    Raises: UserError: the two differ.
+    """
+    if embedding.data_ptr() != output.data_ptr() and not torch.equal(embedding, output):
+        raise UserError(
+            "config.json has tie_word_embeddings=true, but the output layer differs from the embedding; "
+            "set tie_word_embeddings to false"
+        )
+
+
+def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:
+    """Raise if a name has no partner.
+
+    Raises: UserError: listing every one of them.
+    """
+    lists = {"missing": missing, "not known": extra}
+    problems = [f"{what}: {', '.join(sorted(names))}" for what, names in lists.items() if names]
+    if problems:
+        raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}")
+
+
+def _local_name(name: str) -> str | None:
+    """The local-spec name of any accepted parameter name; None for what is no weight."""
+    if _IGNORED_MEGATRON.match(name):
+        return None
+    name = name.replace(".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight")
+    name = name.replace(".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
+    return re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
+
+
+def _stacked(name: str) -> str:
+    """The key of the tensor in torch_dist, where layers and experts are leading axes."""
+    return name.replace(".{layer}.", ".").replace(".local_experts.{expert}.", ".experts.")

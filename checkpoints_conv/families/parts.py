@@ -1,0 +1,108 @@
+"""Table rows that several model families share.
+
+An `Entry` ties one Megatron tensor to the Hugging Face tensors it is made of. Names hold ``{layer}`` and
+``{expert}``; shapes are letters of `family.model_dims`: h hidden, q all queries, kv all keys, d head, f MLP,
+v vocabulary, e experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpoints_conv.families.ops import GroupedQKV, Op, Rows
+
+LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a family's table.
+
+    Attributes:
+        megatron: name in megatron-core's local layer spec.
+        hf: (name, shape) of every Hugging Face tensor it is made of, in the op's order.
+        op: how they are joined.
+        fused: the name under which Transformer Engine's layers and every torch_dist checkpoint keep it, where
+            that differs.
+        padded: the rows are the vocabulary, which Megatron may pad.
+    """
+
+    megatron: str
+    hf: tuple[tuple[str, str], ...]
+    op: Op = Rows()  # noqa: RUF009  (frozen, no state)
+    fused: str | None = None
+    padded: bool = False
+
+
+def copy(megatron: str, hf: str, shape: str, fused: str | None = None, padded: bool = False) -> Entry:
+    """A tensor that only changes its name."""
+    return Entry(megatron, ((hf, shape),), fused=fused, padded=padded)
+
+
+def layer_copy(megatron: str, hf: str, shape: str, fused: str | None = None) -> Entry:
+    """The same within a decoder layer."""
+    return copy(LAYER + megatron, HF_LAYER + hf, shape, LAYER + fused if fused else None)
+
+
+def embeddings(tied: bool) -> tuple[Entry, ...]:
+    """Token embedding, final norm and, unless it is tied, the output layer."""
+    output = copy("output_layer.weight", "lm_head.weight", "v h", padded=True)
+    return (
+        copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "v h", padded=True),
+        copy("decoder.final_layernorm.weight", "model.norm.weight", "h"),
+        *(() if tied else (output,)),
+    )
+
+
+def _qkv(kind: str, columns: str) -> Entry:
+    parts = (("q_proj", "q"), ("k_proj", "kv"), ("v_proj", "kv"))
+    hf = tuple((f"{HF_LAYER}self_attn.{name}.{kind}", rows + columns) for name, rows in parts)
+    return Entry(f"{LAYER}self_attention.linear_qkv.{kind}", hf, GroupedQKV())
+
+
+def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...]:
+    """Input norm, grouped-query attention, output projection."""
+    norms = tuple(
+        layer_copy(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "d") for x in "qk"
+    )
+    return (
+        layer_copy(
+            "input_layernorm.weight",
+            "input_layernorm.weight",
+            "h",
+            fused="self_attention.linear_qkv.layer_norm_weight",
+        ),
+        _qkv("weight", " h"),
+        *((_qkv("bias", ""),) if qkv_bias else ()),
+        *(norms if qk_norm else ()),
+        layer_copy("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q"),
+    )
+
+
+def gated_mlp() -> tuple[Entry, ...]:
+    """Norm and the three matrices of a gated MLP."""
+    gate_up = tuple((f"{HF_LAYER}mlp.{name}_proj.weight", "f h") for name in ("gate", "up"))
+    return (
+        layer_copy(
+            "pre_mlp_layernorm.weight",
+            "post_attention_layernorm.weight",
+            "h",
+            fused="mlp.linear_fc1.layer_norm_weight",
+        ),
+        Entry(f"{LAYER}mlp.linear_fc1.weight", gate_up, Rows(2)),
+        layer_copy("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h f"),
+    )
+
+
+def gated_experts() -> tuple[Entry, ...]:
+    """Norm, router and one gated MLP per expert."""
+    hf = HF_LAYER + "mlp.experts.{expert}."
+    megatron = LAYER + "mlp.experts.local_experts.{expert}."
+    gate_up = tuple((f"{hf}{name}_proj.weight", "f h") for name in ("gate", "up"))
+    return (
+        layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h"),
+        layer_copy("mlp.router.weight", "mlp.gate.weight", "e h"),
+        Entry(f"{megatron}linear_fc1.weight", gate_up, Rows(2)),
+        copy(f"{megatron}linear_fc2.weight", f"{hf}down_proj.weight", "h f"),
+    )
