@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from nemo_grpo.cli import recipe, train, variants
+from nemo_grpo.cli import eval, recipe, report, train, variants
 from nemo_grpo.errors import EXIT_USAGE, UserError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 app.add_typer(recipe.app, name="recipe")
 app.command("train")(train.train)
+app.command("eval")(eval.eval_command)
+app.command("report")(report.report)
 app.command("variants")(variants.variants)
 
 

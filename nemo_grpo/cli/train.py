@@ -12,18 +12,16 @@ from nemo_grpo.cli.recipe import Overrides
 
 
 def train(
-    recipe: Annotated[
-        Path, typer.Argument(help="Recipe, such as recipes/quickstart.yaml.", show_default=False)
-    ],
+    recipe: Annotated[Path, typer.Argument(help="As recipes/quickstart.yaml.", show_default=False)],
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in its folder from the newest checkpoint.")
+        bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")
     ] = False,
 ) -> None:
     """Train a policy on this machine.
 
-    Everything of the run goes into runs/<nemo_grpo.run_name>/: metrics, samples, plots, checkpoints, and at the
-    end the model as a Hugging Face folder.
+    Everything of the run goes into runs/<nemo_grpo.run_name>/: metrics, samples, plots, checkpoints, and at
+    the end the model as a Hugging Face folder.
 
     Examples:
 
@@ -34,6 +32,10 @@ def train(
     Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 stopped by SIGINT, SIGTERM or
     SIGUSR1 with a checkpoint saved, run again with --resume; 1 anything else.
     """
+    from nemo_grpo.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])  # before the imports below, which take seconds
+
     from nemo_grpo.engine.run_command import run_recipe
 
-    sys.exit(run_recipe(recipe, overrides or [], resume=resume))
+    sys.exit(run_recipe(loaded, resume=resume))

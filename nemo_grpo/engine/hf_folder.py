@@ -41,7 +41,7 @@ def check_model_folder(folder: Path, setting: str) -> None:
     needed = {
         "config.json": ["config.json"],
         "weights (*.safetensors)": ["*.safetensors"],
-        "a tokenizer (tokenizer.json or tokenizer_config.json)": ["tokenizer.json", "tokenizer_config.json"],
+        "tokenizer (tokenizer.json or tokenizer_config.json)": ["tokenizer.json", "tokenizer_config.json"],
     }
     for what, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):

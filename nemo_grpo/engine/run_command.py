@@ -1,26 +1,23 @@
-"""What ``nemo-grpo train`` does once the command line is read."""
+"""What ``nemo-grpo train`` does once the recipe is read."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
 
 from nemo_grpo.diagnostics.report import plot_run
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer
-from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
 
-def run_recipe(path: Path, overrides: Sequence[str], *, resume: bool) -> int:
+def run_recipe(recipe: Recipe, *, resume: bool) -> int:
     """Train the recipe and draw its report.
 
     Returns: the process's exit code.
-    Raises:  UserError: the recipe or the machine's state is refused; nothing was created then.
+    Raises:  UserError: the machine's state is refused; nothing was created then.
     """
-    recipe = load_recipe(path, overrides)
     for sentence in recipe.advice():
         log.warning("%s", sentence)
     finished = Trainer(recipe, resume=resume).train()

@@ -13,9 +13,12 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 PACKAGES = (
     "nemo-grpo",
@@ -38,6 +41,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
         self.recipe = path / "recipe.resolved.yaml"
+        self._events: SummaryWriter | None = None
 
     def check(self, *, resume: bool) -> None:
         """Refuse a folder that this run may not use, before anything is created.
@@ -58,7 +62,7 @@ class RunFolder:
                 "choose another nemo_grpo.runs_dir"
             )
 
-    def open(self, recipe_yaml: str, *, from_step: int) -> None:
+    def open(self, recipe_yaml: str, *, from_step: int, tensorboard: bool = False) -> None:
         """Create or continue the folder; rows of steps after ``from_step`` go: they will come again."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.recipe.write_text(recipe_yaml)
@@ -66,10 +70,24 @@ class RunFolder:
         for log in (self.metrics, self.samples):
             if log.exists():
                 _keep_rows_up_to(log, from_step)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=from_step + 1)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
         _append(self.metrics, row)
+        if self._events is not None:
+            for name, value in row.items():
+                if name != "step":
+                    self._events.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add responses to samples.jsonl."""

@@ -28,55 +28,51 @@ def check_supported(recipe: Recipe) -> None:
 
     Raises: UserError: naming key, value and remedy.
     """
-    megatron, generation = recipe.policy.megatron_cfg, recipe.policy.generation
-    layout = {
-        f"policy.megatron_cfg.{name}_parallel_size": getattr(megatron, f"{name}_parallel_size")
-        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
-    }
-    layout |= {
-        "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
-        "cluster.num_nodes": recipe.cluster.num_nodes,
-    }
-    refused: dict[str, tuple[object, bool, str]] = {
-        name: (size, size != 1, "the embedded engine runs one process; use 1")
-        for name, size in layout.items()
-    }
-    refused |= {
-        "policy.megatron_cfg.peft.enabled": _off(megatron.peft, "the embedded engine has no LoRA; use false"),
-        "policy.megatron_cfg.fp8_cfg.enabled": _off(
-            megatron.fp8_cfg, "the embedded engine has no FP8; use false"
+    policy, megatron = recipe.policy, recipe.policy.megatron_cfg
+    one_process = "the embedded engine runs one process; use 1"
+    allowed: list[tuple[str, object, tuple[object, ...], str]] = [
+        *(
+            (f"policy.megatron_cfg.{name}", getattr(megatron, name), (1,), one_process)
+            for name in (
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "context_parallel_size",
+                "expert_model_parallel_size",
+            )
         ),
-        "policy.megatron_cfg.optimizer.optimizer": (
-            megatron.optimizer.optimizer,
-            megatron.optimizer.optimizer != "adam",
-            "the embedded engine has adam",
+        ("cluster.gpus_per_node", recipe.cluster.gpus_per_node, (1,), one_process),
+        ("cluster.num_nodes", recipe.cluster.num_nodes, (1,), one_process),
+        (
+            "policy.megatron_cfg.activation_checkpointing",
+            megatron.activation_checkpointing,
+            (False,),
+            "use false",
         ),
-        "policy.precision": (
-            recipe.policy.precision,
-            recipe.policy.precision == "float16",
-            "the embedded engine has float32 and bfloat16",
+        ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, (False,), "use false"),
+        (
+            "policy.megatron_cfg.peft.enabled",
+            _enabled(megatron.peft),
+            (False,),
+            "LoRA is not there yet; use false",
         ),
-        "policy.generation.stop_strings": (
-            generation.stop_strings,
-            bool(generation.stop_strings),
-            "the embedded engine stops at token ids; use stop_token_ids",
-        ),
-        "nemo_grpo.engine.generator": (
-            recipe.nemo_grpo.engine.generator,
-            recipe.nemo_grpo.engine.generator != "hf",
-            "this version generates with transformers; use hf",
-        ),
-    }
+        ("policy.megatron_cfg.fp8_cfg.enabled", _enabled(megatron.fp8_cfg), (False,), "use false"),
+        ("policy.megatron_cfg.optimizer.optimizer", megatron.optimizer.optimizer, ("adam",), "use adam"),
+        ("policy.precision", policy.precision, ("float32", "bfloat16"), "use float32 or bfloat16"),
+        ("policy.generation.stop_strings", policy.generation.stop_strings, (None, []), "use stop_token_ids"),
+        ("nemo_grpo.engine.generator", recipe.nemo_grpo.engine.generator, ("hf",), "use hf"),
+        ("checkpointing.save_optimizer", recipe.checkpointing.save_optimizer, (True,), "use true"),
+    ]
     errors = [
-        f"{key}={value}: {remedy}" for key, (value, is_refused, remedy) in refused.items() if is_refused
+        f"{key}={value} is not supported by the embedded engine: {remedy}"
+        for key, value, good, remedy in allowed
+        if value not in good
     ]
     if errors:
         raise UserError("; ".join(errors))
 
 
-def _off(section: Any, remedy: str) -> tuple[object, bool, str]:
-    enabled = section is not None and section.enabled
-    return enabled, enabled, remedy
+def _enabled(section: Any) -> bool:
+    return section is not None and section.enabled
 
 
 def choose_device(recipe: Recipe) -> torch.device:
@@ -160,14 +156,15 @@ def training_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
     )
 
 
-def evaluation_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
-    """How responses are sampled for evaluation."""
-    evaluation = recipe.nemo_grpo.evaluation
+def validation_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
+    """How validation samples; val_temperature 0 is greedy."""
+    generation = recipe.policy.generation
     return SamplingParams(
-        max_new_tokens=recipe.policy.generation.max_new_tokens,
-        temperature=evaluation.temperature,
-        top_p=evaluation.top_p,
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.val_temperature or 1.0,
+        top_p=generation.val_top_p,
         stop_token_ids=stop_token_ids(recipe, tokenizer),
+        greedy=generation.val_temperature == 0,
     )
 
 

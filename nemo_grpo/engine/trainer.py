@@ -78,7 +78,7 @@ class Trainer:
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
         self.generator = setup.build_generator(recipe, self.source)
         self.sampling = setup.training_sampling(recipe, self.tokenizer)
-        self.problems = self.task.validation_problems(recipe.nemo_grpo.evaluation.num_problems)
+        self.problems = self.task.validation_problems(recipe.grpo.max_val_samples)
         checkpointing = recipe.checkpointing
         self.store = CheckpointStore(
             recipe.checkpoint_dir,
@@ -90,7 +90,8 @@ class Trainer:
         self.last_validation: dict[str, float] = {}
         if resume and (checkpoint := self.store.latest()):
             self._restore(checkpoint)
-        self.run.open(recipe.to_yaml(), from_step=self.state.step)
+        tensorboard = recipe.logger.tensorboard_enabled
+        self.run.open(recipe.to_yaml(), from_step=self.state.step, tensorboard=tensorboard)
 
     def _restore(self, checkpoint: Path) -> None:
         info = read_info(checkpoint)
@@ -109,7 +110,7 @@ class Trainer:
         """
         recipe, state = self.recipe, self.state
         with stop_on_signals() as stop:
-            if state.step == 0 and recipe.nemo_grpo.evaluation.at_start:
+            if state.step == 0 and recipe.grpo.val_at_start:
                 self.run.append_metrics({"step": 0} | self.validate())
             remaining = recipe.grpo.max_num_steps - state.step
             with progress(f"{recipe.loss_fn.variant} {recipe.nemo_grpo.run_name}", remaining) as advance:
@@ -122,6 +123,7 @@ class Trainer:
                     self._save_if_due(stop)
                     if self._reached_goal(row):
                         break
+        self.run.close()
         if stop:
             log.warning("stopped at step %d; add --resume to continue", state.step)
             return False
@@ -244,7 +246,7 @@ class Trainer:
         if stop:
             return False
         if step == grpo.max_num_steps:
-            return self.recipe.nemo_grpo.evaluation.at_end
+            return grpo.val_at_end
         return grpo.val_period > 0 and step % grpo.val_period == 0
 
     def validate(self) -> dict[str, float]:
@@ -257,10 +259,12 @@ class Trainer:
             self.task,
             self.recipe.nemo_grpo.prompt,
             self.problems,
-            num_samples=self.recipe.nemo_grpo.evaluation.num_samples,
-            sampling=setup.evaluation_sampling(self.recipe, self.tokenizer),
+            num_samples=self.recipe.grpo.val_num_generations_per_prompt,
+            sampling=setup.validation_sampling(self.recipe, self.tokenizer),
             seed=self.recipe.grpo.seed,
         )
+        for problem in result.problems[: self.recipe.logger.num_val_samples_to_print]:
+            log.info("%s -> %s (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
         self.last_validation = {f"validation/{name}": value for name, value in result.metrics().items()}
         self.last_validation["time/validation"] = time.monotonic() - start
         return self.last_validation

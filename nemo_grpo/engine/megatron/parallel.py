@@ -31,27 +31,35 @@ class Layout:
 
 
 def initialize(layout: Layout, device: torch.device, seed: int) -> None:
-    """Join the processes of this launch and form megatron-core's groups; a second call re-forms the groups.
+    """Join the processes of this launch and form megatron-core's groups; groups of this layout are kept.
 
     Under torchrun or Slurm (RANK and WORLD_SIZE set) the world is theirs; otherwise it is this process.
     """
+    if parallel_state.model_parallel_is_initialized() and _current_layout() != layout:
+        shut_down()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         else:
-            dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
-            )
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        context_parallel_size=layout.context,
-        create_gloo_process_groups=False,
-    )
+            store = dist.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            context_parallel_size=layout.context,
+            create_gloo_process_groups=False,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _current_layout() -> Layout:
+    return Layout(
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
 
 
 def shut_down() -> None:

@@ -1,0 +1,317 @@
+"""Whole runs of the embedded engine on a very small policy: what a run leaves behind, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_grpo import VARIANTS, UserError
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED
+from nemo_grpo.engine.trainer import Trainer, TrainingAborted
+from nemo_grpo.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+# A warm start just long enough that some responses have the right format, and therefore groups carry signal.
+TINY = [
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.max_num_steps=4",
+    "grpo.val_period=2",
+    "policy.train_micro_batch_size=8",
+    "policy.generation.max_new_tokens=28",
+    "checkpointing.save_period=2",
+    "nemo_grpo.rewards={format: 1.0, accuracy: 1.0}",
+    "grpo.max_val_samples=4",
+    "grpo.val_num_generations_per_prompt=2",
+    "nemo_grpo.warm_start.num_steps=100",
+    "nemo_grpo.warm_start.batch_size=16",
+    "nemo_grpo.warm_start.intermediate_size=256",
+]
+
+
+PROMISED = (
+    *(
+        "reward/mean",
+        "reward/accuracy",
+        "reward/format",
+        "advantage/std",
+        "groups/valid_fraction",
+        "length/mean",
+    ),
+    *(
+        "entropy/mean",
+        "grad_norm",
+        "lr",
+        "ratio/clip_fraction",
+        "kl/previous",
+        "covariance/p50",
+        "covariance/p99",
+    ),
+    *("tokens_per_second", "mismatch/logprob_abs_mean", "mismatch/kl", "time/rollout", "time/update"),
+)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def recipe(tmp_path, cache):
+    def make(*overrides: str, name: str = "run"):
+        return load_recipe(
+            ROOT / "recipes/quickstart.yaml", arguments(tmp_path, cache, name) + list(overrides)
+        )
+
+    return make
+
+
+def arguments(folder: Path, cache: Path, name: str) -> list[str]:
+    places = [
+        f"nemo_grpo.runs_dir={folder}",
+        f"nemo_grpo.run_name={name}",
+        f"nemo_grpo.warm_start.cache_dir={cache}",
+    ]
+    return TINY + places
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(run: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in rows(run)]
+
+
+def test_a_run_leaves_behind_what_it_promises(recipe):
+    r = recipe()
+    assert Trainer(r).train()
+    run = r.run_dir
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+    for step in (0, 2, 4):
+        row = next(row for row in rows(run) if row["step"] == step)
+        assert {"validation/accuracy", "validation/greedy", "validation/pass@2"} <= row.keys()
+    last = rows(run)[-1]
+    assert set(PROMISED) <= last.keys()
+    assert abs(last["mismatch/logprob_abs_mean"]) < 1e-5  # the sampler has the policy's weights
+    assert last["ratio/mean"] == pytest.approx(1.0, abs=1e-5)  # one update per rollout is on-policy
+    assert "torch" in json.loads((run / "versions.json").read_text())
+    assert load_recipe(run / "recipe.resolved.yaml") == r
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
+    assert (run / "checkpoints/latest").read_text() == "step_000004"
+    assert list((run / "tensorboard").glob("events.*"))
+    assert not list(run.rglob("tmp_*"))
+
+
+def test_the_export_is_the_trained_policy_and_generates(recipe):
+    trainer = Trainer(recipe())
+    trainer.train()
+    model = AutoModelForCausalLM.from_pretrained(trainer.run.hf)
+    state = model.state_dict()
+    for name, tensor in trainer.policy.named_tensors():
+        assert torch.equal(state[name], tensor), name
+    start = load_file(trainer.source / "model.safetensors")
+    assert any(not torch.equal(start[name], state[name]) for name in start)
+    tokenizer = AutoTokenizer.from_pretrained(trainer.run.hf)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_trains_from_the_same_command(recipe, variant):
+    r = recipe(f"loss_fn.variant={variant}", "grpo.max_num_steps=2", name=variant)
+    assert Trainer(r).train()
+    last = rows(r.run_dir)[-1]
+    assert last["step"] == 2
+    assert last["grad_norm"] > 0
+    assert last["steps/skipped"] == 0
+
+
+@pytest.mark.parametrize("variant", ["dapo", "gpg"])
+def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, variant):
+    r = recipe(
+        f"loss_fn.variant={variant}", "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2", name=variant
+    )
+    Trainer(r).train()
+    for row in rows(r.run_dir)[1:]:
+        assert row["groups/valid_fraction"] >= (1.0 if variant == "dapo" else 0.6)
+        assert row["rollout/num_prompts"] % 4 == 0
+
+
+def test_a_step_without_signal_updates_nothing(recipe):
+    r = recipe("policy.generation.max_new_tokens=1", "loss_fn.variant=gpg", "grpo.max_num_steps=2")
+    trainer = Trainer(r)
+    before = {name: tensor.clone() for name, tensor in trainer.policy.named_tensors()}
+    trainer.train()
+    assert rows(r.run_dir)[-1]["steps/no_signal"] == 2
+    for name, tensor in trainer.policy.named_tensors():
+        assert torch.equal(tensor, before[name])
+
+
+def test_several_updates_per_rollout_move_away_from_the_scored_policy(recipe):
+    r = recipe("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4", "grpo.max_num_steps=1")
+    Trainer(r).train()
+    assert abs(rows(r.run_dir)[-1]["kl/previous"]) > 1e-9
+
+
+def test_resume_ends_with_the_same_weights_and_metrics_as_an_unbroken_run(recipe):
+    whole = Trainer(recipe(name="whole"))
+    whole.train()
+    first = Trainer(recipe(name="broken"))
+    while first.state.step < 3:  # beyond the checkpoint of step 2, as a killed run would be
+        first.run.append_metrics(first.train_step())
+        if first.state.step == 2:
+            first.last_validation = {}
+            first.save()
+    with (first.run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # the line that was being written when the run was killed
+    resumed = Trainer(recipe(name="broken"), resume=True)
+    assert resumed.state.step == 2
+    resumed.train()
+    expected = dict(whole.policy.named_tensors())
+    for name, tensor in resumed.policy.named_tensors():
+        assert torch.equal(tensor, expected[name]), name
+    assert without_time(resumed.run.path)[-2:] == without_time(whole.run.path)[-2:]
+    assert [row["step"] for row in rows(resumed.run.path)] == [1, 2, 3, 4]
+
+
+def test_a_run_can_be_extended(recipe):
+    Trainer(recipe()).train()
+    longer = Trainer(recipe("grpo.max_num_steps=6"), resume=True)
+    assert longer.state.step == 4
+    longer.train()
+    assert rows(longer.run.path)[-1]["step"] == 6
+
+
+def test_an_existing_run_is_refused_and_left_alone(recipe):
+    r = recipe("grpo.max_num_steps=1")
+    Trainer(r).train()
+    before = (r.run_dir / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="exists; add --resume"):
+        Trainer(r)
+    assert (r.run_dir / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["policy.megatron_cfg.tensor_model_parallel_size=2", "cluster.gpus_per_node=2"],
+            "tensor_model_parallel_size=2",
+        ),
+        (
+            ["policy.sequence_packing.enabled=true", "checkpointing.save_optimizer=false"],
+            "save_optimizer=False",
+        ),
+        (["nemo_grpo.engine.generator=vllm"], "generator=vllm"),
+        (
+            ["policy.model_name=/nowhere/model", "nemo_grpo.warm_start=null"],
+            "policy.model_name='/nowhere/model' is not",
+        ),
+        (["policy.precision=float16"], "policy.precision=float16"),
+        (["policy.generation.stop_strings=[x]"], "stop_token_ids"),
+        (["nemo_grpo.warm_start.vocab_size=100"], "vocab_size=100 is too small"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_before_anything_is_made(recipe, overrides, message):
+    with pytest.raises(UserError, match=message):
+        Trainer(recipe(*overrides))
+    assert not recipe().run_dir.exists()
+
+
+def test_a_model_without_tokenizer_is_refused(recipe, tmp_path):
+    trainer = Trainer(recipe("grpo.max_num_steps=1"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((trainer.source / name).read_bytes())
+    with pytest.raises(UserError, match="has no tokenizer"):
+        Trainer(recipe(f"policy.model_name={folder}", "nemo_grpo.warm_start=null", name="other"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="not a writable folder"):
+        Trainer(recipe(f"nemo_grpo.runs_dir={tmp_path / 'file'}"))
+
+
+def test_prompts_that_do_not_fit_are_named(recipe):
+    with pytest.raises(UserError, match=r"policy\.max_total_sequence_length=40"):
+        Trainer(recipe("policy.max_total_sequence_length=40")).train()
+
+
+def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
+    r = recipe(
+        "nemo_grpo.engine.max_consecutive_skipped_steps=2", "grpo.max_num_steps=9", "grpo.val_period=0"
+    )
+    trainer = Trainer(r)
+    healthy = trainer.policy.score
+    trainer.policy.score = lambda *a, **k: (healthy(*a, **k)[0] * float("nan"), healthy(*a, **k)[1])
+    with pytest.raises(TrainingAborted, match="2 steps in a row"):
+        trainer.train()
+    assert rows(r.run_dir)[-1]["steps/skipped"] == 2
+    assert trainer.store.latest().name == "step_000002"
+
+
+def command(tmp_path, cache, *extra):
+    recipe = str(ROOT / "recipes/quickstart.yaml")
+    line = [
+        sys.executable,
+        "-m",
+        "nemo_grpo.cli",
+        "train",
+        recipe,
+        *arguments(tmp_path, cache, "cli"),
+        *extra,
+    ]
+    return line, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, cache):
+    extra = ["grpo.max_num_steps=8", "grpo.val_period=0", "checkpointing.save_period=100"]
+    whole = Trainer(recipe(*extra, name="whole"))
+    whole.train()
+    line, environment = command(tmp_path, cache, *extra)
+    process = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "cli/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == EXIT_INTERRUPTED, error
+    assert "add --resume to continue" in error
+    stopped_at = rows(tmp_path / "cli")[-1]["step"]
+    assert stopped_at < 8
+    resumed = subprocess.run(
+        [*line, "--resume"], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    exported = load_file(tmp_path / "cli/hf/model.safetensors")
+    for name, tensor in whole.policy.named_tensors():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_refusals_are_one_line_and_exit_code_2(tmp_path, cache):
+    line, environment = command(tmp_path, cache, "grpo.max_num_stepz=3")
+    result = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.strip().count("\n") == 0
+    assert "max_num_steps" in result.stderr
+    assert not (tmp_path / "cli").exists()
