@@ -17,10 +17,11 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "reward",
         "Training reward",
-        "mean reward",
-        ("reward/mean",),
+        "mean over rollouts",
+        ("reward/accuracy", "reward/mean"),
         draw_training,
-        "Mean reward of the step's rollouts.",
+        "Accuracy component of the rollouts' reward, by which runs with other reward weights compare; the "
+        "whole reward if a run does not have it.",
     ),
     Panel(
         "entropy",
@@ -42,7 +43,7 @@ PANELS: tuple[Panel, ...] = (
     ),
     Panel(
         "kl",
-        "KL to the start policy",
+        "KL to start policy",
         "nats per token",
         ("kl/step_start", "kl/reference"),
         draw_training,
@@ -68,11 +69,11 @@ PANELS: tuple[Panel, ...] = (
     ),
     Panel(
         "covariance",
-        "Covariance of logprob, advantage",
+        "Covariance",
         "1st, 50th, 99th percentile",
         ("covariance/p1", "covariance/p50", "covariance/p99"),
         draw_percentiles,
-        "Percentiles, over the step's tokens, of the covariance of log-probability and advantage.",
+        "Percentiles, over a step's tokens, of the covariance of log-probability and advantage.",
     ),
     Panel(
         "valid_groups",

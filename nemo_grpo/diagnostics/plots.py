@@ -27,7 +27,8 @@ MAX_BANDS = 4
 MAX_PALE = 2
 """With more groups than this, single steps behind the running means are left out."""
 
-Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], None]
+Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
+"""Draws and returns the metric that it has drawn, as the picture shall name it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Panel:
     Attributes:
         name: file name of its PNG.
         title, unit: what is drawn, and the y axis.
-        keys: metrics; what several mean is up to ``draw``.
+        keys: metrics of metrics.jsonl; to `draw_training` they are alternatives.
         draw: how.
         explanation: a sentence for the report.
         from_zero: the y axis starts at 0.
@@ -74,7 +75,7 @@ def style_of(index: int) -> Style:
 # ------------------------------------------------------------------ how a panel is drawn
 
 
-def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> None:
+def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
     """Mean over seeds, a band of one standard deviation; for a single group greedy and pass@k too."""
     for index, group in enumerate(groups):
         style = style_of(index)
@@ -91,13 +92,14 @@ def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
             if len(steps):
                 axes.plot(steps, mean, color=COMPANION, ls=dash, lw=1.3, label=key.rpartition("/")[2])
         axes.legend(frameon=False, fontsize=8.5, handlelength=3)
+    return keys[0]
 
 
-def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> None:
-    """Running mean of the first metric a group has; behind it single steps, or a deviation over seeds."""
+def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
+    """Running mean of one metric, `common_key`; behind it single steps, or the spread of the seeds."""
+    key = common_key(groups, keys)
     for index, group in enumerate(groups):
         style = style_of(index)
-        key = next((key for key in keys if any(run.points(key) for run in group.runs)), keys[0])
         steps, mean, spread = group.curve(key)
         smooth = running_mean(mean)
         if spread.any() and len(groups) <= MAX_BANDS:
@@ -107,9 +109,10 @@ def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -
             axes.plot(steps, mean, color=style.color, alpha=0.28, lw=0.8)
         marker = style.marker if len(steps) == 1 else ""
         axes.plot(steps, smooth, color=style.color, ls=style.dash, lw=1.7, marker=marker, ms=4.5)
+    return key
 
 
-def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> None:
+def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
     """One line per percentile, their range shaded; the axis is linear near 0 and logarithmic beyond."""
     for index, group in enumerate(groups):
         style = style_of(index)
@@ -120,6 +123,16 @@ def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]
             steps, lowest, highest = curves[0][0], curves[0][1], curves[-1][1]
             axes.fill_between(steps, lowest, highest, color=style.color, alpha=0.1, lw=0)
     axes.set_yscale("symlog", linthresh=0.1)
+    return " ".join([keys[0], *(key.rpartition("/")[2] for key in keys[1:])])
+
+
+def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
+    """The first metric that every group has; failing that, the first that any has."""
+    for test in (all, any):
+        for key in keys:
+            if test(len(group.curve(key)[0]) > 0 for group in groups):
+                return key
+    return keys[0]
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
@@ -181,7 +194,8 @@ def _seeds_label(group: RunGroup) -> str:
 
 
 def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
-    panel.draw(axes, groups, panel.keys)
+    metric = panel.draw(axes, groups, panel.keys)
+    axes.set_title(metric, loc="right", fontsize=7.5, color=COMPANION)
     axes.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))

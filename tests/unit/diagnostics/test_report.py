@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from nemo_grpo.diagnostics import group_runs, plot_run, read_run, write_report
 from nemo_grpo.diagnostics.panels import PANELS
-from nemo_grpo.diagnostics.plots import running_mean, style_of
+from nemo_grpo.diagnostics.plots import common_key, running_mean, style_of
 from nemo_grpo.errors import UserError
 
 MakeRun = Callable[..., Path]
@@ -260,6 +260,17 @@ def test_cli_writes_the_report_where_told(make_run: MakeRun, tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------ drawing
+
+
+def test_panel_takes_the_metric_that_every_group_has(make_run: MakeRun) -> None:
+    both = make_run("both", [{"step": 1, "a": 1.0, "b": 1.0}], "gpg")
+    one = make_run("one", [{"step": 1, "b": 1.0}], "erpo")
+    none = make_run("none", [{"step": 1}])
+    read = [read_run(folder) for folder in (both, one, none)]
+    assert common_key(group_runs(read[:1]), ("a", "b")) == "a"
+    assert common_key(group_runs(read[:2]), ("a", "b")) == "b"
+    assert common_key(group_runs(read), ("a", "b")) == "a"
+    assert common_key(group_runs(read[2:]), ("a", "b")) == "a"
 
 
 def test_running_mean_is_centred_and_keeps_length() -> None:
