@@ -28,7 +28,7 @@ def family_for(hf_config: dict[str, Any]) -> Family:
         if (architectures and architectures[0] == module.ARCHITECTURE) or (
             not architectures and model_type == module.MODEL_TYPE
         ):
-            return Family(hf_config, module.table(hf_config), module.BRIDGE_PROVIDER)
+            return Family(hf_config, module.table(hf_config))
     found = architectures[0] if architectures else f"model_type={model_type!r}"
     supported = ", ".join(module.ARCHITECTURE for module in FAMILIES)
     raise UserError(f"config.json: architecture {found} is not supported; supported: {supported}")

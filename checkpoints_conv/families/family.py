@@ -50,13 +50,12 @@ class Family:
     """The two-way mapping of one model.
 
     Attributes: config: config.json's content.  dims: sizes by letter.  entries: the table.
-                num_layers, tied: from the config.  bridge_provider: Megatron-Bridge's class of this family.
+                num_layers, tied: from the config.
     """
 
-    def __init__(self, config: dict[str, Any], entries: Sequence[Entry], bridge_provider: str) -> None:
+    def __init__(self, config: dict[str, Any], entries: Sequence[Entry]) -> None:
         self.config = config
         self.entries = tuple(entries)
-        self.bridge_provider = bridge_provider
         self.dims = model_dims(config)
         self.num_layers = int(config["num_hidden_layers"])
         self.tied = bool(config.get("tie_word_embeddings", False))
@@ -206,12 +205,12 @@ def model_dims(config: Mapping[str, Any]) -> dict[str, int]:
         raise UserError(f"config.json has no {error.args[0]}; is it a language model's config?") from None
     if heads % groups:
         raise UserError(
-            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; mend it"
+            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
         )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise UserError(
-                f"config.json: {key}=true is not supported; Megatron has these biases on all linear layers or none"
+                f"config.json: {key}=true is not supported; Megatron has them on all linear layers or none"
             )
     return {
         "h": hidden, "q": heads * head, "kv": groups * head, "d": head, "f": ffn, "v": vocab, "e": experts,

@@ -8,7 +8,6 @@ from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"
-BRIDGE_PROVIDER = "megatron.bridge.models.llama.llama_provider.Llama3ModelProvider"
 
 
 def table(config: dict[str, Any]) -> tuple[Entry, ...]:

@@ -8,7 +8,6 @@ from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_
 
 ARCHITECTURE = "MistralForCausalLM"
 MODEL_TYPE = "mistral"
-BRIDGE_PROVIDER = "megatron.bridge.models.mistral.mistral_provider.MistralModelProvider"
 
 
 def table(config: dict[str, Any]) -> tuple[Entry, ...]:

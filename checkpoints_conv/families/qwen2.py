@@ -8,7 +8,6 @@ from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 MODEL_TYPE = "qwen2"
-BRIDGE_PROVIDER = "megatron.bridge.models.qwen.qwen_provider.Qwen2ModelProvider"
 
 
 def table(config: dict[str, Any]) -> tuple[Entry, ...]:

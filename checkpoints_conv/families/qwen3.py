@@ -8,7 +8,6 @@ from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
-BRIDGE_PROVIDER = "megatron.bridge.models.qwen.qwen_provider.Qwen3ModelProvider"
 
 
 def table(config: dict[str, Any]) -> tuple[Entry, ...]:

@@ -9,7 +9,6 @@ from nemo_grpo.errors import UserError
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 MODEL_TYPE = "qwen3_moe"
-BRIDGE_PROVIDER = "megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider"
 
 
 def table(config: dict[str, Any]) -> tuple[Entry, ...]:

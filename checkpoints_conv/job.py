@@ -1,0 +1,237 @@
+"""A conversion that can be interrupted at any moment: partial folder, journal, and a rename at the end.
+
+Next to the output ``NAME`` lies ``.NAME.partial`` with ``data/`` (what will become NAME), ``journal.jsonl``
+(one line per finished piece) and ``lock``. NAME appears only by renaming the complete, flushed ``data/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from nemo_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+
+SHA256SUMS = "SHA256SUMS"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Job:
+    """One conversion's place on disk; use it as a context manager.
+
+    Attributes: output: final folder.  data: where to write.  journal: entries of an interrupted attempt.
+    """
+
+    def __init__(
+        self, output: Path, source: Path, settings: dict[str, Any], resume: bool = False, force: bool = False
+    ) -> None:
+        """Check that the output may be written; nothing is created yet.
+
+        Args:   source: folder that is converted; it must not change between attempts.
+                settings: whatever changes the result; a resumed job must have the same.
+        Raises: UserError: the output or an unfinished conversion exists and neither option allows it.
+        """
+        self.output = output.absolute()
+        self.partial = self.output.with_name(f".{self.output.name}.partial")
+        self.data = self.partial / "data"
+        self.resume, self.force = resume, force
+        self.settings = settings | {"source": _fingerprint(source)}
+        self.journal: list[dict[str, Any]] = []
+        self.num_recorded = 0
+        self._append = threading.Lock()
+        self._check(source)
+
+    def _check(self, source: Path) -> None:
+        inside = self.output.resolve()
+        for one, other in ((inside, source.resolve()), (source.resolve(), inside)):
+            if one == other or one in other.parents:
+                raise UserError(f"--output {self.output} overlaps the source {source}; choose another folder")
+        if self.output.exists() and not self.force:
+            raise UserError(f"--output {self.output} exists; choose another name, or replace it with --force")
+        if self.partial.exists() and not (self.resume or self.force):
+            raise UserError(
+                f"{self.output} has an unfinished conversion; finish it with --resume or start over "
+                "with --force"
+            )
+        if self.resume and not self.partial.exists():
+            log.info("nothing to resume for %s; starting from the beginning", self.output)
+
+    def __enter__(self) -> Job:
+        """Create or reopen the partial folder and lock it.
+
+        Raises: UserError: another process writes there, or the settings differ from the first attempt's.
+        """
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.partial / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"another process is converting to {self.output}; wait until it is done"
+            ) from None
+        if not self.resume:
+            shutil.rmtree(self.data, ignore_errors=True)
+            (self.partial / "journal.jsonl").unlink(missing_ok=True)
+        self.data.mkdir(exist_ok=True)
+        self._load_journal()
+        return self
+
+    def _load_journal(self) -> None:
+        path = self.partial / "journal.jsonl"
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the last line may be torn
+                self.journal.append(json.loads(line))
+        if self.journal and (first := self.journal.pop(0)) != json.loads(json.dumps(self.settings)):
+            changed = sorted(key for key in self.settings if self.settings[key] != first.get(key))
+            raise UserError(
+                f"--resume {self.output}: {', '.join(changed)} changed since the first attempt; "
+                "use the same options and source, or start over with --force"
+            )
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write_line(self.settings)
+        for entry in self.journal:
+            self.record(entry)
+
+    def record(self, entry: dict[str, Any]) -> None:
+        """Note that a piece is done. One write per line, so a killed process tears at most the last one."""
+        with self._append:
+            self._write_line(entry)
+            self.num_recorded += 1
+
+    def _write_line(self, entry: dict[str, Any]) -> None:
+        os.write(self._file, json.dumps(entry).encode() + b"\n")
+
+    def need_space(self, num_bytes: int) -> None:
+        """Refuse to start what cannot fit.
+
+        Raises: UserError: less than ``num_bytes`` are free.
+        """
+        free = shutil.disk_usage(self.partial).free
+        if free < num_bytes:
+            raise UserError(
+                f"{self.output.parent} has {free / 1e9:.1f} GB free, {num_bytes / 1e9:.1f} GB are needed; "
+                "free some or choose another folder"
+            )
+
+    def finish(self, sha256: bool = False) -> None:
+        """Flush everything to disk and give the output its name.
+
+        Args: sha256: also write ``SHA256SUMS``.
+        """
+        if sha256:
+            write_sha256(self.data)
+        for path in sorted(self.data.rglob("*"), reverse=True):
+            _flush(path)
+        _flush(self.data)
+        replaced = self.output.with_name(f".{self.output.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.output.exists():
+            self.output.rename(replaced)
+        self.data.rename(self.output)
+        _flush(self.output.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.close(self._file)
+        shutil.rmtree(self.partial)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lock. A failed job leaves its partial folder for ``--resume`` if anything was done.
+
+        Raises: UserError: instead of the system's error, when the disk is full.
+        """
+        self._lock.close()
+        if error is not None and not self.num_recorded:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise UserError(
+                f"the disk of {self.output.parent} is full; free some space and run again with --resume"
+            ) from error
+
+
+def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_workers: int) -> None:
+    """Do ``work`` on every item, on threads; the first failure or Ctrl-C stops all of them.
+
+    Reading, writing and checksums release Python's lock, so threads overlap the disk with the processor.
+    """
+    source, lock, stop = iter(items), threading.Lock(), threading.Event()
+
+    def worker() -> None:
+        while not stop.is_set():
+            with lock:
+                item = next(source, None)
+            if item is None:
+                return
+            try:
+                work(item)
+            except BaseException:
+                stop.set()
+                raise
+
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="convert") as pool:
+        futures = [pool.submit(worker) for _ in range(num_workers)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def write_sha256(folder: Path) -> None:
+    """Write ``SHA256SUMS`` over all files below a folder, in the form of the sha256sum command."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SHA256SUMS)
+    lines = [f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in files]
+    (folder / SHA256SUMS).write_text("".join(lines))
+
+
+def check_sha256(folder: Path) -> int:
+    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list.
+
+    Raises: UserError: a file is missing or differs.
+    """
+    path = folder / SHA256SUMS
+    if not path.exists():
+        return 0
+    lines = [line.partition("  ") for line in path.read_text().splitlines() if line]
+    for expected, _, name in lines:
+        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+            raise UserError(f"{folder / name} does not match {path}; copy or download it again")
+    return len(lines)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fingerprint(source: Path) -> dict[str, Any]:
+    files: Iterator[Path] = (path for path in sorted(source.rglob("*")) if path.is_file())
+    digest = hashlib.sha256()
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path.relative_to(source)} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return {"folder": str(source.resolve()), "files": digest.hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
