@@ -1,8 +1,7 @@
 """Peak memory and time of logprobs + entropy with backward: chunked, against log_softmax in fp32.
 
-Each case runs in a process of its own; the figure is the growth of that process's peak resident memory over
-what it held with the logits in place, divided by the size of the logits. Both sides need the gradient, which is
-1.0 by itself.
+Each case runs in a process of its own; the figure is the growth of its peak resident memory over what it held with
+the logits in place, in units of the logits. The gradient, which both sides need, is 1.0 of it.
 
     python benchmarks/logprob_memory.py [--tokens 2048] [--vocab 65536] [--dtype bfloat16]
 """
@@ -63,9 +62,8 @@ def main() -> None:
         measure(arguments.one, arguments.tokens, arguments.vocab, getattr(torch, arguments.dtype))
         return
     size = arguments.tokens * arguments.vocab * getattr(torch, arguments.dtype).itemsize / 2**20
-    print(
-        f"logits {arguments.tokens} x {arguments.vocab} {arguments.dtype}: {size:.0f} MiB, forward + backward, 1 thread"
-    )
+    shape = f"{arguments.tokens} x {arguments.vocab} {arguments.dtype}"
+    print(f"logits {shape}: {size:.0f} MiB, forward and backward, one thread")
     found = {}
     for which in ("dense", "chunked"):
         command = [sys.executable, __file__, "--one", which, "--tokens", str(arguments.tokens)]

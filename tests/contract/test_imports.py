@@ -20,7 +20,7 @@ ALLOWED_OWN = {
     "variants": {"core", "variants", "errors"},
     "tasks": {"tasks", "errors"},
     "recipe": {"core", "variants", "recipe", "tasks", "errors"},
-    "diagnostics": {"core", "diagnostics", "errors"},
+    "diagnostics": {"core", "variants", "recipe", "diagnostics", "errors"},
 }
 
 

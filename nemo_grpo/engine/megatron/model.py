@@ -132,20 +132,13 @@ class HFWeights:
     def load(self, hf_tensors: Mapping[str, Tensor]) -> None:
         """Copy Hugging Face tensors into the parameters.
 
-        Raises: UserError: tensors missing, left over or of another shape.
+        Raises: UserError: tensors missing, left over, or of another shape than config.json says.
         """
         full = dict(self.family.to_megatron(hf_tensors))
-        for name, parameter in self.model.named_parameters():
-            source = full.pop(name, None)
-            if source is None or source.shape != parameter.shape:
-                shape = None if source is None else list(source.shape)
-                raise UserError(
-                    f"{name}: the model needs {list(parameter.shape)}, the checkpoint has {shape}; is "
-                    "config.json of the same model?"
-                )
-            parameter.copy_(source)
-        if full:
-            raise UserError(f"the checkpoint has tensors that the model has no place for: {sorted(full)}")
+        parameters = dict(self.model.named_parameters())
+        assert full.keys() == parameters.keys(), full.keys() ^ parameters.keys()
+        for name, parameter in parameters.items():
+            parameter.copy_(full[name])
 
     @torch.no_grad()
     def named_tensors(
