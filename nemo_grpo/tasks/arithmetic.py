@@ -18,7 +18,7 @@ class ArithmeticConfig(TaskConfig):
     name: Literal["arithmetic"] = "arithmetic"
     num_digits: int = Field(default=2, ge=1, le=9)
     """Both operands have exactly so many digits (none begins with 0)."""
-    operations: tuple[Literal["+", "-"], ...] = Field(default=("+",), min_length=1)
+    operations: tuple[Literal["+", "-"], ...] = Field(default=("+",), min_length=1, strict=False)
     """Drawn from uniformly; differences are never negative."""
 
     def build(self) -> Arithmetic:
