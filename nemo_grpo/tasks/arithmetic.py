@@ -9,7 +9,7 @@ from pydantic import Field
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import HELD_OUT_SHARE, Problem, TaskConfig, is_held_out, stream
-from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer, render_response
+from nemo_grpo.tasks.response import exact_match, extract_answer, render_response
 
 
 class ArithmeticConfig(TaskConfig):
@@ -67,12 +67,10 @@ class Arithmetic:
         return render_response(" ".join(columns), problem.answer)
 
     def extract(self, response: str) -> str | None:
-        answer = last_answer(response)
-        return None if answer is None else normalize_answer(answer)
+        return extract_answer(response)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        correct = self.extract(response) == normalize_answer(problem.answer)
-        return {"accuracy": float(correct), "format": format_reward(response)}
+        return exact_match(problem.answer, response)
 
     def _draw(self, rng: random.Random, *, held_out: bool) -> Problem:
         while True:
