@@ -32,7 +32,7 @@ def extract_answer(response: str) -> str | None:
 
 
 def exact_match(answer: str, response: str) -> dict[str, float]:
-    """Reward components of a task with one right text: ``accuracy``, 1 if the answers are equal; ``format``."""
+    """Reward components where one text is right: ``accuracy``, 1 if the answers are equal, and ``format``."""
     correct = extract_answer(response) == normalize_answer(answer)
     return {"accuracy": float(correct), "format": format_reward(response)}
 
