@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 ITERATION = 0
 _EXTRA_STATES = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv")
-_DENSE_EXTRA_STATES = ("mlp.linear_fc1", "mlp.linear_fc2")
+_MLP_EXTRA_STATES = ("linear_fc1", "linear_fc2")
 
 
 def hf_to_megatron(
@@ -115,9 +116,10 @@ class _Conversion:
         if unit.padded:
             whole = pad_rows(whole, self.padded_vocab_size)
         block = whole.reshape(*(1 for _ in unit.index), *whole.shape)
-        one = writer.write(unit.key, self._key_shape(unit), self._offsets(unit), block)
-        job.record(one.to_json())
-        written.append(one)
+        for key in (*unit.twins, unit.key):  # the unit's own key says that all are there
+            one = writer.write(key, self._key_shape(unit), self._offsets(unit), block)
+            job.record(one.to_json())
+            written.append(one)
         advance(self._num_bytes(unit))
 
     def _key_shape(self, unit: Unit) -> tuple[int, ...]:
@@ -133,12 +135,15 @@ class _Conversion:
         return rows * math.prod(unit.shape[1:]) * self.dtypes[unit.key].itemsize
 
     def _extra_states(self) -> list[str]:
-        """Keys under which Transformer Engine's layers look for FP8 scales; None is an answer they take."""
-        layers = self.family.num_layers
-        names = _EXTRA_STATES + (() if self.family.dims["e"] else _DENSE_EXTRA_STATES)
-        return [
-            f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for name in names for i in range(layers)
-        ]
+        """Keys under which megatron-core's layers look for FP8 scales; None is an answer they take."""
+        layers, experts = self.family.num_layers, self.family.dims["e"]
+        found = [(name, f"{i}", f"{layers}") for name in _EXTRA_STATES for i in range(layers)]
+        for i, name in product(range(layers), _MLP_EXTRA_STATES):
+            if not experts:
+                found.append((f"mlp.{name}", f"{i}", f"{layers}"))
+            for e in range(experts):
+                found.append((f"mlp.experts.experts.{name}", f"{i}.{e}", f"{layers}.{experts}"))
+        return [f"decoder.layers.{name}._extra_state/shard_{at}_{size}" for name, at, size in found]
 
 
 def _dtypes(

@@ -80,14 +80,19 @@ class Job:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._lock.close()
             raise UserError(
                 f"another process is converting to {self.output}; wait until it is done"
             ) from None
-        if not self.resume:
-            shutil.rmtree(self.data, ignore_errors=True)
-            (self.partial / "journal.jsonl").unlink(missing_ok=True)
-        self.data.mkdir(exist_ok=True)
-        self._load_journal()
+        try:
+            if not self.resume:
+                shutil.rmtree(self.data, ignore_errors=True)
+                (self.partial / "journal.jsonl").unlink(missing_ok=True)
+            self.data.mkdir(exist_ok=True)
+            self._load_journal()
+        except BaseException:
+            self._lock.close()
+            raise
         return self
 
     def _load_journal(self) -> None:

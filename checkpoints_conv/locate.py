@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from checkpoints_conv.families import Family
-from checkpoints_conv.families.family import Unit, refuse_unmatched
+from checkpoints_conv.families.family import Unit, check_tied, refuse_unmatched
 from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 RUN_CONFIG = "run_config.yaml"
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -42,9 +43,12 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
     names = {unit: _name(unit, stored) for unit in family.units()}
     missing = {unit.key for unit, name in names.items() if name is None}
     extra = set(stored) - {name for name in names.values() if name}
+    extra -= {twin for unit in names for twin in unit.twins}
     if family.tied:
-        extra -= {"output_layer.weight"}
+        extra -= {_OUTPUT}
     refuse_unmatched("Megatron", missing, extra)
+    if family.tied and _OUTPUT in stored:
+        check_tied(*(reader.read(name, (0, 0), stored[name]) for name in (_EMBEDDING, _OUTPUT)))
     places = []
     for unit, name in names.items():
         assert name is not None

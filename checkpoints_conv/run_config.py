@@ -116,4 +116,4 @@ def _scalar(value: object) -> str:
     if isinstance(value, float) and "e" in (text := repr(value)) and "." not in text:
         mantissa, _, exponent = text.partition("e")  # YAML 1.1 takes 1e-06 for a string
         return f"{mantissa}.0e{exponent}"
-    return str(value)
+    return "null" if value is None else str(value)

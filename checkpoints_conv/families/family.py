@@ -26,6 +26,7 @@ class Unit:
     Attributes:
         megatron: its name, layer and expert filled in.
         key, index: its torch_dist key and the position on the stacked axes: (), (layer,) or (layer, expert).
+        twins: further keys under which it is written.
         stacked_keys: every key under which it may be found stacked, ``key`` first.
         layer_keys: keys under which it may be found by itself, in checkpoints that do not stack layers.
         row, shape: first row within the tensor, and the block's shape.
@@ -37,6 +38,7 @@ class Unit:
     megatron: str
     key: str
     index: tuple[int, ...]
+    twins: tuple[str, ...]
     stacked_keys: tuple[str, ...]
     layer_keys: tuple[str, ...]
     row: int
@@ -137,12 +139,14 @@ class Family:
         shapes: tuple[tuple[int, ...], ...],
         op: Op,
     ) -> Unit:
-        on_disk = (entry.fused or entry.megatron, entry.megatron)
+        twins = (entry.twin,) if entry.twin else ()
+        on_disk = (entry.fused or entry.megatron, entry.megatron, *twins)
         stacked = tuple(_stacked(name) for name in on_disk)
         return Unit(
             megatron=entry.megatron.format(**numbers),
             key=stacked[0],
             index=tuple(numbers.values()),
+            twins=tuple(_stacked(name) for name in twins),
             stacked_keys=stacked,
             layer_keys=tuple(name.format(**numbers) for name in on_disk),
             row=row,
