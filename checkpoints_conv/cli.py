@@ -6,11 +6,11 @@ import logging
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
 
 EXIT_DIFFERENT = 1
 
@@ -73,6 +73,11 @@ def megatron_to_hf_command(
     output: Output,
     dtype: Dtype = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB or 500MB.")] = "5GB",
+    lora: Annotated[
+        str | None, typer.Option(help="merge: adapters into --base; adapter: as a PEFT folder.")
+    ] = None,
+    base: Annotated[Path | None, typer.Option(help="With --lora: the model that was adapted.")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="Default: from run_config.yaml.")] = None,
     workers: Workers = 2,
     resume: Resume = False,
     force: Force = False,
@@ -84,19 +89,23 @@ def megatron_to_hf_command(
     --hf-config Qwen2.5-7B --output qwen-trained
     """
     from checkpoints_conv.dtypes import dtype_for
+    from checkpoints_conv.lora import export_adapter, merge_lora
     from checkpoints_conv.megatron_to_hf import megatron_to_hf
 
-    megatron_to_hf(
-        megatron_checkpoint,
-        hf_config,
-        output,
-        dtype=dtype_for(dtype),
-        max_shard_bytes=num_bytes(max_shard_size),
-        num_workers=workers,
-        resume=resume,
-        force=force,
-        sha256=sha256,
-    )
+    options: dict[str, Any] = {"dtype": dtype_for(dtype), "num_workers": workers, "sha256": sha256}
+    options |= {"resume": resume, "force": force}
+    shard_bytes = num_bytes(max_shard_size)
+    if (lora is None) != (base is None):
+        raise UserError("--lora and --base belong together; give both or none")
+    if lora is None or base is None:
+        megatron_to_hf(megatron_checkpoint, hf_config, output, max_shard_bytes=shard_bytes, **options)
+    elif lora == "merge":
+        options["max_shard_bytes"] = shard_bytes
+        merge_lora(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+    elif lora == "adapter":
+        export_adapter(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+    else:
+        raise UserError(f"--lora {lora!r} is not known{did_you_mean(lora, ('merge', 'adapter'))}")
     typer.echo(str(output))
 
 

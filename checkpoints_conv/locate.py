@@ -15,6 +15,7 @@ from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+ADAPTER = ".adapter."
 RUN_CONFIG = "run_config.yaml"
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -40,6 +41,8 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
     """
     _check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
+    if any(ADAPTER in name for name in stored):
+        raise UserError(f"{reader.folder} has LoRA adapters; use --lora merge or --lora adapter")
     names = {unit: _name(unit, stored) for unit in family.units()}
     missing = {unit.key for unit, name in names.items() if name is None}
     extra = set(stored) - {name for name in names.values() if name}
@@ -81,10 +84,7 @@ def _check_shape(family: Family, unit: Unit, name: str, found: tuple[int, ...]) 
 
 def _check_run_config(family: Family, path: Path) -> None:
     """Compare what the checkpoint says of its model; shapes alone do not tell 8 heads of 64 from 4 of 128."""
-    if not path.exists():
-        return
-    section = re.search(r"^model:\n((?:[ ].*\n?|\n)*)", path.read_text(), re.MULTILINE)
-    settings = dict(re.findall(r"^  (\w+): *(\d+) *$", section[1], re.MULTILINE)) if section else {}
+    settings = run_config_numbers(path, "model")
     config, dims = family.config, family.dims
     expected = {
         "num_layers": ("num_hidden_layers", family.num_layers),
@@ -94,8 +94,16 @@ def _check_run_config(family: Family, path: Path) -> None:
         "hidden_size": ("hidden_size", dims["h"]),
     }
     for key, (hf_key, value) in expected.items():
-        if key in settings and int(settings[key]) != value:
+        if key in settings and settings[key] != value:
             raise UserError(
-                f"{path.name} has {key}={settings[key]}, config.json has {hf_key}={value}; are the "
+                f"{path.name} has {key}={settings[key]:g}, config.json has {hf_key}={value}; are the "
                 "checkpoint and config.json of the same model?"
             )
+
+
+def run_config_numbers(path: Path, section: str) -> dict[str, float]:
+    """The numbers directly in a section of run_config.yaml; empty if there is no such file or section."""
+    text = path.read_text() if path.exists() else ""
+    found = re.search(rf"^{section}:\n((?: .*\n?|\n)*)", text, re.MULTILINE)
+    lines = re.findall(r"^  (\w+): *(\d+(?:\.\d*)?) *$", found[1], re.MULTILINE) if found else []
+    return {key: float(value) for key, value in lines}

@@ -145,12 +145,14 @@ class Payload:
     def read(self, out: Tensor | None = None) -> Tensor:
         """The tensor, its checksum verified.
 
-        Args:   out: contiguous tensor of this dtype and shape to read into, where the layout allows.
+        Args:   out: contiguous tensor of this dtype and shape to read into; if the stored layout does not
+                allow that, another tensor is returned.
         Raises: UserError: the file ends early, or the data do not match the checksum.
         """
         storage, layout = self._layout.storage, self._layout
         plain = layout.offset == 0 and torch.Size(layout.shape).numel() == storage.num_elements
-        plain = plain and torch.empty(layout.shape, device="meta").stride() == layout.stride
+        flat = torch.empty(storage.num_elements, device="meta")
+        plain = plain and flat.as_strided(layout.shape, layout.stride).is_contiguous()
         target = out if out is not None and plain else torch.empty(storage.num_elements, dtype=storage.dtype)
         self._fill(f"data/{storage.key}", byte_view(target))
         if out is not None and plain:

@@ -146,7 +146,7 @@ class TorchDistReader:
             target = out[tuple(slice(b - s, e - s) for (b, e), s in zip(box, start, strict=True))]
             whole = target.is_contiguous() and tuple(target.shape) == chunk.sizes
             part = self._cut(chunk, box, key, target if whole else None)
-            if not whole:
+            if part.data_ptr() != target.data_ptr():
                 target.copy_(part)
         return out
 

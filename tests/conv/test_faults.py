@@ -117,7 +117,7 @@ def test_interrupted_conversion_leaves_no_output_and_resumes(direction, number, 
     check(tmp_path / "out")
     assert names_in(tmp_path) == ["out"]
     convert(tmp_path / "whole")
-    assert 12 <= count[0] - num_resumed <= 21  # what was done (19, less what was in flight) was kept
+    assert 15 <= count[0] - num_resumed <= 22  # what was done before (19 writes, the rest of a unit) was kept
 
 
 def test_damaged_progress_is_repeated(direction, tmp_path, monkeypatch):
@@ -229,7 +229,8 @@ def test_truncated_checkpoint_is_refused(source, checkpoint, tmp_path):
 def test_flipped_bit_in_a_checkpoint_is_found(source, checkpoint, tmp_path):
     folder, file = copy_of(checkpoint, tmp_path)
     reader = TorchDistReader(folder)
-    chunk = next(c for key in reader.weights.values() for c in key.chunks if c.file == file.name)
+    chunks = [c for key in reader.weights.values() for c in key.chunks if c.file == file.name]
+    chunk = max(chunks, key=lambda c: c.length)  # so large that its middle is data
     reader.close()
     data = bytearray(file.read_bytes())
     data[chunk.start + chunk.length // 2] ^= 1

@@ -1,0 +1,112 @@
+"""Peak resident memory of both converters against the size of the model.
+
+Every conversion runs in a process of its own; the figure is the kernel's peak RSS of that process, page cache of
+mapped files included (nothing is mapped). Models differ in their number of layers only. The source is sparse, so
+a model of 16 GB needs 32 GB of free disk for its two results, one after the other.
+
+    python benchmarks/convert_memory.py [--sizes 1.5 4 16] [--workers 2] [--scratch DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from convert_models import make_model, num_bytes
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def peak_of(arguments: list[str]) -> tuple[float, float]:
+    """Run the command line in a child. Returns: peak RSS in bytes, seconds."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "checkpoints_conv", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    pid = os.posix_spawn(sys.executable, command, environment)
+    _, status, usage = os.wait4(pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed with status {status}")
+    return usage.ru_maxrss * 1024.0, time.monotonic() - start
+
+
+def measure(scratch: Path, size: float, workers: int) -> list[dict[str, float | str]]:
+    """Both directions for one size."""
+    hf, megatron, back = scratch / "hf", scratch / "megatron", scratch / "back"
+    largest = make_model(hf, size, sparse=True)
+    runs = {
+        "hf-to-megatron": ["--hf-model", str(hf), "--output", str(megatron)],
+        "megatron-to-hf": [
+            *("--megatron-checkpoint", str(megatron), "--hf-config", str(hf), "--output", str(back))
+        ],
+    }
+    rows: list[dict[str, float | str]] = []
+    for name, options in runs.items():
+        peak, seconds = peak_of([name, *options, "--workers", str(workers)])
+        limit = 500e6 + 3 * largest * workers
+        rows.append(
+            {
+                "direction": name,
+                "gigabytes": num_bytes(hf) / 1e9,
+                "peak_gigabytes": peak / 1e9,
+                "limit_gigabytes": limit / 1e9,
+                "seconds": seconds,
+            }
+        )
+        print(
+            f"| {name} | {num_bytes(hf) / 1e9:.2f} | {workers} | {peak / 1e9:.2f} | {limit / 1e9:.2f} | "
+            f"{seconds:.0f} |",
+            flush=True,
+        )
+    for folder in (hf, megatron, back):
+        shutil.rmtree(folder)
+    return rows
+
+
+def plot(rows: list[dict[str, float | str]], workers: int) -> None:
+    """RSS against size, with the limit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    for name in ("hf-to-megatron", "megatron-to-hf"):
+        chosen = [row for row in rows if row["direction"] == name]
+        axes.plot(
+            [row["gigabytes"] for row in chosen],
+            [row["peak_gigabytes"] for row in chosen],
+            marker="o",
+            label=name,
+        )
+    sizes = sorted({float(row["gigabytes"]) for row in rows})
+    axes.plot(sizes, sizes, linestyle=":", color="gray", label="whole model in memory")
+    axes.axhline(float(rows[0]["limit_gigabytes"]), linestyle="--", color="black", label="limit")
+    axes.set(xlabel="model, GB", ylabel="peak RSS, GB", title=f"{workers} workers", ylim=(0, None))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / "convert_memory.png", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 4, 16], help="GB of bf16 weights")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
+    options = parser.parse_args()
+    print("| direction | model GB | workers | peak RSS GB | limit GB | seconds |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        rows = [row for size in options.sizes for row in measure(Path(scratch), size, options.workers)]
+    plot(rows, options.workers)
+
+
+if __name__ == "__main__":
+    main()

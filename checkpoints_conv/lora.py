@@ -1,0 +1,235 @@
+"""LoRA adapters that NeMo-RL and Megatron-Bridge train: merged into the model, or as a PEFT adapter.
+
+Megatron adapts a fused layer with one pair A [r, in], B [out, r]: y = W x + (alpha / r) B A x. Rows of B are
+divided like rows of W, so queries, keys and values share A and have a B each; likewise gate and up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.dtypes import cast
+from checkpoints_conv.families import Family, family_for
+from checkpoints_conv.families.family import Unit
+from checkpoints_conv.job import Job, run_parallel
+from checkpoints_conv.locate import ADAPTER, RUN_CONFIG, run_config_numbers
+from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files
+from checkpoints_conv.progress import byte_progress
+from checkpoints_conv.safetensors_io import SafetensorsFolder, SafetensorsWriter, hf_config
+from checkpoints_conv.torch_dist import TorchDistReader
+from nemo_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Planned = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The low-rank update of one unit. Attributes: unit; rank; layer: its key without the last part."""
+
+    unit: Unit
+    rank: int
+    layer: str
+
+    def read(self, reader: TorchDistReader, family: Family) -> tuple[Tensor, list[Tensor]]:
+        """A [r, in], and B [out, r] of every Hugging Face tensor of the unit."""
+        index, ones = self.unit.index, tuple(1 for _ in self.unit.index)
+        columns, rows = self.unit.shape[1], self.unit.shape[0]
+        a = reader.read(f"{self.layer}linear_in.weight", (*index, 0, 0), (*ones, self.rank, columns))
+        b = reader.read(
+            f"{self.layer}linear_out.weight", (*index, self.unit.row, 0), (*ones, rows, self.rank)
+        )
+        parts = self.unit.op.split(b.reshape(rows, self.rank), family.dims)
+        return a.reshape(self.rank, columns), parts
+
+
+def merge_lora(
+    megatron_checkpoint: Path,
+    base: Path,
+    output: Path,
+    *,
+    alpha: float | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    num_workers: int = 2,
+    resume: bool = False,
+    force: bool = False,
+    sha256: bool = False,
+) -> Path:
+    """Add the adapters to a base model: W + (alpha / r) B A, computed in float32 and rounded once.
+
+    Args:    base: Hugging Face folder of the model that was adapted; config and tokenizer come from it too.
+             alpha: of the adapters; None: from the checkpoint's run_config.yaml.
+             The others are as in `megatron_to_hf`.
+    Returns: ``output``, a Hugging Face folder without adapters.
+    Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
+    """
+    family = family_for(hf_config(base))
+    weights = SafetensorsFolder(base)
+    units = list(family.units())
+    expected = {name: shape for unit in units for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)}
+    family.check_hf(weights.shapes, expected)
+    reader = TorchDistReader(megatron_checkpoint)
+    adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
+    scale = _alpha(reader, alpha)
+    planned = [(name, dtype or weights.tensors[name].dtype, shape) for name, shape in expected.items()]
+
+    def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        bases = [weights.read(name) for name in unit.hf]
+        if unit not in adapters:
+            yield from zip(unit.hf, bases, strict=True)
+            return
+        adapter = adapters[unit]
+        a, parts = adapter.read(reader, family)
+        for name, weight, b in zip(unit.hf, bases, parts, strict=True):
+            yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale / adapter.rank)
+
+    settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(dtype), "base": str(base.resolve())}
+    settings["max_shard_bytes"] = max_shard_bytes
+    with Job(output, megatron_checkpoint, settings, resume, force) as job:
+        _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
+        copy_side_files(base, job.data, planned[0][1])
+        reader.close()
+        job.finish(sha256)
+    return output
+
+
+def export_adapter(
+    megatron_checkpoint: Path,
+    base: Path,
+    output: Path,
+    *,
+    alpha: float | None = None,
+    dtype: torch.dtype | None = None,
+    num_workers: int = 2,
+    resume: bool = False,
+    force: bool = False,
+    sha256: bool = False,
+) -> Path:
+    """Write the adapters as a PEFT folder, which PEFT and vLLM load on top of the base.
+
+    Args:    as in `merge_lora`.
+    Returns: ``output``: adapter_config.json and adapter_model.safetensors.
+    Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
+    """
+    family = family_for(hf_config(base))
+    reader = TorchDistReader(megatron_checkpoint)
+    adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
+    scale = _alpha(reader, alpha)
+    ranks = {adapter.rank for adapter in adapters.values()}
+    if len(ranks) > 1:
+        raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
+    planned: list[Planned] = []
+    for adapter in adapters.values():
+        stored = dtype or reader.keys[f"{adapter.layer}linear_in.weight"].dtype
+        for name, shape in zip(adapter.unit.hf, adapter.unit.hf_shapes, strict=True):
+            planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
+            planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
+
+    def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        a, parts = adapters[unit].read(reader, family)
+        for name, b in zip(unit.hf, parts, strict=True):
+            yield _peft_name(name, "A"), a
+            yield _peft_name(name, "B"), b
+
+    settings = {"direction": "lora-adapter", "alpha": scale, "dtype": str(dtype), "base": str(base.resolve())}
+    with Job(output, megatron_checkpoint, settings, resume, force) as job:
+        total = sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in planned)
+        _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
+        config = _peft_config(base, ranks.pop(), scale, {name for unit in adapters for name in unit.hf})
+        (job.data / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        reader.close()
+        job.finish(sha256)
+    return output
+
+
+def find_adapters(family: Family, reader: TorchDistReader) -> list[Adapter]:
+    """Every adapted unit of a checkpoint.
+
+    Raises: UserError: there is none, or one is on a layer or of a kind that is not supported.
+    """
+    stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
+    found, known = [], set()
+    for unit in family.units():
+        layer = unit.key.removesuffix("weight") + ADAPTER.removeprefix(".")
+        names = (f"{layer}linear_in.weight", f"{layer}linear_out.weight")
+        if not stored.keys() >= set(names):
+            continue
+        known.update(names)
+        stack = (family.num_layers, family.dims["e"])[: len(unit.index)]
+        rank = stored[names[0]][len(stack)]
+        shapes = ((*stack, rank, unit.shape[1]), (*stack, unit.rows, rank))
+        if tuple(stored[name] for name in names) != shapes:
+            raise UserError(f"{layer}* is {[stored[name] for name in names]}, the base says {list(shapes)}")
+        found.append(Adapter(unit, rank, layer))
+    if unknown := sorted(set(stored) - known):
+        raise UserError(f"adapters of a kind that is not supported: {', '.join(unknown)}")
+    if not found:
+        raise UserError(f"{reader.folder} has no LoRA adapters; convert it without --lora")
+    return found
+
+
+def _alpha(reader: TorchDistReader, given: float | None) -> float:
+    if given is not None:
+        return given
+    numbers = run_config_numbers(reader.folder / RUN_CONFIG, "peft")
+    if "alpha" not in numbers:
+        raise UserError(f"{reader.folder / RUN_CONFIG} does not say peft.alpha; give it with --lora-alpha")
+    return numbers["alpha"]
+
+
+def _write(
+    job: Job,
+    planned: list[Planned],
+    units: list[Unit],
+    convert: Callable[[Unit], Iterator[tuple[str, Tensor]]],
+    name: str,
+    max_shard_bytes: int,
+    num_workers: int,
+) -> None:
+    job.need_space(sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in planned))
+    writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
+    kept = {entry["name"]: entry for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
+
+    def work(unit: Unit) -> None:
+        for tensor_name, tensor in convert(unit):
+            if tensor_name not in kept:
+                rounded = cast(tensor, writer.tensors[tensor_name].dtype, tensor_name)
+                job.record({"name": tensor_name, "crc32": writer.write(tensor_name, rounded)})
+                advance(writer.tensors[tensor_name].num_bytes)
+
+    try:
+        done = sum(writer.tensors[tensor_name].num_bytes for tensor_name in kept)
+        with byte_progress("lora", writer.num_bytes, done) as advance:
+            run_parallel(units, work, num_workers)
+        writer.write_index()
+    finally:
+        writer.close()
+
+
+def _peft_name(hf_name: str, matrix: str) -> str:
+    return f"base_model.model.{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+def _peft_config(base: Path, rank: int, alpha: float, names: set[str]) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}),
+    }

@@ -1,0 +1,120 @@
+"""LoRA adapters of Megatron: merged, or exported for PEFT."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conv_models import assert_same_tensors, tensors_of
+from typer.testing import CliRunner
+
+from checkpoints_conv.cli import app
+from checkpoints_conv.families import family_for
+from checkpoints_conv.lora import export_adapter, merge_lora
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.safetensors_io import hf_config
+from checkpoints_conv.torch_dist_writer import TorchDistWriter
+from nemo_grpo import UserError
+
+RANK, ALPHA, LAYERS = 3, 6, 4
+LINEARS = {  # Megatron's layer -> (out, in) of the models in conv_models
+    "self_attention.linear_qkv": (64, 32),
+    "self_attention.linear_proj": (32, 32),
+    "mlp.linear_fc1": (128, 32),
+    "mlp.linear_fc2": (32, 64),
+}
+
+
+@pytest.fixture
+def adapters():
+    torch.manual_seed(1)
+    return {
+        name: (torch.randn(LAYERS, RANK, columns), torch.randn(LAYERS, rows, RANK))
+        for name, (rows, columns) in LINEARS.items()
+    }
+
+
+@pytest.fixture
+def checkpoint(adapters, tmp_path):
+    """Adapters alone, in the layout of Megatron-Bridge, B in two tensor-parallel chunks."""
+    folder = tmp_path / "lora" / "iter_0000010"
+    folder.mkdir(parents=True)
+    writer, written = TorchDistWriter(folder, 1), []
+    for name, (a, b) in adapters.items():
+        key = f"decoder.layers.{name}.adapter.linear_"
+        half = b.shape[1] // 2
+        for i in range(LAYERS):
+            written.append(writer.write(f"{key}in.weight", tuple(a.shape), (i, 0, 0), a[i : i + 1].clone()))
+            for row in (0, half):
+                part = b[i : i + 1, row : row + half].clone()
+                written.append(writer.write(f"{key}out.weight", tuple(b.shape), (i, row, 0), part))
+    writer.finish(written, [], 10)
+    (folder / "run_config.yaml").write_text(f"model:\n  x: 1\npeft:\n  dim: {RANK}\n  alpha: {ALPHA}\nz: 1\n")
+    return folder.parent
+
+
+def test_merge_equals_merging_in_megatrons_layout(hf_models, checkpoint, adapters, tmp_path):
+    """Reference: add alpha/r B A to the fused Megatron weights, then split them."""
+    base = hf_models("qwen2")
+    family = family_for(hf_config(base))
+    megatron = dict(family.to_megatron(tensors_of(base)))
+    for name, (a, b) in adapters.items():
+        for i in range(LAYERS):
+            key = f"decoder.layers.{i}.{name}.weight"
+            megatron[key] = megatron[key] + ALPHA / RANK * b[i] @ a[i]
+    expected = dict(family.to_hf(megatron))
+    found = tensors_of(merge_lora(checkpoint, base, tmp_path / "merged", max_shard_bytes=20_000))
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+    assert (tmp_path / "merged" / "chat_template.jinja").exists()
+
+
+def test_adapter_folder_gives_the_merged_weights_by_pefts_formula(hf_models, checkpoint, tmp_path):
+    base = hf_models("qwen2")
+    folder = export_adapter(checkpoint, base, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config["target_modules"] == modules
+    assert [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    tensors, weights = tensors_of(folder), tensors_of(base)
+    merged = tensors_of(merge_lora(checkpoint, base, tmp_path / "merged"))
+    assert len(tensors) == 2 * LAYERS * len(modules)
+    for name in weights:
+        prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        if f"{prefix}A.weight" in tensors:
+            delta = ALPHA / RANK * tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]
+            torch.testing.assert_close(merged[name], weights[name] + delta, rtol=1e-5, atol=1e-5)
+        else:
+            assert_same_tensors({name: merged[name]}, {name: weights[name]})
+
+
+def test_adapters_are_not_dropped_silently(hf_models, checkpoint, megatron_checkpoints, tmp_path):
+    base = hf_models("qwen2")
+    with pytest.raises(UserError, match="has LoRA adapters; use --lora merge or --lora adapter"):
+        megatron_to_hf(checkpoint, base, tmp_path / "out")
+    with pytest.raises(UserError, match="has no LoRA adapters"):
+        merge_lora(megatron_checkpoints("qwen2"), base, tmp_path / "out", alpha=1.0)
+    with pytest.raises(UserError, match=r"linear_qkv.adapter.* the base says"):
+        merge_lora(checkpoint, hf_models("qwen3"), tmp_path / "out")
+
+
+def test_alpha_must_be_known(hf_models, checkpoint, tmp_path):
+    (checkpoint / "iter_0000010" / "run_config.yaml").unlink()
+    with pytest.raises(UserError, match="give it with --lora-alpha"):
+        merge_lora(checkpoint, hf_models("qwen2"), tmp_path / "out")
+    args = [
+        "megatron-to-hf",
+        "--megatron-checkpoint",
+        str(checkpoint),
+        "--hf-config",
+        str(hf_models("qwen2")),
+    ]
+    args += ["--output", str(tmp_path / "out"), "--lora", "adapter"]
+    result = CliRunner().invoke(app, args)
+    assert "--lora and --base belong together" in str(result.exception)
+    args += ["--base", str(hf_models("qwen2")), "--lora-alpha", "16"]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 16
