@@ -1,8 +1,8 @@
 """Peak resident memory of both converters against the size of the model.
 
-Every conversion runs in a process of its own; the figure is the kernel's peak RSS of that process, page cache of
-mapped files included (nothing is mapped). Models differ in their number of layers only. The source is sparse, so
-a model of 16 GB needs 32 GB of free disk for its two results, one after the other.
+Every conversion runs in a process of its own; the figure is the kernel's peak RSS of that process. Models
+differ in their number of layers only. The source is sparse; the results are not, so a model of 16 GB needs
+32 GB of free disk.
 
     python benchmarks/convert_memory.py [--sizes 1.5 4 16] [--workers 2] [--scratch DIR]
 """

@@ -1,8 +1,8 @@
-"""Time of both converters against copying the same bytes, and against loading with transformers and saving.
+"""Time of both converters against copying the same bytes, and against transformers' load and save.
 
-The converters flush their result to disk before they give it its name, so the reference is ``cp`` and a flush;
-``cp`` alone, which returns while data are still in memory, is shown beside it. Median of the repetitions, with
-the source in the page cache for every contestant.
+The converters flush their result to disk before they give it its name, so the reference is ``cp`` and a
+flush; ``cp`` alone, which returns while data are still in memory, is shown beside it. Median of the
+repetitions, start-up of the process included.
 
     python benchmarks/convert_speed.py [--size 2] [--repeat 3] [--scratch DIR]
 """
@@ -10,6 +10,8 @@ the source in the page cache for every contestant.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import shutil
 import statistics
@@ -80,11 +82,10 @@ def main() -> None:
             "cp and flush": lambda: copy(hf, target, True),
             "cp": lambda: copy(hf, target, False),
         }
-        for direction in ("hf-to-megatron", "megatron-to-hf"):
-            for workers in (1, 2):
-                contestants[f"{direction}, {workers} workers"] = lambda direction=direction, workers=workers: (
-                    convert(direction, workers, hf, megatron, target)
-                )
+        for direction, workers in itertools.product(("hf-to-megatron", "megatron-to-hf"), (1, 2)):
+            contestants[f"{direction}, {workers} workers"] = functools.partial(
+                convert, direction, workers, hf, megatron, target
+            )
         contestants["transformers load and save_pretrained"] = lambda: run(
             sys.executable, "-c", LOAD_AND_SAVE, str(hf), str(target)
         )

@@ -158,7 +158,8 @@ def find_adapters(family: Family, reader: TorchDistReader) -> list[Adapter]:
     Raises: UserError: there is none, or one is on a layer or of a kind that is not supported.
     """
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
-    found, known = [], set()
+    found: list[Adapter] = []
+    known: set[str] = set()
     for unit in family.units():
         layer = unit.key.removesuffix("weight") + ADAPTER.removeprefix(".")
         names = (f"{layer}linear_in.weight", f"{layer}linear_out.weight")
