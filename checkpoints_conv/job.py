@@ -80,14 +80,19 @@ class Job:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._lock.close()
             raise UserError(
                 f"another process is converting to {self.output}; wait until it is done"
             ) from None
-        if not self.resume:
-            shutil.rmtree(self.data, ignore_errors=True)
-            (self.partial / "journal.jsonl").unlink(missing_ok=True)
-        self.data.mkdir(exist_ok=True)
-        self._load_journal()
+        try:
+            if not self.resume:
+                shutil.rmtree(self.data, ignore_errors=True)
+                (self.partial / "journal.jsonl").unlink(missing_ok=True)
+            self.data.mkdir(exist_ok=True)
+            self._load_journal()
+        except BaseException:
+            self._lock.close()
+            raise
         return self
 
     def _load_journal(self) -> None:
@@ -102,10 +107,12 @@ class Job:
                 f"--resume {self.output}: {', '.join(changed)} changed since the first attempt; "
                 "use the same options and source, or start over with --force"
             )
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._write_line(self.settings)
-        for entry in self.journal:
-            self.record(entry)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.num_recorded = len(self.journal)
+        if lines in ([], [b""]):
+            self._write_line(self.settings)
+        elif lines[-1]:
+            os.write(self._file, b"\n")  # end the torn line
 
     def record(self, entry: dict[str, Any]) -> None:
         """Note that a piece is done. One write per line, so a killed process tears at most the last one."""
@@ -158,6 +165,8 @@ class Job:
         self._lock.close()
         if error is not None and not self.num_recorded:
             shutil.rmtree(self.partial, ignore_errors=True)
+        elif error is not None:
+            log.warning("%s is not finished; the same command with --resume finishes it", self.output)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise UserError(
                 f"the disk of {self.output.parent} is full; free some space and run again with --resume"

@@ -26,7 +26,9 @@ class Unit:
     Attributes:
         megatron: its name, layer and expert filled in.
         key, index: its torch_dist key and the position on the stacked axes: (), (layer,) or (layer, expert).
-        aliases: other torch_dist keys under which it may be found.
+        twins: further keys under which it is written.
+        stacked_keys: every key under which it may be found stacked, ``key`` first.
+        layer_keys: keys under which it may be found by itself, in checkpoints that do not stack layers.
         row, shape: first row within the tensor, and the block's shape.
         rows: rows of the whole Megatron tensor.
         hf, hf_shapes: the Hugging Face tensors it is made of.
@@ -36,7 +38,9 @@ class Unit:
     megatron: str
     key: str
     index: tuple[int, ...]
-    aliases: tuple[str, ...]
+    twins: tuple[str, ...]
+    stacked_keys: tuple[str, ...]
+    layer_keys: tuple[str, ...]
     row: int
     shape: tuple[int, ...]
     rows: int
@@ -135,15 +139,16 @@ class Family:
         shapes: tuple[tuple[int, ...], ...],
         op: Op,
     ) -> Unit:
-        on_disk = entry.fused or entry.megatron
-        key = _stacked(on_disk)
-        unstacked = {name.format(**numbers) for name in (on_disk, entry.megatron)}
-        aliases = tuple(sorted(({_stacked(entry.megatron)} | unstacked) - {key}))
+        twins = (entry.twin,) if entry.twin else ()
+        on_disk = (entry.fused or entry.megatron, entry.megatron, *twins)
+        stacked = tuple(_stacked(name) for name in on_disk)
         return Unit(
             megatron=entry.megatron.format(**numbers),
-            key=key,
+            key=stacked[0],
             index=tuple(numbers.values()),
-            aliases=aliases,
+            twins=tuple(_stacked(name) for name in twins),
+            stacked_keys=stacked,
+            layer_keys=tuple(name.format(**numbers) for name in on_disk),
             row=row,
             shape=(sum(shape[0] for shape in shapes), *shapes[0][1:]),
             rows=rows,

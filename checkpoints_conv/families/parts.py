@@ -25,6 +25,7 @@ class Entry:
         op: how they are joined.
         fused: the name under which Transformer Engine's layers and every torch_dist checkpoint keep it, where
             that differs.
+        twin: a second name, where it depends on the layer spec which one a checkpoint has; both are written.
         padded: the rows are the vocabulary, which Megatron may pad.
     """
 
@@ -32,6 +33,7 @@ class Entry:
     hf: tuple[tuple[str, str], ...]
     op: Op = Rows()  # noqa: RUF009  (frozen, no state)
     fused: str | None = None
+    twin: str | None = None
     padded: bool = False
 
 
@@ -101,7 +103,11 @@ def gated_experts() -> tuple[Entry, ...]:
     megatron = LAYER + "mlp.experts.local_experts.{expert}."
     gate_up = tuple((f"{hf}{name}_proj.weight", "f h") for name in ("gate", "up"))
     return (
-        layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h"),
+        Entry(
+            f"{LAYER}pre_mlp_layernorm.weight",
+            ((f"{HF_LAYER}post_attention_layernorm.weight", "h"),),
+            twin=f"{LAYER}mlp.linear_fc1.layer_norm_weight",  # megatron-core's local spec, even with experts
+        ),
         layer_copy("mlp.router.weight", "mlp.gate.weight", "e h"),
         Entry(f"{megatron}linear_fc1.weight", gate_up, Rows(2)),
         copy(f"{megatron}linear_fc2.weight", f"{hf}down_proj.weight", "h f"),

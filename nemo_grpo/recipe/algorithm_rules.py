@@ -35,8 +35,8 @@ def refuse_stock_loss_keys(loss_fn: Mapping[str, Any]) -> None:
     Raises: UserError: the key, the reason and the remedy.
     """
     for key, remedy in STOCK_LOSS_KEYS.items():
-        if loss_fn.get(key):
-            raise UserError(f"loss_fn.{key}={loss_fn[key]} is not supported: {remedy}")
+        if key in loss_fn:
+            raise UserError(f"loss_fn.{key}={_yaml(loss_fn[key])} is not supported: {remedy}")
 
 
 def model_is_named(recipe: Recipe) -> Iterator[str]:
@@ -54,8 +54,8 @@ def groups_have_a_spread(recipe: Recipe) -> Iterator[str]:
 
 def loss_agrees_with_grpo_section(recipe: Recipe) -> Iterator[str]:
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
-        wanted, used = getattr(recipe.grpo, key), getattr(recipe.loss_fn, key, None)
-        if wanted is not None and used is not None and wanted != used:
+        wanted, used = getattr(recipe.grpo, key), getattr(recipe.loss_fn, key, False)
+        if wanted is not None and wanted != used:
             yield (
                 f"grpo.{key}={_yaml(wanted)}, but {recipe.loss_fn.variant} trains with loss_fn.{key}="
                 f"{_yaml(used)}; leave grpo.{key} out or make both the same"

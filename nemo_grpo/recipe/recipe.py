@@ -31,8 +31,14 @@ DERIVED_DEFAULTS = {
     "policy.megatron_cfg.scheduler.end_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
     "grpo.reward_shaping.max_response_length": "policy.generation.max_new_tokens",
     "loss_fn.max_response_length": "policy.generation.max_new_tokens",
+    "nemo_grpo.evaluation.num_problems": "grpo.max_val_samples",
+    "nemo_grpo.evaluation.num_samples": "grpo.val_num_generations_per_prompt",
+    "nemo_grpo.evaluation.temperature": "policy.generation.val_temperature",
+    "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
+    "nemo_grpo.evaluation.at_start": "grpo.val_at_start",
+    "nemo_grpo.evaluation.at_end": "grpo.val_at_end",
 }
-"""A key that is not given -> the key whose value it takes."""
+"""A key that is not given -> the key whose value it takes, in this order."""
 
 
 class Recipe(BaseModel):
@@ -143,7 +149,7 @@ def _validated(tree: Tree) -> Recipe:
     except ValidationError as error:
         errors += [_explain(detail) for detail in error.errors()]
         copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if _get(tree, key) is None)
-        raise _together([e for e in errors if not e.startswith(copied)]) from None
+        raise _together([e for e in errors if not e.startswith(copied)] or errors) from None
     errors += checks.violations(recipe)
     if errors:
         raise _together(errors)
@@ -160,12 +166,14 @@ def _with_derived_defaults(tree: Tree) -> Tree:
     """Fill in what is not given as `DERIVED_DEFAULTS` says; wrong types are left to the model."""
     filled = merge({}, tree)
     for key, source in DERIVED_DEFAULTS.items():
+        value = _get(filled, source)
+        if value is None or _get(filled, key) is not None:
+            continue
         *parents, name = key.split(".")
-        value, node = _get(filled, source), filled
+        node: Any = filled
         for parent in parents:
-            below = node.setdefault(parent, {}) if value is not None and isinstance(node, dict) else None
-            node = below if isinstance(below, dict) else {}
-        if value is not None and node.get(name) is None:
+            node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict):
             node[name] = value
     return filled
 

@@ -52,7 +52,7 @@ class GRPOSection(Section):
     val_at_end: bool = False
     """Validate after the last step."""
     max_val_samples: int = Field(default=256, gt=0)
-    """Validation problems."""
+    """Validation problems; what nemo_grpo.evaluation.num_problems is if not given."""
     val_num_generations_per_prompt: int = Field(default=1, gt=0)
     """Samples per validation problem; their mean is validation/accuracy."""
     use_dynamic_sampling: bool = False
@@ -233,7 +233,7 @@ class Policy(Section):
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of the parameters."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Bases set megatron_cfg.optimizer.clip_grad to it; only the latter is read."""
+    """What megatron_cfg.optimizer.clip_grad is if not given; that is the one that acts."""
     sequence_packing: SequencePacking = Field(default_factory=SequencePacking)
     """Packing."""
     megatron_cfg: Megatron

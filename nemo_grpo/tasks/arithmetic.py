@@ -9,7 +9,7 @@ from pydantic import Field
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import HELD_OUT_SHARE, Problem, TaskConfig, is_held_out, stream
-from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer, render_response
+from nemo_grpo.tasks.response import exact_match, extract_answer, render_response
 
 
 class ArithmeticConfig(TaskConfig):
@@ -17,8 +17,8 @@ class ArithmeticConfig(TaskConfig):
 
     name: Literal["arithmetic"] = "arithmetic"
     num_digits: int = Field(default=2, ge=1, le=9)
-    """Both operands have at most so many digits."""
-    operations: tuple[Literal["+", "-"], ...] = Field(default=("+",), min_length=1)
+    """Both operands have exactly so many digits (none begins with 0)."""
+    operations: tuple[Literal["+", "-"], ...] = Field(default=("+",), min_length=1, strict=False)
     """Drawn from uniformly; differences are never negative."""
 
     def build(self) -> Arithmetic:
@@ -26,7 +26,7 @@ class ArithmeticConfig(TaskConfig):
 
 
 class Arithmetic:
-    """``What is 47 + 38?``; a fifth of all (operation, operands) is held out."""
+    """``What is 47 + 38?``; a fifth of all pairs of operands is held out, in either order, per operation."""
 
     def __init__(self, config: ArithmeticConfig) -> None:
         self.config = config
@@ -35,8 +35,9 @@ class Arithmetic:
         return self._draw(stream(self.config.name, seed, index), held_out=False)
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        # A quarter of what is held out (differences count both orders once): no search for the last ones.
-        available = len(set(self.config.operations)) * 100**self.config.num_digits // (2 * 2 * HELD_OUT_SHARE)
+        # Half of the unordered pairs that are held out: found without searching long for the last ones.
+        num_operands = 9 * 10 ** (self.config.num_digits - 1)
+        available = len(set(self.config.operations)) * num_operands**2 // (2 * 2 * HELD_OUT_SHARE)
         if num_problems > available:
             raise UserError(
                 f"{num_problems} validation problems asked for; {self.config.name} with num_digits="
@@ -66,20 +67,19 @@ class Arithmetic:
         return render_response(" ".join(columns), problem.answer)
 
     def extract(self, response: str) -> str | None:
-        answer = last_answer(response)
-        return None if answer is None else normalize_answer(answer)
+        return extract_answer(response)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        correct = self.extract(response) == normalize_answer(problem.answer)
-        return {"accuracy": float(correct), "format": format_reward(response)}
+        return exact_match(problem.answer, response)
 
     def _draw(self, rng: random.Random, *, held_out: bool) -> Problem:
         while True:
             operation = rng.choice(self.config.operations)
-            left, right = (rng.randrange(10**self.config.num_digits) for _ in range(2))
+            smallest = 10 ** (self.config.num_digits - 1)
+            left, right = (rng.randrange(smallest, 10 * smallest) for _ in range(2))
             if operation == "-" and left < right:
                 left, right = right, left
-            if is_held_out((left, operation, right)) == held_out:
+            if is_held_out((operation, *sorted((left, right)))) == held_out:
                 return _problem(left, operation, right)
 
 

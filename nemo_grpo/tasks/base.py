@@ -35,7 +35,7 @@ class Problem:
 class TaskConfig(BaseModel, ABC):
     """A task's parameters: the recipe's ``nemo_grpo.task`` section. Unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import Problem, TaskConfig, is_held_out, stream
-from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer, render_response
+from nemo_grpo.tasks.response import exact_match, extract_answer, render_response
 
 World = tuple[bool, bool]
 """(first is a knight, second is a knight)"""
@@ -102,12 +102,10 @@ class KnightsKnaves:
         return render_response("; ".join(lines), problem.answer)
 
     def extract(self, response: str) -> str | None:
-        answer = last_answer(response)
-        return None if answer is None else normalize_answer(answer)
+        return extract_answer(response)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        correct = self.extract(response) == normalize_answer(problem.answer)
-        return {"accuracy": float(correct), "format": format_reward(response)}
+        return exact_match(problem.answer, response)
 
     def _is_validation(self, problem: Problem) -> bool:
         statements, names = problem.metadata["statements"], problem.metadata["names"]

@@ -25,6 +25,18 @@ def normalize_answer(answer: str) -> str:
     return ",".join(" ".join(part.split()) for part in answer.casefold().split(","))
 
 
+def extract_answer(response: str) -> str | None:
+    """The last answer, normalised; None if the response gives none."""
+    answer = last_answer(response)
+    return None if answer is None else normalize_answer(answer)
+
+
+def exact_match(answer: str, response: str) -> dict[str, float]:
+    """Reward components where one text is right: ``accuracy``, 1 if the answers are equal, and ``format``."""
+    correct = extract_answer(response) == normalize_answer(answer)
+    return {"accuracy": float(correct), "format": format_reward(response)}
+
+
 def format_reward(response: str) -> float:
     """1 if the response is one think block, then one answer block, and else only white space; otherwise 0."""
     # Counting first makes the pattern unambiguous, and so linear, whatever the text is.

@@ -93,7 +93,7 @@ def demonstration_loss(folder, task):
     """Nats per response token on demonstrations of held-out problems, one at a time."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     total, count = 0.0, 0
-    for problem in task.validation_problems(5):
+    for problem in task.validation_problems(4):
         prompt = encode_prompt(tokenizer, PROMPT, problem)
         response = tokenizer(task.demonstration(problem, random.Random(0)), add_special_tokens=False)[
             "input_ids"

@@ -1,6 +1,7 @@
 """``nemo-grpo eval`` on a real, untrained folder."""
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -125,6 +126,13 @@ def test_wrong_settings_are_user_errors(model, tmp_path, arguments, message):
     with pytest.raises(UserError, match=message):
         run("--model", model, *RECIPE, "--out", tmp_path / "out", "--num-problems", "1", *TASK, *arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_may_not_be_written_is_refused_before_the_work(model, tmp_path, monkeypatch):
+    no_access = SimpleNamespace(access=lambda path, mode: False, W_OK=os.W_OK, X_OK=os.X_OK)
+    monkeypatch.setattr("nemo_grpo.cli.eval.os", no_access)
+    with pytest.raises(UserError, match="cannot be written"):
+        run("--model", model, *RECIPE, "--out", tmp_path / "a" / "b", "--num-problems", 1, *TASK)
 
 
 def test_an_output_folder_that_cannot_be_made_is_a_user_error(model, tmp_path):

@@ -54,6 +54,12 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
         "use_leave_one_out_baseline=true, but grpo trains",
     ),
     (
+        "loss_agrees",
+        ["loss_fn.variant=gpg", "grpo.normalize_rewards=true"],
+        ["grpo.normalize_rewards=false"],
+        "grpo.normalize_rewards=true, but gpg",
+    ),
+    (
         "warmup_ends_before_the_decay",
         [f"{SCHEDULER}.lr_decay_iters=5", f"{SCHEDULER}.lr_warmup_iters=5"],
         [f"{SCHEDULER}.lr_warmup_iters=4"],
@@ -189,7 +195,7 @@ def test_every_rule_has_a_case() -> None:
     "key", ["force_on_policy_ratio", "token_level_loss", "disable_ppo_ratio", "use_kl_in_reward"]
 )
 def test_stock_loss_keys_are_refused_with_a_remedy(tree: dict[str, Any], key: str) -> None:
-    with pytest.raises(UserError, match=f"loss_fn.{key}=True is not supported: ") as raised:
+    with pytest.raises(UserError, match=f"loss_fn.{key}=true is not supported: ") as raised:
         load_recipe_dict(tree, [f"loss_fn.{key}=true"])
     assert "did you mean" not in str(raised.value)
 

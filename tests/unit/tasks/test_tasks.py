@@ -140,6 +140,7 @@ def test_knights_knaves_question_and_demonstration_by_hand():
     [
         (47, "+", 85, "7+5+0=12 4+8+1=13", "132"),
         (8, "+", 31, "8+1+0=9 0+3+0=3", "39"),
+        (155, "+", 45, "5+5+0=10 5+4+1=10 1+0+1=2", "200"),
         (60, "-", 44, "10-4-0=6 6-4-1=1", "16"),
         (100, "-", 1, "10-1-0=9 10-0-1=9 1-0-1=0", "99"),
     ],
@@ -161,6 +162,21 @@ def test_arithmetic_answers_are_right_and_never_negative():
         assert (problem.answer, value >= 0) == (str(value), True)
         seen.add(operation)
     assert seen == {"+", "-"}
+
+
+def test_arithmetic_holds_out_a_sum_in_both_orders():
+    task = parse_task({"name": "arithmetic"}).build()
+    held_out = {frozenset(p.id.split("+")) for p in task.validation_problems(400)}
+    trained = {frozenset(task.train_problem(index, 0).id.split("+")) for index in range(8000)}
+    assert not held_out & trained
+
+
+@pytest.mark.parametrize("num_digits", [1, 2, 5])
+def test_arithmetic_operands_have_the_digits_asked_for(num_digits):
+    task = parse_task({"name": "arithmetic", "num_digits": num_digits}).build()
+    for index in range(100):
+        left, right = task.train_problem(index, 0).id.split("+")
+        assert len(left) == len(right) == num_digits
 
 
 def test_score_reads_the_last_answer_without_regard_to_case_and_space():
@@ -236,6 +252,10 @@ def test_reading_a_huge_response_is_linear(task, tag):
         ({"name": "knight_knaves"}, "did you mean 'knights_knaves'"),
         ({"name": "arithmetic", "num_digit": 2}, "num_digit .*did you mean 'num_digits'"),
         ({"name": "arithmetic", "num_digits": 0}, "num_digits=0"),
+        ({"name": "arithmetic", "num_digits": "2"}, "num_digits='2'"),
+        ({"name": "arithmetic", "num_digits": True}, "num_digits=True"),
+        ({"name": "arithmetic", "operations": "+-"}, r"operations='\+-'"),
+        ({"name": "arithmetic", "operations": []}, r"operations=\[\]"),
         ({"name": "arithmetic", "operations": ["*"]}, r"operations.0='\*'"),
         ({"name": "knights_knaves", "split": "names"}, "split='names'"),
     ],

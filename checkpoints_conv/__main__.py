@@ -1,0 +1,5 @@
+"""``python -m checkpoints_conv``."""
+
+from checkpoints_conv.cli import main
+
+main()

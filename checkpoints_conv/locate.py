@@ -1,0 +1,101 @@
+"""Where the pieces of a model lie in a torch_dist checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.families import Family
+from checkpoints_conv.families.family import Unit, check_tied, refuse_unmatched
+from checkpoints_conv.torch_dist import TorchDistReader
+from nemo_grpo.errors import UserError
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+RUN_CONFIG = "run_config.yaml"
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A unit's block. Attributes: unit; name: key; start, sizes: one number per axis of the key."""
+
+    unit: Unit
+    name: str
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def read(self, reader: TorchDistReader) -> Tensor:
+        """The unit's tensor, [rows, ...]."""
+        return reader.read(self.name, self.start, self.sizes).reshape(self.unit.shape)
+
+
+def locate(family: Family, reader: TorchDistReader) -> list[Place]:
+    """Find every unit of the model, and that nothing else is there.
+
+    Raises: UserError: tensors are missing or left over, or sizes differ from config.json.
+    """
+    _check_run_config(family, reader.folder / RUN_CONFIG)
+    stored = {name: key.shape for name, key in reader.weights.items()}
+    names = {unit: _name(unit, stored) for unit in family.units()}
+    missing = {unit.key for unit, name in names.items() if name is None}
+    extra = set(stored) - {name for name in names.values() if name}
+    extra -= {twin for unit in names for twin in unit.twins}
+    if family.tied:
+        extra -= {_OUTPUT}
+    refuse_unmatched("Megatron", missing, extra)
+    if family.tied and _OUTPUT in stored:
+        check_tied(*(reader.read(name, (0, 0), stored[name]) for name in (_EMBEDDING, _OUTPUT)))
+    places = []
+    for unit, name in names.items():
+        assert name is not None
+        _check_shape(family, unit, name, stored[name])
+        index = unit.index if name in unit.stacked_keys else ()
+        start = (*index, unit.row, *(0 for _ in unit.shape[1:]))
+        places.append(Place(unit, name, start, (*(1 for _ in index), *unit.shape)))
+    for name in {place.name for place in places}:
+        if reader.keys[name].dtype not in _WEIGHT_DTYPES:
+            raise UserError(
+                f"{name} is stored as {reader.keys[name].dtype}; save the weights in bf16, fp16 or fp32"
+            )
+    return places
+
+
+def _name(unit: Unit, stored: dict[str, tuple[int, ...]]) -> str | None:
+    return next((name for name in (*unit.stacked_keys, *unit.layer_keys) if name in stored), None)
+
+
+def _check_shape(family: Family, unit: Unit, name: str, found: tuple[int, ...]) -> None:
+    stack = (family.num_layers, family.dims["e"])[: len(unit.index)] if name in unit.stacked_keys else ()
+    expected = (*stack, unit.rows, *unit.shape[1:])
+    padded = (*found[: len(stack)], unit.rows, *found[len(stack) + 1 :]) if unit.padded else found
+    if len(found) != len(expected) or padded != expected or found[len(stack)] < unit.rows:
+        raise UserError(
+            f"{name} is {list(found)}, config.json says {list(expected)}; are the checkpoint and "
+            "config.json of the same model?"
+        )
+
+
+def _check_run_config(family: Family, path: Path) -> None:
+    """Compare what the checkpoint says of its model; shapes alone do not tell 8 heads of 64 from 4 of 128."""
+    if not path.exists():
+        return
+    section = re.search(r"^model:\n((?:[ ].*\n?|\n)*)", path.read_text(), re.MULTILINE)
+    settings = dict(re.findall(r"^  (\w+): *(\d+) *$", section[1], re.MULTILINE)) if section else {}
+    config, dims = family.config, family.dims
+    expected = {
+        "num_layers": ("num_hidden_layers", family.num_layers),
+        "num_attention_heads": ("num_attention_heads", config["num_attention_heads"]),
+        "num_query_groups": ("num_key_value_heads", dims["groups"]),
+        "kv_channels": ("head_dim", dims["d"]),
+        "hidden_size": ("hidden_size", dims["h"]),
+    }
+    for key, (hf_key, value) in expected.items():
+        if key in settings and int(settings[key]) != value:
+            raise UserError(
+                f"{path.name} has {key}={settings[key]}, config.json has {hf_key}={value}; are the "
+                "checkpoint and config.json of the same model?"
+            )

@@ -1,0 +1,82 @@
+"""What a checkpoint folder holds, from headers and metadata alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from checkpoints_conv.families import family_for
+from checkpoints_conv.job import SHA256SUMS
+from checkpoints_conv.locate import RUN_CONFIG
+from checkpoints_conv.safetensors_io import SafetensorsFolder, hf_config
+from checkpoints_conv.torch_dist import TorchDistReader
+from nemo_grpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Attributes: folder; facts: (label, value) lines.  tensors: (name, shape, dtype, bytes)."""
+
+    folder: Path
+    facts: list[tuple[str, str]]
+    tensors: list[tuple[str, tuple[int, ...], torch.dtype, int]]
+
+
+def summarize(path: Path) -> Summary:
+    """Describe a Hugging Face folder or a Megatron checkpoint; every file is checked for its length.
+
+    Raises: UserError: it is neither, or a file is damaged.
+    """
+    if next(path.glob("*.safetensors"), None) is not None or (path / "config.json").exists():
+        return _hf(path)
+    return _megatron(path)
+
+
+def _hf(path: Path) -> Summary:
+    weights = SafetensorsFolder(path)
+    tensors = [(name, one.shape, one.dtype, one.num_bytes) for name, one in sorted(weights.tensors.items())]
+    facts = [("format", "Hugging Face safetensors"), ("files", str(len(weights.files))), *_sizes(tensors)]
+    if (path / "config.json").exists():
+        config = hf_config(path)
+        facts.append(("architecture", ", ".join(config.get("architectures") or ["unknown"])))
+        try:
+            family_for(config)
+            facts.append(("convertible", "yes"))
+        except UserError as error:
+            facts.append(("convertible", f"no: {error}"))
+    facts.append((SHA256SUMS, "yes" if (path / SHA256SUMS).exists() else "no"))
+    return Summary(path, facts, tensors)
+
+
+def _megatron(path: Path) -> Summary:
+    reader = TorchDistReader(path)
+    weights = reader.weights
+    tensors = [(name, key.shape, key.dtype, key.num_bytes) for name, key in sorted(weights.items())]
+    rest = [key.num_bytes for name, key in reader.keys.items() if name not in weights]
+    chunks = sum(len(key.chunks) for key in weights.values())
+    facts = [
+        ("format", "Megatron torch_dist"),
+        ("folder", str(reader.folder)),
+        ("chunks", str(chunks)),
+        *_sizes(tensors),
+        ("optimizer and other state", f"{len(rest)} tensors, {sum(rest) / 1e9:.3f} GB"),
+        (RUN_CONFIG, "yes" if (reader.folder / RUN_CONFIG).exists() else "no"),
+    ]
+    reader.close()
+    return Summary(reader.folder, facts, tensors)
+
+
+def _sizes(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype, int]]) -> list[tuple[str, str]]:
+    tensors = list(tensors)
+    dtypes = Counter(str(dtype).removeprefix("torch.") for _, _, dtype, _ in tensors)
+    num_parameters = sum(torch.Size(shape).numel() for _, shape, _, _ in tensors)
+    return [
+        ("tensors", str(len(tensors))),
+        ("parameters", f"{num_parameters:,}"),
+        ("size", f"{sum(size for *_, size in tensors) / 1e9:.3f} GB"),
+        ("dtypes", ", ".join(f"{dtype} x {count}" for dtype, count in sorted(dtypes.items()))),
+    ]

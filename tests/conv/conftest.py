@@ -1,0 +1,46 @@
+"""Models and checkpoints that the converter tests share; made once per session."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from conv_models import CONFIGS, save_model
+
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)  # forked ranks must not inherit a thread pool
+
+
+@pytest.fixture(scope="session")
+def hf_models(tmp_path_factory):
+    """family -> model folder, made on demand."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = save_model(family, tmp_path_factory.mktemp("hf") / family)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def megatron_checkpoints(tmp_path_factory, hf_models):
+    """family -> its streamed Megatron checkpoint, made on demand."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = hf_to_megatron(hf_models(family), tmp_path_factory.mktemp("megatron") / family)
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(params=CONFIGS)
+def family_name(request):
+    """Every family."""
+    return request.param

@@ -1,0 +1,186 @@
+"""megatron-core on a few forked processes: load, save and run real GPT models on the CPU."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe import experts as megatron_experts
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from transformers import AutoConfig
+
+from nemo_grpo.engine.megatron import cpu, parallel
+from nemo_grpo.engine.megatron.layers import CausalAttention, RMSNorm
+from nemo_grpo.engine.megatron.model import build_model, transformer_config
+from nemo_grpo.engine.megatron.policy import SHARDING
+
+TOKENS = torch.tensor([[5, 17, 3, 88, 41, 2, 60, 9], [1, 95, 33, 7, 7, 12, 80, 4]])
+
+
+def on_ranks(world_size, folder: Path, function, *args):
+    """Run ``function(*args)`` on forked ranks. Returns: rank 0's result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            _run_rank(rank, world_size, folder, function, args)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    errors = "\n".join(path.read_text() for path in sorted(folder.glob("error*")))
+    assert not any(codes), f"exit codes {codes}\n{errors}"
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+def _run_rank(rank, world_size, folder, function, args):
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        cpu.install()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
+        result = function(*args)
+        if rank == 0:
+            torch.save(result, folder / "result.pt")
+        dist.barrier()
+        code = 0
+    except BaseException:
+        (folder / f"error{rank}").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def model_of(hf_folder, tensor=1, pipeline=1, expert=1, grouped=False, vocab_size=None):
+    """This rank's part of a model with the shapes of a Hugging Face config."""
+    hf = AutoConfig.from_pretrained(hf_folder)
+    hf.vocab_size = vocab_size or hf.vocab_size
+    layout = parallel.Layout(tensor=tensor, pipeline=pipeline)
+    if hf.model_type == "qwen3_moe":
+        return _moe_model(hf, layout, expert, grouped)
+    parallel.initialize(layout, torch.device("cpu"), seed=1)
+    config = transformer_config(hf, layout, torch.float32, perform_initialization=True)
+    return build_model(hf, config)
+
+
+def _moe_model(hf, layout, expert, grouped):
+    parallel_state.initialize_model_parallel(
+        layout.tensor, layout.pipeline, expert_model_parallel_size=expert, create_gloo_process_groups=False
+    )
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    moe_utils.te_general_gemm = None  # 0.16.1 forgets to define it where Transformer Engine is missing
+    dense, hf.model_type = hf.model_type, "qwen3"
+    config = transformer_config(
+        hf,
+        layout,
+        torch.float32,
+        num_moe_experts=hf.num_experts,
+        moe_ffn_hidden_size=hf.moe_intermediate_size,
+        moe_router_topk=hf.num_experts_per_tok,
+        moe_router_load_balancing_type="none",
+        expert_model_parallel_size=expert,
+        moe_grouped_gemm=grouped,
+        perform_initialization=not grouped,
+    )
+    hf.model_type = dense
+    if grouped:  # its kernels are CUDA only, its checkpoint layout is not
+        megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
+    spec = get_gpt_layer_local_spec(
+        num_experts=hf.num_experts,
+        moe_grouped_gemm=grouped,
+        moe_use_legacy_grouped_gemm=grouped,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CausalAttention
+    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    block = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return GPTModel(
+        config,
+        block,
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        position_embedding_type="rope",
+        rotary_base=hf.rope_parameters["rope_theta"],
+    )
+
+
+def load(model, checkpoint):
+    """Fill a model by megatron-core's own loader; every tensor must come from the checkpoint."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    state = {"model": model.sharded_state_dict(metadata=SHARDING)}
+    loaded = dist_checkpointing.load(state, str(checkpoint), strict=StrictHandling.RAISE_UNEXPECTED)
+    model.load_state_dict(loaded["model"])
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+@torch.no_grad()
+def logits_from_checkpoint(hf_folder, checkpoint, tensor, pipeline):
+    """Load at a layout and run the fixed tokens. Returns: [B, T, V] on rank 0."""
+    model = model_of(hf_folder, tensor, pipeline)
+    load(model, checkpoint)
+    model.eval()
+    if not parallel_state.is_pipeline_first_stage():
+        hidden = torch.empty(TOKENS.shape[1], TOKENS.shape[0], model.config.hidden_size)
+        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+    out = model(TOKENS, None, None)
+    if not parallel_state.is_pipeline_last_stage():
+        dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+        out = torch.empty(*TOKENS.shape, AutoConfig.from_pretrained(hf_folder).vocab_size // tensor)
+    last = dist.get_world_size() - tensor  # ranks of the last stage come last
+    parts = [torch.empty_like(out) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, out.contiguous())
+    return torch.cat(parts[last:], dim=-1)
+
+
+def parameters_from_checkpoint(hf_folder, checkpoint, grouped=False, vocab_size=None):
+    """Load at TP 1 in one process. Returns: name -> parameter."""
+    model = model_of(hf_folder, grouped=grouped, vocab_size=vocab_size)
+    load(model, checkpoint)
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def save_after_a_step(hf_folder, checkpoint, tensor, pipeline, vocab_size=None, expert=1):
+    """One optimizer step on random gradients, then megatron-core's own save, with the optimizer."""
+    model = model_of(hf_folder, tensor, pipeline, expert, vocab_size=vocab_size)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(model.config, config, model)
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=0.0, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=False)
+    wrapped.zero_grad_buffer()
+    for name, parameter in model.named_parameters():
+        if expert > 1 and "experts" not in name:
+            continue  # replicated over expert ranks; they must stay equal
+        parameter.main_grad.normal_()
+    optimizer.step()
+    weights = model.sharded_state_dict(metadata=SHARDING)
+    state = {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, metadata=SHARDING),
+        "iteration": 7,
+        "checkpoint_version": 3.0,
+    }
+    with torch.no_grad():
+        dist_checkpointing.save(state, str(checkpoint), content_metadata=SHARDING)
+    return {}

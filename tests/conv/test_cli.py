@@ -1,0 +1,59 @@
+"""The command line: what it prints, what it returns."""
+
+from __future__ import annotations
+
+import pytest
+from conv_models import tensors_of
+from typer.testing import CliRunner
+
+from checkpoints_conv.cli import app, num_bytes
+from nemo_grpo import UserError
+
+runner = CliRunner()
+
+
+def run(*args):
+    return runner.invoke(app, [str(arg) for arg in args])
+
+
+def test_both_directions_verify_and_inspect(hf_models, tmp_path):
+    source, megatron, back = hf_models("qwen3"), tmp_path / "megatron", tmp_path / "back"
+    assert run("hf-to-megatron", "--hf-model", source, "--output", megatron).exit_code == 0
+    options = ["--megatron-checkpoint", megatron, "--hf-config", source, "--output", back, "--dtype", "bf16"]
+    result = run("megatron-to-hf", *options, "--max-shard-size", "20KB", "--sha256", "--workers", "1")
+    assert result.exit_code == 0
+    result = run("verify", "--hf-model", source, "--megatron-checkpoint", megatron)
+    assert result.exit_code == 0
+    assert f"{len(tensors_of(source))} tensors compared, 0 differ" in result.output
+    result = run("verify", "--hf-model", back, "--megatron-checkpoint", megatron)
+    assert result.exit_code == 1  # bf16 is not the checkpoint's fp32
+    assert "torch.bfloat16 tensors were compared after conversion to torch.float32" in result.output
+    result = run("inspect", megatron, "--tensors")
+    assert "decoder.layers.mlp.linear_fc1.weight" in result.output
+    assert "[4, 128, 32]" in result.output
+    assert "Qwen3ForCausalLM" in run("inspect", back).output
+
+
+def test_mistakes_are_user_errors(hf_models, tmp_path):
+    source = hf_models("qwen3")
+    result = run("hf-to-megatron", "--hf-model", source, "--output", tmp_path / "x", "--dtype", "bf61")
+    assert isinstance(result.exception, UserError)
+    assert "did you mean 'bf16'" in str(result.exception)
+    result = run("inspect", tmp_path)
+    assert isinstance(result.exception, UserError)
+    assert "holds no torch_dist checkpoint" in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("1.5GiB", 1_610_612_736), ("7B", 7)],
+)
+def test_sizes(text, expected):
+    assert num_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["5", "0GB", "GB", "-1GB", "5XB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UserError, match="write it like 5GB or 500MB"):
+        num_bytes(text)

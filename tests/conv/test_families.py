@@ -1,0 +1,174 @@
+"""The tables: names, layouts worked out by hand, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conv_models import CONFIGS, assert_same_tensors
+from transformers import AutoModelForCausalLM
+
+from checkpoints_conv.families import family_for
+from checkpoints_conv.families.ops import GroupedQKV, Rows
+from nemo_grpo import UserError
+
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 4,
+    "intermediate_size": 3,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 5,
+    "tie_word_embeddings": True,
+}
+
+
+MIXED_LAYERS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 2,
+    "moe_intermediate_size": 2,
+    "mlp_only_layers": [0],
+}
+
+
+def tiny_tensors(**changes):
+    shapes = {
+        "model.embed_tokens.weight": (5, 4),
+        "model.norm.weight": (4,),
+        "model.layers.0.input_layernorm.weight": (4,),
+        "model.layers.0.self_attn.q_proj.weight": (4, 4),
+        "model.layers.0.self_attn.k_proj.weight": (2, 4),
+        "model.layers.0.self_attn.v_proj.weight": (2, 4),
+        "model.layers.0.self_attn.q_proj.bias": (4,),
+        "model.layers.0.self_attn.k_proj.bias": (2,),
+        "model.layers.0.self_attn.v_proj.bias": (2,),
+        "model.layers.0.self_attn.o_proj.weight": (4, 4),
+        "model.layers.0.post_attention_layernorm.weight": (4,),
+        "model.layers.0.mlp.gate_proj.weight": (3, 4),
+        "model.layers.0.mlp.up_proj.weight": (3, 4),
+        "model.layers.0.mlp.down_proj.weight": (4, 3),
+    }
+    return {name: torch.randn(shape) for name, shape in (shapes | changes).items()}
+
+
+def test_qkv_rows_are_grouped_by_key_value_head():
+    """4 heads, 2 groups, head size 1: group 0 has queries 0 and 1, then its key, then its value."""
+    q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
+    dims = {"groups": 2, "d": 1, "q": 4}
+    whole = GroupedQKV().join([q, k, v], dims)
+    assert whole.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert [part.tolist() for part in GroupedQKV().split(whole, dims)] == [q.tolist(), k.tolist(), v.tolist()]
+
+
+def test_qkv_heads_stay_whole():
+    """2 heads of size 2 in 1 group: the rows of a head are next to each other."""
+    q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
+    assert GroupedQKV().join([q, k, v], {"groups": 1, "d": 2, "q": 4}).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        10,
+        11,
+        20,
+        21,
+    ]
+
+
+def test_gate_comes_before_up():
+    gate, up = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
+    assert Rows(2).join([gate, up], {}).flatten().tolist() == [1, 2, 3, 4]
+    assert [part.flatten().tolist() for part in Rows(2).split(torch.cat([gate, up]), {})] == [[1, 2], [3, 4]]
+
+
+def test_every_family_returns_the_same_tensors(family_name):
+    config = CONFIGS[family_name]()
+    model = AutoModelForCausalLM.from_config(config)
+    family = family_for(config.to_dict())
+    if family_name == "qwen3-moe":  # transformers keeps experts stacked in memory; on disk they are apart
+        shapes = {n: s for unit in family.units() for n, s in zip(unit.hf, unit.hf_shapes, strict=True)}
+        hf = {name: torch.randn(shape) for name, shape in shapes.items()}
+    else:
+        hf = {
+            name: t
+            for name, t in model.state_dict().items()
+            if family_name != "qwen2-tied" or "lm_head" not in name
+        }
+    assert_same_tensors({n: t.contiguous() for n, t in family.to_hf(dict(family.to_megatron(hf)))}, hf)
+
+
+def test_transformer_engine_names_are_accepted():
+    hf = tiny_tensors()
+    family = family_for(TINY)
+    layer = "decoder.layers.0."
+    fused = {
+        f"{layer}input_layernorm.weight": f"{layer}self_attention.linear_qkv.layer_norm_weight",
+        f"{layer}pre_mlp_layernorm.weight": f"{layer}mlp.linear_fc1.layer_norm_weight",
+    }
+    megatron = {fused.get(name, name): tensor for name, tensor in family.to_megatron(hf)}
+    megatron["decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.empty(0)
+    assert set(fused.values()) <= set(megatron)
+    assert_same_tensors({name: t.contiguous() for name, t in family.to_hf(megatron)}, hf)
+
+
+def test_vocabulary_is_padded_with_zeros_and_cut():
+    hf, family = tiny_tensors(), family_for(TINY)
+    megatron = dict(family.to_megatron(hf, padded_vocab_size=8))
+    embedding = megatron["embedding.word_embeddings.weight"]
+    assert embedding.shape == (8, 4)
+    assert (embedding[5:] == 0).all()
+    assert_same_tensors({name: t.contiguous() for name, t in family.to_hf(megatron)}, hf)
+    with pytest.raises(UserError, match="padded_vocab_size=4 is below the vocabulary of 5"):
+        dict(family.to_megatron(hf, padded_vocab_size=4))
+
+
+@pytest.mark.parametrize("side", ["to_megatron", "to_hf"])
+def test_every_unmatched_name_is_listed(side):
+    family = family_for(TINY)
+    tensors = tiny_tensors()
+    if side == "to_hf":
+        tensors = dict(family.to_megatron(tensors))
+    names = sorted(tensors)
+    del tensors[names[0]], tensors[names[1]]
+    tensors |= {"left.over": torch.empty(1), "also.left": torch.empty(1)}
+    with pytest.raises(UserError) as error:
+        dict(getattr(family, side)(tensors))
+    assert f"missing: {names[0]}, {names[1]}; not known: also.left, left.over" in str(error.value)
+
+
+def test_other_shapes_are_refused_in_both_directions():
+    family = family_for(TINY)
+    with pytest.raises(UserError, match=r"mlp.up_proj.weight is \[2, 4\], config.json says \[3, 4\]"):
+        dict(family.to_megatron(tiny_tensors(**{"model.layers.0.mlp.up_proj.weight": (2, 4)})))
+    megatron = dict(family.to_megatron(tiny_tensors()))
+    megatron["decoder.layers.0.mlp.linear_fc1.weight"] = torch.empty(8, 4)
+    with pytest.raises(UserError, match=r"linear_fc1.weight is \[8, 4\], config.json says \[6, 4\]"):
+        dict(family.to_hf(megatron))
+
+
+def test_a_stored_copy_of_tied_embeddings_must_be_one():
+    family, hf = family_for(TINY), tiny_tensors()
+    hf["lm_head.weight"] = hf["model.embed_tokens.weight"].clone()
+    assert "output_layer.weight" not in dict(family.to_megatron(hf))
+    hf["lm_head.weight"][0, 0] += 1
+    with pytest.raises(UserError, match="set tie_word_embeddings to false"):
+        dict(family.to_megatron(hf))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Llama"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"attention_bias": True}, "attention_bias=true is not supported"),
+        ({"hidden_size": None}, "hidden_size"),
+        (
+MIXED_LAYERS,
+            r"mlp_only_layers=\[0\]",
+        ),
+    ],
+)  # fmt: skip
+def test_configs_that_would_convert_wrongly_are_refused(change, message):
+    config = {key: value for key, value in (TINY | change).items() if value is not None}
+    with pytest.raises(UserError, match=message):
+        family_for(config)

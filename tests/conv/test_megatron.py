@@ -1,0 +1,124 @@
+"""Against the real megatron-core: what it loads from us, and what we read from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conv_models import assert_same_tensors, tensors_of
+from conv_ranks import TOKENS, logits_from_checkpoint, on_ranks, parameters_from_checkpoint, save_after_a_step
+from transformers import AutoModelForCausalLM
+
+from checkpoints_conv.families import family_for
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.safetensors_io import hf_config
+from checkpoints_conv.torch_dist import TorchDistReader
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS, ids=["tp1", "tp2", "tp2pp2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "qwen3", "llama3-rope", "mistral"])
+def test_megatron_core_loads_our_checkpoint_and_computes_transformers_logits(
+    family, tensor, pipeline, hf_models, megatron_checkpoints, tmp_path
+):
+    checkpoint = megatron_checkpoints(family) / "iter_0000000"
+    found = on_ranks(
+        tensor * pipeline, tmp_path, logits_from_checkpoint, hf_models(family), checkpoint, tensor, pipeline
+    )
+    model = AutoModelForCausalLM.from_pretrained(hf_models(family), dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    assert expected.std() > 0.1  # the comparison means something
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1)], ids=["tp1", "tp2"])
+def test_megatron_core_computes_the_logits_of_a_mixture_of_experts(
+    tensor, pipeline, hf_models, megatron_checkpoints, tmp_path
+):
+    checkpoint = megatron_checkpoints("qwen3-moe") / "iter_0000000"
+    folder = hf_models("qwen3-moe")
+    found = on_ranks(
+        tensor * pipeline, tmp_path, logits_from_checkpoint, folder, checkpoint, tensor, pipeline
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_grouped_experts_load_our_checkpoint(hf_models, megatron_checkpoints, tmp_path):
+    """GroupedMLP keeps [H, E x 2F]: expert e's columns are [gate_e; up_e] transposed."""
+    folder = hf_models("qwen3-moe")
+    checkpoint = megatron_checkpoints("qwen3-moe") / "iter_0000000"
+    found = on_ranks(1, tmp_path, parameters_from_checkpoint, folder, checkpoint, True)
+    hf = tensors_of(folder)
+    weight1 = found["decoder.layers.3.mlp.experts.weight1"].view(4, 32, 32)
+    weight2 = found["decoder.layers.3.mlp.experts.weight2"].view(4, 16, 32)
+    for e in range(4):
+        name = f"model.layers.3.mlp.experts.{e}."
+        assert torch.equal(weight1[e, :, :16], hf[f"{name}gate_proj.weight"].T)
+        assert torch.equal(weight1[e, :, 16:], hf[f"{name}up_proj.weight"].T)
+        assert torch.equal(weight2[e], hf[f"{name}down_proj.weight"].T)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline", "expert"),
+    [("qwen2", 2, 2, 1), ("qwen2-tied", 2, 2, 1), ("qwen3", 1, 2, 1), ("qwen3-moe", 1, 1, 2)],
+)
+def test_checkpoint_saved_by_megatron_core_with_optimizer_is_exported(
+    family, tensor, pipeline, expert, hf_models, tmp_path
+):
+    """The oracle is megatron-core's own loader, which reads the same checkpoint at TP 1."""
+    folder, checkpoint = hf_models(family), tmp_path / "policy" / "weights" / "iter_0000007"
+    checkpoint.mkdir(parents=True)
+    on_ranks(
+        tensor * pipeline * expert,
+        tmp_path / "save",
+        save_after_a_step,
+        folder,
+        checkpoint,
+        tensor,
+        pipeline,
+        None,
+        expert,
+    )
+    reader = TorchDistReader(tmp_path)
+    assert any(name.startswith("optimizer") for name in reader.keys)
+    assert not any("optimizer" in name for name in reader.weights)
+    reader.close()
+    oracle = on_ranks(1, tmp_path / "load", parameters_from_checkpoint, folder, checkpoint)
+    expected = dict(family_for(hf_config(folder)).to_hf(oracle))
+    found = tensors_of(megatron_to_hf(tmp_path, folder, tmp_path.with_name(tmp_path.name + "-hf")))
+    assert_same_tensors(found, {name: tensor.contiguous() for name, tensor in expected.items()})
+    assert not torch.equal(found["model.norm.weight"], tensors_of(folder)["model.norm.weight"])
+
+
+def test_vocabulary_padded_by_megatron_is_cut(hf_models, tmp_path):
+    folder, checkpoint = hf_models("qwen2"), tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    on_ranks(2, tmp_path / "save", save_after_a_step, folder, checkpoint, 2, 1, 128)
+    oracle = on_ranks(1, tmp_path / "load", parameters_from_checkpoint, folder, checkpoint, False, 128)
+    assert oracle["output_layer.weight"].shape == (128, 32)
+    found = tensors_of(megatron_to_hf(checkpoint, folder, tmp_path / "hf"))
+    assert torch.equal(found["lm_head.weight"], oracle["output_layer.weight"][:96])
+    assert torch.equal(found["model.embed_tokens.weight"], oracle["embedding.word_embeddings.weight"][:96])
+
+
+def test_padded_vocabulary_is_written_and_loaded(hf_models, tmp_path):
+    padded = hf_to_megatron(hf_models("qwen2"), tmp_path / "megatron", padded_vocab_size=128)
+    found = on_ranks(
+        1,
+        tmp_path / "load",
+        parameters_from_checkpoint,
+        hf_models("qwen2"),
+        padded / "iter_0000000",
+        False,
+        128,
+    )
+    embedding = found["embedding.word_embeddings.weight"]
+    assert torch.equal(embedding[:96], tensors_of(hf_models("qwen2"))["model.embed_tokens.weight"])
+    assert (embedding[96:] == 0).all()
+    back = megatron_to_hf(padded, hf_models("qwen2"), tmp_path / "hf")
+    assert_same_tensors(tensors_of(back), tensors_of(hf_models("qwen2")))

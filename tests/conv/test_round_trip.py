@@ -1,0 +1,145 @@
+"""Hugging Face -> Megatron -> Hugging Face on disk, and what an export must hold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from conv_models import assert_same_tensors, save_model, tensors_of
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.run_config import to_yaml
+from checkpoints_conv.verify import compare_logits, verify
+from nemo_grpo import UserError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_round_trip_is_bit_identical(family_name, dtype, tmp_path):
+    source = save_model(family_name, tmp_path / "source", dtype)
+    megatron = hf_to_megatron(source, tmp_path / "megatron")
+    back = megatron_to_hf(megatron, source, tmp_path / "back", max_shard_bytes=20_000)
+    assert len(list(back.glob("*.safetensors"))) > 3
+    assert_same_tensors(tensors_of(back), tensors_of(source))
+    result = verify(back, megatron)
+    assert result.num_tensors == len(tensors_of(source))
+    assert not result.different
+
+
+def test_export_loads_and_generates_with_transformers(family_name, hf_models, megatron_checkpoints, tmp_path):
+    source = hf_models(family_name)
+    back = megatron_to_hf(
+        megatron_checkpoints(family_name), source, tmp_path / "back", max_shard_bytes=20_000
+    )
+    tokens = torch.tensor([[1, 5, 9]])
+    outputs = []
+    for folder in (source, back):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        outputs.append(model.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0))
+    assert torch.equal(*outputs)
+    for name in ("generation_config.json", "chat_template.jinja", "tokenizer_config.json"):
+        assert (back / name).read_bytes() == (source / name).read_bytes()
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_dtype_is_converted_and_named_in_the_config(hf_models, megatron_checkpoints, tmp_path):
+    source = hf_models("qwen2")
+    back = megatron_to_hf(megatron_checkpoints("qwen2"), source, tmp_path / "back", dtype=torch.bfloat16)
+    expected = {name: tensor.bfloat16() for name, tensor in tensors_of(source).items()}
+    assert_same_tensors(tensors_of(back), expected)
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not (back / "model.safetensors.index.json").exists()  # one file needs no index
+    megatron = hf_to_megatron(source, tmp_path / "megatron", dtype=torch.bfloat16)
+    again = megatron_to_hf(megatron, source, tmp_path / "again")
+    assert_same_tensors(tensors_of(again), expected)
+
+
+def test_values_beyond_fp16_are_refused(tmp_path):
+    source = save_model("qwen2", tmp_path / "source")
+    change_tensor(source, "model.norm.weight", lambda t: t.fill_(1e6))
+    with pytest.raises(UserError, match=r"model\.norm\.weight has values beyond fp16's range"):
+        hf_to_megatron(source, tmp_path / "megatron", dtype=torch.float16)
+    assert not (tmp_path / "megatron").exists()
+
+
+def change_tensor(folder, name, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors[name])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_verify_finds_one_changed_bit(tmp_path):
+    source = save_model("qwen3", tmp_path / "source")
+    megatron = hf_to_megatron(source, tmp_path / "megatron")
+    change_tensor(
+        source, "model.layers.2.self_attn.k_proj.weight", lambda t: t.view(torch.int32)[3, 4].bitwise_xor_(1)
+    )
+    different = set(verify(source, megatron).different)
+    assert different == {f"model.layers.2.self_attn.{x}_proj.weight" for x in "qkv"}  # one fused tensor
+
+
+def test_verify_compares_logits_through_megatron_core(hf_models, tmp_path):
+    """Run where verify runs: the second model has its key and value matrices exchanged."""
+    source = hf_models("qwen2")
+    megatron = hf_to_megatron(source, tmp_path / "megatron")
+    assert compare_logits(source, megatron) < 1e-4
+    other = shutil.copytree(source, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv"]
+    tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert compare_logits(other, megatron) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 4}, "num_attention_heads=4, config.json has .*=8"),
+        ({"num_hidden_layers": 3}, "num_layers=4, config.json has num_hidden_layers=3"),
+        ({"vocab_size": 97}, r"word_embeddings.weight is \[96, 32\], config.json says \[97, 32\]"),
+        ({"intermediate_size": 60}, r"linear_fc1.weight is \[4, 128, 32\], config.json says \[4, 120, 32\]"),
+        ({"tie_word_embeddings": True}, "the output layer differs from the embedding"),
+    ],
+)
+def test_config_of_another_model_is_refused_before_anything_is_written(
+    change, message, hf_models, megatron_checkpoints, tmp_path
+):
+    config = json.loads((hf_models("qwen2") / "config.json").read_text()) | change
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        megatron_to_hf(megatron_checkpoints("qwen2"), other, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+
+
+def test_side_files_for_bridge(megatron_checkpoints):
+    yaml = pytest.importorskip("yaml")
+    folder = megatron_checkpoints("llama3-rope")
+    inner = folder / "iter_0000000"
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "0"
+    state = torch.load(folder / "latest_train_state.pt", weights_only=True)
+    assert state["step"] == 0
+    model = yaml.safe_load((inner / "run_config.yaml").read_text())["model"]
+    assert model["layernorm_epsilon"] == 1e-6  # a number, not the text '1e-06'
+    assert (model["rope_scaling"], model["rope_scaling_factor"], model["rotary_base"]) == (
+        True,
+        8.0,
+        500000.0,
+    )
+    assert (model["num_query_groups"], model["kv_channels"], model["qk_layernorm"]) == (2, 8, False)
+    assert {path.name for path in inner.iterdir()} >= {
+        ".metadata",
+        "common.pt",
+        "metadata.json",
+        "train_state.pt",
+    }
+
+
+def test_yaml_of_plain_values():
+    tree = {"a": {"b": True, "c": 1e-08}, "d": None, "e": "x.y", "f": 1.5e-07}
+    assert to_yaml(tree) == "a:\n  b: true\n  c: 1.0e-08\nd: null\ne: x.y\nf: 1.5e-07\n"
