@@ -58,7 +58,7 @@ def one_step(
         with policy.reference_weights():
             reference, _ = policy.score(sequences, micro_batch_size=3, temperature=0.9)
         scores = torch.stack([prev, entropies, reference])
-        # The step-level part must see the same numbers to the bit: clip_cov draws by them, erpo amplifies them.
+        # The step-level part must see the same numbers: clip_cov draws by their bits, erpo amplifies them.
         prev, entropies, reference = ((1000 * x).round() / 1000 for x in scores)
         reference = reference - 0.1 * entropies
         batch = token_batch(

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from nemo_grpo.engine.megatron import cpu
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
@@ -53,6 +55,7 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
 
     Under torchrun or Slurm (RANK and WORLD_SIZE set) the world is theirs; otherwise it is this process.
     """
+    cpu.install()
     if parallel_state.model_parallel_is_initialized() and _current_sizes() != layout.sizes:
         shut_down()
     if not dist.is_initialized():
@@ -152,6 +155,21 @@ def sum_over_data_parallel(x: Tensor) -> Tensor:
     if parallel_state.get_data_parallel_world_size() > 1:
         dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
     return x
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """True on every rank if it is on any; every rank calls it at the same point."""
+    if dist.get_world_size() == 1:
+        return flag
+    told = torch.tensor(int(flag), device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told)
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def is_rank_zero() -> bool:

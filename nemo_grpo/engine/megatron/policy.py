@@ -26,7 +26,7 @@ from torch.nn import functional
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.engine.megatron import cpu, parallel
+from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.engine.rollout import Sequences
@@ -126,7 +126,6 @@ class MegatronPolicy:
         Args:   hf: transformers config object.  layout: model-parallel sizes.
         Raises: UserError: a model or a layout that the engine cannot run.
         """
-        cpu.install()
         self.device = device or torch.device("cpu")
         self.layout = layout or parallel.Layout()
         parallel.initialize(self.layout, self.device, seed)
