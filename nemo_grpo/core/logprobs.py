@@ -32,7 +32,7 @@ def logprobs_and_entropy(
     logp = z_y - lse(z),   H = lse(z) - sum_v p_v z_v,   z = logits / temperature
     d logp / d z_v = 1[v=y] - p_v,   d H / d z_v = -p_v (log p_v + H)
 
-    Args:    logits: [..., V], any float dtype; with ``group``: this rank's V of the vocabulary, in rank order.
+             chunk_size: tokens per fp32 chunk, default `CHUNK_ELEMENTS` / V; extra memory some 4 chunks.
              targets: [...] int64, global token ids; column t is the token that logits t predict.
              temperature: > 0.
              chunk_size: tokens per fp32 chunk, default `CHUNK_ELEMENTS` / V; extra memory: some 4 chunks.

@@ -59,11 +59,11 @@ def test_training_is_the_same_on_several_ranks(tmp_path, cache, layout, num_rank
 def test_a_checkpoint_resumes_at_another_layout(tmp_path, cache):
     longer = [*STEPS, "grpo.max_num_steps=4", "policy.megatron_cfg.scheduler.lr_decay_style=constant"]
     shorter = [*longer, "grpo.max_num_steps=2"]
-    unbroken = run_ranks(1, train, arguments(tmp_path, cache, "whole") + longer)[0]
-    run_ranks(4, train, arguments(tmp_path, cache, "moved") + shorter + TP2_PP2)
-    moved = run_ranks(1, train, arguments(tmp_path, cache, "moved") + longer, True)[0]
+    unbroken = run_ranks(1, train, [*arguments(tmp_path, cache, "whole"), *longer])[0]
+    run_ranks(4, train, [*arguments(tmp_path, cache, "moved"), *shorter, *TP2_PP2])
+    moved = run_ranks(1, train, [*arguments(tmp_path, cache, "moved"), *longer], True)[0]
     back = run_ranks(
-        2, train, arguments(tmp_path, cache, "moved") + [*longer, "grpo.max_num_steps=5"] + DP2, True
+        2, train, [*arguments(tmp_path, cache, "moved"), *longer, "grpo.max_num_steps=5", *DP2], True
     )[0]
     for name, tensor in unbroken.items():
         torch.testing.assert_close(moved[name], tensor, rtol=1e-3, atol=5e-4, msg=name)
