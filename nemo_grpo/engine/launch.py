@@ -67,14 +67,12 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks; after the first failure only for `GRACE_SECONDS`."""
     failed_at, code = None, 0
-    while any(rank.poll() is None for rank in ranks):
-        if failed_at is None:
-            failed = next(((i, r.returncode) for i, r in enumerate(ranks) if r.returncode), None)
-            if failed is not None:
-                failed_at, code = time.monotonic(), failed[1]
-                if code != EXIT_INTERRUPTED:
-                    log.error("rank %d ended with exit code %d; ending the others", *failed)
-        elif time.monotonic() - failed_at > GRACE_SECONDS:
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if failed_at is None and any(codes):
+            failed_at, code = time.monotonic(), next(c for c in codes if c)
+            if code != EXIT_INTERRUPTED:
+                log.error("rank %d ended with exit code %d; ending the others", codes.index(code), code)
+        if None not in codes or (failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS):
             return code
         time.sleep(0.1)
-    return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
