@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import typer
@@ -26,7 +27,10 @@ app.command("variants")(variants.variants)
 
 def main() -> None:
     """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    leads = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        level=logging.INFO if leads else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
     for chatty in ("megatron", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:

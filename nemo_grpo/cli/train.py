@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,8 @@ from typing import Annotated
 import typer
 
 from nemo_grpo.cli.recipe import Overrides
+
+log = logging.getLogger(__name__)
 
 
 def train(
@@ -35,7 +38,9 @@ def train(
     from nemo_grpo.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # before the imports below, which take seconds
+    for sentence in loaded.advice():
+        log.warning("%s", sentence)
 
     from nemo_grpo.engine.run_command import run_recipe
 
-    sys.exit(run_recipe(loaded, resume=resume))
+    sys.exit(run_recipe(loaded, sys.argv[1:], resume=resume))

@@ -1,8 +1,9 @@
 """Next-token logprobs and entropies from logits, chunk by chunk, with the backward pass written out.
 
 A plain ``log_softmax(logits.float())`` keeps two fp32 copies of the logits alive for autograd. Here the
-forward pass keeps one number per token besides the logits themselves, and the backward pass builds the
-gradient in the logits' own dtype; fp32 exists only for one chunk at a time.
+forward pass keeps two numbers per token besides the logits themselves, and the backward pass builds the
+gradient in the logits' own dtype; fp32 exists only for one chunk at a time. Logits may be sharded over the
+vocabulary: the ranks exchange four numbers per token in the forward pass and none in the backward pass.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**20
@@ -17,17 +19,25 @@ CHUNK_ELEMENTS = 2**20
 
 
 def logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_size: int | None = None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and the entropy of its distribution.
 
     logp = z_y - lse(z),   H = lse(z) - sum_v p_v z_v,   z = logits / temperature
     d logp / d z_v = 1[v=y] - p_v,   d H / d z_v = -p_v (log p_v + H)
 
-    Args:    logits: [..., V], any float dtype.
-             targets: [...] int64; column t is the token that logits t predict.
+             chunk_size: tokens per fp32 chunk, default `CHUNK_ELEMENTS` / V; extra memory some 4 chunks.
+             targets: [...] int64, global token ids; column t is the token that logits t predict.
              temperature: > 0.
-             chunk_size: tokens per fp32 chunk, default `CHUNK_ELEMENTS` / V; extra memory is some 4 chunks.
+             chunk_size: tokens per fp32 chunk, default `CHUNK_ELEMENTS` / V; extra memory: some 4 chunks.
+             group: the ranks that share the vocabulary (tensor parallel); all of them get the result.
+             vocab_size: token ids from here on are padding and have probability 0. Default: no padding.
     Returns: (logprobs [...], entropies [...]), nats; float32, float64 for float64 logits; both with gradient.
     Raises:  ValueError: shapes that do not fit, temperature or chunk_size <= 0.
     """
@@ -39,9 +49,37 @@ def logprobs_and_entropy(
     chunk_size = max(1, CHUNK_ELEMENTS // vocab) if chunk_size is None else chunk_size
     if temperature <= 0 or chunk_size <= 0:
         raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be positive")
+    shard = _Shard(group, vocab, vocab_size)
     flat = logits.reshape(-1, vocab)
-    logprobs, entropies = _ChunkedLogprobs.apply(flat, targets.reshape(-1), temperature, chunk_size)
+    logprobs, entropies = _ChunkedLogprobs.apply(flat, targets.reshape(-1), temperature, chunk_size, shard)
     return logprobs.view(targets.shape), entropies.view(targets.shape)
+
+
+class _Shard:
+    """Which tokens of the vocabulary this rank's columns are, and how the ranks combine their parts."""
+
+    def __init__(self, group: dist.ProcessGroup | None, columns: int, vocab_size: int | None) -> None:
+        self.group = group if group is not None and group.size() > 1 else None
+        self.first = 0 if self.group is None else self.group.rank() * columns
+        self.columns = columns
+        self.num_real = columns if vocab_size is None else min(max(vocab_size - self.first, 0), columns)
+
+    def scaled(self, logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+        """A chunk of logits in the accumulation dtype, padding at -inf."""
+        z = logits.to(dtype, copy=True).div_(temperature)
+        if self.num_real < self.columns:
+            z[:, self.num_real :] = -torch.inf
+        return z
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(column of each target, clamped into this shard; whether it is here)."""
+        column = targets - self.first
+        here = (column >= 0) & (column < self.columns)
+        return column.clamp(0, self.columns - 1), here
+
+    def reduce(self, x: Tensor, op: Any) -> None:
+        if self.group is not None:
+            dist.all_reduce(x, op=op, group=self.group)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,22 +91,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, chunk: int, shard: _Shard
     ) -> tuple[Tensor, Tensor]:
         dtype = _accumulation_dtype(logits.dtype)
-        lse = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-        logprobs, entropies = torch.empty_like(lse), torch.empty_like(lse)
+        column, here = shard.local(targets)
+        highest = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
+        # sum exp(z - highest), sum exp(z - highest) z, z of the target if it is here
+        sums = torch.empty(3, logits.shape[0], dtype=dtype, device=logits.device)
         for rows in _chunks(logits.shape[0], chunk):
-            z = logits[rows].to(dtype, copy=True).div_(temperature)
-            lse[rows] = torch.logsumexp(z, -1)
-            logprobs[rows] = z.gather(-1, targets[rows, None])[:, 0] - lse[rows]
-            # -inf logits (masked vocabulary) have probability 0 and must add 0, not 0 * inf.
-            expected = torch.exp(z - lse[rows, None]).mul_(z.clamp_(min=torch.finfo(dtype).min))
-            entropies[rows] = lse[rows] - expected.sum(-1)
+            z = shard.scaled(logits[rows], dtype, temperature)
+            highest[rows] = z.amax(-1).clamp_(min=torch.finfo(dtype).min)
+            sums[2, rows] = torch.where(here[rows], z.gather(-1, column[rows, None])[:, 0], 0.0)
+            weights = torch.exp(z - highest[rows, None])
+            sums[0, rows] = weights.sum(-1)
+            # -inf logits have probability 0 and must add 0, not 0 * inf
+            sums[1, rows] = weights.mul_(z.clamp_(min=torch.finfo(dtype).min)).sum(-1)
+        own_highest = highest.clone()
+        shard.reduce(highest, dist.ReduceOp.MAX)
+        sums[:2] *= torch.exp(own_highest - highest)
+        shard.reduce(sums, dist.ReduceOp.SUM)
+        lse = highest + sums[0].log()
+        entropies = lse - sums[1] / sums[0]
         ctx.save_for_backward(logits, targets, lse, entropies)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in backward
-        return logprobs, entropies
+        return sums[2] - lse, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -76,19 +123,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         logits, targets, lse, entropies = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        column, here = shard.local(targets)
         gradient = torch.empty_like(logits)
         for rows in _chunks(logits.shape[0], ctx.chunk):
-            log_p = logits[rows].to(lse.dtype, copy=True).div_(ctx.temperature).sub_(lse[rows, None])
+            log_p = shard.scaled(logits[rows], lse.dtype, ctx.temperature).sub_(lse[rows, None])
             p = log_p.exp()
-            g = torch.zeros_like(p)
+            if grad_entropies is None:
+                g = torch.zeros_like(p)
+            else:
+                floor = torch.finfo(lse.dtype).min
+                g = (
+                    log_p.clamp_(min=floor)
+                    .add_(entropies[rows, None])
+                    .mul_(p)
+                    .mul_(-grad_entropies[rows, None])
+                )
             if grad_logprobs is not None:
-                g.sub_(p * grad_logprobs[rows, None])
-                g.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None].to(g.dtype))
-            if grad_entropies is not None:
-                log_p.clamp_(min=torch.finfo(lse.dtype).min).add_(entropies[rows, None]).mul_(p)
-                g.sub_(log_p.mul_(grad_entropies[rows, None]))
+                g.sub_(p.mul_(grad_logprobs[rows, None]))
+                at_target = torch.where(here[rows], grad_logprobs[rows], 0.0).to(g.dtype)
+                g.scatter_add_(-1, column[rows, None], at_target[:, None])
             gradient[rows] = g.div_(ctx.temperature).to(gradient.dtype)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def _chunks(num_rows: int, size: int) -> list[slice]:

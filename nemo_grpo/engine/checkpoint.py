@@ -41,29 +41,44 @@ class CheckpointStore:
         folder: where they lie.
         keep_top_k: how many to keep by ``metric``, besides the newest; None: all.
         metric: key of training_info's ``metrics``; without it in a checkpoint, newer ranks higher.
+        leads: this process makes, renames and removes folders; the others only write into them.
+        barrier: waits for all processes of the run.
     """
 
     folder: Path
     keep_top_k: int | None = 3
     metric: str | None = None
     higher_is_better: bool = True
+    leads: bool = True
+    barrier: Callable[[], None] = lambda: None
 
     def save(self, step: int, info: dict[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint; ``write(folder)`` fills it. An existing one of this step is replaced."""
+        """Write a checkpoint; ``write(folder)`` fills it. An existing one of this step is replaced.
+
+        Every process of the run calls it.
+        """
         final = self.folder / f"step_{step:06d}"
         temporary = self.folder / f"{_TEMPORARY}{final.name}"
-        for leftover in self.folder.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        temporary.mkdir(parents=True)
+        if self.leads:
+            for leftover in self.folder.glob(f"{_TEMPORARY}*"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            temporary.mkdir(parents=True)
+        self.barrier()
         write(temporary)
-        (temporary / INFO).write_text(json.dumps({"step": step, **info}, indent=2))
+        self.barrier()
+        if self.leads:
+            self._publish(temporary, final, {"step": step, **info})
+        self.barrier()
+        return final
+
+    def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
+        (temporary / INFO).write_text(json.dumps(info, indent=2))
         _flush_tree(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
         _write_atomically(self.folder / LATEST, final.name)
         self._prune(final)
-        return final
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from nemo_grpo.diagnostics.report import plot_run
+from nemo_grpo.engine.launch import is_launched, launch
+from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
-from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.engine.trainer import Trainer, check
 from nemo_grpo.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
 
-def run_recipe(recipe: Recipe, *, resume: bool) -> int:
-    """Train the recipe and draw its report.
+def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int:
+    """Train the recipe on as many ranks as it asks for, and draw its report.
+
+    Args:    arguments: this command line, for the ranks.
 
     Returns: the process's exit code.
     Raises:  UserError: the machine's state is refused; nothing was created then.
     """
-    for sentence in recipe.advice():
-        log.warning("%s", sentence)
-    finished = Trainer(recipe, resume=resume).train()
-    plot_run(recipe.run_dir)
-    log.info("run folder: %s", recipe.run_dir)
+    if recipe.world_size > 1 and not is_launched():
+        check(recipe, resume=resume)  # once, before any rank starts
+        return launch(arguments, recipe.world_size)
+    trainer = Trainer(recipe, resume=resume)
+    try:
+        finished = trainer.train()
+    finally:
+        parallel.shut_down()
+    if trainer.run.leads:
+        plot_run(recipe.run_dir)
+        log.info("run folder: %s", recipe.run_dir)
     return 0 if finished else EXIT_INTERRUPTED

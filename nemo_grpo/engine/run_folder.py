@@ -32,10 +32,11 @@ PACKAGES = (
 
 
 class RunFolder:
-    """A run's folder; nothing is written before `open`."""
+    """A run's folder; nothing is written before `open`, and nothing by a process that does not lead."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, leads: bool = True) -> None:
         self.path = path
+        self.leads = leads
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -64,6 +65,8 @@ class RunFolder:
 
     def open(self, recipe_yaml: str, *, from_step: int, tensorboard: bool = False) -> None:
         """Create or continue the folder; rows of steps after ``from_step`` go: they will come again."""
+        if not self.leads:
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         self.recipe.write_text(recipe_yaml)
         (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
@@ -77,6 +80,8 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
+        if not self.leads:
+            return
         _append(self.metrics, row)
         if self._events is not None:
             for name, value in row.items():
@@ -91,7 +96,7 @@ class RunFolder:
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add responses to samples.jsonl."""
-        for row in rows:
+        for row in rows if self.leads else []:
             _append(self.samples, row)
 
 

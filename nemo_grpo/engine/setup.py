@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nemo_grpo.engine.generate_distributed import DistributedGenerator
 from nemo_grpo.engine.generate_hf import HFGenerator
 from nemo_grpo.engine.hf_folder import check_model_folder, load_config, load_weights
+from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.protocols import Generator, SamplingParams
 from nemo_grpo.engine.rollout import OverlongPenalty
@@ -29,19 +32,13 @@ def check_supported(recipe: Recipe) -> None:
     Raises: UserError: naming key, value and remedy.
     """
     policy, megatron = recipe.policy, recipe.policy.megatron_cfg
-    one_process = "the embedded engine runs one process; use 1"
     allowed: list[tuple[str, object, tuple[object, ...], str]] = [
-        *(
-            (f"policy.megatron_cfg.{name}", getattr(megatron, name), (1,), one_process)
-            for name in (
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "context_parallel_size",
-                "expert_model_parallel_size",
-            )
+        (
+            "policy.megatron_cfg.expert_model_parallel_size",
+            megatron.expert_model_parallel_size,
+            (1,),
+            "use 1",
         ),
-        ("cluster.gpus_per_node", recipe.cluster.gpus_per_node, (1,), one_process),
-        ("cluster.num_nodes", recipe.cluster.num_nodes, (1,), one_process),
         (
             "policy.megatron_cfg.activation_checkpointing",
             megatron.activation_checkpointing,
@@ -69,6 +66,58 @@ def check_supported(recipe: Recipe) -> None:
     ]
     if errors:
         raise UserError("; ".join(errors))
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The recipe's model-parallel layout."""
+    m = recipe.policy.megatron_cfg
+    extra = m.model_extra or {}
+    return Layout(
+        tensor=m.tensor_model_parallel_size,
+        pipeline=m.pipeline_model_parallel_size,
+        context=m.context_parallel_size,
+        sequence_parallel=m.sequence_parallel,
+        num_layers_in_first_stage=extra.get("num_layers_in_first_pipeline_stage"),
+        num_layers_in_last_stage=extra.get("num_layers_in_last_pipeline_stage"),
+    )
+
+
+def check_layout(recipe: Recipe) -> None:
+    """Refuse a layout that does not divide the model of policy.model_name; the recipe has checked all others.
+
+    Raises: UserError: naming key, value and the sizes that fit.
+    """
+    if recipe.policy.model_name is None:
+        return
+    hf, layout = load_config(Path(recipe.policy.model_name)), layout_of(recipe)
+    even = layout.num_layers_in_first_stage is None and layout.num_layers_in_last_stage is None
+    for key, size, what in (
+        ("tensor_model_parallel_size", layout.tensor, "num_attention_heads"),
+        ("tensor_model_parallel_size", layout.tensor, "num_key_value_heads"),
+        ("tensor_model_parallel_size", layout.tensor, "intermediate_size"),
+        ("pipeline_model_parallel_size", layout.pipeline if even else 1, "num_hidden_layers"),
+    ):
+        number = getattr(hf, what)
+        if number % size:
+            fitting = ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
+            raise UserError(
+                f"policy.megatron_cfg.{key}={size} does not divide the model's {what}={number}; use "
+                f"one of {fitting}"
+            )
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """Refuse a launch whose number of processes is not the recipe's.
+
+    Raises: UserError: see above.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != recipe.world_size:
+        raise UserError(
+            f"cluster.gpus_per_node={recipe.cluster.gpus_per_node} x cluster.num_nodes="
+            f"{recipe.cluster.num_nodes} are {recipe.world_size} ranks, but {launched} were launched; make "
+            "them agree"
+        )
 
 
 def _enabled(section: Any) -> bool:
@@ -126,6 +175,7 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
     policy = MegatronPolicy(
         load_config(source),
         settings,
+        layout=layout_of(recipe),
         dtype=DTYPES[recipe.policy.precision],
         device=choose_device(recipe),
         seed=recipe.grpo.seed,
@@ -135,13 +185,14 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
 
 
 def build_generator(recipe: Recipe, source: Path) -> Generator:
-    """The sampler; its weights come from the policy."""
-    return HFGenerator(
+    """The sampler, shared between the ranks; its weights come from the policy."""
+    generator = HFGenerator(
         load_config(source),
         dtype=DTYPES[recipe.policy.precision],
         device=choose_device(recipe),
         max_batch_size=recipe.policy.generation_batch_size,
     )
+    return DistributedGenerator(generator) if recipe.world_size > 1 else generator
 
 
 def training_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:

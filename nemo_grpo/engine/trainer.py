@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.hf_folder import copy_side_files, export, load_tokenizer
+from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.engine.megatron.policy import UpdateResult
-from nemo_grpo.engine.progress import progress
+from nemo_grpo.engine.progress import Advance, progress
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder
-from nemo_grpo.engine.signals import StopRequest, stop_on_signals
+from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.recipe import Recipe
@@ -56,6 +58,19 @@ class TrainingState:
     tokens: int = 0
 
 
+def check(recipe: Recipe, *, resume: bool) -> None:
+    """Everything that can be refused without building anything.
+
+    Raises: UserError: the recipe asks for what this engine or this machine does not have, or the run folder
+            cannot be written or exists and ``resume`` is False.
+    """
+    setup.check_supported(recipe)
+    setup.check_model_source(recipe)
+    setup.check_layout(recipe)
+    setup.choose_device(recipe)
+    RunFolder(recipe.run_dir).check(resume=resume)
+
+
 class Trainer:
     """One run of a recipe on the embedded engine."""
 
@@ -66,14 +81,16 @@ class Trainer:
                 exists and ``resume`` is False, or a checkpoint does not fit.
         """
         self.recipe = recipe
-        self.run = RunFolder(recipe.run_dir)
-        setup.check_supported(recipe)
-        setup.check_model_source(recipe)
-        self.run.check(resume=resume)
+        check(recipe, resume=resume)
+        setup.check_ranks(recipe)
         torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
+        self.device = setup.choose_device(recipe)
+        parallel.initialize(setup.layout_of(recipe), self.device, recipe.grpo.seed)
+        leads = parallel.is_rank_zero()
+        self.run = RunFolder(recipe.run_dir, leads=leads)
         self.objective = recipe.loss_fn.build()
         self.task = recipe.nemo_grpo.task.build()
-        self.source = setup.model_source(recipe, self.task)
+        self.source = self._model_source()
         self.tokenizer = load_tokenizer(self.source)
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
         self.generator = setup.build_generator(recipe, self.source)
@@ -85,6 +102,8 @@ class Trainer:
             checkpointing.keep_top_k,
             checkpointing.metric_key,
             checkpointing.higher_is_better,
+            leads,
+            parallel.barrier,
         )
         self.state = TrainingState()
         self.last_validation: dict[str, float] = {}
@@ -92,6 +111,15 @@ class Trainer:
             self._restore(checkpoint)
         tensorboard = recipe.logger.tensorboard_enabled
         self.run.open(recipe.to_yaml(), from_step=self.state.step, tensorboard=tensorboard)
+
+    def _model_source(self) -> Path:
+        """The folder to start from; if it has to be made, the first rank makes it."""
+        if not parallel.is_rank_zero():
+            parallel.barrier()
+        source = setup.model_source(self.recipe, self.task)
+        if parallel.is_rank_zero():
+            parallel.barrier()
+        return source
 
     def _restore(self, checkpoint: Path) -> None:
         info = read_info(checkpoint)
@@ -112,23 +140,30 @@ class Trainer:
         with stop_on_signals() as stop:
             if state.step == 0 and recipe.grpo.val_at_start:
                 self.run.append_metrics({"step": 0} | self.validate())
-            remaining = recipe.grpo.max_num_steps - state.step
-            with progress(f"{recipe.loss_fn.variant} {recipe.nemo_grpo.run_name}", remaining) as advance:
-                while state.step < recipe.grpo.max_num_steps and not stop:
+            stopping = False
+            with self._progress() as advance:
+                while state.step < recipe.grpo.max_num_steps and not stopping:
                     row = self.train_step()
-                    if self._is_validation_step(stop):
+                    stopping = parallel.any_rank(bool(stop), self.device)
+                    if self._is_validation_step(stopping):
                         row |= self.validate()
                     self.run.append_metrics(row)
                     advance(_note(row))
-                    self._save_if_due(stop)
+                    self._save_if_due(stopping)
                     if self._reached_goal(row):
                         break
         self.run.close()
-        if stop:
+        if stopping:
             log.warning("stopped at step %d; add --resume to continue", state.step)
             return False
         self.finish()
         return True
+
+    def _progress(self) -> AbstractContextManager[Advance]:
+        name = f"{self.recipe.loss_fn.variant} {self.recipe.nemo_grpo.run_name}"
+        if not self.run.leads:
+            return nullcontext(lambda _note: None)
+        return progress(name, self.recipe.grpo.max_num_steps - self.state.step)
 
     def train_step(self) -> dict[str, Any]:
         """One step of the algorithm; returns its metrics."""
@@ -241,9 +276,9 @@ class Trainer:
 
     # ------------------------------------------------------------------ validation, saving, the end
 
-    def _is_validation_step(self, stop: StopRequest) -> bool:
+    def _is_validation_step(self, stopping: bool) -> bool:
         grpo, step = self.recipe.grpo, self.state.step
-        if stop:
+        if stopping:
             return False
         if step == grpo.max_num_steps:
             return grpo.val_at_end
@@ -269,12 +304,14 @@ class Trainer:
         self.last_validation["time/validation"] = time.monotonic() - start
         return self.last_validation
 
-    def _save_if_due(self, stop: StopRequest) -> None:
+    def _save_if_due(self, stopping: bool) -> None:
         checkpointing, state = self.recipe.checkpointing, self.state
         limit = self.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
         abort = state.skipped_in_a_row >= limit
         last = state.step == self.recipe.grpo.max_num_steps
-        if checkpointing.enabled and (stop or abort or last or state.step % checkpointing.save_period == 0):
+        if checkpointing.enabled and (
+            stopping or abort or last or state.step % checkpointing.save_period == 0
+        ):
             self.save()
         if abort:
             raise TrainingAborted(
@@ -287,7 +324,8 @@ class Trainer:
 
         def write(folder: Path) -> None:
             save_policy(self.policy, folder / WEIGHTS, self.state.step)
-            copy_side_files(self.source, folder / TOKENIZER)
+            if self.store.leads:
+                copy_side_files(self.source, folder / TOKENIZER)
 
         info = {"state": asdict(self.state), "metrics": self.last_validation}
         return self.store.save(self.state.step, info, write)
@@ -304,7 +342,10 @@ class Trainer:
         """Export the model."""
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
-            export(self.policy.named_tensors(), self.source, self.run.hf, dtype)
+            tensors = list(self.policy.named_tensors())  # every rank takes part in gathering them
+            if self.run.leads:
+                export(tensors, self.source, self.run.hf, dtype)
+        parallel.barrier()
 
     def _log_samples(self, groups: list[Group]) -> None:
         flat = [(group, response) for group in groups for response in group.responses]

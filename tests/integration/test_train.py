@@ -210,8 +210,8 @@ def test_an_existing_run_is_refused_and_left_alone(recipe):
     ("overrides", "message"),
     [
         (
-            ["policy.megatron_cfg.tensor_model_parallel_size=2", "cluster.gpus_per_node=2"],
-            "tensor_model_parallel_size=2",
+            ["policy.megatron_cfg.activation_checkpointing=true"],
+            "activation_checkpointing=True",
         ),
         (
             ["policy.sequence_packing.enabled=true", "checkpointing.save_optimizer=false"],

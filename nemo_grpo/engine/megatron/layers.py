@@ -12,6 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from nemo_grpo.engine.megatron.parallel import gather_sequence, zigzag
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMS norm that also runs under sequence parallelism; megatron-core's wrapper of torch's refuses that."""
@@ -27,7 +29,9 @@ class RMSNorm(torch.nn.RMSNorm):
 class CausalAttention(MegatronModule):
     """Causal scaled-dot-product attention by torch's fused kernel, with grouped key and value heads.
 
-    Sequences are right-padded, so a real token never attends to padding and no mask is needed.
+    Sequences are right-padded, so a real token never attends to padding and no mask is needed. Under context
+    parallelism each rank has two slices of the sequence (`parallel.zigzag`), gathers all keys and values, and
+    masks by position.
     """
 
     def __init__(
@@ -42,14 +46,21 @@ class CausalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.context_size = config.context_parallel_size
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_unused: Any
     ) -> Tensor:
-        """[S, B, H, D] queries, [S, B, G, D] keys and values -> [S, B, H x D]."""
+        """[S, B, H, D] queries, [S, B, G, D] keys and values -> [S, B, H x D]; S is this rank's share."""
+        mask = None
+        if self.context_size > 1:
+            length = query.shape[0] * self.context_size
+            rows = zigzag(length, query.device)
+            key, value = gather_sequence(key, dim=0), gather_sequence(value, dim=0)
+            mask = rows[:, None] >= torch.arange(length, device=query.device)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 

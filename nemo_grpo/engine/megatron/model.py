@@ -1,17 +1,14 @@
-"""From a Hugging Face config to a megatron-core GPT model, and weights in both directions."""
+"""From a Hugging Face config to a megatron-core GPT model."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from checkpoints_conv.families import family_for
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 from torch.nn import functional
 
 from nemo_grpo.engine.megatron.layers import local_block_spec
@@ -61,6 +58,9 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, **overrides:
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
+        "sequence_parallel": layout.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_stage,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -102,13 +102,18 @@ def rope_parameters(hf: Any) -> dict[str, Any]:
     return found
 
 
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """The smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
 def build_model(hf: Any, config: TransformerConfig) -> GPTModel:
     """This rank's part of the model, with uninitialised weights."""
     rope = rope_parameters(hf)
     return GPTModel(
         config,
         local_block_spec(config),
-        vocab_size=hf.vocab_size,
+        vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -119,30 +124,3 @@ def build_model(hf: Any, config: TransformerConfig) -> GPTModel:
         rope_scaling=rope.get("rope_type") == "llama3",
         rope_scaling_factor=rope.get("factor", 1.0),
     )
-
-
-class HFWeights:
-    """The model's parameters under their Hugging Face names, through the converters' family tables."""
-
-    def __init__(self, hf_config: dict[str, Any], model: GPTModel) -> None:
-        self.family = family_for(hf_config)
-        self.model = model
-
-    @torch.no_grad()
-    def load(self, hf_tensors: Mapping[str, Tensor]) -> None:
-        """Copy Hugging Face tensors into the parameters.
-
-        Raises: UserError: tensors missing, left over, or of another shape than config.json says.
-        """
-        full = dict(self.family.to_megatron(hf_tensors))
-        parameters = dict(self.model.named_parameters())
-        assert full.keys() == parameters.keys(), full.keys() ^ parameters.keys()
-        for name, parameter in parameters.items():
-            parameter.copy_(full[name])
-
-    @torch.no_grad()
-    def named_tensors(
-        self, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.detach()
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight, for refit and export; views where possible."""
-        yield from self.family.to_hf({name: of(p) for name, p in self.model.named_parameters()})

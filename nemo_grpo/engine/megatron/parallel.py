@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from nemo_grpo.engine.megatron import cpu
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -17,12 +21,28 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 class Layout:
     """How the world is divided; data parallelism takes what is left.
 
-    Attributes: tensor, pipeline, context: sizes of the model-parallel dimensions, 1 = off.
+    Attributes:
+        tensor, pipeline, context: sizes of the model-parallel dimensions, 1 = off.
+        sequence_parallel: between the tensor-parallel layers each tensor rank has its share of the sequence.
+        num_layers_in_first_stage, num_layers_in_last_stage: uneven pipeline; None: the same for all stages.
     """
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    sequence_parallel: bool = False
+    num_layers_in_first_stage: int | None = None
+    num_layers_in_last_stage: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(TP, PP, CP)."""
+        return (self.tensor, self.pipeline, self.context)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the sequence length must be a multiple of."""
+        return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
 
     @property
     def ranks_per_model(self) -> int:
@@ -35,7 +55,8 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
 
     Under torchrun or Slurm (RANK and WORLD_SIZE set) the world is theirs; otherwise it is this process.
     """
-    if parallel_state.model_parallel_is_initialized() and _current_layout() != layout:
+    cpu.install()
+    if parallel_state.model_parallel_is_initialized() and _current_sizes() != layout.sizes:
         shut_down()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -54,8 +75,8 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _current_layout() -> Layout:
-    return Layout(
+def _current_sizes() -> tuple[int, int, int]:
+    return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
@@ -68,6 +89,87 @@ def shut_down() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def zigzag(length: int, device: torch.device | None = None) -> Tensor:
+    """[length / CP] int64: the positions of a sequence that this context-parallel rank computes.
+
+    The sequence is cut into 2 CP slices; rank r has slices r and 2 CP - 1 - r, so that causal attention
+    costs every rank the same. megatron-core's rotary embedding uses the same order.
+
+    Args: length: a multiple of 2 CP.
+    """
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    return _positions(length, size, rank).to(device)
+
+
+def _positions(length: int, size: int, rank: int) -> Tensor:
+    if size == 1:
+        return torch.arange(length)
+    slices = torch.arange(length).view(2 * size, -1)
+    return torch.cat([slices[rank], slices[2 * size - 1 - rank]])
+
+
+class _GatherSequence(torch.autograd.Function):
+    """Concatenate the context-parallel ranks' slices in sequence order; gradients may be summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sum_gradients: bool) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        length = x.shape[dim] * group.size()
+        order = torch.cat([_positions(length, group.size(), rank) for rank in range(group.size())])
+        ctx.dim, ctx.sum_gradients, ctx.own = dim, sum_gradients, zigzag(length, x.device)
+        return torch.cat(parts, dim).index_select(dim, order.argsort().to(x.device))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.sum_gradients:
+            gradient = gradient.contiguous().clone()
+            dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+        return gradient.index_select(ctx.dim, ctx.own), None, None
+
+
+def gather_sequence(x: Tensor, dim: int, *, replicated: bool = False) -> Tensor:
+    """The whole sequence from every context-parallel rank's `zigzag` share along ``dim``.
+
+    Args: replicated: every rank computes the same thing with the result (a loss, say), so each one's own
+          gradient is complete; otherwise the ranks' gradients are summed.
+    """
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return x
+    return _GatherSequence.apply(x, dim, not replicated)
+
+
+def broadcast_from_last_stage(x: Tensor) -> Tensor:
+    """In place: every pipeline stage gets the last stage's tensor."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(x, source, group=parallel_state.get_pipeline_model_parallel_group())
+    return x
+
+
+def sum_over_data_parallel(x: Tensor) -> Tensor:
+    """In place: the sum over data-parallel ranks; context-parallel ranks are not counted."""
+    if parallel_state.get_data_parallel_world_size() > 1:
+        dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
+    return x
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """True on every rank if it is on any; every rank calls it at the same point."""
+    if dist.get_world_size() == 1:
+        return flag
+    told = torch.tensor(int(flag), device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told)
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def is_rank_zero() -> bool:

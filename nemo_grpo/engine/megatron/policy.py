@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -20,12 +21,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn import functional
 
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.engine.megatron import cpu, parallel
-from nemo_grpo.engine.megatron.model import HFWeights, build_model, transformer_config
+from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.megatron.model import build_model, transformer_config
+from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.engine.rollout import Sequences
 
 log = logging.getLogger(__name__)
@@ -83,12 +86,25 @@ class Microbatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
-def plan_microbatches(lengths: Tensor, size: int, group_ids: Tensor | None = None) -> list[Microbatch]:
-    """Rows of similar length together, ``size`` at a time; with ``group_ids`` one whole group each."""
+def own_share() -> tuple[int, int]:
+    """(data-parallel rank, number of them): which sequences this rank computes."""
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
+def plan_microbatches(
+    lengths: Tensor, size: int, share: tuple[int, int] = (0, 1), group_ids: Tensor | None = None
+) -> list[Microbatch]:
+    """This rank's rows, ``size`` of similar length at a time; with ``group_ids`` one whole group each.
+
+    Rows go round the ranks by length, so that each has about the same work.
+
+    Args: share: (rank, number of ranks).
+    """
+    rank, num_ranks = share
     if group_ids is not None:
-        rows = [torch.nonzero(group_ids == g).flatten() for g in group_ids.unique()]
+        rows = [torch.nonzero(group_ids == g).flatten() for g in group_ids.unique()[rank::num_ranks]]
     else:
-        rows = list(lengths.argsort(descending=True, stable=True).split(size))
+        rows = list(lengths.argsort(descending=True, stable=True)[rank::num_ranks].split(size))
     return [Microbatch(r, int(lengths[r].max())) for r in rows]
 
 
@@ -110,11 +126,11 @@ class MegatronPolicy:
         Args:   hf: transformers config object.  layout: model-parallel sizes.
         Raises: UserError: a model or a layout that the engine cannot run.
         """
-        cpu.install()
         self.device = device or torch.device("cpu")
-        parallel.initialize(layout or parallel.Layout(), self.device, seed)
+        self.layout = layout or parallel.Layout()
+        parallel.initialize(self.layout, self.device, seed)
         self.hf, self.settings = hf, optimizer
-        self.config = transformer_config(hf, layout or parallel.Layout(), dtype)
+        self.config = transformer_config(hf, self.layout, dtype)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.model = build_model(hf, self.config).to(self.device)
         self.weights = HFWeights(hf.to_dict(), self.model)
@@ -192,7 +208,7 @@ class MegatronPolicy:
         Args:    temperature: divides the logits, as it did when the tokens were sampled.
         Returns: (logprobs, entropies), both [B, S - 1] float32, nats; 0 in the padding.
         """
-        plan = plan_microbatches(sequences.lengths, micro_batch_size)
+        plan = plan_microbatches(sequences.lengths, micro_batch_size, own_share())
 
         def keep(micro: Microbatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             micro.outputs = {"logprobs": logprobs, "entropies": entropies}
@@ -201,14 +217,16 @@ class MegatronPolicy:
         with torch.no_grad():
             self._run(sequences, plan, keep, temperature, forward_only=True)
         shape = (sequences.input_ids.shape[0], sequences.input_ids.shape[1] - 1)
-        result = {name: torch.zeros(shape) for name in ("logprobs", "entropies")}
+        result = {name: torch.zeros(shape, device=self.device) for name in ("logprobs", "entropies")}
         for micro in plan:
             for name, out in result.items():
-                out[micro.rows, : micro.length - 1] = micro.outputs[name].float().cpu()
+                if micro.outputs:  # on the last pipeline stage
+                    out[micro.rows, : micro.length - 1] = micro.outputs[name].float()
+        for out in result.values():
+            parallel.sum_over_data_parallel(parallel.broadcast_from_last_stage(out))
         in_padding = torch.arange(shape[1]) >= sequences.lengths[:, None] - 1
-        return result["logprobs"].masked_fill_(in_padding, 0.0), result["entropies"].masked_fill_(
-            in_padding, 0.0
-        )
+        logprobs, entropies = (out.cpu().masked_fill_(in_padding, 0.0) for out in result.values())
+        return logprobs, entropies
 
     def update(
         self,
@@ -221,11 +239,11 @@ class MegatronPolicy:
     ) -> UpdateResult:
         """One optimizer step on the given rows; loss and gradient do not depend on ``micro_batch_size``."""
         groups = prepared.batch.group_ids if objective.whole_groups_per_loss_call else None
-        plan = plan_microbatches(sequences.lengths, micro_batch_size, groups)
+        plan = plan_microbatches(sequences.lengths, micro_batch_size, own_share(), groups)
         valid_toks, valid_seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
-        # The schedule divides by the microbatches and averages gradients over data parallel ranks; ours is a
-        # sum.
-        scale = len(plan) * parallel_state.get_data_parallel_world_size(with_context_parallel=False)
+        # The schedule divides by the number of microbatches and DDP averages over data-parallel ranks; our
+        # loss is a sum of shares. (For context-parallel ranks the schedule's own factor does it.)
+        scale = len(plan) * parallel_state.get_data_parallel_world_size()
         shares: list[dict[str, Tensor]] = []
 
         def loss(micro: Microbatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -237,7 +255,7 @@ class MegatronPolicy:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(sequences, plan, loss, temperature, forward_only=False)
-        metrics = _add_up(shares)
+        metrics = self._add_up(shares)
         lr = self.optimizer.param_groups[0]["lr"]
         grad_norm, stepped = self._step_if_finite(metrics)
         return UpdateResult(metrics, grad_norm, lr, skipped=not stepped)
@@ -263,26 +281,54 @@ class MegatronPolicy:
     ) -> None:
         """megatron-core's forward-backward schedule over the microbatches."""
 
+        multiple = self.layout.sequence_multiple
+
         def forward_step(batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             micro = next(batches)
             ids = sequences.input_ids[micro.rows, : micro.length].to(self.device)
-            logits = model(ids[:, :-1], position_ids=None, attention_mask=None)
+            ids = functional.pad(ids, (0, -(micro.length - 1) % multiple))
+            own = parallel.zigzag(ids.shape[1] - 1, self.device)
+            logits = model(ids[:, :-1][:, own], position_ids=None, attention_mask=None)
 
             def on_last_stage(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                logprobs, entropies = logprobs_and_entropy(output, ids[:, 1:], temperature=temperature)
-                return loss(micro, logprobs, entropies)
+                found = logprobs_and_entropy(
+                    output,
+                    ids[:, 1:][:, own],
+                    temperature=temperature,
+                    group=parallel_state.get_tensor_model_parallel_group(),
+                    vocab_size=self.hf.vocab_size,
+                )
+                whole = (
+                    parallel.gather_sequence(x, 1, replicated=True)[:, : micro.length - 1] for x in found
+                )
+                return loss(micro, *whole)
 
             return logits, on_last_stage
 
+        longest = max(micro.length for micro in plan) - 1
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(plan),
             model=[self.wrapped],
             num_microbatches=len(plan),
-            seq_length=max(micro.length for micro in plan) - 1,
+            seq_length=longest + -longest % multiple,
             micro_batch_size=max(len(micro.rows) for micro in plan),
             forward_only=forward_only,
         )
+
+    def _add_up(self, shares: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sum each metric over microbatches and data-parallel ranks; one copy to the host for all of them."""
+        names: list[Any] = [list(shares[0]) if shares else None]
+        if self.layout.pipeline > 1:  # the last stage has them
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast_object_list(
+                names, parallel_state.get_pipeline_model_parallel_last_rank(), group=group
+            )
+        total = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
+        for share in shares:
+            total += torch.stack([share[name].double() for name in names[0]])
+        parallel.sum_over_data_parallel(parallel.broadcast_from_last_stage(total))
+        return dict(zip(names[0], total.tolist(), strict=True))
 
     def sharded_state_dict(self, *, loading: bool) -> dict[str, Any]:
         """Model, optimizer and schedule, as `megatron.core.dist_checkpointing` saves and loads them."""
@@ -300,12 +346,3 @@ class MegatronPolicy:
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])
-
-
-def _add_up(shares: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Sum each metric over microbatches; one copy to the host for all of them."""
-    if not shares:
-        return {}
-    names = list(shares[0])
-    total = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares]).sum(0)
-    return dict(zip(names, total.tolist(), strict=True))

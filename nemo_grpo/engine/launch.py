@@ -1,0 +1,78 @@
+"""Start one process per rank of a run on this machine, and end them together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED, SIGNALS
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 20.0
+"""How long the other ranks may take to end after one has failed, before they are killed."""
+
+
+def is_launched() -> bool:
+    """True in a process that torchrun, Slurm or `launch` started as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(arguments: Sequence[str], num_ranks: int) -> int:
+    """Run ``nemo-grpo <arguments>`` on ``num_ranks`` ranks, each a process with one thread.
+
+    Signals that ask a run to stop are passed on to every rank. When a rank fails, the others are ended within
+    `GRACE_SECONDS`; its own traceback is on stderr.
+
+    Returns: 0 if all ranks returned 0, else the exit code of the first rank that did not.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "nemo_grpo.cli", *arguments]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # so that Ctrl-C reaches the ranks once, through us
+        )
+        for rank in range(num_ranks)
+    ]
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        return _wait(ranks)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Wait for all ranks; after the first failure only for `GRACE_SECONDS`."""
+    failed_at, code = None, 0
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if failed_at is None and any(codes):
+            failed_at, code = time.monotonic(), next(c for c in codes if c)
+            if code != EXIT_INTERRUPTED:
+                log.error("rank %d ended with exit code %d; ending the others", codes.index(code), code)
+        if None not in codes or (failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS):
+            return code
+        time.sleep(0.1)

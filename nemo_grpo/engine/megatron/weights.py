@@ -1,0 +1,131 @@
+"""The model's parameters under their Hugging Face names, at any layout, by the converters' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from checkpoints_conv.families import family_for
+
+# How each parallel layer's parameter is cut over the tensor-parallel ranks: the dimension, and into how many
+# blocks the whole tensor falls first (gate and up projections are stacked, and each is cut by itself).
+_CUTS = {
+    "word_embeddings.weight": (0, 1),
+    "output_layer.weight": (0, 1),
+    "linear_qkv.weight": (0, 1),
+    "linear_qkv.bias": (0, 1),
+    "linear_fc1.weight": (0, 2),
+    "linear_proj.weight": (1, 1),
+    "linear_fc2.weight": (1, 1),
+}
+
+
+class HFWeights:
+    """Load into this rank's part of the model, and gather from all ranks' parts."""
+
+    def __init__(self, hf_config: dict[str, Any], model: GPTModel) -> None:
+        self.family = family_for(hf_config)
+        self.model = model
+        self._mark_sharded_parameters()
+        self.vocab_size = int(hf_config["vocab_size"])
+
+    def _mark_sharded_parameters(self) -> None:
+        """Say of each parameter whether it is sharded; the gradient norm counts the others on one rank only.
+
+        megatron-core does it while it initialises weights, which is skipped here.
+        """
+        for name, parameter in self.local_parameters():
+            dim, blocks = _cut_of(name)
+            if dim is not None and not getattr(parameter, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(parameter, True, dim, blocks)
+
+    @torch.no_grad()
+    def load(self, hf_tensors: Mapping[str, Tensor]) -> None:
+        """Copy Hugging Face tensors into the parameters; every rank calls it with all tensors.
+
+        Raises: UserError: tensors missing, left over, or of another shape than config.json says.
+        """
+        full = dict(self.family.to_megatron(hf_tensors))
+        for name, parameter in self.local_parameters():
+            # Pipeline stages other than the first hold a tied output layer as a copy of the embedding.
+            source = full[name] if name in full else full["embedding.word_embeddings.weight"]
+            parameter.copy_(_own_part(name, _pad_vocabulary(name, source, parameter)))
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of every weight, whole, on every rank; views where possible."""
+        yield from self.family.to_hf(self.gather({name: p.detach() for name, p in self.local_parameters()}))
+
+    def local_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """(megatron name with the layer's number in the whole model, parameter) of this rank's part."""
+        layers = self.model.decoder.layers
+        offset = layers[0].layer_number - 1 if len(layers) else 0
+        for name, parameter in self.model.named_parameters():
+            yield _with_offset(name, offset), parameter
+
+    @torch.no_grad()
+    def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from every rank's parts; all ranks of a replica call it together."""
+        whole = {name: self._gather_tensor_parallel(name, part) for name, part in local.items()}
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            return whole
+        group = parallel_state.get_pipeline_model_parallel_group()
+        stages: list[Any] = [None] * group.size()
+        dist.all_gather_object(stages, {name: t.cpu() for name, t in whole.items()}, group=group)
+        merged: dict[str, Tensor] = {}
+        for stage in reversed(stages):  # the first stage's embedding wins over the last stage's copy
+            merged |= stage
+        if "output_layer.weight" in merged and self.model.share_embeddings_and_output_weights:
+            del merged["output_layer.weight"]
+        return merged
+
+    def _gather_tensor_parallel(self, name: str, part: Tensor) -> Tensor:
+        dim, blocks = _cut_of(name)
+        group = parallel_state.get_tensor_model_parallel_group()
+        if dim is not None and group.size() > 1:
+            parts = [torch.empty_like(part) for _ in range(group.size())]
+            dist.all_gather(parts, part.contiguous(), group=group)
+            pieces = [p.chunk(blocks, dim) for p in parts]
+            part = torch.cat([piece[block] for block in range(blocks) for piece in pieces], dim)
+        if _is_vocabulary(name):
+            part = part[: self.vocab_size]
+        return part
+
+
+def _cut_of(name: str) -> tuple[int | None, int]:
+    return next((cut for end, cut in _CUTS.items() if name.endswith(end)), (None, 1))
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name.endswith(("word_embeddings.weight", "output_layer.weight"))
+
+
+def _own_part(name: str, full: Tensor) -> Tensor:
+    """This tensor-parallel rank's part of a whole tensor."""
+    dim, blocks = _cut_of(name)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if dim is None or size == 1:
+        return full
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return torch.cat([block.chunk(size, dim)[rank] for block in full.chunk(blocks, dim)], dim)
+
+
+def _pad_vocabulary(name: str, full: Tensor, parameter: Tensor) -> Tensor:
+    """Rows of zeros behind the vocabulary, up to the size that the ranks can share."""
+    if not _is_vocabulary(name):
+        return full
+    rows = parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
+    return torch.nn.functional.pad(full, (0, 0, 0, rows - full.shape[0]))
+
+
+def _with_offset(name: str, offset: int) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(int(parts[2]) + offset)
+    return ".".join(parts)
