@@ -1,0 +1,322 @@
+"""CPU seconds of a training step: the embedded engine against TRL's GRPOTrainer.
+
+Both sides train the same model folder (a Qwen2) with the same tokenizer, prompts, batch, lengths, sampling,
+loss (GRPO without KL), learning rate and reward function, in float32, on one thread. Each is a process of
+its own; they take turns, a few steps at a time, so that load of the machine meets both alike. A step is
+everything from drawing prompts to updated weights and metrics.
+
+    PYTHONPATH=. python benchmarks/engine_vs_trl.py [--trl-python PATH] [--config tiny] [--profile]
+
+TRL is no dependency of this project. Give it an environment of its own, with this one's torch:
+
+    python -m venv /tmp/trl
+    /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0
+
+and pass --trl-python /tmp/trl/bin/python; without it only our side is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GOAL = 0.5
+WARM_UP_STEPS = 3
+MARK = "@"  # begins the lines of a side's output that are for us
+LEARNING_RATE = 1e-6  # small, so that responses keep the lengths that they begin with
+
+
+@dataclass(frozen=True)
+class Config:
+    """One comparison.
+
+    Attributes: micro_batch_size: sequences per forward and backward pass, on both sides.
+                warm_start: overrides of the recipe's nemo_grpo.warm_start.
+    """
+
+    num_prompts: int
+    num_generations: int
+    max_new_tokens: int
+    micro_batch_size: int
+    steps_per_turn: int
+    warm_start: tuple[str, ...] = ()
+
+
+CONFIGS = {
+    # One step at next to no learning rate: random weights.
+    "tiny": Config(
+        *(4, 8, 32, 32, 10), ("num_steps=1", "lr=1.0e-9", "hidden_size=64", "intermediate_size=128")
+    ),
+    "quickstart": Config(16, 8, 40, 32, 3),
+}
+
+
+def reward(text: str) -> float:
+    """Share of vowels: differs within every group, so that every step updates."""
+    return sum(character in "aeiou" for character in text) / max(1, len(text))
+
+
+class Turns:
+    """One side's bookkeeping: measures as many steps as it is told, answers, and waits for the next order."""
+
+    def __init__(self) -> None:
+        self.steps, self.notes = WARM_UP_STEPS, []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.notes.clear()
+        self.cpu, self.wall = sum(os.times()[:4]), time.perf_counter()  # with children it has waited for
+
+    def step_done(self, **note: float) -> bool:
+        """Call after each step with what it knows of it; False: no more steps are wanted."""
+        self.notes.append(note)
+        if len(self.notes) < self.steps:
+            return True
+        cpu, wall = sum(os.times()[:4]) - self.cpu, time.perf_counter() - self.wall
+        means = {name: statistics.mean(note[name] for note in self.notes) for name in note}
+        print(MARK + json.dumps({"cpu": cpu / self.steps, "wall": wall / self.steps} | means), flush=True)
+        order = sys.stdin.readline()
+        self.steps = int(order or 0)
+        self._begin()
+        return self.steps > 0
+
+
+# ------------------------------------------------------------------ our side
+
+
+def overrides(config: Config, folder: Path) -> list[str]:
+    optimizer, scheduler = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
+    return [
+        f"grpo.num_prompts_per_step={config.num_prompts}",
+        f"grpo.num_generations_per_prompt={config.num_generations}",
+        f"policy.generation.max_new_tokens={config.max_new_tokens}",
+        f"policy.train_micro_batch_size={config.micro_batch_size}",
+        *(f"{optimizer}.{name}={LEARNING_RATE:.7f}" for name in ("lr", "min_lr")),
+        *(f"{scheduler}.lr_decay_style=constant", f"{scheduler}.lr_warmup_iters=0"),
+        "logger.tensorboard_enabled=false",
+        *(f"nemo_grpo.runs_dir={folder}", "nemo_grpo.run_name=ours"),
+        f"nemo_grpo.warm_start.cache_dir={ROOT / '.cache/warm_start'}",
+        *(f"nemo_grpo.warm_start.{override}" for override in config.warm_start),
+    ]
+
+
+class VowelTask:
+    """A task with `reward` for its score."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def score(self, _problem: Any, response: str) -> dict[str, float]:
+        return {"accuracy": reward(response), "format": 0.0}
+
+
+def run_ours(config: Config, folder: Path, profile: bool) -> None:
+    """Train as `Trainer.train` does between validations and checkpoints."""
+    from nemo_grpo.engine.trainer import Trainer
+    from nemo_grpo.recipe import load_recipe
+
+    trainer = Trainer(load_recipe(ROOT / "recipes/quickstart.yaml", overrides(config, folder)))
+    trainer.task = VowelTask(trainer.task)
+    assert not trainer.objective.needs_reference
+    turns, going, profiler = Turns(), True, cProfile.Profile()
+    while going:
+        if profile and trainer.state.step == WARM_UP_STEPS:
+            profiler.enable()
+        row = trainer.train_step()
+        trainer.run.append_metrics(row)
+        assert row["steps/no_signal"] == row["steps/skipped"] == 0
+        parts = {name: row[f"time/{name}"] for name in ("rollout", "score", "update")}
+        going = turns.step_done(length=row["length/mean"], **parts)
+    profiler.disable()
+    if profile:
+        profiler.dump_stats(folder / "profile")
+
+
+# ------------------------------------------------------------------ TRL's side
+
+
+def run_trl(config: Config, folder: Path) -> None:
+    """`GRPOTrainer.train` on the model and the prompts that lie in ``folder``."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    prompts = json.loads((folder / "prompts.json").read_text())
+    model = json.loads((folder / "model.json").read_text())
+    lengths: list[float] = []
+
+    def vowels(completions: list[str], completion_ids: list[list[int]], **_unused: Any) -> list[float]:
+        lengths.append(statistics.mean(map(len, completion_ids)))
+        return [reward(text) for text in completions]
+
+    class Callback(TrainerCallback):
+        def on_train_begin(self, *_args: Any, **_unused: Any) -> None:
+            self.turns = Turns()
+
+        def on_step_end(self, _args: Any, _state: Any, control: Any, **_unused: Any) -> None:
+            control.should_training_stop = not self.turns.step_done(length=lengths[-1])
+
+    batch = config.num_prompts * config.num_generations
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=config.micro_batch_size,
+        gradient_accumulation_steps=batch // config.micro_batch_size,
+        num_generations=config.num_generations,
+        max_completion_length=config.max_new_tokens,
+        loss_type="grpo",
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        max_steps=10**6,
+        **dict.fromkeys(("bf16", "gradient_checkpointing"), False),
+        **dict.fromkeys(("save_strategy", "logging_strategy", "eval_strategy"), "no"),
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        reward_funcs=vowels,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        callbacks=[Callback()],
+    ).train()
+
+
+# ------------------------------------------------------------------ the comparison
+
+
+class Side:
+    """A side's process."""
+
+    def __init__(self, python: str, side: str, name: str, folder: Path, profile: bool = False) -> None:
+        command = [python, __file__, "--side", side, "--config", name, "--folder", str(folder)]
+        command += ["--profile"] if profile else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment["PYTHONPATH"] = str(ROOT) if side == "ours" else ""
+        self.log = folder / f"{side}.log"
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+        )
+        self.results: list[dict[str, float]] = []
+        self._answer()  # the warm-up
+
+    def _answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return dict(json.loads(line[1:]))
+        raise SystemExit(f"{self.log} ends with:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
+
+    def turn(self, steps: int) -> None:
+        self._order(steps)
+        self.results.append(self._answer())
+
+    def _order(self, steps: int) -> None:
+        assert self.process.stdin is not None
+        print(steps, file=self.process.stdin, flush=True)
+
+    def end(self) -> None:
+        self._order(0)
+        self.process.communicate()
+
+    def median(self, name: str) -> float:
+        return statistics.median(result[name] for result in self.results)
+
+
+def prepare(name: str, folder: Path) -> None:
+    """Leave in ``folder`` what TRL's side needs: the model's folder, and prompts as our side encodes them."""
+    from nemo_grpo.engine.hf_folder import load_tokenizer
+    from nemo_grpo.engine.setup import model_source
+    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.tasks import encode_prompt
+
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", overrides(CONFIGS[name], folder))
+    task = recipe.nemo_grpo.task.build()
+    source = model_source(recipe, task)
+    tokenizer = load_tokenizer(source)
+    problems = [task.train_problem(number, recipe.grpo.seed) for number in range(2000)]
+    encoded = [encode_prompt(tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]
+    (folder / "prompts.json").write_text(json.dumps([tokenizer.decode(ids) for ids in encoded]))
+    (folder / "model.json").write_text(json.dumps(str(source)))
+
+
+def compare(name: str, trl_python: str | None, repetitions: int, profile: bool) -> None:
+    """Measure one configuration and print its lines."""
+    config = CONFIGS[name]
+    with tempfile.TemporaryDirectory(prefix="engine-vs-trl-") as scratch:
+        folder = Path(scratch)
+        prepare(name, folder)
+        sides = {"ours": Side(sys.executable, "ours", name, folder, profile)}
+        if trl_python:
+            sides["TRL"] = Side(trl_python, "trl", name, folder)
+        for _ in range(repetitions):
+            for side in sides.values():
+                side.turn(config.steps_per_turn)
+        for side in sides.values():
+            side.end()
+        print(f"{name}: {config}, {repetitions} turns each")
+        for label, side in sides.items():
+            seconds = [result["cpu"] for result in side.results]
+            spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
+            print(
+                f"  {label:4s} {side.median('cpu'):.3f} CPU s/step ({spread}), {side.median('wall'):.3f} s, "
+                f"mean response {side.median('length'):.1f} tokens"
+            )
+        parts = {part: sides["ours"].median(part) for part in ("rollout", "score", "update")}
+        total = sum(parts.values())
+        print("  ours by part:", ", ".join(f"{part} {s / total:.0%}" for part, s in parts.items()))
+        if trl_python:
+            ratio = sides["ours"].median("cpu") / sides["TRL"].median("cpu")
+            print(f"  ours / TRL {ratio:.2f} (goal <= {GOAL}: {'met' if ratio <= GOAL else 'not met'})")
+        if profile:
+            pstats.Stats(str(folder / "profile")).sort_stats("tottime").print_stats(35)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trl-python", help="Python of an environment with TRL; see above")
+    parser.add_argument("--config", choices=CONFIGS, help="only this one")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="also profile our side, which slows it down")
+    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side == "ours":
+        run_ours(CONFIGS[arguments.config], arguments.folder, arguments.profile)
+    elif arguments.side == "trl":
+        run_trl(CONFIGS[arguments.config], arguments.folder)
+    else:
+        if not arguments.trl_python:
+            print("TRL's side is skipped: give --trl-python PATH (see --help for how to make it)")
+        for name in [arguments.config] if arguments.config else CONFIGS:
+            compare(name, arguments.trl_python, arguments.repetitions, arguments.profile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""A run that is killed again and again, half of the times while it saves, ends like an unbroken one.
+
+The runs are those of benchmarks/kill_resume.py, in a process of its own: it forks, which needs a process that
+has computed nothing yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUM_KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kills")
+    command = [sys.executable, str(ROOT / "benchmarks/kill_resume.py"), "--seed", "1"]
+    command += ["--kills", str(NUM_KILLS), "--inside", "1", "--folder", str(folder)]
+    command += ["--json", str(folder / "outcome.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert (folder / "outcome.json").exists(), result.stderr[-4000:]
+    return json.loads((folder / "outcome.json").read_text())
+
+
+def test_every_kill_is_followed_by_a_resume_from_the_newest_complete_checkpoint(outcome):
+    # A start that fails, a half or lost checkpoint, and stale leftovers end the command without an outcome.
+    assert outcome["kills"] == NUM_KILLS
+    assert outcome["resumed"] >= NUM_KILLS // 2
+
+
+def test_some_kills_land_inside_a_save(outcome):
+    assert outcome["inside_save"] > 0
+
+
+def test_killed_runs_end_bit_equal_to_an_unbroken_one(outcome):
+    assert outcome["runs"] > 0
+    assert outcome["different"] == []
