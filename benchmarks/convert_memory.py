@@ -4,7 +4,7 @@ Every conversion runs in a process of its own; the figure is the kernel's peak R
 differ in their number of layers only. The source is sparse; the results are not, so a model of 16 GB needs
 32 GB of free disk.
 
-    python benchmarks/convert_memory.py [--sizes 1.5 4 16] [--workers 2] [--scratch DIR]
+    python benchmarks/convert_memory.py [--sizes 1.5 4] [--workers 2] [--scratch DIR]
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 4, 16], help="GB of bf16 weights")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 4], help="GB of bf16 weights")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()

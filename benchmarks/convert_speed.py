@@ -13,6 +13,7 @@ import argparse
 import functools
 import itertools
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -32,16 +33,23 @@ LOAD_AND_SAVE = (
 )
 
 
-def seconds_of(action: Callable[[], None], target: Path, repeat: int) -> float:
-    """Median time of an action that makes ``target``."""
+def processor_seconds() -> float:
+    """User and system time of all children so far."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def seconds_of(action: Callable[[], None], target: Path, repeat: int) -> tuple[float, float]:
+    """Median wall and processor time of an action that makes ``target``."""
     times = []
     for _ in range(repeat):
         shutil.rmtree(target, ignore_errors=True)
         os.sync()
-        start = time.monotonic()
+        start, used = time.monotonic(), processor_seconds()
         action()
-        times.append(time.monotonic() - start)
-    return statistics.median(times)
+        times.append((time.monotonic() - start, processor_seconds() - used))
+    wall, processor = zip(*times, strict=True)
+    return statistics.median(wall), statistics.median(processor)
 
 
 def run(*command: str) -> None:
@@ -78,6 +86,7 @@ def main() -> None:
         hf, megatron, target = (Path(scratch) / name for name in ("hf", "megatron", "target"))
         make_model(hf, options.size, sparse=False)
         convert("hf-to-megatron", 2, hf, megatron, megatron)
+        start_up = [sys.executable, "-m", "checkpoints_conv", "inspect", str(megatron)]
         contestants: dict[str, Callable[[], None]] = {
             "cp and flush": lambda: copy(hf, target, True),
             "cp": lambda: copy(hf, target, False),
@@ -86,17 +95,21 @@ def main() -> None:
             contestants[f"{direction}, {workers} workers"] = functools.partial(
                 convert, direction, workers, hf, megatron, target
             )
+        contestants["start-up of the converters alone"] = functools.partial(run, *start_up)
         contestants["transformers load and save_pretrained"] = lambda: run(
             sys.executable, "-c", LOAD_AND_SAVE, str(hf), str(target)
         )
         print(f"{num_bytes(hf) / 1e9:.2f} GB, median of {options.repeat}\n")
-        print("| | seconds | MB/s | x cp and flush |\n|---|---|---|---|")
+        print("| | seconds | MB/s | x cp and flush | processor seconds |\n|---|---|---|---|---|")
         base = 0.0
         for name, action in contestants.items():
-            seconds = seconds_of(action, target, options.repeat)
+            seconds, processor = seconds_of(action, target, options.repeat)
             base = base or seconds
             rate = num_bytes(hf) / seconds / 1e6
-            print(f"| {name} | {seconds:.1f} | {rate:.0f} | {seconds / base:.2f} |", flush=True)
+            print(
+                f"| {name} | {seconds:.1f} | {rate:.0f} | {seconds / base:.2f} | {processor:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
