@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+from checkpoints_conv.cli import app as convert_app
 from nemo_grpo.cli import eval, recipe, report, train, variants
 from nemo_grpo.errors import EXIT_USAGE, UserError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="Train reasoning policies with GRPO and its variants, from one recipe.",
 )
 app.add_typer(recipe.app, name="recipe")
+app.add_typer(convert_app, name="convert")
 app.command("train")(train.train)
 app.command("eval")(eval.eval_command)
 app.command("report")(report.report)
