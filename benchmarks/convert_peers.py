@@ -11,6 +11,7 @@ mbridge knows the norms by Transformer Engine's names only; two names are added 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
@@ -144,6 +145,9 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=1.5, help="GB of bf16 weights")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()
+    if importlib.util.find_spec("mbridge") is None:
+        print("mbridge is not installed; nothing to compare with")
+        return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         compare(Path(scratch), options.size)
 

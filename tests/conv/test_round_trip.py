@@ -11,9 +11,12 @@ from conv_models import assert_same_tensors, save_model, tensors_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints_conv.families import family_for
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.run_config import to_yaml
+from checkpoints_conv.safetensors_io import hf_config
+from checkpoints_conv.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.verify import compare_logits, verify
 from nemo_grpo import UserError
 
@@ -44,6 +47,33 @@ def test_export_loads_and_generates_with_transformers(family_name, hf_models, me
     for name in ("generation_config.json", "chat_template.jinja", "tokenizer_config.json"):
         assert (back / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+@pytest.mark.parametrize("style", ["stacked", "by layer"])
+def test_other_key_styles_are_read(style, hf_models, tmp_path):
+    """Local-spec names on disk, and checkpoints that do not stack their layers."""
+    source, folder = hf_models("qwen2"), tmp_path / "megatron"
+    folder.mkdir()
+    writer, written = TorchDistWriter(folder, 1), []
+    for name, tensor in family_for(hf_config(source)).to_megatron(tensors_of(source)):
+        parts = name.split(".")
+        key, shape, offsets = name, tuple(tensor.shape), (0,) * tensor.dim()
+        if style == "stacked" and parts[1] == "layers":
+            layer = int(parts.pop(2))
+            key, tensor, shape, offsets = ".".join(parts), tensor[None], (4, *shape), (layer, *offsets)
+        written.append(writer.write(key, shape, offsets, tensor))
+    writer.finish(written, [], 0)
+    back = megatron_to_hf(folder, source, tmp_path / "back")
+    assert_same_tensors(tensors_of(back), tensors_of(source))
+
+
+def test_checkpoint_without_common_state_file_is_read(hf_models, megatron_checkpoints, tmp_path):
+    """megatron-core 0.19 and later keep the common state among the tensors' objects."""
+    folder = shutil.copytree(megatron_checkpoints("qwen2"), tmp_path / "copy")
+    (folder / "iter_0000000" / "common.pt").unlink()
+    (folder / "iter_0000000" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    back = megatron_to_hf(folder, hf_models("qwen2"), tmp_path / "back")
+    assert_same_tensors(tensors_of(back), tensors_of(hf_models("qwen2")))
 
 
 def test_dtype_is_converted_and_named_in_the_config(hf_models, megatron_checkpoints, tmp_path):
