@@ -1,8 +1,8 @@
 """The same conversions by mbridge, which builds the model: same bits, time and peak memory side by side.
 
-mbridge is not a dependency; install it without its dependencies into an environment that has this project's:
+mbridge is not a dependency; install it without dependencies where this project is installed:
 
-    python -m pip install --no-deps mbridge==0.15.1
+    python -m pip install --no-deps mbridge==0.15.1 einops
     python benchmarks/convert_peers.py [--size 1.5] [--scratch DIR]
 
 mbridge knows the norms by Transformer Engine's names only; two names are added for layers that run on a CPU.
