@@ -14,6 +14,7 @@ Exit code 0: everything held.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import logging
@@ -32,6 +33,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
 import safetensors.numpy
 import torch
 import torch.utils.tensorboard
@@ -63,6 +65,7 @@ SMALL = [
 POLL_SECONDS = 0.0005
 SHARE_AIMED_AT_SAVES = 0.6
 PATIENCE_SECONDS = 300
+PR_SET_CHILD_SUBREAPER = 36
 FORK = multiprocessing.get_context("fork")
 
 
@@ -205,7 +208,8 @@ class Tally:
     """What happened in all broken runs together.
 
     Attributes: before_ready: killed before the first step.  resumed: starts that took up the newest
-                checkpoint.  different: what differed from the unbroken run, one sentence each.
+                checkpoint.  writers_left: processes of broken-off saves that had not ended by themselves when
+                their run was at its end.  different: what differed from the unbroken run, one sentence each.
     """
 
     kills: int = 0
@@ -213,6 +217,7 @@ class Tally:
     before_ready: int = 0
     resumed: int = 0
     runs: int = 0
+    writers_left: int = 0
     different: list[str] = field(default_factory=list)
 
 
@@ -293,6 +298,22 @@ def run_broken(recipe: Recipe, rng: random.Random, pace: Pace, tally: Tally, num
             tally.before_ready += began is None
             tally.inside_save += died_inside_save(folder, before)
     tally.runs += 1
+    tally.writers_left += end_orphans()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what killed runs leave running, instead of process 1; only Linux can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans() -> int:
+    """End what killed runs left running, and return how many these were."""
+    orphans = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    for orphan in orphans:
+        orphan.kill()
+        orphan.wait()
+    return len(orphans)
 
 
 def check_progress(folder: Path, older: int, newest: int, before: dict[str, tuple[int, int]]) -> None:
@@ -390,6 +411,7 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kill-resume-"))
     folder.mkdir(parents=True, exist_ok=True)
+    adopt_orphans()
     cpu.install()  # as late imports: before the forks
     row = kill_and_resume(folder.resolve(), arguments.kills, arguments.seed)
     if arguments.json:
@@ -403,6 +425,7 @@ def main() -> int:
     print(f"{counts} | {equal} | {row['seconds']:.0f}")
     pace = f"{row['start']:.2f} s to start, {row['steps']:.2f} s for the steps, {row['save']:.3f} s a save"
     print(f"undisturbed: {pace}")
+    print(f"processes of broken-off saves that did not end by themselves: {row['writers_left']}")
     print("\n".join(row["different"]))
     enough = row["inside_save"] >= arguments.inside
     if not enough:
