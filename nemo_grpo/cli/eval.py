@@ -111,7 +111,8 @@ def _evaluate(
     section, generation = recipe.nemo_grpo, recipe.policy.generation
     sampling = SamplingParams(
         max_new_tokens=generation.max_new_tokens,
-        temperature=section.evaluation.temperature,
+        temperature=section.evaluation.temperature or 1.0,
+        greedy=section.evaluation.temperature == 0,
         top_p=section.evaluation.top_p,
         stop_token_ids=(tokenizer.eos_token_id, *(generation.stop_token_ids or ())),
     )

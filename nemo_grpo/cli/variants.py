@@ -69,7 +69,7 @@ def parameters(name: str, config: type[VariantConfig]) -> Table:
 
 
 def _needs(config: type[VariantConfig]) -> str:
-    built = config.model_validate({})
+    built = config.model_construct()  # not validated: some need a value that only a recipe has
     needs = [
         word
         for word, needed in (("entropy", built.needs_entropy), ("reference", built.needs_reference))

@@ -35,6 +35,9 @@ class TokenBatch:
         generation_logprobs: [B, T], nats; the sampler's own. Default: ``prev_logprobs``.
         reference_policy_logprobs: [B, T], nats; needed by a KL penalty and by ERPO.
         entropies: [B, T], nats; full-vocabulary entropy when the rollout was scored; needed by ERPO.
+        response_ids: [B] integers that tell the step's responses apart wherever they stand (a hash of their
+            tokens); variants that draw per token key the draw by them. Default: the bits of prev_logprobs,
+            which differ in the last digit between layouts.
     Raises: ValueError: shapes, dtypes or devices that do not fit together.
     """
 
@@ -47,6 +50,7 @@ class TokenBatch:
     generation_logprobs: Tensor = None  # type: ignore[assignment]
     reference_policy_logprobs: Tensor | None = None
     entropies: Tensor | None = None
+    response_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("next_token_logprobs", "generation_logprobs"):
@@ -61,7 +65,7 @@ class TokenBatch:
         if len(shape) != 2:
             raise ValueError(f"prev_logprobs has shape {shape}; it must be [B, T]")
         expected: dict[str, tuple[int, ...]] = dict.fromkeys(("token_mask", *_TOKEN_FIELDS), shape)
-        expected |= dict.fromkeys(("sample_mask", "rewards", "group_ids"), shape[:1])
+        expected |= dict.fromkeys(("sample_mask", "rewards", "group_ids", "response_ids"), shape[:1])
         for name, want in expected.items():
             value = getattr(self, name)
             if value is None:
@@ -91,6 +95,8 @@ class TokenBatch:
         changes: dict[str, Tensor] = {
             name: getattr(self, name)[rows] for name in ("sample_mask", "rewards", "group_ids")
         }
+        if self.response_ids is not None:
+            changes["response_ids"] = self.response_ids[rows]
         for name in ("token_mask", *_TOKEN_FIELDS):
             value = getattr(self, name)
             if value is not None:

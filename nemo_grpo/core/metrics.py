@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.statistics import percentiles, token_mean, token_std
 from nemo_grpo.core.token_weights import step_covariance
@@ -20,11 +21,12 @@ COVARIANCE_SHARES = {
 }
 
 
-def step_metrics(batch: TokenBatch, advantages: Tensor, has_signal: Tensor) -> dict[str, Tensor]:
+def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -> dict[str, Tensor]:
     """Reward, advantage, length, covariance and mismatch statistics of a whole step.
 
-    Args:    batch: the whole step, clean.  advantages: [B, T].  has_signal: [B] bool, rows of groups with
-             unequal rewards.
+    Args:    batch: the whole step, clean.
+             advantages: [B, T], as the variant shaped them: ``advantage/*``.
+             base: the group advantages before any shaping, so that ``covariance/*`` compares variants.
     Returns: name -> 0-d tensor. ``covariance/*`` are percentiles of `step_covariance` (CW-GRPO Table 1);
              ``mismatch/*`` compare the scoring policy with the sampler.
     """
@@ -33,12 +35,12 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, has_signal: Tensor) -> d
     reward_mean = batch.rewards.double().sum() / num_valid
     deviation = torch.where(valid, batch.rewards.double() - reward_mean, 0.0)
     lengths = mask.sum(1)
-    covariance = step_covariance(batch.prev_logprobs, advantages, mask)
+    covariance = step_covariance(batch.prev_logprobs, base.per_token(mask), mask)
     drift = batch.prev_logprobs - batch.generation_logprobs
     metrics = {
         "reward/mean": reward_mean,
         "reward/std": (deviation.square().sum() / (num_valid - 1).clamp(min=1)).sqrt(),
-        "groups/valid_fraction": has_signal.sum() / num_valid,
+        "groups/valid_fraction": base.has_signal.sum() / num_valid,
         "length/mean": lengths.sum() / num_valid,
         "length/max": lengths.max() if lengths.numel() else lengths.sum(),
         "advantage/mean": token_mean(advantages, mask),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.aggregation import Aggregation, aggregate
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.metrics import step_metrics
@@ -18,11 +19,10 @@ from nemo_grpo.core.metrics import step_metrics
 
 @dataclass(frozen=True)
 class Shaped:
-    """What a variant makes of a whole step: advantages and optional token weights [B, T], its own metrics."""
+    """What a variant makes of a step: advantages, optional token weights [B, T], from group advantages."""
 
     advantages: Tensor
-    group_sizes: Tensor
-    has_signal: Tensor
+    base: GroupAdvantages
     token_weights: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
@@ -81,8 +81,8 @@ class Objective:
         clean = batch.clean()
         scored = replace(clean, next_token_logprobs=clean.prev_logprobs.detach())
         shaped = self.shape(scored, seed)
-        metrics = step_metrics(scored, shaped.advantages, shaped.has_signal) | shaped.metrics
-        return PreparedBatch(clean, shaped.advantages, shaped.group_sizes, shaped.token_weights, metrics)
+        metrics = step_metrics(scored, shaped.advantages, shaped.base) | shaped.metrics
+        return PreparedBatch(clean, shaped.advantages, shaped.base.sizes, shaped.token_weights, metrics)
 
     def loss(
         self, prepared: PreparedBatch, *, global_valid_toks: Tensor | float, global_valid_seqs: Tensor | float

@@ -37,9 +37,10 @@ def response_positions(mask: Tensor) -> Tensor:
 def token_uniforms(batch: TokenBatch, seed: int) -> Tensor:
     """[B, T] float64, uniform in [0, 1): one number per token, the same wherever the token stands."""
     positions = response_positions(batch.mask)
-    bits = batch.prev_logprobs.double().view(torch.int64)
-    response = torch.where(batch.mask, _mix(bits ^ _mix(positions)), 0).sum(
-        1, keepdim=True
-    )  # wraps, order-free
+    if batch.response_ids is not None:
+        response = batch.response_ids[:, None]
+    else:
+        bits = batch.prev_logprobs.double().view(torch.int64)
+        response = torch.where(batch.mask, _mix(bits ^ _mix(positions)), 0).sum(1, keepdim=True)  # order-free
     x = _mix(_mix(response + seed) ^ _mix(positions))
     return _logical_shift_right(x, 11).double() * 2.0**-53

@@ -38,10 +38,18 @@ def clipped_policy_gradient(
     return value
 
 
-def is_clipped(ratio: Tensor, advantages: Tensor, ratio_clip_min: float, ratio_clip_max: float) -> Tensor:
-    """[B, T] bool: tokens whose gradient the clip removes."""
+def is_clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    ratio_clip_min: float,
+    ratio_clip_max: float,
+    ratio_clip_c: float | None = None,
+) -> Tensor:
+    """[B, T] bool: tokens whose gradient the clip, or the dual clip, removes."""
     too_high = (advantages > 0) & (ratio > 1 + ratio_clip_max)
     too_low = (advantages < 0) & (ratio < 1 - ratio_clip_min)
+    if ratio_clip_c is not None:
+        too_low = too_low | ((advantages < 0) & (ratio > ratio_clip_c))
     return too_high | too_low
 
 

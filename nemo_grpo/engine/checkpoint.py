@@ -60,8 +60,7 @@ class CheckpointStore:
         final = self.folder / f"step_{step:06d}"
         temporary = self.folder / f"{_TEMPORARY}{final.name}"
         if self.leads:
-            for leftover in self.folder.glob(f"{_TEMPORARY}*"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            self.remove_leftovers()
             temporary.mkdir(parents=True)
         self.barrier()
         write(temporary)
@@ -75,10 +74,15 @@ class CheckpointStore:
         (temporary / INFO).write_text(json.dumps(info, indent=2))
         _flush_tree(temporary)
         if final.exists():
-            shutil.rmtree(final)
+            self._remove(final)
         temporary.rename(final)
         _write_atomically(self.folder / LATEST, final.name)
         self._prune(final)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed save or removal left behind."""
+        for leftover in self.folder.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -98,7 +102,13 @@ class CheckpointStore:
         for path in ranked[self.keep_top_k :]:
             if path != newest:
                 log.info("removing checkpoint %s (keep_top_k=%d)", path.name, self.keep_top_k)
-                shutil.rmtree(path)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Under a temporary name first: a kill halfway must not leave something that looks complete."""
+        condemned = path.with_name(f"{_TEMPORARY}removed_{path.name}")
+        path.rename(condemned)
+        shutil.rmtree(condemned)
 
     def _rank(self, path: Path) -> tuple[float, str]:
         value = read_info(path).get("metrics", {}).get(self.metric) if self.metric else None

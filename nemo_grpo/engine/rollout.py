@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +69,7 @@ class Step:
     generation_logprobs: Tensor
     rewards: Tensor
     group_ids: Tensor
+    response_ids: Tensor
 
     def token_batch(self, prev: Tensor, entropies: Tensor | None, reference: Tensor | None) -> TokenBatch:
         """Join with what the policy's scoring gave; each [B, S - 1]."""
@@ -79,6 +82,7 @@ class Step:
             sample_mask=self.sample_mask,
             rewards=self.rewards,
             group_ids=self.group_ids,
+            response_ids=self.response_ids,
         )
 
 
@@ -165,4 +169,16 @@ def assemble(
         generation_logprobs=generation_logprobs,
         rewards=rewards,
         group_ids=torch.tensor([g for g, _, _ in flat]),
+        response_ids=torch.tensor(_response_ids([(prompt, r.tokens.tolist()) for _, prompt, r in flat])),
     )
+
+
+def _response_ids(responses: list[tuple[list[int], list[int]]]) -> list[int]:
+    """A number per response, from its prompt, its tokens, and its how manyth occurrence in the step it is."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for tokens in map(repr, responses):
+        digest = hashlib.sha256(f"{tokens} {seen[tokens]}".encode()).digest()
+        ids.append(int.from_bytes(digest[:8], "big", signed=True))
+        seen[tokens] += 1
+    return ids

@@ -6,6 +6,7 @@ checkpoints/  evaluation/  hf/
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import math
@@ -34,8 +35,9 @@ PACKAGES = (
 class RunFolder:
     """A run's folder; nothing is written before `open`, and nothing by a process that does not lead."""
 
-    def __init__(self, path: Path, *, leads: bool = True) -> None:
+    def __init__(self, path: Path, *, leads: bool = True, resume: bool = False) -> None:
         self.path = path
+        self.resume = resume
         self.leads = leads
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
@@ -43,6 +45,17 @@ class RunFolder:
         self.hf = path / "hf"
         self.recipe = path / "recipe.resolved.yaml"
         self._events: SummaryWriter | None = None
+        self._lock_file: int | None = None
+
+    def _lock(self) -> None:
+        """One process trains in a folder. The lock ends with this process; its children do not inherit it."""
+        self._lock_file = os.open(self.path / ".lock", os.O_CREAT | os.O_WRONLY)
+        try:
+            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(
+                f"run folder {self.path} is in use by another process; wait for it or end it"
+            ) from None
 
     def check(self, *, resume: bool) -> None:
         """Refuse a folder that this run may not use, before anything is created.
@@ -67,9 +80,17 @@ class RunFolder:
         """Create or continue the folder; rows of steps after ``from_step`` go: they will come again."""
         if not self.leads:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.resume)
+            (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+            self._lock()
+        except FileExistsError:
+            raise UserError(
+                f"run folder {self.path} was created by another run just now; choose another name"
+            ) from None
+        except OSError as error:
+            raise UserError(f"run folder {self.path} cannot be written: {error.strerror}") from None
         self.recipe.write_text(recipe_yaml)
-        (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
         for log in (self.metrics, self.samples):
             if log.exists():
                 _keep_rows_up_to(log, from_step)
@@ -89,10 +110,13 @@ class RunFolder:
                     self._events.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Flush and close the event file, and give the folder free."""
         if self._events is not None:
             self._events.close()
             self._events = None
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add responses to samples.jsonl."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.protocols import Generator, SamplingParams
 from nemo_grpo.engine.rollout import OverlongPenalty
 from nemo_grpo.engine.warm_start import warm_start
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.evaluate.runner import ks
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.sections import metric_key
 from nemo_grpo.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -58,6 +61,13 @@ def check_supported(recipe: Recipe) -> None:
         ("policy.generation.stop_strings", policy.generation.stop_strings, (None, []), "use stop_token_ids"),
         ("nemo_grpo.engine.generator", recipe.nemo_grpo.engine.generator, ("hf",), "use hf"),
         ("checkpointing.save_optimizer", recipe.checkpointing.save_optimizer, (True,), "use true"),
+        (
+            "policy.tokenizer.name",
+            policy.tokenizer.name,
+            (None, policy.model_name),
+            "use policy.model_name's own",
+        ),
+        *_would_be_ignored(recipe),
     ]
     errors = [
         f"{key}={value} is not supported by the embedded engine: {remedy}"
@@ -120,6 +130,68 @@ def check_ranks(recipe: Recipe) -> None:
         )
 
 
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "grpo.adv_estimator": (None,),
+    "grpo.advantage_clip_high": (None,),
+    "grpo.advantage_clip_low": (None,),
+    "grpo.async_grpo.enabled": (None, False),
+    "grpo.batch_multiplier": (None, 1),
+    "grpo.max_num_epochs": (None, 1),
+    "grpo.reward_scaling.enabled": (None, False),
+    "grpo.reward_shaping.stop_properly_penalty_coef": (None,),
+    "grpo.seq_logprob_error_threshold": (None,),
+    "grpo.val_start_at": (None, -1),
+    "checkpointing.checkpoint_must_save_by": (None,),
+    "logger.mlflow_enabled": (None, False),
+    "logger.swanlab_enabled": (None, False),
+    "logger.wandb_enabled": (None, False),
+    "policy.hf_config_overrides": (None, {}),
+    "policy.megatron_cfg.model_overrides": (None, {}),
+    "policy.dynamic_batching.enabled": (None, False),
+    "reward_penalties": (None,),
+}
+"""NeMo-RL's keys that change a run and that this engine lacks -> the values at which they do not."""
+
+
+def check_metric_names(recipe: Recipe) -> None:
+    """Refuse a metric that no validation will ever have.
+
+    Raises: UserError: naming the nearest that it has.
+    """
+    k = recipe.grpo.val_num_generations_per_prompt
+    names = [
+        "accuracy",
+        "greedy",
+        f"maj@{k}",
+        "format",
+        "truncated",
+        "num_tokens",
+        *(f"pass@{n}" for n in ks(k)),
+    ]
+    known = [f"validation/{name}" for name in names]
+    given = {
+        "checkpointing.metric_name": recipe.checkpointing.metric_key,
+        "grpo.stop_at_validation_metric": metric_key(recipe.grpo.stop_at_validation_metric),
+    }
+    for key, metric in given.items():
+        if metric is not None and metric not in known:
+            raise UserError(f"{key}: validation has no metric {metric!r}{did_you_mean(metric, known)}")
+
+
+def _would_be_ignored(recipe: Recipe) -> Iterator[tuple[str, object, tuple[object, ...], str]]:
+    tree = recipe.to_dict()
+    for key, neutral in _NEUTRAL.items():
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        yield key, value, neutral, "remove it; the cluster engine has it"
+    scheduler = recipe.policy.megatron_cfg.scheduler
+    weight_decay = recipe.policy.megatron_cfg.optimizer.weight_decay
+    for name in ("start_weight_decay", "end_weight_decay"):
+        key = f"policy.megatron_cfg.scheduler.{name}"
+        yield key, getattr(scheduler, name), (weight_decay,), "use optimizer.weight_decay's value"
+
+
 def _enabled(section: Any) -> bool:
     return section is not None and section.enabled
 
@@ -130,6 +202,11 @@ def choose_device(recipe: Recipe) -> torch.device:
     Raises: UserError: cuda is asked for and not there.
     """
     wanted = recipe.nemo_grpo.engine.device
+    if wanted == "cpu" and torch.cuda.is_available():
+        raise UserError(
+            "nemo_grpo.engine.device=cpu: megatron-core uses CUDA where it finds it; hide it with "
+            "CUDA_VISIBLE_DEVICES=''"
+        )
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted == "cuda" and not torch.cuda.is_available():

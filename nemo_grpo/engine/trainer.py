@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,8 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.engine.megatron.policy import UpdateResult
 from nemo_grpo.engine.progress import Advance, progress
+from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows
+from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.signals import stop_on_signals
@@ -28,7 +29,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import metric_key
-from nemo_grpo.tasks import encode_prompt
+from nemo_grpo.tasks import Problem, encode_prompt
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class TrainingState:
     Attributes: step: finished steps.  next_problem: position in the stream of training problems.
                 skipped_in_a_row, skipped: steps without an update because something was not finite.
                 no_signal: steps without an update because no group's rewards differed.  tokens: trained on so
-                    far.
+                    far.  reached_goal: grpo.stop_at_validation_metric has ended the run.
     """
 
     step: int = 0
@@ -56,6 +57,7 @@ class TrainingState:
     skipped: int = 0
     no_signal: int = 0
     tokens: int = 0
+    reached_goal: bool = False
 
 
 def check(recipe: Recipe, *, resume: bool) -> None:
@@ -68,7 +70,15 @@ def check(recipe: Recipe, *, resume: bool) -> None:
     setup.check_model_source(recipe)
     setup.check_layout(recipe)
     setup.choose_device(recipe)
-    RunFolder(recipe.run_dir).check(resume=resume)
+    run = RunFolder(recipe.run_dir)
+    run.check(resume=resume)
+    if resume:
+        check_same_run(recipe, run.recipe)
+    elif any(recipe.checkpoint_dir.glob("step_*")):
+        raise UserError(
+            f"checkpointing.checkpoint_dir={recipe.checkpoint_dir} holds another run's checkpoints; add "
+            "--resume to continue it, or choose another folder"
+        )
 
 
 class Trainer:
@@ -87,7 +97,7 @@ class Trainer:
         self.device = setup.choose_device(recipe)
         parallel.initialize(setup.layout_of(recipe), self.device, recipe.grpo.seed)
         leads = parallel.is_rank_zero()
-        self.run = RunFolder(recipe.run_dir, leads=leads)
+        self.run = RunFolder(recipe.run_dir, leads=leads, resume=resume)
         self.objective = recipe.loss_fn.build()
         self.task = recipe.nemo_grpo.task.build()
         self.source = self._model_source()
@@ -106,11 +116,16 @@ class Trainer:
             parallel.barrier,
         )
         self.state = TrainingState()
-        self.last_validation: dict[str, float] = {}
-        if resume and (checkpoint := self.store.latest()):
+        self.validated: dict[str, float] = {}
+        self._check_prompts()
+        checkpoint = self.store.latest() if resume else None
+        if checkpoint is not None:
             self._restore(checkpoint)
+            if leads:
+                self.store.remove_leftovers()
+        from_step = -1 if checkpoint is None else self.state.step
         tensorboard = recipe.logger.tensorboard_enabled
-        self.run.open(recipe.to_yaml(), from_step=self.state.step, tensorboard=tensorboard)
+        self.run.open(recipe.to_yaml(), from_step=from_step, tensorboard=tensorboard)
 
     def _model_source(self) -> Path:
         """The folder to start from; if it has to be made, the first rank makes it."""
@@ -121,11 +136,28 @@ class Trainer:
             parallel.barrier()
         return source
 
+    def _check_prompts(self) -> None:
+        """Encode some prompts before anything is written: a missing chat template or a limit shows here."""
+        self._encode(self.problems)
+        self._encode([self.task.train_problem(i, self.recipe.grpo.seed) for i in range(64)])
+
+    def _encode(self, problems: list[Problem]) -> list[list[int]]:
+        limit = self.recipe.policy.max_total_sequence_length
+        prompts = [
+            encode_prompt(self.tokenizer, self.recipe.nemo_grpo.prompt, problem) for problem in problems
+        ]
+        longest = max(map(len, prompts))
+        if longest + self.sampling.max_new_tokens > limit:
+            raise UserError(
+                f"policy.max_total_sequence_length={limit}: a prompt of {longest} tokens and max_new_tokens="
+                f"{self.sampling.max_new_tokens} need {longest + self.sampling.max_new_tokens}"
+            )
+        return prompts
+
     def _restore(self, checkpoint: Path) -> None:
         info = read_info(checkpoint)
         load_policy(self.policy, checkpoint / WEIGHTS)
         self.state = TrainingState(**info["state"])
-        self.last_validation = info["metrics"]
         log.info("resuming from %s", checkpoint)
 
     # ------------------------------------------------------------------ the loop
@@ -136,27 +168,33 @@ class Trainer:
         Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved.
         Raises:  TrainingAborted: see there.
         """
+        try:
+            finished = self._train()
+        finally:
+            self.run.close()
+        if finished:
+            self.finish()
+        return finished
+
+    def _train(self) -> bool:
         recipe, state = self.recipe, self.state
         with stop_on_signals() as stop:
             if state.step == 0 and recipe.grpo.val_at_start:
                 self.run.append_metrics({"step": 0} | self.validate())
             stopping = False
             with self._progress() as advance:
-                while state.step < recipe.grpo.max_num_steps and not stopping:
+                while state.step < recipe.grpo.max_num_steps and not stopping and not state.reached_goal:
                     row = self.train_step()
                     stopping = parallel.any_rank(bool(stop), self.device)
-                    if self._is_validation_step(stopping):
-                        row |= self.validate()
+                    self.validated = self.validate() if self._is_validation_step() else {}
+                    row |= self.validated
                     self.run.append_metrics(row)
-                    advance(_note(row))
+                    advance(note(row))
+                    state.reached_goal = self._reached_goal(row)
                     self._save_if_due(stopping)
-                    if self._reached_goal(row):
-                        break
-        self.run.close()
-        if stopping:
+        if stopping and state.step < recipe.grpo.max_num_steps and not state.reached_goal:
             log.warning("stopped at step %d; add --resume to continue", state.step)
             return False
-        self.finish()
         return True
 
     def _progress(self) -> AbstractContextManager[Advance]:
@@ -168,7 +206,7 @@ class Trainer:
     def train_step(self) -> dict[str, Any]:
         """One step of the algorithm; returns its metrics."""
         recipe, state = self.recipe, self.state
-        clock = _Clock()
+        clock = Clock()
         self.generator.update_weights(self.policy.named_tensors())
         groups, num_drawn = self.sample()
         clock.lap("time/rollout")
@@ -186,7 +224,7 @@ class Trainer:
         state.tokens += int(step.token_mask.sum())
         row: dict[str, Any] = {"step": state.step, "rollout/num_prompts": num_drawn}
         row |= {name: float(value) for name, value in prepared.metrics.items()}
-        row |= _mean_scores(groups) | _mean_metrics(updates) | clock.laps
+        row |= mean_scores(groups) | mean_metrics(updates) | clock.laps
         row["time/step"] = sum(clock.laps.values())
         row["tokens_per_second"] = float(step.token_mask.sum()) / row["time/step"]
         row |= {
@@ -194,7 +232,7 @@ class Trainer:
             "steps/no_signal": state.no_signal,
             "tokens/trained": state.tokens,
         }
-        self._log_samples(groups)
+        self.run.append_samples(sample_rows(state.step, groups, recipe.nemo_grpo.engine.log_samples))
         return row
 
     def sample(self) -> tuple[list[Group], int]:
@@ -216,14 +254,7 @@ class Trainer:
         recipe, first = self.recipe, self.state.next_problem
         numbers = range(first, first + recipe.grpo.num_prompts_per_step)
         problems = [self.task.train_problem(number, recipe.grpo.seed) for number in numbers]
-        prompts = [encode_prompt(self.tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]
-        longest = max(map(len, prompts)) + self.sampling.max_new_tokens
-        if longest > recipe.policy.max_total_sequence_length:
-            raise UserError(
-                f"policy.max_total_sequence_length={recipe.policy.max_total_sequence_length}: a prompt of "
-                f"{max(map(len, prompts))} tokens and max_new_tokens={self.sampling.max_new_tokens} need "
-                f"{longest}"
-            )
+        prompts = self._encode(problems)
         self.state.next_problem += len(problems)
         return sample_groups(
             self.generator,
@@ -253,12 +284,11 @@ class Trainer:
     def update(self, prepared: PreparedBatch, step: Step) -> list[UpdateResult]:
         """One optimizer step per train_global_batch_size rows; none where no group carries any signal."""
         policy, state = self.recipe.policy, self.state
-        if float(prepared.metrics["groups/valid_fraction"]) == 0 and self.objective.kl_penalty == 0:
-            state.no_signal += 1
-            return []
         results = []
         num_rows = len(step.rewards)
         for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
+            if self.objective.kl_penalty == 0 and not prepared.advantages[rows].any():
+                continue  # the gradient is 0, and Adam's momentum alone is no signal
             sequences = step.sequences.select(rows)
             results.append(
                 self.policy.update(
@@ -269,6 +299,9 @@ class Trainer:
                     temperature=self.sampling.temperature,
                 )
             )
+        if not results:
+            state.no_signal += 1
+            return results
         skipped = all(result.skipped for result in results)
         state.skipped += skipped
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if skipped else 0
@@ -276,10 +309,8 @@ class Trainer:
 
     # ------------------------------------------------------------------ validation, saving, the end
 
-    def _is_validation_step(self, stopping: bool) -> bool:
+    def _is_validation_step(self) -> bool:
         grpo, step = self.recipe.grpo, self.state.step
-        if stopping:
-            return False
         if step == grpo.max_num_steps:
             return grpo.val_at_end
         return grpo.val_period > 0 and step % grpo.val_period == 0
@@ -300,9 +331,8 @@ class Trainer:
         )
         for problem in result.problems[: self.recipe.logger.num_val_samples_to_print]:
             log.info("%s -> %s (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
-        self.last_validation = {f"validation/{name}": value for name, value in result.metrics().items()}
-        self.last_validation["time/validation"] = time.monotonic() - start
-        return self.last_validation
+        metrics = {f"validation/{name}": value for name, value in result.metrics().items()}
+        return metrics | {"time/validation": time.monotonic() - start}
 
     def _save_if_due(self, stopping: bool) -> None:
         checkpointing, state = self.recipe.checkpointing, self.state
@@ -327,16 +357,18 @@ class Trainer:
             if self.store.leads:
                 copy_side_files(self.source, folder / TOKENIZER)
 
-        info = {"state": asdict(self.state), "metrics": self.last_validation}
+        info = {"state": asdict(self.state), "metrics": self.validated}
         return self.store.save(self.state.step, info, write)
 
     def _reached_goal(self, row: dict[str, Any]) -> bool:
         grpo = self.recipe.grpo
         value = row.get(metric_key(grpo.stop_at_validation_metric) or "")
-        reached = value is not None and value >= (grpo.stop_at_validation_threshold or float("inf"))
-        if reached:
+        if value is None or grpo.stop_at_validation_threshold is None:
+            return False
+        if value >= grpo.stop_at_validation_threshold:
             log.info("%s=%.3f reached: training ends", grpo.stop_at_validation_metric, value)
-        return reached
+            return True
+        return False
 
     def finish(self) -> None:
         """Export the model."""
@@ -346,58 +378,3 @@ class Trainer:
             if self.run.leads:
                 export(tensors, self.source, self.run.hf, dtype)
         parallel.barrier()
-
-    def _log_samples(self, groups: list[Group]) -> None:
-        flat = [(group, response) for group in groups for response in group.responses]
-        self.run.append_samples(
-            [
-                {
-                    "step": self.state.step,
-                    "problem": group.problem.id,
-                    "question": group.problem.question,
-                    "response": response.text,
-                    "answer": group.problem.answer,
-                    "reward": response.reward,
-                    "scores": response.scores,
-                    "truncated": response.truncated,
-                }
-                for group, response in flat[: self.recipe.nemo_grpo.engine.log_samples]
-            ]
-        )
-
-
-class _Clock:
-    """Seconds between laps."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self.last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[name], self.last = now - self.last, now
-
-
-def _mean_scores(groups: list[Group]) -> dict[str, float]:
-    responses = [response for group in groups for response in group.responses]
-    names = responses[0].scores
-    means = {f"reward/{name}": sum(r.scores[name] for r in responses) / len(responses) for name in names}
-    return means | {"length/truncated": sum(r.truncated for r in responses) / len(responses)}
-
-
-def _mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
-    """Means over the step's updates."""
-    if not updates:
-        return {}
-    rows = [u.metrics | {"grad_norm": u.grad_norm, "lr": u.lr} for u in updates]
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-
-def _note(row: dict[str, Any]) -> str:
-    shown: dict[str, Callable[[Any], str]] = {
-        "reward/mean": lambda v: f"reward {v:.2f}",
-        "entropy/mean": lambda v: f"entropy {v:.2f}",
-        "length/mean": lambda v: f"length {v:.0f}",
-        "validation/accuracy": lambda v: f"accuracy {v:.3f}",
-    }
-    return "  ".join(show(row[name]) for name, show in shown.items() if name in row)

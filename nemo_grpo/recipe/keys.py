@@ -32,7 +32,10 @@ FREE_FORM = (
     "data.validation",
     "data.default",
     "env",
-    "logger",
+    "logger.mlflow",
+    "logger.swanlab",
+    "logger.tensorboard",
+    "logger.wandb",
 )
 """Below these any key may stand: they belong to other libraries, or are keyed by names that users choose."""
 

@@ -77,26 +77,22 @@ class Engine(OwnSection):
     num_threads: int = Field(default=1, gt=0)
     """Threads of each rank on CPU; results differ in the last digits between thread counts."""
     max_consecutive_skipped_steps: int = Field(default=10, gt=0)
-    """Steps in a row with a non-finite loss or without any signal after which the run aborts."""
+    """Steps in a row with a loss or gradient that is not finite after which the run aborts."""
     log_samples: int = Field(default=4, ge=0)
     """Responses of each step that are written to samples.jsonl."""
 
 
 class Evaluation(OwnSection):
-    """The evaluation before and after training, and of `nemo-grpo eval`."""
+    """What `nemo-grpo eval` does; validation while training goes by grpo.val_*."""
 
     num_problems: int = Field(default=256, gt=0)
     """Held-out problems, the same at every evaluation."""
     num_samples: int = Field(default=8, gt=0)
     """Samples per problem: avg@k and pass@k."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus; 1: all tokens."""
-    at_start: bool = True
-    """Evaluate before training."""
-    at_end: bool = True
-    """Evaluate after training."""
 
 
 class Export(OwnSection):

@@ -35,8 +35,6 @@ DERIVED_DEFAULTS = {
     "nemo_grpo.evaluation.num_samples": "grpo.val_num_generations_per_prompt",
     "nemo_grpo.evaluation.temperature": "policy.generation.val_temperature",
     "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
-    "nemo_grpo.evaluation.at_start": "grpo.val_at_start",
-    "nemo_grpo.evaluation.at_end": "grpo.val_at_end",
 }
 """A key that is not given -> the key whose value it takes, in this order."""
 

@@ -58,7 +58,7 @@ class GRPOSection(Section):
     use_dynamic_sampling: bool = False
     """Drop groups of equal rewards and draw more prompts (gpg: until its threshold of valid groups)."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
-    """Draws of prompts after which a step that is still not full is given up."""
+    """Draws of prompts after which the step goes as it is, even with groups of equal rewards."""
     overlong_filtering: bool = False
     """Leave truncated responses out of the loss."""
     normalize_rewards: bool | None = None
@@ -110,7 +110,7 @@ class MegatronOptimizer(Section):
 class MegatronScheduler(Section):
     """Learning rate and weight decay over the steps."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the decay."""
     lr_decay_iters: int | None = Field(default=None, gt=0)
     """Updates until min_lr; null: as many as the run makes."""

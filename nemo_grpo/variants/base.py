@@ -34,6 +34,14 @@ class VariantConfig(BaseModel):
     )
     advantage_eps: float = Field(1e-6, ge=0, description="added to the standard deviation of rewards")
 
+    @model_validator(mode="after")
+    def _constant_has_its_length(self) -> VariantConfig:
+        if self.aggregation == "constant" and self.max_response_length is None:
+            raise ValueError(
+                "aggregation=constant divides by max_response_length; set it to the longest response"
+            )
+        return self
+
     @property
     def needs_reference(self) -> bool:
         """True if the reference policy's logprobs are needed."""
@@ -69,7 +77,7 @@ class GroupRewardConfig(VariantConfig):
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Every token of a response carries the response's advantage."""
         a = self.group_advantages(batch)
-        return Shaped(a.per_token(batch.mask), a.sizes, a.has_signal)
+        return Shaped(a.per_token(batch.mask), a)
 
 
 class RatioConfig(GroupRewardConfig):
@@ -112,10 +120,9 @@ class RatioConfig(GroupRewardConfig):
         """[B, T] objective to maximise, and its clip metrics."""
         if self.ratio_clip_min is None or self.ratio_clip_max is None:
             return policy_gradient(ratio, advantages), {}
-        clipped = is_clipped(ratio.detach(), advantages, self.ratio_clip_min, self.ratio_clip_max)
-        value = clipped_policy_gradient(
-            ratio, advantages, self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c
-        )
+        bounds = (self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
+        clipped = is_clipped(ratio.detach(), advantages, *bounds)
+        value = clipped_policy_gradient(ratio, advantages, *bounds)
         return value, {"ratio/clip_fraction": clipped.to(ratio.dtype)}
 
     def kl_term(self, batch: TokenBatch) -> Tensor | None:

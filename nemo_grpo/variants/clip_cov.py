@@ -56,4 +56,4 @@ class ClipCov(RatioConfig):
             covariance, batch, self.covariance_min, self.covariance_max, self.clip_fraction, seed
         )
         metrics = {"clip_cov/fraction": token_mean(chosen.to(advantages.dtype), batch.mask)}
-        return Shaped(torch.where(chosen, 0.0, advantages), a.sizes, a.has_signal, metrics=metrics)
+        return Shaped(torch.where(chosen, 0.0, advantages), a, metrics=metrics)

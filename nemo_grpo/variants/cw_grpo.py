@@ -81,14 +81,14 @@ class CWGRPO(RatioConfig):
         a = self.group_advantages(batch)
         advantages = a.per_token(batch.mask)
         if self.author_compat:
-            return Shaped(advantages, a.sizes, a.has_signal)
+            return Shaped(advantages, a)
         covariance = group_covariance(batch.prev_logprobs, a.values, batch, a.groups, self.logprob_centering)
         weights = gaussian_kernel_weights(covariance, batch.mask, a.groups, self.scope)
         metrics = {
             "cw_grpo/weight_mean": token_mean(weights, batch.mask),
             "cw_grpo/weight_below_half": token_mean((weights < 0.5).to(weights.dtype), batch.mask),
         }
-        return Shaped(advantages * weights, a.sizes, a.has_signal, metrics=metrics)
+        return Shaped(advantages * weights, a, metrics=metrics)
 
     def build(self) -> Objective:
         """Compose the objective."""
@@ -97,7 +97,7 @@ class CWGRPO(RatioConfig):
         return self.objective(terms=self.author_terms, whole_groups_per_loss_call=True)
 
     def author_terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """The released code: weights from the current policy, with gradient, normalised by B x T."""
+        """The released code: weights from the current policy, with gradient, by the padded size."""
         batch = prepared.batch
         _require_one_whole_group(prepared)
         weights = _author_weights(batch.next_token_logprobs, prepared.advantages, batch.mask)
@@ -124,4 +124,5 @@ def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
     values = covariance[mask]
     sigma = values.std(unbiased=False) + 1e-8
     w = torch.where(mask, torch.exp(-covariance.square() / (2 * sigma.square())), 0.0)
-    return w * mask.numel() / w.sum()
+    padded = mask.shape[0] * mask.sum(1).max()  # padded to the longest response of the group
+    return w * padded / w.sum()

@@ -76,7 +76,7 @@ class ERPO(RatioConfig):
             "erpo/gate_mean": token_mean(gate, active),
             "erpo/psi_abs_mean": token_mean(psi.abs(), active),
         }
-        return Shaped(shaped, a.sizes, a.has_signal, metrics=metrics)
+        return Shaped(shaped, a, metrics=metrics)
 
     def entropy_gate(self, batch: TokenBatch, group: Tensor, num_groups: int) -> Tensor:
         """W_it in (0, 1), [B, T]: near 1 where the policy was undecided."""

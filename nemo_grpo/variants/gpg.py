@@ -55,7 +55,7 @@ class GPG(VariantConfig):
         alpha = num_sequences.double() / num_valid.clamp(min=1)
         metrics = {"gpg/alpha": alpha, "gpg/no_signal": (num_valid == 0).to(alpha.dtype)}
         advantages = a.per_token(batch.mask)
-        return Shaped(advantages * alpha.to(advantages.dtype), a.sizes, a.has_signal, metrics=metrics)
+        return Shaped(advantages * alpha.to(advantages.dtype), a, metrics=metrics)
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """logp A."""

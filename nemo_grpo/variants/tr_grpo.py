@@ -117,7 +117,7 @@ class TRGRPO(RatioConfig):
         if self.weighting != "random":
             return shaped
         weights = (0.5 + token_uniforms(batch, seed)).to(shaped.advantages.dtype)
-        return Shaped(shaped.advantages, shaped.group_sizes, shaped.has_signal, token_weights=weights)
+        return Shaped(shaped.advantages, shaped.base, token_weights=weights)
 
     def token_weights(self, prepared: PreparedBatch) -> Tensor:
         """[B, T] weights, without gradient."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -175,8 +176,8 @@ def test_resume_ends_with_the_same_weights_and_metrics_as_an_unbroken_run(recipe
     while first.state.step < 3:  # beyond the checkpoint of step 2, as a killed run would be
         first.run.append_metrics(first.train_step())
         if first.state.step == 2:
-            first.last_validation = {}
             first.save()
+    first.run.close()
     with (first.run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')  # the line that was being written when the run was killed
     resumed = Trainer(recipe(name="broken"), resume=True)
@@ -315,3 +316,78 @@ def test_refusals_are_one_line_and_exit_code_2(tmp_path, cache):
     assert result.stderr.strip().count("\n") == 0
     assert "max_num_steps" in result.stderr
     assert not (tmp_path / "cli").exists()
+
+
+def test_resume_refuses_another_algorithm_and_keeps_the_schedule_of_the_recipe(recipe):
+    Trainer(recipe("grpo.max_num_steps=2")).train()
+    with pytest.raises(UserError, match=r"loss_fn\.variant: grpo -> gpg"):
+        Trainer(recipe("loss_fn.variant=gpg"), resume=True)
+    with pytest.raises(UserError, match=r"optimizer\.lr: 0\.0005 -> 0\.001"):
+        Trainer(recipe("policy.megatron_cfg.optimizer.lr=1.0e-3"), resume=True)
+    longer = Trainer(recipe("grpo.max_num_steps=40"), resume=True)
+    assert longer.train_step()["lr"] == pytest.approx(5e-4 * 2 / 10)  # two of ten warm-up updates were made
+    longer.run.close()
+
+
+def start_and_end(overrides: list[str]) -> None:
+    Trainer(load_recipe(ROOT / "recipes/quickstart.yaml", overrides), resume=True).run.close()
+
+
+def test_two_processes_cannot_train_in_one_folder(recipe, tmp_path, cache):
+    first = Trainer(recipe())
+    with pytest.raises(AssertionError, match="in use by another process"):
+        run_ranks(1, start_and_end, arguments(tmp_path, cache, "run"))
+    first.run.close()
+    run_ranks(1, start_and_end, arguments(tmp_path, cache, "run"))
+
+
+def test_checkpoints_of_another_run_are_not_touched(recipe, tmp_path):
+    shared = f"checkpointing.checkpoint_dir={tmp_path / 'shared'}"
+    Trainer(recipe(shared, "grpo.max_num_steps=2", name="one")).train()
+    with pytest.raises(UserError, match="another run's checkpoints"):
+        Trainer(recipe(shared, name="two"))
+    assert (tmp_path / "shared/step_000002").exists()
+
+
+def test_a_run_that_reached_its_goal_is_saved_and_stays_finished(recipe):
+    goal = [
+        "grpo.stop_at_validation_metric=val:accuracy",
+        "grpo.stop_at_validation_threshold=0.0",
+        "grpo.val_period=1",
+    ]
+    r = recipe(*goal)
+    Trainer(r).train()
+    assert [row["step"] for row in rows(r.run_dir)] == [0, 1]
+    Trainer(r, resume=True).train()
+    assert [row["step"] for row in rows(r.run_dir)] == [0, 1]
+
+
+def test_killed_before_the_first_checkpoint_starts_over_with_clean_rows(recipe):
+    first = Trainer(recipe())
+    first.run.append_metrics({"step": 0})
+    first.run.append_metrics(first.train_step())
+    first.run.close()
+    Trainer(recipe(), resume=True).train()
+    assert [row["step"] for row in rows(first.run.path)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("variant", ["dr_grpo", "clip_cov", "cw_grpo", "tr_grpo", "erpo", "gpg"])
+def test_variants_do_not_train_like_grpo(recipe, variant):
+    def weights(name):
+        fast = [
+            "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+            "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
+        ]
+        more = ["loss_fn.covariance_min=0.0", "loss_fn.clip_fraction=0.2"] if name == "clip_cov" else []
+        two = [
+            "policy.train_global_batch_size=8",
+            "policy.train_micro_batch_size=4",
+        ]  # the second update is off-policy
+        trainer = Trainer(
+            recipe(f"loss_fn.variant={name}", "grpo.max_num_steps=2", *fast, *two, *more, name=f"{name}-x")
+        )
+        trainer.train()
+        return torch.cat([tensor.flatten() for _, tensor in trainer.policy.named_tensors()])
+
+    assert not torch.equal(weights(variant), weights("grpo"))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,6 +174,8 @@ class MegatronPolicy:
             lr_warmup_steps=s.lr_warmup_iters,
             lr_decay_steps=s.lr_decay_iters,
             lr_decay_style=s.lr_decay_style,
+            override_opt_param_scheduler=True,  # on resume the recipe's schedule holds, not the checkpoint's
+            use_checkpoint_opt_param_scheduler=False,
             start_wd=s.weight_decay,
             end_wd=s.weight_decay,
             wd_incr_steps=s.lr_decay_iters,
@@ -205,8 +208,9 @@ class MegatronPolicy:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of every next token under the current weights, without gradient.
 
-        Args:    temperature: divides the logits, as it did when the tokens were sampled.
-        Returns: (logprobs, entropies), both [B, S - 1] float32, nats; 0 in the padding.
+        Args:    temperature: divides the logits for the logprobs, as it did when the tokens were sampled.
+        Returns: (logprobs, entropies), both [B, S - 1] float32, nats; 0 in the padding. Entropies are at
+                 temperature 1, whatever the tokens were sampled at.
         """
         plan = plan_microbatches(sequences.lengths, micro_batch_size, own_share())
 
@@ -282,6 +286,7 @@ class MegatronPolicy:
         """megatron-core's forward-backward schedule over the microbatches."""
 
         multiple = self.layout.sequence_multiple
+        numbers = partial(_numbers, vocab_size=self.hf.vocab_size)
 
         def forward_step(batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             micro = next(batches)
@@ -291,13 +296,10 @@ class MegatronPolicy:
             logits = model(ids[:, :-1][:, own], position_ids=None, attention_mask=None)
 
             def on_last_stage(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                found = logprobs_and_entropy(
-                    output,
-                    ids[:, 1:][:, own],
-                    temperature=temperature,
-                    group=parallel_state.get_tensor_model_parallel_group(),
-                    vocab_size=self.hf.vocab_size,
-                )
+                logprobs, entropies = numbers(output, ids[:, 1:][:, own], temperature)
+                if forward_only and temperature != 1:  # scored entropies are the policy's own
+                    entropies = numbers(output, ids[:, 1:][:, own], 1.0)[1]
+                found = (logprobs, entropies)
                 whole = (
                     parallel.gather_sequence(x, 1, replicated=True)[:, : micro.length - 1] for x in found
                 )
@@ -346,3 +348,9 @@ class MegatronPolicy:
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])
+
+
+def _numbers(logits: Tensor, targets: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies from this tensor-parallel rank's logits."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return logprobs_and_entropy(logits, targets, temperature=temperature, group=group, vocab_size=vocab_size)

@@ -70,12 +70,11 @@ def test_not_given_keys_follow_the_key_they_depend_on(tree: dict[str, Any]) -> N
 
 
 def test_validation_keys_of_nemo_rl_set_the_evaluation_unless_it_is_given(tree: dict[str, Any]) -> None:
-    tree["grpo"] |= {"max_val_samples": 9, "val_num_generations_per_prompt": 3, "val_at_start": False}
+    tree["grpo"] |= {"max_val_samples": 9, "val_num_generations_per_prompt": 3}
     evaluation = load_recipe_dict(tree, ["nemo_grpo.evaluation.num_samples=5"]).nemo_grpo.evaluation
     assert (evaluation.num_problems, evaluation.num_samples) == (9, 5)
-    assert (evaluation.at_start, evaluation.at_end) == (False, True)
-    with pytest.raises(UserError, match=r"nemo_grpo\.evaluation\.temperature=0"):
-        load_recipe_dict(tree, ["policy.generation.val_temperature=0"])
+    greedy = load_recipe_dict(tree, ["policy.generation.val_temperature=0"])
+    assert greedy.nemo_grpo.evaluation.temperature == 0
 
 
 def test_derived_defaults_name_keys_that_exist() -> None:

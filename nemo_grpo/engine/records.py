@@ -1,0 +1,68 @@
+"""What a step leaves in metrics.jsonl and samples.jsonl."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nemo_grpo.engine.megatron.policy import UpdateResult
+from nemo_grpo.engine.rollout import Group
+
+
+class Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self.last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """Note the seconds since the last lap."""
+        now = time.monotonic()
+        self.laps[name], self.last = now - self.last, now
+
+
+def mean_scores(groups: list[Group]) -> dict[str, float]:
+    """Each reward component's mean over the step's responses, and the share that was cut off."""
+    responses = [response for group in groups for response in group.responses]
+    names = responses[0].scores
+    means = {f"reward/{name}": sum(r.scores[name] for r in responses) / len(responses) for name in names}
+    return means | {"length/truncated": sum(r.truncated for r in responses) / len(responses)}
+
+
+def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
+    """Means over the step's updates."""
+    if not updates:
+        return {}
+    rows = [u.metrics | {"grad_norm": u.grad_norm, "lr": u.lr} for u in updates]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def sample_rows(step: int, groups: list[Group], num_samples: int) -> list[dict[str, Any]]:
+    """The first ``num_samples`` responses of a step, for samples.jsonl."""
+    flat = [(group, response) for group in groups for response in group.responses]
+    return [
+        {
+            "step": step,
+            "problem": group.problem.id,
+            "question": group.problem.question,
+            "response": response.text,
+            "answer": group.problem.answer,
+            "reward": response.reward,
+            "scores": response.scores,
+            "truncated": response.truncated,
+        }
+        for group, response in flat[:num_samples]
+    ]
+
+
+def note(row: dict[str, Any]) -> str:
+    """The few numbers beside the progress bar."""
+    shown: dict[str, Callable[[Any], str]] = {
+        "reward/mean": lambda v: f"reward {v:.2f}",
+        "entropy/mean": lambda v: f"entropy {v:.2f}",
+        "length/mean": lambda v: f"length {v:.0f}",
+        "validation/accuracy": lambda v: f"accuracy {v:.3f}",
+    }
+    return "  ".join(show(row[name]) for name, show in shown.items() if name in row)

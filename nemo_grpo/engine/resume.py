@@ -1,0 +1,69 @@
+"""What may differ between a run and its continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import Recipe, load_recipe
+
+MAY_CHANGE = (
+    "checkpointing.",
+    "cluster.",
+    "grpo.max_num_steps",
+    "grpo.max_val_samples",
+    "grpo.stop_at_",
+    "grpo.val_",
+    "logger.",
+    "nemo_grpo.engine.",
+    "nemo_grpo.evaluation.",
+    "nemo_grpo.export.",
+    "nemo_grpo.run_name",
+    "nemo_grpo.runs_dir",
+    "nemo_grpo.warm_start.cache_dir",
+    "policy.generation_batch_size",
+    "policy.generation.val_",
+    "policy.logprob_batch_size",
+    "policy.megatron_cfg.activation_checkpointing",
+    "policy.megatron_cfg.context_parallel_size",
+    "policy.megatron_cfg.num_layers_in_",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.scheduler.lr_decay_iters",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.train_micro_batch_size",
+)
+"""Keys, or beginnings of keys: how long and where a run goes on, not what is computed."""
+
+
+def check_same_run(recipe: Recipe, resolved: Path) -> None:
+    """Refuse to continue a run with a recipe that computes something else.
+
+    Args:   resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
+    Raises: UserError: naming the keys with both values.
+    """
+    if not resolved.exists():
+        return
+    before, now = _leaves(load_recipe(resolved).to_dict()), _leaves(recipe.to_dict())
+    changed = [
+        f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)
+    ]
+    if changed:
+        raise UserError(
+            f"--resume with another recipe than {resolved.parent} was started with: {'; '.join(changed)}; "
+            "undo that, or start another nemo_grpo.run_name"
+        )
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= _leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
