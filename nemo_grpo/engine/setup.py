@@ -12,6 +12,7 @@ import torch
 from nemo_grpo.engine.generate_distributed import DistributedGenerator
 from nemo_grpo.engine.generate_hf import HFGenerator
 from nemo_grpo.engine.hf_folder import check_model_folder, load_config, load_weights
+from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.protocols import Generator, SamplingParams
@@ -46,18 +47,13 @@ def check_supported(recipe: Recipe) -> None:
             "use false",
         ),
         ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, (False,), "use false"),
-        (
-            "policy.megatron_cfg.peft.enabled",
-            _enabled(megatron.peft),
-            (False,),
-            "LoRA is not there yet; use false",
-        ),
         ("policy.megatron_cfg.fp8_cfg.enabled", _enabled(megatron.fp8_cfg), (False,), "use false"),
         ("policy.megatron_cfg.optimizer.optimizer", megatron.optimizer.optimizer, ("adam",), "use adam"),
         ("policy.precision", policy.precision, ("float32", "bfloat16"), "use float32 or bfloat16"),
         ("policy.generation.stop_strings", policy.generation.stop_strings, (None, []), "use stop_token_ids"),
         ("nemo_grpo.engine.generator", recipe.nemo_grpo.engine.generator, ("hf",), "use hf"),
         ("checkpointing.save_optimizer", recipe.checkpointing.save_optimizer, (True,), "use true"),
+        *_lora_rules(recipe),
     ]
     errors = [
         f"{key}={value} is not supported by the embedded engine: {remedy}"
@@ -66,6 +62,31 @@ def check_supported(recipe: Recipe) -> None:
     ]
     if errors:
         raise UserError("; ".join(errors))
+    lora_of(recipe)
+
+
+def _lora_rules(recipe: Recipe) -> list[tuple[str, object, tuple[object, ...], str]]:
+    peft = recipe.policy.megatron_cfg.peft
+    if peft is None or not peft.enabled:
+        return []
+    rules: list[tuple[str, object, tuple[object, ...], str]] = [
+        ("dropout", peft.dropout, (0.0,), "use 0"),
+        ("lora_A_init_method", peft.lora_A_init_method, ("xavier",), "use xavier"),
+        ("lora_B_init_method", peft.lora_B_init_method, ("zero",), "use zero"),
+        ("lora_dtype", peft.lora_dtype, (None, "None"), "use null, which is policy.precision"),
+    ]
+    return [(f"policy.megatron_cfg.peft.{key}", *rest) for key, *rest in rules]
+
+
+def lora_of(recipe: Recipe) -> LoRASettings | None:
+    """The recipe's LoRA settings; None: all weights are trained.
+
+    Raises: UserError: layers that cannot be adapted.
+    """
+    peft = recipe.policy.megatron_cfg.peft
+    if peft is None or not peft.enabled:
+        return None
+    return LoRASettings(peft.dim, peft.alpha, choose_targets(peft.target_modules, peft.exclude_modules))
 
 
 def layout_of(recipe: Recipe) -> Layout:
@@ -179,6 +200,7 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
         dtype=DTYPES[recipe.policy.precision],
         device=choose_device(recipe),
         seed=recipe.grpo.seed,
+        lora=lora_of(recipe),
     )
     policy.load_weights(load_weights(source), keep_reference=keep_reference)
     return policy

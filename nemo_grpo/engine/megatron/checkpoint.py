@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,33 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from nemo_grpo.engine.megatron.policy import SHARDING, MegatronPolicy
+from nemo_grpo.errors import UserError
 
 
 def save_policy(policy: MegatronPolicy, folder: Path, iteration: int) -> None:
     """Write model, optimizer and schedule as torch_dist; every rank of the policy calls it."""
     folder.mkdir(parents=True, exist_ok=True)
-    state: dict[str, Any] = policy.sharded_state_dict(loading=False) | {"iteration": iteration}
+    state: dict[str, Any] = policy.sharded_state_dict(loading=False)
+    state |= {"iteration": iteration, "lora": _lora_of(policy)}
     with torch.no_grad():
         dist_checkpointing.save(state, str(folder), content_metadata=SHARDING)
 
 
 def load_policy(policy: MegatronPolicy, folder: Path) -> None:
-    """Read what `save_policy` wrote, at this policy's layout. The policy must have its optimizer already."""
+    """Read what `save_policy` wrote, at this policy's layout. The policy must have its optimizer already.
+
+    Raises: UserError: it was written with other LoRA settings.
+    """
+    saved = dist_checkpointing.load_common_state_dict(str(folder)).get("lora")
+    if saved != _lora_of(policy):
+        raise UserError(
+            f"{folder} was written with LoRA settings {saved}, policy.megatron_cfg.peft says "
+            f"{_lora_of(policy)}; resume with the same ones (None: peft.enabled=false)"
+        )
     state = policy.sharded_state_dict(loading=True)
     loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
     policy.load_state_dict(loaded)
+
+
+def _lora_of(policy: MegatronPolicy) -> dict[str, Any] | None:
+    return None if policy.lora is None else asdict(policy.lora)
