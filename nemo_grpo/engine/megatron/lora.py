@@ -7,7 +7,8 @@ How A [dim, in] and B [out, dim] are cut over the tensor-parallel ranks, and wha
     proj, fc2 (row)   the input     cut as W          on every rank      A's partial sums are scattered
 
 Only the ``dim`` wide activation between A and B is communicated. An adapter is a submodule of its layer, so W
-keeps its name; a forward hook adds the adapter's output to the layer's.
+keeps its name; a forward hook adds the adapter's output to the layer's. Names, shapes and checkpoint keys are
+Megatron-Bridge's: ``<layer>.adapter.linear_in.weight`` is A, ``<layer>.adapter.linear_out.weight`` is B.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
-from torch.nn import functional
 
 from nemo_grpo.engine.megatron.weights import HFWeights, cut_of, own_part
 from nemo_grpo.errors import UserError, did_you_mean
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of a decoder layer's linear layers."""
+
+_A, _B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 
 # (column parallel, sequence parallel) -> what the ranks do with A's output. The backward of each completes
 # the gradient that reaches A: a sum over the ranks for column layers, nothing or a gather for row layers.
@@ -98,9 +100,10 @@ class Adapter(torch.nn.Module):
         self.scale = settings.scale
         self.group = linear.tp_group
         self.between = _BETWEEN[column, sequence_parallel]
-        self.A = torch.nn.Parameter(weight.new_zeros(settings.dim, weight.shape[1]))
-        self.B = torch.nn.Parameter(weight.new_zeros(weight.shape[0], settings.dim))
-        cut, whole = (self.B, self.A) if column else (self.A, self.B)
+        self.linear_in = _linear_of(weight.new_zeros(settings.dim, weight.shape[1]))
+        self.linear_out = _linear_of(weight.new_zeros(weight.shape[0], settings.dim))
+        a, b = self.linear_in.weight, self.linear_out.weight
+        cut, whole = (b, a) if column else (a, b)
         # The gradient norm counts a parameter without these attributes on one rank only.
         set_tensor_model_parallel_attributes(cut, True, weight.partition_dim, weight.partition_stride)
         # This rank saw its share of the sequence: finalize_model_grads adds up the others' gradients.
@@ -108,8 +111,13 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, in] -> [S, B, out], in the shards that the layer itself takes and gives."""
-        hidden = self.between(functional.linear(x, self.A), group=self.group)
-        return self.scale * functional.linear(hidden, self.B)
+        return self.scale * self.linear_out(self.between(self.linear_in(x), group=self.group))
+
+
+def _linear_of(weight: Tensor) -> torch.nn.Linear:
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight)
+    return linear
 
 
 class Adapters:
@@ -146,7 +154,7 @@ class Adapters:
     def _draw(self, seed: int) -> None:
         """Draw each whole A from its own generator, whatever the layout, and keep this rank's part."""
         for name, parameter in self.local_parameters().items():
-            if name.endswith(".A"):
+            if name.endswith(_A):
                 is_cut = cut_of(name)[0] is not None
                 ranks = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
                 generator = torch.Generator().manual_seed((seed << 32) % 2**63 + zlib.crc32(name.encode()))
@@ -156,7 +164,7 @@ class Adapters:
 
     def local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's adapter parameters by name, layers numbered in the whole model."""
-        return {name: p for name, p in self.weights.local_parameters() if ".adapter." in name}
+        return {name: p for name, p in self.weights.local_parameters() if name.endswith((_A, _B))}
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -182,18 +190,19 @@ class Adapters:
         found: dict[str, Tensor] = {}
         for unit in family.units():
             layer = unit.megatron.removesuffix(".weight")
-            if f"{layer}.adapter.B" not in whole:
+            if layer + _B not in whole:
                 continue
-            rows = whole[f"{layer}.adapter.B"][unit.row : unit.row + unit.shape[0]]
+            rows = whole[layer + _B][unit.row : unit.row + unit.shape[0]]
             for name, part in zip(unit.hf, unit.op.split(rows, family.dims), strict=True):
                 matrix = f"base_model.model.{name.removesuffix('.weight')}"
-                found[f"{matrix}.lora_A.weight"] = whole[f"{layer}.adapter.A"]
+                found[f"{matrix}.lora_A.weight"] = whole[layer + _A]
                 found[f"{matrix}.lora_B.weight"] = part
         return found
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's parts as `megatron.core.dist_checkpointing` saves and loads them, at any layout."""
-        return {name: _sharded(name, p) for name, p in self.local_parameters().items()}
+        num_layers = self.weights.family.num_layers
+        return {name: _sharded(name, p, num_layers) for name, p in self.local_parameters().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -210,22 +219,25 @@ class _Merged(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         weight, layer = self.whole[name], name.removesuffix(".weight")
-        if f"{layer}.adapter.A" not in self.whole:
+        if layer + _A not in self.whole:
             return weight
-        a, b = self.whole[f"{layer}.adapter.A"], self.whole[f"{layer}.adapter.B"]
+        a, b = self.whole[layer + _A], self.whole[layer + _B]
         return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self.whole if ".adapter." not in name)
+        return (name for name in self.whole if not name.endswith((_A, _B)))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def _sharded(name: str, parameter: torch.nn.Parameter) -> Any:
+def _sharded(name: str, parameter: torch.nn.Parameter, num_layers: int) -> Any:
+    """A part of the tensor that stacks all layers', under its name without the layer's number."""
     dim, blocks = cut_of(name)
+    decoder, layers, number, *rest = name.split(".")
+    key, stack = ".".join((decoder, layers, *rest)), ((0, int(number), num_layers),)
     if dim is None:
-        return make_sharded_tensor_for_checkpoint(parameter, name)
-    tensor = make_tp_sharded_tensor_for_checkpoint(parameter, name, tp_axis=dim)
+        return make_sharded_tensor_for_checkpoint(parameter, key, prepend_offsets=stack)
+    tensor = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=dim, prepend_offsets=stack)
     # gate and up rows are cut by themselves, so a rank's rows are not one block of the whole
-    return apply_swiglu_sharded_factory(tensor, ()) if blocks == 2 else tensor
+    return apply_swiglu_sharded_factory(tensor, stack) if blocks == 2 else tensor

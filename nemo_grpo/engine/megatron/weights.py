@@ -24,11 +24,11 @@ _CUTS = {
     "linear_fc1.weight": (0, 2),
     "linear_proj.weight": (1, 1),
     "linear_fc2.weight": (1, 1),
-    # LoRA: A is cut where the layer's input is, B where its output is
-    "linear_qkv.adapter.B": (0, 1),
-    "linear_fc1.adapter.B": (0, 2),
-    "linear_proj.adapter.A": (1, 1),
-    "linear_fc2.adapter.A": (1, 1),
+    # LoRA: A (in) is cut where the layer's input is, B (out) where its output is
+    "linear_qkv.adapter.linear_out.weight": (0, 1),
+    "linear_fc1.adapter.linear_out.weight": (0, 2),
+    "linear_proj.adapter.linear_in.weight": (1, 1),
+    "linear_fc2.adapter.linear_in.weight": (1, 1),
 }
 
 
