@@ -118,7 +118,7 @@ def export_adapter(
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source),
+        "base_model_name_or_path": str(source.absolute()),
         "r": dim,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,

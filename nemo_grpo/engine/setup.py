@@ -69,13 +69,13 @@ def _lora_rules(recipe: Recipe) -> list[tuple[str, object, tuple[object, ...], s
     peft = recipe.policy.megatron_cfg.peft
     if peft is None or not peft.enabled:
         return []
-    rules: list[tuple[str, object, tuple[object, ...], str]] = [
-        ("dropout", peft.dropout, (0.0,), "use 0"),
-        ("lora_A_init_method", peft.lora_A_init_method, ("xavier",), "use xavier"),
-        ("lora_B_init_method", peft.lora_B_init_method, ("zero",), "use zero"),
-        ("lora_dtype", peft.lora_dtype, (None, "None"), "use null, which is policy.precision"),
+    section = "policy.megatron_cfg.peft"
+    return [
+        (f"{section}.dropout", peft.dropout, (0.0,), "use 0"),
+        (f"{section}.lora_A_init_method", peft.lora_A_init_method, ("xavier",), "use xavier"),
+        (f"{section}.lora_B_init_method", peft.lora_B_init_method, ("zero",), "use zero"),
+        (f"{section}.lora_dtype", peft.lora_dtype, (None, "None"), "use null, which is policy.precision"),
     ]
-    return [(f"policy.megatron_cfg.peft.{key}", *rest) for key, *rest in rules]
 
 
 def lora_of(recipe: Recipe) -> LoRASettings | None:

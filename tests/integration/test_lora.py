@@ -37,8 +37,8 @@ LAYOUTS = {
 PEFT = ["policy.megatron_cfg.peft={enabled: true, dim: 4, alpha: 8}"]
 
 
-def policy_of(model, layout=None, settings=SETTINGS, lora=LORA):
-    policy = MegatronPolicy(model.config, settings, layout=layout, lora=lora, seed=3)
+def policy_of(model, layout=None, settings=SETTINGS, lora=LORA, **more):
+    policy = MegatronPolicy(model.config, settings, layout=layout, lora=lora, **{"seed": 3} | more)
     policy.load_weights(dict(model.state_dict()), keep_reference=True)
     return policy
 
@@ -238,17 +238,18 @@ def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[A
     return train(policy, 2), weights_of(policy)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_a_checkpoint_holds_the_adapters_alone_and_resumes_exactly(model, tmp_path, distributed):
+@pytest.mark.parametrize(
+    ("distributed", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)]
+)
+def test_a_checkpoint_holds_the_adapters_alone_and_resumes_exactly(model, tmp_path, distributed, dtype):
     settings = OptimizerSettings(
         lr=1e-2, min_lr=1e-3, lr_decay_style="linear", lr_decay_iters=5, use_distributed_optimizer=distributed
     )
-    unbroken = policy_of(model, settings=settings)
+    unbroken = policy_of(model, settings=settings, dtype=dtype)
     train(unbroken, 2)
     save_policy(unbroken, tmp_path / "weights", 2)
     expected = train(unbroken, 2)
-    resumed = MegatronPolicy(model.config, settings, lora=LORA, seed=99)  # other adapters, to be replaced
-    resumed.load_weights(dict(model.state_dict()), keep_reference=False)
+    resumed = policy_of(model, settings=settings, dtype=dtype, seed=99)  # other adapters, to be replaced
     load_policy(resumed, tmp_path / "weights")
     assert train(resumed, 2) == expected  # to the last bit
     for (name, tensor), (_, want) in zip(resumed.named_tensors(), unbroken.named_tensors(), strict=True):
@@ -263,6 +264,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_resumes_exactly(model, tmp_pa
     keys = {f"decoder.layers.{layer}.adapter.{end}" for layer in layers for end in ends}
     assert {name for name in tensors if not name.startswith("optimizer.")} == keys
     assert all(name.endswith(tuple(keys)) for name in tensors)
+    assert (tmp_path / "weights/run_config.yaml").read_text() == "peft:\n  dim: 4\n  alpha: 6\n"
     assert tuple(saved["decoder.layers.mlp.linear_fc1.adapter.linear_out.weight"].size) == (2, 128, 4)
 
 

@@ -10,17 +10,26 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.policy import SHARDING, MegatronPolicy
 from nemo_grpo.errors import UserError
 
+RUN_CONFIG = "run_config.yaml"
+"""Where Megatron-Bridge, and with it the converters, look for the scale of LoRA adapters."""
+
 
 def save_policy(policy: MegatronPolicy, folder: Path, iteration: int) -> None:
-    """Write model, optimizer and schedule as torch_dist; every rank of the policy calls it."""
+    """Write model, optimizer and schedule as torch_dist; every rank of the policy calls it.
+
+    With LoRA the model is its adapters, under Megatron-Bridge's names, with their scale in `RUN_CONFIG`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = policy.sharded_state_dict(loading=False)
     state |= {"iteration": iteration, "lora": _lora_of(policy)}
     with torch.no_grad():
         dist_checkpointing.save(state, str(folder), content_metadata=SHARDING)
+    if policy.lora is not None and parallel.is_rank_zero():
+        (folder / RUN_CONFIG).write_text(f"peft:\n  dim: {policy.lora.dim}\n  alpha: {policy.lora.alpha}\n")
 
 
 def load_policy(policy: MegatronPolicy, folder: Path) -> None:
