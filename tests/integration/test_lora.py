@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from test_train import ROOT, arguments, rows
 from torch.nn.utils.parametrize import register_parametrization
 
 from nemo_grpo import UserError, build_objective, global_counts
+from nemo_grpo.engine.megatron import policy as policy_module
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
+from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.trainer import Trainer
@@ -168,6 +171,19 @@ def test_only_chosen_layers_are_adapted(model):
         if not torch.equal(tensor, model.state_dict()[name])
     }
     assert changed == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_recomputing_activations_changes_nothing(model, monkeypatch):
+    plain = policy_of(model)
+    expected = train(plain, 2)
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    monkeypatch.setattr(policy_module, "transformer_config", partial(transformer_config, **fields))
+    recomputed = policy_of(model)
+    assert recomputed.config.recompute_granularity == "full"
+    for have, want in zip(train(recomputed, 2), expected, strict=True):
+        assert have.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
+    for (name, tensor), (_, want) in zip(recomputed.named_tensors(), plain.named_tensors(), strict=True):
+        torch.testing.assert_close(tensor, want, rtol=1e-5, atol=1e-6, msg=name)
 
 
 # ---------------------------------------------------------------------- layouts

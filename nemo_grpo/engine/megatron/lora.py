@@ -140,6 +140,8 @@ class Adapters:
                     )
                 layer.adapter = Adapter(layer, settings)
                 layer.register_forward_hook(self._add_output)
+        if weights.model.config.recompute_granularity is not None and weights.model.pre_process:
+            weights.model.embedding.register_forward_hook(_require_gradient)
         self._draw(seed)
 
     def _add_output(
@@ -209,6 +211,11 @@ class Adapters:
         """Take over what `dist_checkpointing.load` filled in."""
         for name, parameter in self.local_parameters().items():
             parameter.copy_(state[name])
+
+
+def _require_gradient(_embedding: Any, _inputs: Any, output: Tensor) -> None:
+    """torch's checkpointing gives a block no gradients at all unless its input requires one."""
+    output.requires_grad_()
 
 
 class _Merged(Mapping[str, Tensor]):
