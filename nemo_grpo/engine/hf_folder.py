@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -94,5 +95,38 @@ def export(
     config.dtype = dtype
     with no_transformers_bars():
         config.save_pretrained(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def export_adapter(
+    tensors: Mapping[str, Tensor], source: Path, target: Path, *, dim: int, alpha: float
+) -> None:
+    """Write LoRA matrices as a folder that PEFT's `PeftModel.from_pretrained` loads on top of ``source``.
+
+    Written under a temporary name and renamed, like `export`.
+
+    Args: tensors: by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
+          source: the base model's folder.  dim, alpha: the update is alpha / dim B A.
+    """
+    temporary = target.with_name(f"tmp_{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source.absolute()),
+        "r": dim,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)

@@ -1,7 +1,7 @@
 """``runs/<name>/``: everything that a run leaves behind.
 
 recipe.resolved.yaml  versions.json  metrics.jsonl  samples.jsonl  tensorboard/  plots/  report.html
-checkpoints/  evaluation/  hf/
+checkpoints/  evaluation/  hf/  hf-adapter/
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RunFolder:
         self.samples = path / "samples.jsonl"
         self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
+        self.hf_adapter = path / "hf-adapter"
         self.recipe = path / "recipe.resolved.yaml"
         self._events: SummaryWriter | None = None
         self._lock_file: int | None = None

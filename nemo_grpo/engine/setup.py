@@ -13,6 +13,7 @@ import torch
 from nemo_grpo.engine.generate_distributed import DistributedGenerator
 from nemo_grpo.engine.generate_hf import HFGenerator
 from nemo_grpo.engine.hf_folder import check_model_folder, load_config, load_weights
+from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.protocols import Generator, SamplingParams
@@ -49,12 +50,6 @@ def check_supported(recipe: Recipe) -> None:
             "use false",
         ),
         ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, (False,), "use false"),
-        (
-            "policy.megatron_cfg.peft.enabled",
-            _enabled(megatron.peft),
-            (False,),
-            "LoRA is not there yet; use false",
-        ),
         ("policy.megatron_cfg.fp8_cfg.enabled", _enabled(megatron.fp8_cfg), (False,), "use false"),
         ("policy.megatron_cfg.optimizer.optimizer", megatron.optimizer.optimizer, ("adam",), "use adam"),
         ("policy.precision", policy.precision, ("float32", "bfloat16"), "use float32 or bfloat16"),
@@ -68,6 +63,7 @@ def check_supported(recipe: Recipe) -> None:
             "use policy.model_name's own",
         ),
         *_would_be_ignored(recipe),
+        *_lora_rules(recipe),
     ]
     errors = [
         f"{key}={value} is not supported by the embedded engine: {remedy}"
@@ -76,6 +72,31 @@ def check_supported(recipe: Recipe) -> None:
     ]
     if errors:
         raise UserError("; ".join(errors))
+    lora_of(recipe)
+
+
+def _lora_rules(recipe: Recipe) -> list[tuple[str, object, tuple[object, ...], str]]:
+    peft = recipe.policy.megatron_cfg.peft
+    if peft is None or not peft.enabled:
+        return []
+    section = "policy.megatron_cfg.peft"
+    return [
+        (f"{section}.dropout", peft.dropout, (0.0,), "use 0"),
+        (f"{section}.lora_A_init_method", peft.lora_A_init_method, ("xavier",), "use xavier"),
+        (f"{section}.lora_B_init_method", peft.lora_B_init_method, ("zero",), "use zero"),
+        (f"{section}.lora_dtype", peft.lora_dtype, (None, "None"), "use null, which is policy.precision"),
+    ]
+
+
+def lora_of(recipe: Recipe) -> LoRASettings | None:
+    """The recipe's LoRA settings; None: all weights are trained.
+
+    Raises: UserError: layers that cannot be adapted.
+    """
+    peft = recipe.policy.megatron_cfg.peft
+    if peft is None or not peft.enabled:
+        return None
+    return LoRASettings(peft.dim, peft.alpha, choose_targets(peft.target_modules, peft.exclude_modules))
 
 
 def layout_of(recipe: Recipe) -> Layout:
@@ -256,6 +277,7 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
         dtype=DTYPES[recipe.policy.precision],
         device=choose_device(recipe),
         seed=recipe.grpo.seed,
+        lora=lora_of(recipe),
     )
     policy.load_weights(load_weights(source), keep_reference=keep_reference)
     return policy

@@ -15,7 +15,7 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore, read_info
-from nemo_grpo.engine.hf_folder import copy_side_files, export, load_tokenizer
+from nemo_grpo.engine.hf_folder import copy_side_files, export, export_adapter, load_tokenizer
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.engine.megatron.policy import UpdateResult
@@ -371,10 +371,19 @@ class Trainer:
         return False
 
     def finish(self) -> None:
-        """Export the model."""
+        """Export the model and, with LoRA, its adapters."""
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
             tensors = list(self.policy.named_tensors())  # every rank takes part in gathering them
             if self.run.leads:
                 export(tensors, self.source, self.run.hf, dtype)
+            self._export_adapter()
         parallel.barrier()
+
+    def _export_adapter(self) -> None:
+        adapters = self.policy.adapters
+        if adapters is None:
+            return
+        tensors, settings = adapters.peft_tensors(), adapters.settings
+        if self.run.leads:
+            export_adapter(tensors, self.source, self.run.hf_adapter, dim=settings.dim, alpha=settings.alpha)

@@ -145,7 +145,7 @@ class Peft(Section):
     enabled: bool = False
     """Train low-rank adapters only."""
     target_modules: list[str] = []
-    """Megatron's names of the linear layers to adapt; empty: all parallel linear layers."""
+    """Megatron's names of the linear layers to adapt; empty: all (NeMo-RL: also the output layer)."""
     exclude_modules: list[str] = []
     """Names to leave out."""
     dim: int = Field(default=8, gt=0)
@@ -153,7 +153,13 @@ class Peft(Section):
     alpha: int = Field(default=32, gt=0)
     """Scale; the update is multiplied by alpha / dim."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout in front of the adapter."""
+    """Dropout in front of the adapter; the embedded engine has none."""
+    lora_A_init_method: str = "xavier"
+    """How A begins; the embedded engine: xavier, a normal distribution."""
+    lora_B_init_method: str = "zero"
+    """How B begins; zero: training starts at the base model."""
+    lora_dtype: str | None = None
+    """Precision of the adapters; null: policy.precision."""
 
 
 class Megatron(Section):

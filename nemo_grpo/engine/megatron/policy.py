@@ -28,6 +28,7 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.engine.rollout import Sequences
@@ -121,10 +122,12 @@ class MegatronPolicy:
         device: torch.device | None = None,
         layout: parallel.Layout | None = None,
         seed: int = 0,
+        lora: LoRASettings | None = None,
     ) -> None:
         """Build the model of a transformers config; `load_weights` must follow.
 
         Args:   hf: transformers config object.  layout: model-parallel sizes.
+                lora: train adapters only; the reference policy is then the model without them.
         Raises: UserError: a model or a layout that the engine cannot run.
         """
         self.device = device or torch.device("cpu")
@@ -136,14 +139,18 @@ class MegatronPolicy:
         self.model = build_model(hf, self.config).to(self.device)
         self.weights = HFWeights(hf.to_dict(), self.model)
         self.reference: dict[str, Tensor] | None = None
+        self.lora, self.seed = lora, seed
+        self.adapters: Adapters | None = None
 
     def load_weights(self, hf_tensors: Mapping[str, Tensor], *, keep_reference: bool) -> None:
         """Load Hugging Face tensors and set up the optimizer on them.
 
-        Args: keep_reference: also keep them, on the host, as the reference policy.
+        Args: keep_reference: also keep them, on the host, as the reference policy; LoRA needs no copy.
         """
         self.weights.load(hf_tensors)
-        if keep_reference:
+        if self.lora is not None:
+            self.adapters = Adapters(self.weights, self.lora, self.seed)
+        elif keep_reference:
             self.reference = {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
         self._build_optimizer()
 
@@ -183,12 +190,18 @@ class MegatronPolicy:
         )
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the current weights."""
+        """(Hugging Face name, tensor) of the current weights, adapters merged."""
+        if self.adapters is not None:
+            return self.adapters.merged_tensors()
         return self.weights.named_tensors()
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
         """Within the block the model computes with the reference policy's weights."""
+        if self.adapters is not None:
+            with self.adapters.switched_off():
+                yield
+            return
         if self.reference is None:
             raise RuntimeError("this policy was loaded without keep_reference")
         parameters = dict(self.model.named_parameters())
@@ -333,8 +346,14 @@ class MegatronPolicy:
         return dict(zip(names[0], total.tolist(), strict=True))
 
     def sharded_state_dict(self, *, loading: bool) -> dict[str, Any]:
-        """Model, optimizer and schedule, as `megatron.core.dist_checkpointing` saves and loads them."""
-        model = self.model.sharded_state_dict(metadata=SHARDING)
+        """Model, optimizer and schedule, as `megatron.core.dist_checkpointing` saves and loads them.
+
+        With LoRA the model is its adapters: the frozen base comes from where it came from at first.
+        """
+        if self.adapters is not None:
+            model = self.adapters.sharded_state_dict()
+        else:
+            model = self.model.sharded_state_dict(metadata=SHARDING)
         return {
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING),
@@ -344,7 +363,7 @@ class MegatronPolicy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `dist_checkpointing.load` filled in."""
-        self.model.load_state_dict(state["model"])
+        (self.adapters or self.model).load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])

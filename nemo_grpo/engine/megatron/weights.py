@@ -24,6 +24,11 @@ _CUTS = {
     "linear_fc1.weight": (0, 2),
     "linear_proj.weight": (1, 1),
     "linear_fc2.weight": (1, 1),
+    # LoRA: A (in) is cut where the layer's input is, B (out) where its output is
+    "linear_qkv.adapter.linear_out.weight": (0, 1),
+    "linear_fc1.adapter.linear_out.weight": (0, 2),
+    "linear_proj.adapter.linear_in.weight": (1, 1),
+    "linear_fc2.adapter.linear_in.weight": (1, 1),
 }
 
 
@@ -42,7 +47,7 @@ class HFWeights:
         megatron-core does it while it initialises weights, which is skipped here.
         """
         for name, parameter in self.local_parameters():
-            dim, blocks = _cut_of(name)
+            dim, blocks = cut_of(name)
             if dim is not None and not getattr(parameter, "tensor_model_parallel", False):
                 set_tensor_model_parallel_attributes(parameter, True, dim, blocks)
 
@@ -56,7 +61,7 @@ class HFWeights:
         for name, parameter in self.local_parameters():
             # Pipeline stages other than the first hold a tied output layer as a copy of the embedding.
             source = full[name] if name in full else full["embedding.word_embeddings.weight"]
-            parameter.copy_(_own_part(name, _pad_vocabulary(name, source, parameter)))
+            parameter.copy_(own_part(name, _pad_vocabulary(name, source, parameter)))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of every weight, whole, on every rank; views where possible."""
@@ -86,7 +91,7 @@ class HFWeights:
         return merged
 
     def _gather_tensor_parallel(self, name: str, part: Tensor) -> Tensor:
-        dim, blocks = _cut_of(name)
+        dim, blocks = cut_of(name)
         group = parallel_state.get_tensor_model_parallel_group()
         if dim is not None and group.size() > 1:
             parts = [torch.empty_like(part) for _ in range(group.size())]
@@ -98,7 +103,8 @@ class HFWeights:
         return part
 
 
-def _cut_of(name: str) -> tuple[int | None, int]:
+def cut_of(name: str) -> tuple[int | None, int]:
+    """(dimension, blocks) of `_CUTS`; (None, 1) for what every tensor-parallel rank has whole."""
     return next((cut for end, cut in _CUTS.items() if name.endswith(end)), (None, 1))
 
 
@@ -106,9 +112,9 @@ def _is_vocabulary(name: str) -> bool:
     return name.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
-def _own_part(name: str, full: Tensor) -> Tensor:
+def own_part(name: str, full: Tensor) -> Tensor:
     """This tensor-parallel rank's part of a whole tensor."""
-    dim, blocks = _cut_of(name)
+    dim, blocks = cut_of(name)
     size = parallel_state.get_tensor_model_parallel_world_size()
     if dim is None or size == 1:
         return full

@@ -1,0 +1,250 @@
+"""LoRA (Hu et al. 2021) on megatron-core's parallel linear layers: y = W x + alpha / dim B A x, W frozen.
+
+How A [dim, in] and B [out, dim] are cut over the tensor-parallel ranks, and what happens between them:
+
+    layer             W cut along   A                 B                  with sequence parallelism
+    qkv, fc1 (column) the output    on every rank     cut as W           B's input is gathered
+    proj, fc2 (row)   the input     cut as W          on every rank      A's partial sums are scattered
+
+Only the ``dim`` wide activation between A and B is communicated. An adapter is a submodule of its layer, so W
+keeps its name; a forward hook adds the adapter's output to the layer's. Names, shapes and checkpoint keys are
+Megatron-Bridge's: ``<layer>.adapter.linear_in.weight`` is A, ``<layer>.adapter.linear_out.weight`` is B.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
+
+from nemo_grpo.engine.megatron.weights import HFWeights, cut_of, own_part
+from nemo_grpo.errors import UserError, did_you_mean
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names of a decoder layer's linear layers."""
+
+_A, _B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+
+# (column parallel, sequence parallel) -> what the ranks do with A's output. The backward of each completes
+# the gradient that reaches A: a sum over the ranks for column layers, nothing or a gather for row layers.
+_BETWEEN = {
+    (True, False): copy_to_tensor_model_parallel_region,
+    (True, True): gather_from_sequence_parallel_region,
+    (False, False): reduce_from_tensor_model_parallel_region,
+    (False, True): reduce_scatter_to_sequence_parallel_region,
+}
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """Rank, scale and place of the adapters.
+
+    Attributes: dim: rank.  alpha: B A is multiplied by alpha / dim.  targets: some of `TARGETS`.
+    """
+
+    dim: int
+    alpha: int
+    targets: tuple[str, ...] = TARGETS
+
+    @property
+    def scale(self) -> float:
+        """alpha / dim."""
+        return self.alpha / self.dim
+
+
+def choose_targets(target_modules: list[str], exclude_modules: list[str]) -> tuple[str, ...]:
+    """The layers to adapt; no ``target_modules`` are all of `TARGETS`.
+
+    Raises: UserError: a name that is not one of `TARGETS`, or nothing is left.
+    """
+    for key, names in (("target_modules", target_modules), ("exclude_modules", exclude_modules)):
+        for name in names:
+            if name not in TARGETS:
+                hint = did_you_mean(name, TARGETS)
+                raise UserError(f"policy.megatron_cfg.peft.{key}: {name!r} is no layer to adapt{hint}")
+    chosen = [t for t in TARGETS if t in (target_modules or TARGETS) and t not in exclude_modules]
+    if not chosen:
+        raise UserError(
+            f"policy.megatron_cfg.peft.exclude_modules={exclude_modules} leaves no layer to adapt; shorten it"
+        )
+    return tuple(chosen)
+
+
+class Adapter(torch.nn.Module):
+    """x -> alpha / dim B A x beside one parallel linear layer; this rank's part of A and B.
+
+    Of the layer it needs ``sequence_parallel``, ``tp_group``, and ``weight`` with megatron-core's
+    ``partition_dim``.
+    """
+
+    def __init__(self, linear: torch.nn.Module, settings: LoRASettings) -> None:
+        super().__init__()
+        weight: Any = linear.weight
+        sequence_parallel = bool(linear.sequence_parallel)
+        column = weight.partition_dim == 0
+        self.scale = settings.scale
+        self.group = linear.tp_group
+        self.between = _BETWEEN[column, sequence_parallel]
+        self.linear_in = _linear_of(weight.new_zeros(settings.dim, weight.shape[1]))
+        self.linear_out = _linear_of(weight.new_zeros(weight.shape[0], settings.dim))
+        a, b = self.linear_in.weight, self.linear_out.weight
+        cut, whole = (b, a) if column else (a, b)
+        # The gradient norm counts a parameter without these attributes on one rank only.
+        set_tensor_model_parallel_attributes(cut, True, weight.partition_dim, weight.partition_stride)
+        # This rank saw its share of the sequence: finalize_model_grads adds up the others' gradients.
+        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, in] -> [S, B, out], in the shards that the layer itself takes and gives."""
+        return self.scale * self.linear_out(self.between(self.linear_in(x), group=self.group))
+
+
+def _linear_of(weight: Tensor) -> torch.nn.Linear:
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight)
+    return linear
+
+
+class Adapters:
+    """All adapters of this rank's part of the model."""
+
+    def __init__(self, weights: HFWeights, settings: LoRASettings, seed: int) -> None:
+        """Freeze the model and give its layers adapters: A Xavier normal, the same at every layout; B zero.
+
+        Raises: UserError: a layer fuses a norm with its matrix, so its input is not what W multiplies.
+        """
+        self.weights, self.settings = weights, settings
+        self.active = True
+        weights.model.requires_grad_(False)
+        for name, layer in list(weights.model.named_modules()):
+            if name.rpartition(".")[2] in settings.targets:
+                if getattr(layer, "layer_norm_weight", None) is not None:
+                    raise UserError(
+                        f"policy.megatron_cfg.peft.enabled=true: {name} is fused with its norm, as in "
+                        "Transformer Engine's layers; use megatron-core's local layers"
+                    )
+                layer.adapter = Adapter(layer, settings)
+                layer.register_forward_hook(self._add_output)
+        if weights.model.config.recompute_granularity is not None and weights.model.pre_process:
+            weights.model.embedding.register_forward_hook(_require_gradient)
+        self._draw(seed)
+
+    def _add_output(
+        self, layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
+    ) -> Any:
+        if not self.active:
+            return output
+        result, bias = output
+        return result + layer.adapter(inputs[0]), bias
+
+    @torch.no_grad()
+    def _draw(self, seed: int) -> None:
+        """Draw each whole A from its own generator, whatever the layout, and keep this rank's part."""
+        for name, parameter in self.local_parameters().items():
+            if name.endswith(_A):
+                is_cut = cut_of(name)[0] is not None
+                ranks = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
+                generator = torch.Generator().manual_seed((seed << 32) % 2**63 + zlib.crc32(name.encode()))
+                whole = torch.empty(self.settings.dim, parameter.shape[1] * ranks)
+                torch.nn.init.xavier_normal_(whole, generator=generator)
+                parameter.copy_(own_part(name, whole))
+
+    def local_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's adapter parameters by name, layers numbered in the whole model."""
+        return {name: p for name, p in self.weights.local_parameters() if name.endswith((_A, _B))}
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Within the block the model is the base model."""
+        self.active = False
+        try:
+            yield
+        finally:
+            self.active = True
+
+    def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of every weight W + alpha / dim B A, whole, on every rank."""
+        local = {name: p.detach() for name, p in self.weights.local_parameters()}
+        yield from self.weights.family.to_hf(_Merged(self.weights.gather(local), self.settings.scale))
+
+    def peft_tensors(self) -> dict[str, Tensor]:
+        """The adapters as PEFT names and shapes them, per Hugging Face matrix, on every rank.
+
+        Matrices that megatron-core fuses share one A; B's rows are theirs.
+        """
+        whole = self.weights.gather({name: p.detach() for name, p in self.local_parameters().items()})
+        family = self.weights.family
+        found: dict[str, Tensor] = {}
+        for unit in family.units():
+            layer = unit.megatron.removesuffix(".weight")
+            if layer + _B not in whole:
+                continue
+            rows = whole[layer + _B][unit.row : unit.row + unit.shape[0]]
+            for name, part in zip(unit.hf, unit.op.split(rows, family.dims), strict=True):
+                matrix = f"base_model.model.{name.removesuffix('.weight')}"
+                found[f"{matrix}.lora_A.weight"] = whole[layer + _A]
+                found[f"{matrix}.lora_B.weight"] = part
+        return found
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's parts as `megatron.core.dist_checkpointing` saves and loads them, at any layout."""
+        num_layers = self.weights.family.num_layers
+        return {name: _sharded(name, p, num_layers) for name, p in self.local_parameters().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `dist_checkpointing.load` filled in."""
+        for name, parameter in self.local_parameters().items():
+            parameter.copy_(state[name])
+
+
+def _require_gradient(_embedding: Any, _inputs: Any, output: Tensor) -> None:
+    """torch's checkpointing gives a block no gradients at all unless its input requires one."""
+    output.requires_grad_()
+
+
+class _Merged(Mapping[str, Tensor]):
+    """The base's whole tensors by name, each merged with its adapter when it is asked for."""
+
+    def __init__(self, whole: Mapping[str, Tensor], scale: float) -> None:
+        self.whole, self.scale = whole, scale
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight, layer = self.whole[name], name.removesuffix(".weight")
+        if layer + _A not in self.whole:
+            return weight
+        a, b = self.whole[layer + _A], self.whole[layer + _B]
+        return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.whole if not name.endswith((_A, _B)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _sharded(name: str, parameter: torch.nn.Parameter, num_layers: int) -> Any:
+    """A part of the tensor that stacks all layers', under its name without the layer's number."""
+    dim, blocks = cut_of(name)
+    decoder, layers, number, *rest = name.split(".")
+    key, stack = ".".join((decoder, layers, *rest)), ((0, int(number), num_layers),)
+    if dim is None:
+        return make_sharded_tensor_for_checkpoint(parameter, key, prepend_offsets=stack)
+    tensor = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=dim, prepend_offsets=stack)
+    # gate and up rows are cut by themselves, so a rank's rows are not one block of the whole
+    return apply_swiglu_sharded_factory(tensor, stack) if blocks == 2 else tensor
