@@ -210,12 +210,16 @@ def test_an_existing_run_is_refused_and_left_alone(recipe):
     ("overrides", "message"),
     [
         (
-            ["policy.megatron_cfg.activation_checkpointing=true"],
-            "activation_checkpointing=True",
+            ["policy.megatron_cfg.recompute_granularity=selective"],
+            "recompute_granularity=selective acts only",
         ),
         (
             ["policy.sequence_packing.enabled=true", "checkpointing.save_optimizer=false"],
             "save_optimizer=False",
+        ),
+        (
+            ["policy.megatron_cfg.fp8_cfg.enabled=true", "policy.precision=bfloat16"],
+            "FP8 needs a CUDA GPU and torch finds none; use false",
         ),
         (["nemo_grpo.engine.generator=vllm"], "generator=vllm"),
         (
