@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from ranks import run_ranks
 from test_megatron_policy import step, token_batch
 from test_parallel import EXTRA, hf_model
+from test_train import arguments, rows
+from test_train_parallel import train
 
 from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
@@ -78,7 +81,7 @@ def test_recompute_leaves_every_gradient_as_it_is(num_ranks, layout, fields):
         torch.testing.assert_close(again["gradients"][name], gradient, rtol=1e-6, atol=1e-8, msg=name)
 
 
-def test_full_recompute_keeps_fewer_activations():
+def test_recompute_keeps_fewer_activations():
     def kept(fields: dict[str, Any]) -> int:
         policy, (sequences, _) = make(Layout(), torch.float32, fields), step(rows=8)
         sizes: list[int] = []
@@ -86,7 +89,41 @@ def test_full_recompute_keeps_fewer_activations():
             policy.model(sequences.input_ids, position_ids=None, attention_mask=None)
         return sum(sizes)
 
-    assert kept(FULL) < 0.5 * kept({})
+    assert kept(FULL) < 0.5 * kept(SELECTIVE)
+    assert kept(SELECTIVE) < 0.8 * kept({})
+
+
+def test_fp8_pads_the_tokens_to_what_its_products_need():
+    """Without Transformer Engine megatron-core computes the same in BF16; the padding is ours."""
+    sequences, _ = step(rows=8)  # up to 16 tokens, of which 15 are computed
+    lengths: list[int] = []
+    scores = []
+    for fields in ({}, {"fp8": "e4m3", "fp8_recipe": "blockwise"}):
+        policy = make(Layout(), torch.bfloat16, fields)
+        embedding = policy.model.embedding.word_embeddings
+        embedding.register_forward_hook(lambda _m, inputs, _out: lengths.append(inputs[0].shape[1]))
+        scores.append(policy.score(sequences, micro_batch_size=8, temperature=1.0)[0])
+    assert lengths == [int(sequences.lengths.max()) - 1, 16]
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0.02)
+
+
+def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path):
+    overrides = [
+        "policy.precision=bfloat16",
+        "policy.megatron_cfg.activation_checkpointing=true",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "cluster.gpus_per_node=2",
+        "grpo.val_period=0",
+        "policy.megatron_cfg.scheduler.lr_decay_style=constant",
+    ]
+    line = arguments(tmp_path, tmp_path / "cache", "run") + overrides
+    first = run_ranks(2, train, [*line, "grpo.max_num_steps=2"])[0]
+    last = run_ranks(2, train, [*line, "grpo.max_num_steps=3"], True)[0]
+    assert {tensor.dtype for tensor in last.values()} == {torch.bfloat16}
+    assert any(not torch.equal(last[name], tensor) for name, tensor in first.items())
+    losses = [row["loss/total"] for row in rows(tmp_path / "run") if row["step"]]
+    assert len(losses) == 3
+    assert all(map(math.isfinite, losses))
 
 
 class FusedNormLinear(ColumnParallelLinear):
