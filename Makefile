@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-quickstart: venv ## train a small policy by GRPO on this machine (RUN=name)
-	$(BIN)/nemo-grpo train recipes/quickstart.yaml nemo_grpo.run_name=$(RUN)
+quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=--resume)
+	$(BIN)/nemo-grpo train recipes/quickstart.yaml nemo_grpo.run_name=$(RUN) $(ARGS)
 
 test: venv       ## the whole test suite (no GPU, no network)
 	$(BIN)/python -m pytest

@@ -7,6 +7,8 @@ works() {
 }
 for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3 python; do
     if command -v "$candidate" >/dev/null 2>&1 && works "$candidate"; then
+        "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
+            echo "note: this is not Python 3.11; torch may come as its CUDA build, several GB" >&2
         command -v "$candidate"
         exit 0
     fi

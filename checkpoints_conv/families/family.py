@@ -93,7 +93,7 @@ class Family:
                 names; padded vocabulary rows are cut off.
         Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
         """
-        names = {local: name for name in megatron if (local := _local_name(name))}
+        names = {local: name for name in megatron if (local := local_name(name))}
         wanted = {entry.megatron.format(**numbers) for entry, numbers in self._instances()}
         extra = set(names) - wanted - ({"output_layer.weight"} if self.tied else set())
         refuse_unmatched("Megatron", wanted - set(names), {names[name] for name in extra})
@@ -258,8 +258,11 @@ def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:
         raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}")
 
 
-def _local_name(name: str) -> str | None:
-    """The local-spec name of any accepted parameter name; None for what is no weight."""
+def local_name(name: str) -> str | None:
+    """The local-spec name of a parameter, from that name or Transformer Engine's; None for what is no weight.
+
+    Transformer Engine's layers hold the norms within the linear layers that follow them.
+    """
     if _IGNORED_MEGATRON.match(name):
         return None
     name = name.replace(".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight")

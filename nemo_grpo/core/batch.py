@@ -6,7 +6,7 @@ token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -105,6 +105,12 @@ class TokenBatch:
             changes["next_token_logprobs"] = next_token_logprobs
         return replace(self, **changes)
 
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The same batch on another device."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        moved: dict[str, Tensor] = {name: v.to(device) for name, v in values if v is not None}
+        return replace(self, **moved)
+
     def clean(self) -> TokenBatch:
         """The same batch with 0 wherever a token or a sequence does not count.
 
@@ -153,4 +159,15 @@ class PreparedBatch:
             advantages=self.advantages[rows, :length],
             group_sizes=self.group_sizes[rows],
             token_weights=None if self.token_weights is None else self.token_weights[rows, :length],
+        )
+
+    def to(self, device: torch.device | str) -> PreparedBatch:
+        """The same part of the step on another device; the metrics stay where they are."""
+        weights = self.token_weights
+        return replace(
+            self,
+            batch=self.batch.to(device),
+            advantages=self.advantages.to(device),
+            group_sizes=self.group_sizes.to(device),
+            token_weights=None if weights is None else weights.to(device),
         )

@@ -13,6 +13,8 @@ import torch
 from nemo_grpo.engine.generate_distributed import DistributedGenerator
 from nemo_grpo.engine.generate_hf import HFGenerator
 from nemo_grpo.engine.hf_folder import check_model_folder, load_config, load_weights
+from nemo_grpo.engine.megatron import options
+from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
@@ -43,14 +45,7 @@ def check_supported(recipe: Recipe) -> None:
             (1,),
             "use 1",
         ),
-        (
-            "policy.megatron_cfg.activation_checkpointing",
-            megatron.activation_checkpointing,
-            (False,),
-            "use false",
-        ),
         ("policy.sequence_packing.enabled", policy.sequence_packing.enabled, (False,), "use false"),
-        ("policy.megatron_cfg.fp8_cfg.enabled", _enabled(megatron.fp8_cfg), (False,), "use false"),
         ("policy.megatron_cfg.optimizer.optimizer", megatron.optimizer.optimizer, ("adam",), "use adam"),
         ("policy.precision", policy.precision, ("float32", "bfloat16"), "use float32 or bfloat16"),
         ("policy.generation.stop_strings", policy.generation.stop_strings, (None, []), "use stop_token_ids"),
@@ -70,9 +65,16 @@ def check_supported(recipe: Recipe) -> None:
         for key, value, good, remedy in allowed
         if value not in good
     ]
+    errors += options.recompute_refusals(megatron)
+    errors += options.override_refusals(megatron)
+    errors += options.fp8_refusals(megatron, options.this_machine())
     if errors:
         raise UserError("; ".join(errors))
-    lora_of(recipe)
+    if lora_of(recipe) is not None and torch.cuda.is_available() and transformer_engine_is_installed():
+        raise UserError(
+            "policy.megatron_cfg.peft.enabled=true: LoRA needs megatron-core's local layers, and Transformer Engine is "
+            "installed; use an environment without it"
+        )
 
 
 def _lora_rules(recipe: Recipe) -> list[tuple[str, object, tuple[object, ...], str]]:
@@ -135,6 +137,10 @@ def check_layout(recipe: Recipe) -> None:
                 f"policy.megatron_cfg.{key}={size} does not divide the model's {what}={number}; use "
                 f"one of {fitting}"
             )
+    if _enabled(recipe.policy.megatron_cfg.fp8_cfg):
+        errors = list(options.fp8_width_refusals(hf, layout.tensor))
+        if errors:
+            raise UserError("; ".join(errors))
 
 
 def check_ranks(recipe: Recipe) -> None:
@@ -167,7 +173,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logger.swanlab_enabled": (None, False),
     "logger.wandb_enabled": (None, False),
     "policy.hf_config_overrides": (None, {}),
-    "policy.megatron_cfg.model_overrides": (None, {}),
     "policy.dynamic_batching.enabled": (None, False),
     "reward_penalties": (None,),
 }
@@ -218,21 +223,28 @@ def _enabled(section: Any) -> bool:
 
 
 def choose_device(recipe: Recipe) -> torch.device:
-    """The recipe's device; ``auto`` is CUDA where there is one.
+    """The recipe's device for this rank; ``auto`` is CUDA where there is one, and LOCAL_RANK says which.
 
-    Raises: UserError: cuda is asked for and not there.
+    Raises: UserError: cuda is asked for and not there, there are fewer GPUs than ranks, or cpu is asked for
+            where megatron-core sees a GPU.
     """
-    wanted = recipe.nemo_grpo.engine.device
-    if wanted == "cpu" and torch.cuda.is_available():
-        raise UserError(
-            "nemo_grpo.engine.device=cpu: megatron-core uses CUDA where it finds it; hide it with "
-            "CUDA_VISIBLE_DEVICES=''"
-        )
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cuda" and not torch.cuda.is_available():
+    wanted, found = recipe.nemo_grpo.engine.device, torch.cuda.is_available()
+    if wanted == "cuda" and not found:
         raise UserError("nemo_grpo.engine.device=cuda: torch finds no CUDA device; use auto or cpu")
-    return torch.device(wanted)
+    if wanted == "cpu" and found:
+        raise UserError(
+            "nemo_grpo.engine.device=cpu: megatron-core uses a GPU that it sees; hide it with "
+            "CUDA_VISIBLE_DEVICES= in the environment, or use auto"
+        )
+    if not found:
+        return torch.device("cpu")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise UserError(
+            f"cluster.gpus_per_node={recipe.cluster.gpus_per_node}: rank {local_rank} of this node has no "
+            f"GPU, torch finds {num_gpus}; use {num_gpus}"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def check_model_source(recipe: Recipe) -> None:
@@ -278,6 +290,7 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
         device=choose_device(recipe),
         seed=recipe.grpo.seed,
         lora=lora_of(recipe),
+        config_fields=options.config_fields(recipe.policy.megatron_cfg),
     )
     policy.load_weights(load_weights(source), keep_reference=keep_reference)
     return policy

@@ -103,6 +103,17 @@ def fp8_preconditions(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def fp8_recipe_can_leave_layers_out(recipe: Recipe) -> Iterator[str]:
+    m = recipe.policy.megatron_cfg
+    if m.fp8_cfg is None or not m.fp8_cfg.enabled or m.fp8_cfg.fp8_recipe != "delayed":
+        return
+    if m.model_overrides is not None and m.model_overrides.first_last_layers_bf16:
+        yield (
+            "policy.megatron_cfg.model_overrides.first_last_layers_bf16=true: delayed scaling keeps one "
+            "state for all layers; set it to false, or fp8_cfg.fp8_recipe to tensorwise or blockwise"
+        )
+
+
 def warm_start_model_is_consistent(recipe: Recipe) -> Iterator[str]:
     w, m = recipe.nemo_grpo.warm_start, recipe.policy.megatron_cfg
     if w is None:
@@ -142,6 +153,7 @@ RULES = (
     sequence_splits_over_ranks,
     scoring_matches_training_at_high_tp,
     fp8_preconditions,
+    fp8_recipe_can_leave_layers_out,
     warm_start_model_is_consistent,
 )
 """Every rule of this file."""

@@ -139,6 +139,17 @@ class FP8(Section):
     """Keep the parameters in FP8."""
 
 
+class ModelOverrides(Section):
+    """Fields of megatron-core's TransformerConfig; the embedded engine takes those that are declared here."""
+
+    first_last_layers_bf16: bool = False
+    """Under FP8, the first and last layers stay in BF16 (Transformer Engine's advice)."""
+    num_layers_at_start_in_bf16: int = Field(default=1, ge=0)
+    """How many of the first."""
+    num_layers_at_end_in_bf16: int = Field(default=1, ge=0)
+    """How many of the last."""
+
+
 class Peft(Section):
     """LoRA."""
 
@@ -179,12 +190,18 @@ class Megatron(Section):
     """Shard activations between the TP regions along the sequence."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """With activation_checkpointing: whole layers, or only recompute_modules; null: full."""
+    recompute_modules: list[str] | None = None
+    """Parts of a layer that selective recomputes; null: core_attn."""
     optimizer: MegatronOptimizer
     """Optimizer."""
     scheduler: MegatronScheduler = Field(default_factory=MegatronScheduler)
     """Schedules."""
     fp8_cfg: FP8 | None = None
     """FP8; null: off."""
+    model_overrides: ModelOverrides | None = None
+    """Further fields of megatron-core's TransformerConfig; null: none."""
     peft: Peft | None = None
     """LoRA; null: off."""
 

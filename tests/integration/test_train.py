@@ -211,12 +211,16 @@ def test_an_existing_run_is_refused_and_left_alone(recipe):
     ("overrides", "message"),
     [
         (
-            ["policy.megatron_cfg.activation_checkpointing=true"],
-            "activation_checkpointing=True",
+            ["policy.megatron_cfg.recompute_granularity=selective"],
+            "recompute_granularity=selective acts only",
         ),
         (
             ["policy.sequence_packing.enabled=true", "checkpointing.save_optimizer=false"],
             "save_optimizer=False",
+        ),
+        (
+            ["policy.megatron_cfg.fp8_cfg.enabled=true", "policy.precision=bfloat16"],
+            "FP8 needs a CUDA GPU and torch finds none; use false",
         ),
         (["nemo_grpo.engine.generator=vllm"], "generator=vllm"),
         (
@@ -391,3 +395,16 @@ def test_variants_do_not_train_like_grpo(recipe, variant):
         return torch.cat([tensor.flatten() for _, tensor in trainer.policy.named_tensors()])
 
     assert not torch.equal(weights(variant), weights("grpo"))
+
+
+@pytest.mark.parametrize("distributed", ["true", "false"])
+def test_a_checkpoint_before_the_first_update_resumes(recipe, distributed):
+    nothing_to_learn = [
+        "policy.generation.max_new_tokens=1",
+        "grpo.max_num_steps=2",
+        f"policy.megatron_cfg.optimizer.use_distributed_optimizer={distributed}",
+    ]
+    Trainer(recipe(*nothing_to_learn)).train()
+    longer = Trainer(recipe(*nothing_to_learn, "grpo.max_num_steps=3"), resume=True)
+    assert longer.state.no_signal == 2
+    longer.run.close()

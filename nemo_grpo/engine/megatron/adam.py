@@ -14,6 +14,17 @@ import torch
 from torch import Tensor
 
 
+def install() -> None:
+    """Make megatron-core use `FusedLayoutAdam` where it found neither Transformer Engine nor Apex."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
 class FusedLayoutAdam(torch.optim.Optimizer):
     """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019).
 

@@ -10,7 +10,6 @@ The complete list of what is replaced:
 - ``tensor_parallel.random._set_cuda_rng_state``, which goes through torch's C interface;
 - `_AS_CUDA`: functions that test ``Tensor.type() == 'torch.cuda...'`` or call ``Tensor.cuda()``; for the time
   of the call tensors answer as CUDA tensors would;
-- the Adam class and three flags that say which one it is (`FusedLayoutAdam`);
 - the result queue of the checkpoint writer, which otherwise starts a manager process for synchronous saves.
 """
 
@@ -28,7 +27,6 @@ from typing import Any
 
 import torch
 
-from nemo_grpo.engine.megatron.adam import FusedLayoutAdam
 from nemo_grpo.errors import UserError
 
 TESTED_VERSIONS = ((0, 16), (0, 20))
@@ -79,7 +77,6 @@ def install() -> bool:
         importlib.import_module(f"megatron.core.{name}")
     patch_imported_modules()
     _replace_rng_setter()
-    _replace_adam()
     _replace_result_queue()
     for module, attribute in _AS_CUDA:
         _wrap_as_cuda(importlib.import_module(f"megatron.core.{module}"), attribute)
@@ -266,16 +263,6 @@ def _replace_rng_setter() -> None:
         torch.set_rng_state(new_state)
 
     random._set_cuda_rng_state = set_state
-
-
-def _replace_adam() -> None:
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    if optimizer.USING_PYTORCH_OPTIMIZER:
-        optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
-        optimizer.USING_PYTORCH_OPTIMIZER = False
-        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
 def _replace_result_queue() -> None:

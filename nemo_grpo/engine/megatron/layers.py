@@ -1,18 +1,52 @@
-"""Layer parts for hosts without Transformer Engine, handed to megatron-core through its module specs."""
+"""What a decoder is built of: Transformer Engine's layers, or parts of our own where there are none of it.
+
+Both are handed to megatron-core through its module specs. The difference that shows is in the parameters'
+names: Transformer Engine holds each norm within the linear layer that follows it.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_grpo.engine.megatron.parallel import gather_sequence, zigzag
+from nemo_grpo.engine.megatron.parallel import gather_sequence, is_rank_zero, zigzag
+
+log = logging.getLogger(__name__)
+
+
+def transformer_engine_is_installed() -> bool:
+    """True if megatron-core found Transformer Engine when it was imported."""
+    return bool(gpt_layer_specs.HAVE_TE)
+
+
+def transformer_impl(dtype: torch.dtype) -> str:
+    """Which layers to build for this dtype on this machine, as `TransformerConfig` names them.
+
+    Transformer Engine's need CUDA, and its fused attention needs a 16-bit dtype.
+    """
+    return (
+        "transformer_engine"
+        if torch.cuda.is_available() and transformer_engine_is_installed() and dtype == torch.bfloat16
+        else "local"
+    )
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The decoder block of this pipeline stage, of the layers that ``config.transformer_impl`` names."""
+    if config.transformer_impl == "transformer_engine":
+        return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    if torch.cuda.is_available() and not transformer_engine_is_installed() and is_rank_zero():
+        precision = "BF16" if config.bf16 else "FP32"
+        log.warning("Transformer Engine is not installed: %s with the local layers", precision)
+    return local_block_spec(config)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -67,7 +101,9 @@ class CausalAttention(MegatronModule):
 
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The decoder block without Transformer Engine: megatron-core's local layers, our norm and attention."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(
+        normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -11,11 +12,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from nemo_grpo.engine.megatron.layers import local_block_spec
+from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl
 from nemo_grpo.engine.megatron.parallel import Layout
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, did_you_mean
 
-# Fusions of CUDA kernels that a CPU does not have; without them no torch.compile is triggered either.
+# Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
 _NO_FUSIONS = dict.fromkeys(
     (
         "apply_rope_fusion",
@@ -34,9 +35,11 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, **overrides:
     """megatron-core's configuration of a dense decoder of the Qwen2, Qwen3, Llama or Mistral family.
 
     Args:   hf: a transformers config object.  overrides: fields of TransformerConfig.
-    Raises: UserError: a feature of the config that this engine would silently ignore.
+    Raises: UserError: a feature of the config that this engine would silently ignore, or a field that the
+            installed megatron-core does not have.
     """
     _refuse_unsupported(hf)
+    _refuse_unknown_fields(overrides)
     heads = hf.num_attention_heads
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
@@ -64,16 +67,27 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, **overrides:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "use_cpu_initialization": True,
+        "transformer_impl": transformer_impl(dtype),
+        "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # weights are always loaded, strictly
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths insists, even without experts
         "batch_p2p_comm": False,
         **_NO_FUSIONS,
     }
-    with warnings.catch_warnings():  # about the default of an option that is not used here
+    with warnings.catch_warnings():  # about the default of an option that is not used here, and a hint
         warnings.filterwarnings("ignore", message="full scope is deprecated")
+        warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         return TransformerConfig(**(fields | overrides))
+
+
+def _refuse_unknown_fields(overrides: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in overrides:
+        if name not in known:
+            raise UserError(
+                f"the installed megatron-core's TransformerConfig has no {name}{did_you_mean(name, known)}"
+            )
 
 
 def _refuse_unsupported(hf: Any) -> None:
@@ -112,7 +126,7 @@ def build_model(hf: Any, config: TransformerConfig) -> GPTModel:
     rope = rope_parameters(hf)
     return GPTModel(
         config,
-        local_block_spec(config),
+        block_spec(config),
         vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),

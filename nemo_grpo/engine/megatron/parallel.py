@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from nemo_grpo.engine.megatron import cpu
+from nemo_grpo.engine.megatron import adam, cpu
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
@@ -56,6 +56,9 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     Under torchrun or Slurm (RANK and WORLD_SIZE set) the world is theirs; otherwise it is this process.
     """
     cpu.install()
+    adam.install()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # megatron-core allocates on the current device
     if parallel_state.model_parallel_is_initialized() and _current_sizes() != layout.sizes:
         shut_down()
     if not dist.is_initialized():
@@ -100,13 +103,13 @@ def zigzag(length: int, device: torch.device | None = None) -> Tensor:
     Args: length: a multiple of 2 CP.
     """
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    return _positions(length, size, rank).to(device)
+    return _positions(length, size, rank, device)
 
 
-def _positions(length: int, size: int, rank: int) -> Tensor:
+def _positions(length: int, size: int, rank: int, device: torch.device | None) -> Tensor:
     if size == 1:
-        return torch.arange(length)
-    slices = torch.arange(length).view(2 * size, -1)
+        return torch.arange(length, device=device)
+    slices = torch.arange(length, device=device).view(2 * size, -1)
     return torch.cat([slices[rank], slices[2 * size - 1 - rank]])
 
 
@@ -119,9 +122,9 @@ class _GatherSequence(torch.autograd.Function):
         parts = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(parts, x.contiguous(), group=group)
         length = x.shape[dim] * group.size()
-        order = torch.cat([_positions(length, group.size(), rank) for rank in range(group.size())])
+        order = torch.cat([_positions(length, group.size(), rank, x.device) for rank in range(group.size())])
         ctx.dim, ctx.sum_gradients, ctx.own = dim, sum_gradients, zigzag(length, x.device)
-        return torch.cat(parts, dim).index_select(dim, order.argsort().to(x.device))
+        return torch.cat(parts, dim).index_select(dim, order.argsort())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -28,8 +28,10 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.megatron.adam import FusedLayoutAdam
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
+from nemo_grpo.engine.megatron.options import FP8_ALIGNMENT
 from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.engine.rollout import Sequences
 
@@ -94,20 +96,24 @@ def own_share() -> tuple[int, int]:
 
 
 def plan_microbatches(
-    lengths: Tensor, size: int, share: tuple[int, int] = (0, 1), group_ids: Tensor | None = None
+    lengths: Tensor,
+    size: int,
+    share: tuple[int, int] = (0, 1),
+    group_ids: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> list[Microbatch]:
     """This rank's rows, ``size`` of similar length at a time; with ``group_ids`` one whole group each.
 
     Rows go round the ranks by length, so that each has about the same work.
 
-    Args: share: (rank, number of ranks).
+    Args: share: (rank, number of ranks).  device: where the row numbers shall be.
     """
     rank, num_ranks = share
     if group_ids is not None:
         rows = [torch.nonzero(group_ids == g).flatten() for g in group_ids.unique()[rank::num_ranks]]
     else:
         rows = list(lengths.argsort(descending=True, stable=True)[rank::num_ranks].split(size))
-    return [Microbatch(r, int(lengths[r].max())) for r in rows]
+    return [Microbatch(r.to(device), int(lengths[r].max())) for r in rows]
 
 
 class MegatronPolicy:
@@ -123,18 +129,20 @@ class MegatronPolicy:
         layout: parallel.Layout | None = None,
         seed: int = 0,
         lora: LoRASettings | None = None,
+        config_fields: Mapping[str, Any] = {},
     ) -> None:
         """Build the model of a transformers config; `load_weights` must follow.
 
         Args:   hf: transformers config object.  layout: model-parallel sizes.
                 lora: train adapters only; the reference policy is then the model without them.
+                config_fields: further fields of `TransformerConfig` (`options.config_fields`).
         Raises: UserError: a model or a layout that the engine cannot run.
         """
         self.device = device or torch.device("cpu")
         self.layout = layout or parallel.Layout()
         parallel.initialize(self.layout, self.device, seed)
         self.hf, self.settings = hf, optimizer
-        self.config = transformer_config(hf, self.layout, dtype)
+        self.config = transformer_config(hf, self.layout, dtype, **config_fields)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.model = build_model(hf, self.config).to(self.device)
         self.weights = HFWeights(hf.to_dict(), self.model)
@@ -173,6 +181,7 @@ class MegatronPolicy:
             use_distributed_optimizer=s.use_distributed_optimizer,
         )
         self.optimizer = get_megatron_optimizer(config, [self.wrapped], use_gloo_process_groups=False)
+        _fill_adam_state(self.optimizer)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=s.lr_warmup_init,
@@ -225,7 +234,7 @@ class MegatronPolicy:
         Returns: (logprobs, entropies), both [B, S - 1] float32, nats; 0 in the padding. Entropies are at
                  temperature 1, whatever the tokens were sampled at.
         """
-        plan = plan_microbatches(sequences.lengths, micro_batch_size, own_share())
+        plan = plan_microbatches(sequences.lengths, micro_batch_size, own_share(), device=self.device)
 
         def keep(micro: Microbatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             micro.outputs = {"logprobs": logprobs, "entropies": entropies}
@@ -256,7 +265,8 @@ class MegatronPolicy:
     ) -> UpdateResult:
         """One optimizer step on the given rows; loss and gradient do not depend on ``micro_batch_size``."""
         groups = prepared.batch.group_ids if objective.whole_groups_per_loss_call else None
-        plan = plan_microbatches(sequences.lengths, micro_batch_size, own_share(), groups)
+        plan = plan_microbatches(sequences.lengths, micro_batch_size, own_share(), groups, self.device)
+        prepared = prepared.to(self.device)  # whole, once: the loss of a microbatch then waits for no copy
         valid_toks, valid_seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
         # The schedule divides by the number of microbatches and DDP averages over data-parallel ranks; our
         # loss is a sum of shares. (For context-parallel ranks the schedule's own factor does it.)
@@ -298,12 +308,13 @@ class MegatronPolicy:
     ) -> None:
         """megatron-core's forward-backward schedule over the microbatches."""
 
-        multiple = self.layout.sequence_multiple
+        multiple = self.layout.sequence_multiple * (FP8_ALIGNMENT if self.config.fp8 else 1)
+        input_ids = sequences.input_ids.to(self.device)
         numbers = partial(_numbers, vocab_size=self.hf.vocab_size)
 
         def forward_step(batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
             micro = next(batches)
-            ids = sequences.input_ids[micro.rows, : micro.length].to(self.device)
+            ids = input_ids[micro.rows, : micro.length]
             ids = functional.pad(ids, (0, -(micro.length - 1) % multiple))
             own = parallel.zigzag(ids.shape[1] - 1, self.device)
             logits = model(ids[:, :-1][:, own], position_ids=None, attention_mask=None)
@@ -373,3 +384,16 @@ def _numbers(logits: Tensor, targets: Tensor, temperature: float, vocab_size: in
     """Logprobs and entropies from this tensor-parallel rank's logits."""
     group = parallel_state.get_tensor_model_parallel_group()
     return logprobs_and_entropy(logits, targets, temperature=temperature, group=group, vocab_size=vocab_size)
+
+
+def _fill_adam_state(optimizer: Any) -> None:
+    """Zero moments for every parameter, so that a checkpoint before the first update has them too."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if not isinstance(inner, FusedLayoutAdam):
+            continue
+        for group in inner.param_groups:
+            group.setdefault("step", 0)
+            for parameter in group["params"]:
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    inner.state[parameter].setdefault(moment, torch.zeros_like(parameter))

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from checkpoints_conv.families import family_for
+from checkpoints_conv.families.family import local_name
 
 # How each parallel layer's parameter is cut over the tensor-parallel ranks: the dimension, and into how many
 # blocks the whole tensor falls first (gate and up projections are stacked, and each is cut by itself).
@@ -33,7 +33,10 @@ _CUTS = {
 
 
 class HFWeights:
-    """Load into this rank's part of the model, and gather from all ranks' parts."""
+    """Load into this rank's part of the model, and gather from all ranks' parts.
+
+    The model's parameters may have the names of megatron-core's local layers or Transformer Engine's.
+    """
 
     def __init__(self, hf_config: dict[str, Any], model: GPTModel) -> None:
         self.family = family_for(hf_config)
@@ -49,7 +52,13 @@ class HFWeights:
         for name, parameter in self.local_parameters():
             dim, blocks = cut_of(name)
             if dim is not None and not getattr(parameter, "tensor_model_parallel", False):
-                set_tensor_model_parallel_attributes(parameter, True, dim, blocks)
+                # not through megatron-core's setter: that refuses parameters on which one of the three is set
+                for attribute, value in (
+                    ("tensor_model_parallel", True),
+                    ("partition_dim", dim),
+                    ("partition_stride", blocks),
+                ):
+                    setattr(parameter, attribute, value)
 
     @torch.no_grad()
     def load(self, hf_tensors: Mapping[str, Tensor]) -> None:
@@ -60,7 +69,7 @@ class HFWeights:
         full = dict(self.family.to_megatron(hf_tensors))
         for name, parameter in self.local_parameters():
             # Pipeline stages other than the first hold a tied output layer as a copy of the embedding.
-            source = full[name] if name in full else full["embedding.word_embeddings.weight"]
+            source = full.get(local_name(name) or name, full["embedding.word_embeddings.weight"])
             parameter.copy_(own_part(name, _pad_vocabulary(name, source, parameter)))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

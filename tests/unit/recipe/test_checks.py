@@ -91,6 +91,17 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
         "use_precision_aware_optimizer=true",
     ),
     (
+        "fp8_recipe_can_leave_layers_out",
+        [
+            f"{FP8}.enabled=true",
+            f"{FP8}.fp8_recipe=delayed",
+            "policy.precision=bfloat16",
+            "policy.megatron_cfg.model_overrides.first_last_layers_bf16=true",
+        ],
+        [f"{FP8}.fp8_recipe=tensorwise"],
+        "first_last_layers_bf16=true: delayed scaling",
+    ),
+    (
         "overlong_buffer_fits",
         [f"{SHAPING}.enabled=true", f"{SHAPING}.overlong_buffer_length=16"],
         [f"{SHAPING}.overlong_buffer_length=15"],

@@ -1,0 +1,270 @@
+"""Policy updates on one GPU in BF16 and FP8: tokens/s, MFU, peak memory, loss curves, logprob drift.
+
+The layers have the shapes of Qwen2.5-1.5B and 7B, as many of them as fit; weights and tokens are random, and
+both precisions start from the same. FP8 needs Transformer Engine; without it only BF16 is measured.
+
+    python benchmarks/gpu_policy_update.py [--shape qwen2.5-1.5b] [--fp8-recipe blockwise] [--output x.json]
+
+Floating-point operations per token of an update, once forward and twice backward, a multiply-add as two:
+
+    3 x [ L x (2 h (q + 2 kv) + 2 q h + 6 h f + 2 q S) + 2 h V ]
+
+h hidden, q and kv the widths of all query and key heads, f MLP, S sequence length, V vocabulary, L layers.
+2 q S is the attention: two products with S / 2 keys on average, as a token sees those before it. Recomputed
+activations, norms and the embedding lookup do not count. MFU is that over the time and the chip's dense BF16
+rate, for FP8 too, so that the two figures compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BF16_RATE = {(8, 0): 312e12, (9, 0): 989e12}
+"""Dense BF16 operations per second by compute capability (A100; H100, H200), by the vendor's datasheets."""
+
+STATE_BYTES_PER_PARAMETER = 18
+"""BF16 weight 2, FP32 gradient 4, FP32 main weight 4, two FP32 Adam moments 8."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder: h, L, heads, key-value heads, f, V."""
+
+    hidden: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tied: bool
+
+    @property
+    def q(self) -> int:
+        return self.hidden
+
+    @property
+    def kv(self) -> int:
+        return self.hidden // self.heads * self.kv_heads
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrices."""
+        return self.hidden * (self.q + 2 * self.kv) + self.q * self.hidden + 3 * self.hidden * self.ffn
+
+
+SHAPES = {
+    "qwen2.5-1.5b": Shape(1536, 28, 12, 2, 8960, 151936, True),
+    "qwen2.5-7b": Shape(3584, 28, 28, 4, 18944, 152064, False),
+}
+
+
+def update_flops_per_token(shape: Shape, length: int) -> int:
+    """The formula at the top of this file."""
+    layer = 2 * shape.layer_parameters + 2 * shape.q * length
+    return 3 * (shape.num_layers * layer + 2 * shape.hidden * shape.vocab)
+
+
+def layers_that_fit(shape: Shape, memory_bytes: float, tokens_per_microbatch: int) -> int:
+    """How many of the shape's layers leave a tenth of the memory free; an estimate, at least 1."""
+    vocabulary = shape.vocab * shape.hidden * (1 if shape.tied else 2) * STATE_BYTES_PER_PARAMETER
+    logits = 2 * 2 * tokens_per_microbatch * shape.vocab  # and their gradient
+    kept = 2 * (8 * shape.hidden + 2 * (shape.q + 2 * shape.kv) + 4 * shape.ffn)  # BF16, per token
+    layer = shape.layer_parameters * STATE_BYTES_PER_PARAMETER + tokens_per_microbatch * kept
+    return max(1, min(shape.num_layers, int((0.9 * memory_bytes - vocabulary - logits) // layer)))
+
+
+@dataclass
+class Measured:
+    """One precision: medians over the timed updates, and the losses of all of them."""
+
+    precision: str
+    num_layers: int
+    tokens_per_second: float
+    mfu: float | None
+    peak_gib: float
+    losses: list[float]
+    logprobs: torch.Tensor = field(repr=False)
+
+
+def make_policy(shape: Shape, fields: dict[str, Any], device: torch.device, max_length: int) -> Any:
+    """A BF16 policy with random weights, the same for every call with this shape."""
+    from transformers import Qwen2Config
+
+    from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+
+    config = Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=shape.tied,
+    )
+    settings = OptimizerSettings(lr=1e-5, weight_decay=0.01)
+    policy = MegatronPolicy(config, settings, dtype=torch.bfloat16, device=device, config_fields=fields)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def weight(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith("bias"):
+            return torch.zeros(size, dtype=torch.bfloat16, device=device)
+        drawn = torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator).mul_(0.02)
+        return drawn.add_(1) if "norm" in name else drawn
+
+    units = policy.weights.family.units()
+    shapes = {name: size for u in units for name, size in zip(u.hf, u.hf_shapes, strict=True)}
+    policy.load_weights({name: weight(name, size) for name, size in shapes.items()}, keep_reference=False)
+    return policy
+
+
+def measure(
+    precision: str,
+    shape: Shape,
+    fields: dict[str, Any],
+    device: torch.device,
+    *,
+    num_sequences: int,
+    length: int,
+    micro_batch_size: int,
+    num_steps: int,
+) -> Measured:
+    """Score once, then ``num_steps`` updates on the same rollout; the first three are not timed."""
+    from nemo_grpo import TokenBatch, build_objective
+    from nemo_grpo.engine.rollout import Sequences
+
+    cuda = device.type == "cuda"
+    policy = make_policy(shape, fields, device, length)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(shape.vocab, (num_sequences, length), generator=generator)
+    sequences = Sequences(ids, torch.full((num_sequences,), length))
+    logprobs, _ = policy.score(sequences, micro_batch_size=micro_batch_size, temperature=1.0)
+    objective = build_objective("grpo")
+    prepared = objective.prepare(
+        TokenBatch(
+            prev_logprobs=logprobs,
+            token_mask=torch.ones(num_sequences, length - 1, dtype=torch.bool),
+            sample_mask=torch.ones(num_sequences),
+            rewards=(torch.arange(num_sequences) % 2).float(),
+            group_ids=torch.arange(num_sequences) // 4,
+        )
+    )
+    losses, seconds = [], []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        result = policy.update(
+            objective, prepared, sequences, micro_batch_size=micro_batch_size, temperature=1.0
+        )
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        losses.append(result.metrics["loss/total"])
+    rate = num_sequences * (length - 1) / statistics.median(seconds[3:])
+    peak = BF16_RATE.get(torch.cuda.get_device_capability()) if cuda else None
+    return Measured(
+        precision,
+        shape.num_layers,
+        rate,
+        None if peak is None else rate * update_flops_per_token(shape, length) / peak,
+        torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+        losses,
+        logprobs,
+    )
+
+
+def drift(bf16: torch.Tensor, fp8: torch.Tensor) -> dict[str, float]:
+    """How far FP8 logprobs are from BF16's under the same weights: |difference|, the k3 estimate of KL."""
+    d = (fp8 - bf16).double()
+    kl = d.exp() - d - 1
+    return {"abs_mean": d.abs().mean().item(), "abs_max": d.abs().max().item(), "kl": kl.mean().item()}
+
+
+def report(name: str, results: list[Measured]) -> dict[str, Any]:
+    """Print one shape's table and return it."""
+    for r in results:
+        mfu = "   -" if r.mfu is None else f"{100 * r.mfu:4.1f}"
+        print(
+            f"{name:13s} {r.precision:16s} {r.num_layers:2d} layers  {r.tokens_per_second:9.0f} tokens/s  "
+            f"MFU {mfu} %  peak {r.peak_gib:6.1f} GiB"
+        )
+    found: dict[str, Any] = {r.precision: asdict(replace(r, logprobs=None)) for r in results}  # type: ignore[arg-type]
+    if len(results) == 2:
+        bf16, fp8 = results
+        found["drift"] = drift(bf16.logprobs, fp8.logprobs)
+        print("  logprobs FP8 - BF16: " + ", ".join(f"{key} {x:.2e}" for key, x in found["drift"].items()))
+        print("  step   loss BF16    loss FP8")
+        for step in range(0, len(bf16.losses), 7):
+            print(f"  {step + 1:4d}  {bf16.losses[step]:10.6f}  {fp8.losses[step]:10.6f}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
+    parser.add_argument("--fp8-recipe", default="blockwise", choices=["tensorwise", "delayed", "blockwise"])
+    parser.add_argument("--fp8-format", default="e4m3", choices=["e4m3", "hybrid"])
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2049, help="tokens; one less is computed")
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--output", type=Path, help="write all numbers as JSON")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu_policy_update: torch finds no CUDA device; run it on a GPU host", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.WARNING)
+    from nemo_grpo.engine.megatron.options import fp8_refusals, this_machine
+    from nemo_grpo.recipe.sections import Megatron
+
+    fp8 = {"enabled": True, "fp8": arguments.fp8_format, "fp8_recipe": arguments.fp8_recipe}
+    section = Megatron.model_validate({"optimizer": {"lr": 1e-5}, "fp8_cfg": fp8})
+    refused = list(fp8_refusals(section, this_machine()))
+    precisions: dict[str, dict[str, Any]] = {"bf16": {}}
+    if refused:
+        print(f"BF16 only; {'; '.join(refused)}")
+    else:
+        precisions[f"fp8 {arguments.fp8_recipe}"] = {
+            "fp8": arguments.fp8_format,
+            "fp8_recipe": arguments.fp8_recipe,
+        }
+    device = torch.device("cuda", 0)
+    everything: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for name in arguments.shape or SHAPES:
+        tokens = arguments.micro_batch_size * arguments.length
+        num_layers = layers_that_fit(SHAPES[name], torch.cuda.mem_get_info()[0], tokens)
+        results = []
+        for precision, fields in precisions.items():
+            torch.cuda.reset_peak_memory_stats()
+            results.append(
+                measure(
+                    precision,
+                    replace(SHAPES[name], num_layers=num_layers),
+                    fields,
+                    device,
+                    num_sequences=arguments.sequences,
+                    length=arguments.length,
+                    micro_batch_size=arguments.micro_batch_size,
+                    num_steps=arguments.steps,
+                )
+            )
+            gc.collect()
+            torch.cuda.empty_cache()
+        everything[name] = report(name, results)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(everything, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""From a recipe's policy.megatron_cfg to megatron-core's config: recompute, FP8, and when FP8 is refused.
+
+Pure functions: what the machine has is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
+from nemo_grpo.errors import did_you_mean
+from nemo_grpo.recipe.sections import FP8, Megatron
+
+FP8_ALIGNMENT = 16
+"""FP8 matrix products need token counts and widths that are multiples of this."""
+
+RECOMPUTE_MODULES = ("core_attn", "mlp")
+"""Parts of a dense decoder layer that can be recomputed by themselves."""
+
+FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
+"""Lowest compute capability of a GPU that has each scaling recipe in Transformer Engine."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What matters for FP8.
+
+    Attributes: capability: (major, minor) of the GPU, None without CUDA.
+                transformer_engine: it is installed.
+    """
+
+    capability: tuple[int, int] | None
+    transformer_engine: bool
+
+
+def this_machine() -> Machine:
+    """Of this rank's GPU."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return Machine(capability, transformer_engine_is_installed())
+
+
+def config_fields(megatron: Megatron) -> dict[str, Any]:
+    """Fields of `TransformerConfig` that the recipe sets; none where it says nothing."""
+    return _recompute_fields(megatron) | _fp8_fields(megatron)
+
+
+def _recompute_fields(megatron: Megatron) -> dict[str, Any]:
+    if not megatron.activation_checkpointing:
+        return {}
+    if megatron.recompute_granularity == "selective":
+        modules = megatron.recompute_modules or ["core_attn"]
+        return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _fp8_fields(megatron: Megatron) -> dict[str, Any]:
+    fp8, overrides = megatron.fp8_cfg, megatron.model_overrides
+    if fp8 is None or not fp8.enabled:
+        return {}
+    fields: dict[str, Any] = {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param}
+    if overrides is not None and overrides.first_last_layers_bf16:
+        fields |= {
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": overrides.num_layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": overrides.num_layers_at_end_in_bf16,
+        }
+    return fields
+
+
+def recompute_refusals(megatron: Megatron) -> Iterator[str]:
+    """One message ``key=value: rule; remedy`` for each recompute setting that would be ignored."""
+    section = "policy.megatron_cfg"
+    if megatron.recompute_granularity == "selective" and not megatron.activation_checkpointing:
+        yield (
+            f"{section}.recompute_granularity=selective acts only with "
+            f"{section}.activation_checkpointing=true; set it"
+        )
+    for module in megatron.recompute_modules or ():
+        if module not in RECOMPUTE_MODULES:
+            yield (
+                f"{section}.recompute_modules: {module} is not supported by the embedded engine"
+                f"{did_you_mean(module, RECOMPUTE_MODULES)}"
+            )
+
+
+def override_refusals(megatron: Megatron) -> Iterator[str]:
+    """One message for each further field of model_overrides, which the embedded engine would ignore."""
+    overrides = megatron.model_overrides
+    for name in (overrides.model_extra or {}) if overrides is not None else ():
+        yield (
+            f"policy.megatron_cfg.model_overrides.{name} is not supported by the embedded engine"
+            f"{did_you_mean(name, type(overrides).model_fields)}"
+        )
+
+
+def fp8_refusals(megatron: Megatron, machine: Machine) -> Iterator[str]:
+    """One message ``key=value: rule; remedy`` for each reason why this machine cannot train in FP8."""
+    fp8 = megatron.fp8_cfg
+    if fp8 is None or not fp8.enabled:
+        return
+    key = "policy.megatron_cfg.fp8_cfg"
+    if fp8.fp8_param:
+        yield f"{key}.fp8_param=true: the embedded engine keeps parameters in BF16; use false"
+    if fp8.fp8_recipe not in FP8_CAPABILITY:
+        known = ", ".join(sorted(FP8_CAPABILITY))
+        yield f"{key}.fp8_recipe={fp8.fp8_recipe}: the embedded engine has {known}; use one of them"
+        return
+    yield from _machine_refusals(fp8, machine, f"{key}.enabled=true")
+
+
+def _machine_refusals(fp8: FP8, machine: Machine, what: str) -> Iterator[str]:
+    if machine.capability is None:
+        yield f"{what}: FP8 needs a CUDA GPU and torch finds none; use false for BF16"
+        return
+    if not machine.transformer_engine:
+        yield (
+            f"{what}: FP8 needs Transformer Engine and it is not installed; run "
+            "scripts/install_transformer_engine.sh, or use false for BF16"
+        )
+    needed = FP8_CAPABILITY[fp8.fp8_recipe]
+    if machine.capability < needed:
+        have = ".".join(map(str, machine.capability))
+        others = [name for name, least in FP8_CAPABILITY.items() if least <= machine.capability]
+        remedy = f"use fp8_recipe={' or '.join(others)}" if others else "use false for BF16"
+        yield (
+            f"{what}: fp8_recipe={fp8.fp8_recipe} needs compute capability {needed[0]}.{needed[1]} and this "
+            f"GPU has {have}; {remedy}"
+        )
+
+
+def fp8_width_refusals(hf: Any, tensor_parallel: int) -> Iterator[str]:
+    """One message for each width of the model that FP8 matrix products cannot have at this layout."""
+    heads = hf.num_attention_heads
+    head = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    for name, width in (
+        ("hidden_size", hf.hidden_size),
+        ("intermediate_size / TP", hf.intermediate_size // tensor_parallel),
+        ("num_attention_heads x head_dim / TP", heads * head // tensor_parallel),
+    ):
+        if width % FP8_ALIGNMENT:
+            yield (
+                f"policy.megatron_cfg.fp8_cfg.enabled=true: the model's {name} = {width} is not a multiple "
+                f"of {FP8_ALIGNMENT}; use false for BF16, or a smaller TP"
+            )

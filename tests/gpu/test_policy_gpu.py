@@ -1,0 +1,211 @@
+"""The policy on a GPU: as on the CPU in FP32 and BF16; FP8 finite and close; a loss that never waits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo.core.logprobs import logprobs_and_entropy
+from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
+from nemo_grpo.engine.megatron.options import FP8_CAPABILITY
+from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.rollout import Sequences
+
+pytestmark = pytest.mark.gpu
+
+LOCAL = {"transformer_impl": "local"}
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.1, adam_eps=1e-4, clip_grad=1.0)
+EXTRA = {"dr_grpo": {"max_response_length": 40}, "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1}}
+needs_te = pytest.mark.skipif(
+    not transformer_engine_is_installed(), reason="Transformer Engine is not installed"
+)
+
+
+def make(dtype: torch.dtype, fields: dict[str, Any]) -> MegatronPolicy:
+    """Widths of 16 and head dimension 64, so that FP8 and fused attention can run."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=500,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    weights = AutoModelForCausalLM.from_config(config).float().state_dict()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = MegatronPolicy(config, SETTINGS, dtype=dtype, device=device, config_fields=fields)
+    policy.load_weights(dict(weights), keep_reference=False)
+    return policy
+
+
+def rollout() -> tuple[Sequences, torch.Tensor]:
+    """8 sequences of 20 to 48 tokens, rewards by turns."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(20, 49, (8,), generator=generator)
+    return Sequences(torch.randint(500, (8, 48), generator=generator), lengths), torch.arange(8) % 2
+
+
+def token_batch(sequences: Sequences, rewards: torch.Tensor, scores: torch.Tensor, **more: Any) -> TokenBatch:
+    column = torch.arange(scores.shape[1])
+    return TokenBatch(
+        prev_logprobs=scores,
+        token_mask=(column >= 4) & (column < sequences.lengths[:, None] - 1),
+        sample_mask=torch.ones(len(rewards)),
+        rewards=rewards.float(),
+        group_ids=torch.arange(len(rewards)) // 4,
+        **more,
+    )
+
+
+def trained(dtype: torch.dtype, fields: dict[str, Any], num_steps: int = 5) -> dict[str, Any]:
+    """Score, then updates on one rollout; all of it as CPU tensors."""
+    policy, (sequences, rewards) = make(dtype, fields), rollout()
+    scores, entropies = policy.score(sequences, micro_batch_size=4, temperature=1.0)
+    objective = build_objective("gpg")
+    prepared = objective.prepare(token_batch(sequences, rewards, scores))
+    results = [
+        policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
+        for _ in range(num_steps)
+    ]
+    return {
+        "scores": scores,
+        "entropies": entropies,
+        "losses": [result.metrics["loss/total"] for result in results],
+        "grad_norms": [result.grad_norm for result in results],
+        "weights": {name: tensor.float().cpu() for name, tensor in policy.named_tensors()},
+    }
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], logprob: float, relative: float) -> None:
+    for key in ("scores", "entropies"):
+        torch.testing.assert_close(found[key], expected[key], rtol=0, atol=logprob, msg=key)
+    assert found["losses"] == pytest.approx(expected["losses"], abs=logprob)
+    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=relative)
+    assert found["weights"].keys() == expected["weights"].keys()
+
+
+def test_fp32_equals_the_cpu(on_cpu):
+    found, expected = trained(torch.float32, {}), on_cpu("trained", torch.float32, {})
+    assert_close(found, expected, logprob=1e-4, relative=1e-3)
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_bf16_with_local_layers_equals_the_cpu(on_cpu):
+    assert_close(
+        trained(torch.bfloat16, LOCAL),
+        on_cpu("trained", torch.bfloat16, LOCAL),
+        logprob=0.05,
+        relative=0.05,
+    )
+
+
+@needs_te
+def test_bf16_with_transformer_engine_equals_the_cpu(on_cpu):
+    policy = make(torch.bfloat16, {})
+    assert policy.config.transformer_impl == "transformer_engine"
+    names = [name for name, _ in policy.weights.local_parameters()]
+    assert "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight" in names
+    found, expected = trained(torch.bfloat16, {}), on_cpu("trained", torch.float32, {})
+    assert_close(found, expected, logprob=0.05, relative=0.05)
+
+
+@pytest.mark.parametrize("fields", [LOCAL, pytest.param({}, marks=needs_te)], ids=["local", "te"])
+def test_recompute_gives_the_same_update(fields):
+    plain, again = trained(torch.bfloat16, fields, 2), trained(torch.bfloat16, fields | FULL_RECOMPUTE, 2)
+    assert_close(again, plain, logprob=1e-3, relative=1e-2)
+
+
+@needs_te
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("recipe", FP8_CAPABILITY)
+def test_fp8_is_finite_and_close_to_bf16(recipe, form):
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY[recipe]:
+        pytest.skip(f"this GPU has no {recipe} FP8")
+    fields: dict[str, Any] = {"fp8": form, "fp8_recipe": recipe}
+    if recipe != "delayed":
+        fields |= {"first_last_layers_bf16": True}
+    bf16, fp8 = trained(torch.bfloat16, {}), trained(torch.bfloat16, fields)
+    assert all(map(math.isfinite, fp8["losses"] + fp8["grad_norms"]))
+    assert all(tensor.isfinite().all() for tensor in fp8["weights"].values())
+    assert not torch.equal(fp8["scores"], bf16["scores"])  # FP8 did run
+    assert (fp8["scores"] - bf16["scores"]).abs().mean() < 0.05
+    assert fp8["losses"] == pytest.approx(bf16["losses"], abs=0.1)
+
+
+@needs_te
+def test_a_checkpoint_of_transformer_engine_resumes(tmp_path):
+    policy, (sequences, rewards) = make(torch.bfloat16, {}), rollout()
+    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
+    objective = build_objective("gpg")
+    prepared = objective.prepare(token_batch(sequences, rewards, scores))
+    policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
+    before, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
+    save_policy(policy, tmp_path / "weights", 1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+    load_policy(policy, tmp_path / "weights")
+    after, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_loss_waits_for_the_gpu(variant):
+    sequences, rewards = rollout()
+    scores = -torch.rand(8, 47)
+    more = {"entropies": -scores, "reference_policy_logprobs": scores - 0.1}
+    objective = build_objective(variant, **EXTRA.get(variant, {}))
+    prepared = objective.prepare(token_batch(sequences, rewards, scores, **more)).to("cuda")
+    logits = torch.randn(4, 47, 500, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(500, (4, 47), device="cuda")
+    rows = torch.arange(4, device="cuda")
+    toks, seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
+
+    def loss_and_backward() -> None:
+        logprobs, _ = logprobs_and_entropy(logits, targets, temperature=0.9, vocab_size=490)
+        part = prepared.select(rows, next_token_logprobs=logprobs, length=47)
+        loss, _ = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
+        loss.backward()
+
+    loss_and_backward()  # the first call loads kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_and_backward()
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            toks.item()  # the debug mode does notice
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_profiler_sees_no_copy_to_the_host_in_a_microbatch():
+    """Two microbatches copy to the host as often as one: what an update reads back does not grow."""
+    policy, (sequences, rewards) = make(torch.bfloat16, LOCAL), rollout()
+    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
+    objective = build_objective("gpg")
+    prepared = objective.prepare(token_batch(sequences, rewards, scores))
+
+    def copies(micro_batch_size: int) -> int:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            policy.update(objective, prepared, sequences, micro_batch_size=micro_batch_size, temperature=1.0)
+            torch.cuda.synchronize()
+        return sum(event.count for event in profile.key_averages() if "Memcpy DtoH" in event.key)
+
+    copies(4)
+    assert copies(8) == copies(2) > 0

@@ -1,0 +1,225 @@
+"""What a GPU run needs, as far as a CPU can show it: BF16, recompute, fused norms, no host sync."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from ranks import run_ranks
+from test_megatron_policy import step, token_batch
+from test_parallel import EXTRA, hf_model
+from test_train import arguments, rows
+from test_train_parallel import train
+
+from nemo_grpo import VARIANTS, build_objective
+from nemo_grpo.core.logprobs import logprobs_and_entropy
+from nemo_grpo.engine.megatron import layers, model
+from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.parallel import Layout
+from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+
+SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+TP2 = Layout(tensor=2, sequence_parallel=True)
+
+
+def make(layout: Layout, dtype: torch.dtype, fields: dict[str, Any], family: str = "qwen2") -> MegatronPolicy:
+    hf = hf_model(family, 2)
+    policy = MegatronPolicy(hf.config, SETTINGS, layout=layout, dtype=dtype, config_fields=fields)
+    policy.load_weights(dict(hf.state_dict()), keep_reference=False)
+    return policy
+
+
+def trained(layout: Layout, dtype: torch.dtype, fields: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """Updates on one batch: losses, gradient norms, the last step's whole gradient, weights by dtype."""
+    policy, (sequences, rewards) = make(layout, dtype, fields), step(rows=8)
+    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
+    objective = build_objective("gpg")
+    prepared = objective.prepare(token_batch(sequences, rewards, scores))
+    results = [
+        policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
+        for _ in range(num_steps)
+    ]
+    gradients = {name: p.main_grad.clone() for name, p in policy.weights.local_parameters()}
+    main = {p.dtype for group in policy.optimizer.param_groups for p in group["params"]}
+    return {
+        "scores": scores,
+        "losses": [r.metrics["loss/total"] for r in results],
+        "grad_norms": [r.grad_norm for r in results],
+        "gradients": policy.weights.gather(gradients),
+        "dtypes": {tensor.dtype for _, tensor in policy.named_tensors()},
+        "main_dtypes": main,
+    }
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, Layout()), (2, TP2)], ids=["tp1", "tp2-sp"])
+def test_bf16_trains_like_fp32_with_fp32_main_parameters(num_ranks, layout):
+    full = run_ranks(num_ranks, trained, layout, torch.float32, {}, 4)[0]
+    half = run_ranks(num_ranks, trained, layout, torch.bfloat16, {}, 4)[0]
+    assert half["dtypes"] == {torch.bfloat16}
+    assert half["main_dtypes"] == full["main_dtypes"] == {torch.float32}
+    torch.testing.assert_close(half["scores"], full["scores"], rtol=0.02, atol=0.02)
+    assert half["losses"] == pytest.approx(full["losses"], abs=0.03)
+    assert half["grad_norms"] == pytest.approx(full["grad_norms"], rel=0.05)
+    assert abs(full["losses"][-1] - full["losses"][0]) > 0.1  # the comparison spans real training
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, Layout()), (2, TP2)], ids=["tp1", "tp2-sp"])
+@pytest.mark.parametrize("fields", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_recompute_leaves_every_gradient_as_it_is(num_ranks, layout, fields):
+    plain = run_ranks(num_ranks, trained, layout, torch.float32, {}, 2)[0]
+    again = run_ranks(num_ranks, trained, layout, torch.float32, fields, 2)[0]
+    assert again["losses"] == plain["losses"]
+    assert again["gradients"].keys() == plain["gradients"].keys()
+    for name, gradient in plain["gradients"].items():
+        assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(again["gradients"][name], gradient, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_recompute_keeps_fewer_activations():
+    def kept(fields: dict[str, Any]) -> int:
+        policy, (sequences, _) = make(Layout(), torch.float32, fields), step(rows=8)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            policy.model(sequences.input_ids, position_ids=None, attention_mask=None)
+        return sum(sizes)
+
+    assert kept(FULL) < 0.5 * kept(SELECTIVE)
+    assert kept(SELECTIVE) < 0.8 * kept({})
+
+
+def test_fp8_pads_the_tokens_to_what_its_products_need():
+    """Without Transformer Engine megatron-core computes the same in BF16; the padding is ours."""
+    sequences, _ = step(rows=8)  # up to 16 tokens, of which 15 are computed
+    lengths: list[int] = []
+    scores = []
+    for fields in ({}, {"fp8": "e4m3", "fp8_recipe": "blockwise"}):
+        policy = make(Layout(), torch.bfloat16, fields)
+        embedding = policy.model.embedding.word_embeddings
+        embedding.register_forward_hook(lambda _m, inputs, _out: lengths.append(inputs[0].shape[1]))
+        scores.append(policy.score(sequences, micro_batch_size=8, temperature=1.0)[0])
+    assert lengths == [int(sequences.lengths.max()) - 1, 16]
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0.02)
+
+
+def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path):
+    overrides = [
+        "policy.precision=bfloat16",
+        "policy.megatron_cfg.activation_checkpointing=true",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "cluster.gpus_per_node=2",
+        "grpo.val_period=0",
+        "policy.megatron_cfg.scheduler.lr_decay_style=constant",
+    ]
+    line = arguments(tmp_path, tmp_path / "cache", "run") + overrides
+    first = run_ranks(2, train, [*line, "grpo.max_num_steps=2"])[0]
+    last = run_ranks(2, train, [*line, "grpo.max_num_steps=3"], True)[0]
+    assert {tensor.dtype for tensor in last.values()} == {torch.bfloat16}
+    assert any(not torch.equal(last[name], tensor) for name, tensor in first.items())
+    losses = [row["loss/total"] for row in rows(tmp_path / "run") if row["step"]]
+    assert len(losses) == 3
+    assert all(map(math.isfinite, losses))
+
+
+class FusedNormLinear(ColumnParallelLinear):
+    """Norm and linear layer as one module, with the parameter names of Transformer Engine's."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **more: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **more)
+        self.layer_norm_weight = torch.nn.Parameter(torch.empty(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
+        return super().forward(normed, *arguments, **more)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            {name: tensor for name, tensor in state.items() if tensor is not None},
+            prefix,
+            {"weight": 0, "bias": 0},
+            sharded_offsets,
+        )
+
+
+def fused_block_spec(config: Any) -> Any:
+    """The local layers in Transformer Engine's structure."""
+    spec = layers.local_block_spec(config)
+    parts = spec.layer_specs[0].submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    parts.self_attention.submodules.linear_qkv = FusedNormLinear
+    parts.mlp.submodules.linear_fc1 = FusedNormLinear
+    parts.sharded_state_dict_keys_map = {}
+    return spec
+
+
+def one_update(layout: Layout, fused: bool, family: str, save: Any, load: Any) -> dict[str, Any]:
+    """Load, update, gather; ``save`` or ``load`` a checkpoint around the update."""
+    model.block_spec = fused_block_spec if fused else layers.block_spec
+    policy, (sequences, rewards) = make(layout, torch.float32, {}, family), step(rows=8)
+    if load:
+        load_policy(policy, load)
+    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
+    objective = build_objective("gpg")
+    prepared = objective.prepare(token_batch(sequences, rewards, scores))
+    result = policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
+    if save:
+        save_policy(policy, save, 1)
+    return {
+        "scores": scores,
+        "grad_norm": result.grad_norm,
+        "names": [name for name, _ in policy.weights.local_parameters()],
+        "weights": {name: tensor.clone() for name, tensor in policy.named_tensors()},
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, Layout()), (2, TP2)], ids=["tp1", "tp2-sp"])
+def test_norms_within_linear_layers_load_train_and_gather_the_same(num_ranks, layout, family):
+    fused = run_ranks(num_ranks, one_update, layout, True, family, None, None)[0]
+    apart = run_ranks(num_ranks, one_update, layout, False, family, None, None)[0]
+    assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in fused["names"]
+    assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in fused["names"]
+    assert not any("input_layernorm" in name or "pre_mlp" in name for name in fused["names"])
+    torch.testing.assert_close(fused["scores"], apart["scores"], rtol=1e-6, atol=1e-6)
+    assert fused["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-6)
+    assert fused["weights"].keys() == apart["weights"].keys()
+    for name, tensor in apart["weights"].items():
+        torch.testing.assert_close(fused["weights"][name], tensor, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_checkpoint_of_one_structure_loads_into_the_other(tmp_path):
+    apart = run_ranks(2, one_update, TP2, False, "qwen2", tmp_path, None)[0]
+    fused = run_ranks(1, one_update, Layout(), True, "qwen2", None, tmp_path)[0]
+    again = run_ranks(1, one_update, Layout(), False, "qwen2", None, tmp_path)[0]
+    assert not torch.equal(fused["scores"], apart["scores"])  # one update later
+    torch.testing.assert_close(fused["scores"], again["scores"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_loss_of_a_microbatch_never_waits_for_the_device(variant):
+    """On a device without data every read by the host raises, and so does a shape that depends on values."""
+    sequences, rewards = step(rows=8)
+    scores = -torch.rand(8, 15)
+    batch = token_batch(sequences, rewards, scores, entropies=-scores, reference_policy_logprobs=scores - 0.1)
+    objective = build_objective(variant, **EXTRA.get(variant, {}))
+    prepared = objective.prepare(batch).to("meta")
+    logits = torch.empty(4, 15, 96, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    targets, rows = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in ((4, 15), (4,)))
+    logprobs, _ = logprobs_and_entropy(logits, targets, temperature=0.9, vocab_size=90)
+    part = prepared.select(rows, next_token_logprobs=logprobs, length=15)
+    toks, seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
+    loss, metrics = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
+    loss.backward()
+    assert {x.device.type for x in (loss, *metrics.values(), logits.grad)} == {"meta"}
+    with pytest.raises(RuntimeError, match="item"):
+        loss.item()  # such a read would have been noticed

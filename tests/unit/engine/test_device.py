@@ -1,0 +1,120 @@
+"""Which device a rank takes, and which layers, on hosts that are made up here."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from transformers import Qwen2Config
+
+from nemo_grpo import UserError
+from nemo_grpo.engine import setup
+from nemo_grpo.engine.megatron import adam, layers, parallel
+from nemo_grpo.engine.megatron.model import transformer_config
+from nemo_grpo.recipe import load_recipe_dict
+
+HF = Qwen2Config(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
+def recipe(device: str, num_gpus: int = 1):
+    return load_recipe_dict(
+        {
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 3},
+            "loss_fn": {"variant": "grpo"},
+            "policy": {
+                "model_name": "some/model",
+                "train_global_batch_size": 8,
+                "train_micro_batch_size": 2,
+                "max_total_sequence_length": 64,
+                "megatron_cfg": {"optimizer": {"lr": 1e-3}},
+                "generation": {"max_new_tokens": 16},
+            },
+            "cluster": {"gpus_per_node": num_gpus},
+            "nemo_grpo": {
+                "run_name": "test",
+                "task": {"name": "knights_knaves"},
+                "engine": {"device": device},
+            },
+        }
+    )
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def host(number: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+    return host
+
+
+def test_each_rank_takes_the_gpu_of_its_local_rank(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert setup.choose_device(recipe("auto", 2)) == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert setup.choose_device(recipe("cuda", 2)) == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match=r"gpus_per_node=4: rank 2 of .* no GPU, torch finds 2; use 2"):
+        setup.choose_device(recipe("auto", 4))
+
+
+def test_a_device_that_cannot_be_had_is_refused(gpus):
+    gpus(0)
+    assert setup.choose_device(recipe("auto")) == setup.choose_device(recipe("cpu")) == torch.device("cpu")
+    with pytest.raises(UserError, match="device=cuda: torch finds no CUDA device"):
+        setup.choose_device(recipe("cuda"))
+    gpus(1)
+    with pytest.raises(UserError, match="hide it with CUDA_VISIBLE_DEVICES="):
+        setup.choose_device(recipe("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "installed", "dtype", "expected"),
+    [
+        (1, True, torch.bfloat16, "transformer_engine"),
+        (1, True, torch.float32, "local"),
+        (1, False, torch.bfloat16, "local"),
+        (0, True, torch.bfloat16, "local"),
+    ],
+)
+def test_transformer_engine_is_taken_where_it_can_run(
+    gpus, monkeypatch, num_gpus, installed, dtype, expected
+):
+    gpus(num_gpus)
+    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", installed)
+    assert layers.transformer_impl(dtype) == expected
+
+
+def test_a_gpu_without_transformer_engine_is_told_so(gpus, caplog):
+    parallel.initialize(parallel.Layout(), torch.device("cpu"), 0)
+    config = transformer_config(HF, parallel.Layout(), torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        layers.block_spec(config)
+        assert caplog.text == ""  # a CPU has no use for it
+        gpus(1)
+        layers.block_spec(config)
+    assert "Transformer Engine is not installed: BF16 with the local layers" in caplog.text
+
+
+def test_the_optimizer_has_the_fused_layout_where_no_kernels_are(monkeypatch):
+    """Also on a GPU: megatron-core cannot save the distributed optimizer with torch's AdamW."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    monkeypatch.setattr(optimizer, "Adam", torch.optim.AdamW)
+    for name in ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"):
+        monkeypatch.setattr(distrib_optimizer, name, None)
+    adam.install()
+    assert optimizer.Adam is distrib_optimizer.Adam is adam.FusedLayoutAdam
+    assert distrib_optimizer.HAVE_APEX_OR_TE is True
+
+    monkeypatch.setattr(optimizer, "Adam", "Transformer Engine's")  # found: left alone
+    adam.install()
+    assert optimizer.Adam == "Transformer Engine's"

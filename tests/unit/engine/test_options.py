@@ -1,0 +1,145 @@
+"""From recipe sections to megatron-core's config fields, and what FP8 needs of a machine; no GPU is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import Qwen2Config
+
+from nemo_grpo import UserError
+from nemo_grpo.engine.megatron.model import transformer_config
+from nemo_grpo.engine.megatron.options import (
+    FP8_CAPABILITY,
+    Machine,
+    config_fields,
+    fp8_refusals,
+    fp8_width_refusals,
+    override_refusals,
+    recompute_refusals,
+)
+from nemo_grpo.engine.megatron.parallel import Layout
+from nemo_grpo.recipe.sections import Megatron
+
+H200 = Machine((9, 0), transformer_engine=True)
+
+
+def section(**keys) -> Megatron:
+    return Megatron.model_validate({"optimizer": {"lr": 1e-6}, **keys})
+
+
+def fp8(**keys) -> Megatron:
+    return section(fp8_cfg={"enabled": True, **keys})
+
+
+def hf() -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("megatron", "fields"),
+    [
+        (section(), {}),
+        (section(fp8_cfg={"enabled": False, "fp8": "hybrid"}), {}),
+        (fp8(), {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}),
+        (
+            fp8(fp8="hybrid", fp8_recipe="delayed"),
+            {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param": False},
+        ),
+        (
+            section(
+                fp8_cfg={"enabled": True, "fp8_recipe": "tensorwise"},
+                model_overrides={"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2},
+            ),
+            {
+                "fp8": "e4m3",
+                "fp8_recipe": "tensorwise",
+                "fp8_param": False,
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": 1,
+                "num_layers_at_end_in_bf16": 2,
+            },
+        ),
+        (section(model_overrides={"first_last_layers_bf16": True}), {}),
+        (
+            section(activation_checkpointing=True),
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        (
+            section(activation_checkpointing=True, recompute_granularity="selective"),
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        ),
+    ],
+)
+def test_sections_become_config_fields_that_megatron_takes(megatron, fields):
+    assert config_fields(megatron) == fields
+    config = transformer_config(hf(), Layout(), torch.bfloat16, **fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_megatron_has_every_recipe_and_field_that_is_named_here():
+    assert set(FP8_CAPABILITY) <= {recipe.value for recipe in Fp8Recipe}
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert {"fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "transformer_impl"} <= known
+
+
+def test_a_field_that_megatron_lacks_is_refused():
+    with pytest.raises(UserError, match="has no fp8_recip; did you mean 'fp8_recipe'"):
+        transformer_config(hf(), Layout(), torch.bfloat16, fp8_recip="blockwise")
+
+
+@pytest.mark.parametrize(
+    ("megatron", "machine", "message"),
+    [
+        (fp8(), Machine(None, True), "torch finds none; use false for BF16"),
+        (fp8(), Machine((9, 0), False), "it is not installed; run scripts/install_transformer_engine.sh"),
+        (
+            fp8(),
+            Machine((8, 9), True),
+            "capability 9.0 and this GPU has 8.9; use fp8_recipe=delayed or tensorwise",
+        ),
+        (fp8(fp8_recipe="delayed"), Machine((8, 0), True), "needs compute capability 8.9 .* use false"),
+        (fp8(fp8_recipe="mxfp8"), H200, "fp8_recipe=mxfp8: the embedded engine has blockwise, delayed"),
+        (fp8(fp8_param=True), H200, "fp8_param=true: .* use false"),
+    ],
+)
+def test_fp8_is_refused_with_the_remedy(megatron, machine, message):
+    (found,) = fp8_refusals(megatron, machine)
+    assert re.search(message, found)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability"), [("delayed", (8, 9)), ("tensorwise", (8, 9)), ("blockwise", (9, 0))]
+)
+def test_fp8_is_let_through_on_a_machine_that_has_it(recipe, capability):
+    assert not list(fp8_refusals(fp8(fp8_recipe=recipe), Machine(capability, True)))
+    assert list(fp8_refusals(fp8(fp8_recipe=recipe), Machine((capability[0], capability[1] - 1), True)))
+    assert not list(fp8_refusals(section(), Machine(None, False)))  # nobody asked for it
+
+
+def test_fp8_needs_widths_of_sixteen():
+    assert not list(fp8_width_refusals(hf(), 2))  # 32, 64 / 2, 32 / 2
+    (attention,) = fp8_width_refusals(hf(), 4)  # 64 / 4 = 16 fits, 32 / 4 = 8 does not
+    assert "num_attention_heads x head_dim / TP = 8 is not a multiple of 16" in attention
+
+
+def test_what_would_be_ignored_is_refused():
+    (message,) = recompute_refusals(section(recompute_granularity="selective"))
+    assert "acts only with policy.megatron_cfg.activation_checkpointing=true" in message
+    (message,) = recompute_refusals(section(activation_checkpointing=True, recompute_modules=["core_atn"]))
+    assert "core_atn is not supported by the embedded engine; did you mean 'core_attn'?" in message
+    assert not list(recompute_refusals(section(activation_checkpointing=True, recompute_modules=["mlp"])))
+    (message,) = override_refusals(section(model_overrides={"hidden_dropout": 0.1}))
+    assert "model_overrides.hidden_dropout is not supported" in message
+    assert not list(override_refusals(section(model_overrides={"first_last_layers_bf16": True})))

@@ -1,0 +1,102 @@
+"""The installer on a host without GPU: it joins pieces, and refuses what it cannot work with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts/install_transformer_engine.sh"
+WHEELS = (
+    "transformer_engine-2.12.0-py3-none-any.whl",
+    "transformer_engine_cu13-2.12.0-py3-none-manylinux_2_28_x86_64.whl",
+    "transformer_engine_torch-2.12.0.tar.gz",
+)
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def cut(folder: Path, name: str, content: bytes, size: int) -> None:
+    """``split``'s pieces of a file, and its checksum."""
+    for number, start in enumerate(range(0, len(content), size)):
+        suffix = chr(ord("a") + number // 26) + chr(ord("a") + number % 26)
+        (folder / f"{name}.part-{suffix}").write_bytes(content[start : start + size])
+    (folder / f"{name}.sha256").write_text(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
+
+
+def test_pieces_are_joined_in_order_and_removed(tmp_path):
+    content = bytes(range(256)) * 40
+    cut(tmp_path, "big.whl", content, 300)  # 35 pieces: past -az
+    code, said = run("--join-only", str(tmp_path))
+    assert (code, said) == (0, "joined big.whl\n")
+    assert (tmp_path / "big.whl").read_bytes() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["big.whl", "big.whl.sha256"]
+    assert run("--join-only", str(tmp_path)) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("big.whl.part-ab", "big.whl: the joined pieces do not have the checksum"),
+        ("big.whl.part-aa", "has no piece"),
+        ("big.whl.sha256", "big.whl.sha256 is missing"),
+    ],
+)
+def test_lost_pieces_are_refused_and_the_others_kept(tmp_path, lost, message):
+    cut(tmp_path, "big.whl", b"0123456789", 4)
+    (tmp_path / lost).unlink()
+    code, said = run("--join-only", str(tmp_path))
+    assert code == 2
+    assert message in said
+    assert not (tmp_path / "big.whl").exists()
+    assert (tmp_path / "big.whl.part-ac").exists()
+
+
+def test_wrong_arguments_and_folders_are_refused(tmp_path):
+    assert "usage: install_transformer_engine.sh" in run()[1]
+    assert "usage: install_transformer_engine.sh" in run("a", "b")[1]
+    assert "is not a folder" in run(str(tmp_path / "none"))[1]
+    code, said = run(str(tmp_path))
+    assert code == 2
+    assert "no transformer_engine-*.whl" in said
+    assert "pip download --no-deps transformer_engine\n" in said
+
+
+def test_two_versions_and_several_files_are_refused(tmp_path):
+    for name in WHEELS:
+        (tmp_path / name).touch()
+    (tmp_path / WHEELS[2]).rename(tmp_path / "transformer_engine_torch-2.11.0.tar.gz")
+    assert "transformer_engine_torch-2.11.0.tar.gz is not of version 2.12.0" in run(str(tmp_path))[1]
+    (tmp_path / "transformer_engine-2.11.0-py3-none-any.whl").touch()
+    assert "several files match" in run(str(tmp_path))[1]
+
+
+@pytest.mark.parametrize(
+    ("python", "message"),
+    [
+        ("no-such-python", "PYTHON=no-such-python is not there"),
+        ("#!/bin/sh\nexit 1\n", "has no torch; name one that has it"),
+        ("#!/bin/sh\necho none\n", "torch was built for CUDA none"),
+    ],
+)
+def test_a_host_that_cannot_build_is_refused(tmp_path, python, message):
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for name in WHEELS:
+        (folder / name).touch()
+    if python.startswith("#!"):
+        fake = tmp_path / "python"
+        fake.write_text(python)
+        fake.chmod(0o755)
+        python = str(fake)
+    code, said = run(str(folder), PYTHON=python)
+    assert code == 2
+    assert message in said
