@@ -2,11 +2,10 @@
 
 Layout (NeMo-RL's, so that the same converter reads both):
 
-    checkpoints/step_000120/policy/weights/iter_0000000/   megatron-core torch_dist: model, optimizer,
-    schedule
-    checkpoints/step_000120/policy/tokenizer/               tokenizer and config.json
-    checkpoints/step_000120/training_info.json              step, data position, metrics
-    checkpoints/latest                                      name of the newest, written last
+    checkpoints/step_000120/policy/weights/iter_0000000/   torch_dist: model, optimizer, schedule
+    checkpoints/step_000120/policy/tokenizer/              tokenizer and config.json
+    checkpoints/step_000120/training_info.json             step, data position, metrics
+    checkpoints/latest                                     name of the newest, written last
 
 A checkpoint is written under a temporary name, flushed to disk, and renamed.
 """

@@ -72,8 +72,8 @@ def check_supported(recipe: Recipe) -> None:
         raise UserError("; ".join(errors))
     if lora_of(recipe) is not None and torch.cuda.is_available() and transformer_engine_is_installed():
         raise UserError(
-            "policy.megatron_cfg.peft.enabled=true: LoRA needs megatron-core's local layers, and Transformer Engine is "
-            "installed; use an environment without it"
+            "policy.megatron_cfg.peft.enabled=true: LoRA needs megatron-core's local layers, and Transformer "
+            "Engine is installed; use an environment without it"
         )
 
 

@@ -11,9 +11,10 @@ Deviation:
   response on its own mean: `logprob_centering: response`. `group` centres on the group's tokens and can flip
   a group's sign.
 - beta is not in the paper's Table 5; the code base it builds on trains with 0.04.
-- `author_compat: true` is the released code instead: the normaliser counts padded positions (mean weight > 1)
-  and the gradient flows through w. It depends on padding, so it takes exactly one whole group per loss call
-  and refuses else.
+- `author_compat: true` is the released loss instead: the normaliser counts responses padded to the group's
+  longest (mean weight > 1) and the gradient flows through w. Its sums are over the group, so it takes exactly
+  one whole group per loss call and refuses else. (The released trainer also scores at temperature 1 whatever
+  it sampled at; here scoring follows the sampler.)
 """
 
 from __future__ import annotations

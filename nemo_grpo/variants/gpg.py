@@ -1,7 +1,6 @@
 """GPG: group policy gradient, the plain objective without a surrogate (2504.02546, Eqs. 5-8, Algorithm 1).
 
-    A_i   = (r_i - mean_g r) / F_norm             F_norm = 1 (default) | std_g + eps | std over the batch +
-    eps
+    A_i   = (r_i - mean_g r) / F_norm             F_norm = 1 (default) | std_g + eps | std_batch + eps
     alpha = B / (B - M)                           M = sequences in groups whose rewards are all equal
     loss  = - alpha token_mean(logp A)            no ratio, no clip, no reference model, no KL
 

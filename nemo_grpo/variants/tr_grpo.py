@@ -1,7 +1,8 @@
 """TR-GRPO: token-regulated GRPO, weights from the token's own probability (2511.00066, Eqs. 10-12).
 
-    w_it   = clip(alpha (sigmoid(tau pi_it) - mu), lower, upper)      no gradient, pi_it = exp(logp_it),
-    current policy policy = w min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A)
+    pi_it  = exp(logp_it)                                             current policy, no gradient
+    w_it   = clip(alpha (sigmoid(tau pi_it) - mu), lower, upper)      Eq. 12
+    policy = w min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A)
     KL     = x - log x - 1,  x = w exp(logp_ref - logp)               Eq. 11
     loss   = - token_mean(policy - beta KL)
 
@@ -9,9 +10,9 @@ Deviation: two printed forms cannot be what produced the paper's results; both s
 - `tau_convention`: Eq. 12 prints pi / tau. With the paper's constants w is then 1 for every token: plain
   GRPO. Its appendix C.1 (range of the sigmoid, centred range, Table 7) fits only tau pi: `multiply`. A
   configuration whose weight is the same for every probability is refused unless `allow_constant_weight`.
-- `weight_placement`: Eq. 10 prints w inside the clip. With upper = 1.4 > 1 + ratio_clip_max every token of pi
-  > 0.211 and A > 0 then has no gradient at rho = 1: `outside`. The metric clipped_at_unit_ratio counts such
-  tokens.
+- `weight_placement`: Eq. 10 prints w inside the clip. With upper = 1.4 > 1 + ratio_clip_max every token with
+  pi > 0.211 and A > 0 then has no gradient at rho = 1: `outside`. The metric clipped_at_unit_ratio counts
+  such tokens.
 """
 
 from __future__ import annotations
