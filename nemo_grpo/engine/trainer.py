@@ -13,7 +13,7 @@ import torch
 
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.resampling import accumulate_groups
-from nemo_grpo.engine import setup
+from nemo_grpo.engine import checks, setup
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.hf_folder import copy_side_files, export, export_adapter, load_tokenizer
 from nemo_grpo.engine.megatron import parallel
@@ -66,9 +66,9 @@ def check(recipe: Recipe, *, resume: bool) -> None:
     Raises: UserError: the recipe asks for what this engine or this machine does not have, or the run folder
             cannot be written or exists and ``resume`` is False.
     """
-    setup.check_supported(recipe)
-    setup.check_model_source(recipe)
-    setup.check_layout(recipe)
+    checks.check_supported(recipe)
+    checks.check_model_source(recipe)
+    checks.check_layout(recipe)
     setup.choose_device(recipe)
     run = RunFolder(recipe.run_dir)
     run.check(resume=resume)
@@ -92,7 +92,7 @@ class Trainer:
         """
         self.recipe = recipe
         check(recipe, resume=resume)
-        setup.check_ranks(recipe)
+        checks.check_ranks(recipe)
         torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
         self.device = setup.choose_device(recipe)
         parallel.initialize(setup.layout_of(recipe), self.device, recipe.grpo.seed)

@@ -313,12 +313,26 @@ def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, ca
         assert torch.equal(exported[name], tensor), name
 
 
-def test_refusals_are_one_line_and_exit_code_2(tmp_path, cache):
-    line, environment = command(tmp_path, cache, "grpo.max_num_stepz=3")
-    result = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2
-    assert result.stderr.strip().count("\n") == 0
-    assert "max_num_steps" in result.stderr
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.max_num_stepz=3", "did you mean 'max_num_steps'"),
+        ("loss_fn.ratio_clip_mx=0.2", "did you mean 'ratio_clip_max'"),
+        ("grpo.max_num_steps=many", "must be an integer"),
+        ("loss_fn.variant=gpo", "did you mean"),
+        ("policy.train_global_batch_size=24", "policy.train_global_batch_size=24"),
+        ("nemo_grpo.runs_dir=/proc/nowhere", "/proc/nowhere"),
+        ("policy.max_total_sequence_length=40", "policy.max_total_sequence_length=40"),
+    ],
+)
+def test_refusals_are_one_line_with_exit_code_2_and_nothing_is_made(tmp_path, cache, override, message):
+    line, environment = command(tmp_path, cache, override)
+    result = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 2, result.stderr
+    errors = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in result.stderr
     assert not (tmp_path / "cli").exists()
 
 

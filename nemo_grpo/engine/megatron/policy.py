@@ -13,13 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn import functional
@@ -28,9 +22,9 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
-from nemo_grpo.engine.megatron.adam import FusedLayoutAdam
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
+from nemo_grpo.engine.megatron.optimizer import OptimizerSettings, with_optimizer
 from nemo_grpo.engine.megatron.options import FP8_ALIGNMENT
 from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.engine.rollout import Sequences
@@ -44,27 +38,6 @@ SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
 }
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """The optimizer and its schedule, in optimizer steps.
-
-    Attributes: names and meaning as in the recipe's policy.megatron_cfg.optimizer and .scheduler.
-    """
-
-    lr: float
-    min_lr: float = 0.0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    use_distributed_optimizer: bool = True
-    lr_decay_style: str = "constant"
-    lr_decay_iters: int = 1000
-    lr_warmup_iters: int = 0
-    lr_warmup_init: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -160,43 +133,7 @@ class MegatronPolicy:
             self.adapters = Adapters(self.weights, self.lora, self.seed)
         elif keep_reference:
             self.reference = {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
-        self._build_optimizer()
-
-    def _build_optimizer(self) -> None:
-        s = self.settings
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=s.use_distributed_optimizer, grad_reduce_in_fp32=True
-        )
-        self.wrapped = DistributedDataParallel(self.config, ddp, self.model)
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=s.lr,
-            min_lr=s.min_lr,
-            weight_decay=s.weight_decay,
-            adam_beta1=s.adam_beta1,
-            adam_beta2=s.adam_beta2,
-            adam_eps=s.adam_eps,
-            clip_grad=s.clip_grad,
-            bf16=self.config.bf16,
-            use_distributed_optimizer=s.use_distributed_optimizer,
-        )
-        self.optimizer = get_megatron_optimizer(config, [self.wrapped], use_gloo_process_groups=False)
-        _fill_adam_state(self.optimizer)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=s.lr_warmup_init,
-            max_lr=s.lr,
-            min_lr=s.min_lr,
-            lr_warmup_steps=s.lr_warmup_iters,
-            lr_decay_steps=s.lr_decay_iters,
-            lr_decay_style=s.lr_decay_style,
-            override_opt_param_scheduler=True,  # on resume the recipe's schedule holds, not the checkpoint's
-            use_checkpoint_opt_param_scheduler=False,
-            start_wd=s.weight_decay,
-            end_wd=s.weight_decay,
-            wd_incr_steps=s.lr_decay_iters,
-            wd_incr_style="constant",
-        )
+        self.wrapped, self.optimizer, self.scheduler = with_optimizer(self.model, self.config, self.settings)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the current weights, adapters merged."""
@@ -384,16 +321,3 @@ def _numbers(logits: Tensor, targets: Tensor, temperature: float, vocab_size: in
     """Logprobs and entropies from this tensor-parallel rank's logits."""
     group = parallel_state.get_tensor_model_parallel_group()
     return logprobs_and_entropy(logits, targets, temperature=temperature, group=group, vocab_size=vocab_size)
-
-
-def _fill_adam_state(optimizer: Any) -> None:
-    """Zero moments for every parameter, so that a checkpoint before the first update has them too."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        if not isinstance(inner, FusedLayoutAdam):
-            continue
-        for group in inner.param_groups:
-            group.setdefault("step", 0)
-            for parameter in group["params"]:
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    inner.state[parameter].setdefault(moment, torch.zeros_like(parameter))
