@@ -81,6 +81,9 @@ def forked(function):
     child = os.fork()
     if child == 0:
         code = 1
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a background shell starts us with it ignored
         try:
             function()
             code = 0

@@ -114,7 +114,7 @@ def test_an_incomplete_model_is_a_user_error_and_nothing_is_made(model, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "0"], "temperature"),
+        (["--temperature", "-1"], "temperature"),
         (["--top-p", "1.5"], "top_p"),
         (["--k", "0"], "num_samples"),
         (["--num-problems", "100000"], "ask for at most"),
