@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -90,7 +91,13 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     copy_side_files(source, temporary)
     tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
-    save_torch_state_dict(tensors, temporary, max_shard_size=MAX_SHARD_SIZE)
+    logging.disable(
+        logging.INFO
+    )  # the library reports the temporary name, from a logger without a stable name
+    try:
+        save_torch_state_dict(tensors, temporary, max_shard_size=MAX_SHARD_SIZE)
+    finally:
+        logging.disable(logging.NOTSET)
     config = load_config(source)
     config.dtype = dtype
     with no_transformers_bars():
