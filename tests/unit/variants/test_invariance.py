@@ -180,3 +180,23 @@ def steps_example() -> TokenBatch:
         torch.tensor([0, 0, 0, 1, 1]),
         torch.Generator().manual_seed(5),
     )
+
+
+@pytest.mark.parametrize(("name", "parameters"), [ALL[3], ALL[9]], ids=["clip_cov", "tr_grpo-random"])
+def test_draws_keyed_by_response_ids_survive_rounding_and_row_order(name, parameters):
+    batch = replace(steps_example(), response_ids=torch.tensor([7, 2**62, -5, 11, 12]))
+    o = objective(name, parameters)
+    _, gradient, _ = loss_and_gradient(o, batch)
+    noisy = replace(
+        batch, prev_logprobs=batch.prev_logprobs + 1e-9
+    )  # another microbatch size, another layout
+    assert_same_draw = lambda g: torch.testing.assert_close(g, gradient, rtol=1e-6, atol=1e-7)  # noqa: E731
+    assert_same_draw(loss_and_gradient(o, noisy)[1])
+    order = torch.tensor([4, 2, 0, 3, 1])
+    shuffled = noisy.select(order)
+    shuffled = replace(shuffled, next_token_logprobs=shuffled.next_token_logprobs.detach().requires_grad_())
+    back = torch.empty_like(gradient)
+    back[order] = loss_and_gradient(o, shuffled)[1]
+    assert_same_draw(back)
+    assert ALL[3][0] == "clip_cov"
+    assert ALL[9][1]["weighting"] == "random"
