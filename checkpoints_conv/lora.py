@@ -7,7 +7,6 @@ divided like rows of W, so queries, keys and values share A and have a B each; l
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from checkpoints_conv.progress import byte_progress
 from checkpoints_conv.safetensors_io import SafetensorsFolder, SafetensorsWriter, hf_config
 from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
-
-log = logging.getLogger(__name__)
 
 Planned = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -145,7 +142,9 @@ def export_adapter(
     with Job(output, megatron_checkpoint, settings, resume, force) as job:
         total = sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in planned)
         _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
-        config = _peft_config(base, ranks.pop(), scale, {name for unit in adapters for name in unit.hf})
+        names = {name for unit in adapters for name in unit.hf}
+        modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
+        config = peft_config(base, ranks.pop(), scale, modules)
         (job.data / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         reader.close()
         job.finish(sha256)
@@ -221,7 +220,11 @@ def _peft_name(hf_name: str, matrix: str) -> str:
     return f"base_model.model.{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"
 
 
-def _peft_config(base: Path, rank: int, alpha: float, names: set[str]) -> dict[str, object]:
+def peft_config(base: Path, rank: int, alpha: float, modules: set[str]) -> dict[str, object]:
+    """The content of adapter_config.json.
+
+    Args: base: the model that the adapters belong to.  modules: last parts of the adapted modules' names.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -232,5 +235,5 @@ def _peft_config(base: Path, rank: int, alpha: float, names: set[str]) -> dict[s
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}),
+        "target_modules": sorted(modules),
     }

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
+from checkpoints_conv.lora import peft_config
 from nemo_grpo.engine.progress import no_transformers_bars
 from nemo_grpo.errors import UserError
 
@@ -122,18 +123,7 @@ def export_adapter(
     copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source.absolute()),
-        "r": dim,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted(modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    config = peft_config(source.absolute(), dim, alpha, modules)
     (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)

@@ -83,8 +83,8 @@ class RunFolder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=self.resume)
-            (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
             self._lock()
+            (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"

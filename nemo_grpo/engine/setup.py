@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks import Task
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

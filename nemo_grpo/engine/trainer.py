@@ -121,11 +121,11 @@ class Trainer:
         checkpoint = self.store.latest() if resume else None
         if checkpoint is not None:
             self._restore(checkpoint)
-            if leads:
-                self.store.remove_leftovers()
         from_step = -1 if checkpoint is None else self.state.step
         tensorboard = recipe.logger.tensorboard_enabled
         self.run.open(recipe.to_yaml(), from_step=from_step, tensorboard=tensorboard)
+        if leads:  # not before the folder is ours: another process's save under way looks like a leftover
+            self.store.remove_leftovers()
 
     def _model_source(self) -> Path:
         """The folder to start from; if it has to be made, the first rank makes it."""
