@@ -160,6 +160,8 @@ class StopTexts:
     Only a token that holds a text's last character can complete it, so most tokens cost one look-up.
     """
 
+    num_tokens = TAIL_TOKENS
+
     def __init__(self, texts: tuple[str, ...], tokenizer: Any) -> None:
         self.texts, self._tokenizer = texts, tokenizer
         self._last_characters = {text[-1] for text in texts}
@@ -169,7 +171,7 @@ class StopTexts:
         """See `TurnEnd.reached`."""
         if not self._is_candidate(tokens[-1]):
             return False
-        tail = self._tokenizer.decode(tokens[-TAIL_TOKENS:], skip_special_tokens=False)
+        tail = self._tokenizer.decode(tokens[-self.num_tokens :], skip_special_tokens=False)
         return any(text in tail for text in self.texts)
 
     def _is_candidate(self, token: int) -> bool:

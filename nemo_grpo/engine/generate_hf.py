@@ -218,8 +218,9 @@ class _Responses:
         self.lengths[rows] = step + 1
         stopped = torch.isin(drawn.tokens, self.stop_tokens)
         if self.end is not None:
-            written = self.tokens[rows, : step + 1].tolist()
-            stopped |= torch.tensor([self.end.reached(tokens) for tokens in written])
+            # Not the whole turn: copied at every step, that would take time quadratic in its length.
+            last = self.tokens[rows, max(0, step + 1 - self.end.num_tokens) : step + 1].tolist()
+            stopped |= torch.tensor([self.end.reached(tokens) for tokens in last])
         self.truncated[rows] = ~stopped
         return ~stopped & (step + 1 < self.limits[rows])
 

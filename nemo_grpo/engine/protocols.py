@@ -89,8 +89,16 @@ class TurnEnd(Protocol):
         """A turn ends with the token that completes one of these; the token belongs to the turn."""
         ...
 
+    @property
+    def num_tokens(self) -> int:
+        """So many of a turn's last tokens decide whether it is complete."""
+        ...
+
     def reached(self, tokens: Sequence[int]) -> bool:
-        """True if the last of a turn's tokens completes one of the texts."""
+        """True if the last of a turn's tokens completes one of the texts.
+
+        Args: tokens: the last ``num_tokens`` of the turn, or all of them where it has fewer; more change nothing.
+        """
         ...
 
 

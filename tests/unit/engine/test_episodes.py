@@ -271,6 +271,27 @@ def test_a_turn_is_the_beginning_of_an_unlimited_response(generator):
     assert len(kinds) >= 2
 
 
+class LastTokens(StopTexts):
+    """Keeps how many tokens it was given."""
+
+    num_tokens = 5
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.asked = []
+
+    def reached(self, tokens):
+        self.asked.append(len(tokens))
+        return super().reached(tokens)
+
+
+def test_the_end_of_a_turn_is_told_by_its_last_tokens_alone(generator):
+    """A copy of the whole turn at every step would take time quadratic in its length."""
+    end = LastTokens(("never",), LetterTokenizer())
+    generator.generate([[3, 7, 1]], 1, SamplingParams(24, greedy=True), 0, Turn([24], end))
+    assert end.asked == [1, 2, 3, 4] + 20 * [5]
+
+
 def test_every_policy_token_has_the_logprob_of_a_full_forward_pass(generator):
     sampled = echo(generator, PROMPTS)
     assert any(not one.token_mask.all() for one in sampled)
