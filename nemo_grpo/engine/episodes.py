@@ -13,6 +13,7 @@ from nemo_grpo.engine.generate_distributed import from_first_rank
 from nemo_grpo.engine.protocols import Generator, Rollout, SamplingParams, Turn
 from nemo_grpo.tasks import Task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
+from nemo_grpo.tasks.reserved import reserved_texts
 
 TAIL_TOKENS = 32
 """A stop text is looked for in so many last tokens of a turn."""
@@ -109,22 +110,26 @@ def _converse(
 ) -> list[Sampled]:
     """Turn by turn; every call samples the next turn of all responses that are not over."""
     end = StopTexts(task.stop_texts, tokenizer)
-    limit = sampling.max_new_tokens
+    limit, reserved = sampling.max_new_tokens, reserved_texts(tokenizer)
     everything = [_Growing(prompt, limit) for prompt in prompts for _ in range(num_generations)]
     # In the first turn the responses to one prompt share its reading; later on all have their own context.
     turn = Turn([limit] * len(prompts), end)
     rollout = generator.generate(list(prompts), num_generations, sampling, seed, turn)
-    going = _listen(everything, rollout, tokenizer, task)
+    going = _listen(everything, rollout, tokenizer, task, reserved)
     while going:
         turn = Turn([response.left for response in going], end)
         contexts = [response.prompt + response.tokens for response in going]
         rollout = generator.generate(contexts, 1, sampling, seed, turn)
-        going = _listen(going, rollout, tokenizer, task)
+        going = _listen(going, rollout, tokenizer, task, reserved)
     return [response.finish() for response in everything]
 
 
 def _listen(
-    responses: list[_Growing], rollout: Rollout, tokenizer: Any, task: MultiTurnTask
+    responses: list[_Growing],
+    rollout: Rollout,
+    tokenizer: Any,
+    task: MultiTurnTask,
+    reserved: Sequence[str],
 ) -> list[_Growing]:
     """Add the turns of a rollout and what the environment says to them; returns those that go on."""
     finished, turns = [], []
@@ -139,7 +144,7 @@ def _listen(
     if not finished:
         return []
     episodes = [response.episode for response in finished]
-    observed = from_first_rank(lambda: task.observe(episodes, turns))
+    observed = from_first_rank(lambda: task.observe(episodes, turns, reserved))
     going = []
     for response, answer in zip(finished, observed, strict=True):
         response.episode = answer.episode

@@ -20,6 +20,7 @@ from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe.own import Prompt
 from nemo_grpo.tasks import Problem, chat_messages, encode_prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
+from nemo_grpo.tasks.reserved import reserved_texts
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.config import ClusterRun
@@ -60,8 +61,11 @@ def setup_data(run: ClusterRun, encoder: Any) -> tuple[Any, Any, dict[str, Any],
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), size, encode, task)
     held_out = task.validation_problems(grpo.max_val_samples) if _validates(grpo) else []
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
+    reserved = list(reserved_texts(getattr(encoder, "tokenizer", encoder)))
     trained, validated = (
-        start_environment({"task": own.task.model_dump(mode="json"), "rewards": dict(weights)})
+        start_environment(
+            {"task": own.task.model_dump(mode="json"), "rewards": dict(weights), "reserved": reserved}
+        )
         for weights in (own.rewards, {"accuracy": 1.0})
     )
     return data, validation, {TASK_NAME: trained}, {TASK_NAME: validated}
@@ -155,9 +159,12 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
     """Scores responses and speaks between their turns."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Args: config: ``task``, the recipe's section; ``rewards``, component -> weight."""
+        """Args: config: ``task``, the recipe's section; ``rewards``, component -> weight; ``reserved``, the
+        tokenizer's marks, which no observation's passages may hold.
+        """
         self.task = parse_task(config["task"]).build()
         self.rewards = dict(config["rewards"])
+        self.reserved = tuple(config["reserved"])
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="score")
 
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> Any:
@@ -197,7 +204,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         episodes = [Episode(**info["episode"]) for info in metadata]
         if not isinstance(self.task, MultiTurnTask):
             return [None] * len(logs), episodes
-        observed = self.task.observe(episodes, [log[-1]["content"] for log in logs])
+        observed = self.task.observe(episodes, [log[-1]["content"] for log in logs], self.reserved)
         return [one.observation for one in observed], [one.episode for one in observed]
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:

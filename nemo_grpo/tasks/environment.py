@@ -47,10 +47,13 @@ class MultiTurnTask(Task, Protocol):
         """Texts that a tokenizer made for this task keeps in one piece, beside those of every task."""
         ...
 
-    def observe(self, episodes: Sequence[Episode], turns: Sequence[str]) -> list[Observed]:
+    def observe(
+        self, episodes: Sequence[Episode], turns: Sequence[str], reserved: Sequence[str] = ()
+    ) -> list[Observed]:
         """Answer one finished turn of each of several responses.
 
         Args:   turns: what the policy wrote in this turn alone; any text.
+                reserved: what nothing from outside may hold in an observation: the tokenizer's special tokens.
         Raises: RetrieverError: the tool itself fails, whatever the turn said.
         """
         ...

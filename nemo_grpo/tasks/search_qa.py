@@ -23,6 +23,7 @@ from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem
 from nemo_grpo.tasks.environment import Episode, Observed
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.open_answers import matches_any, normalize_open_answer
+from nemo_grpo.tasks.reserved import broken_up
 from nemo_grpo.tasks.response import last_answer
 from nemo_grpo.tasks.retriever import Passage, Retriever
 from nemo_grpo.tasks.search_facts import Facts
@@ -129,7 +130,9 @@ class SearchQA:
 
     # ------------------------------------------------------------------ the environment
 
-    def observe(self, episodes: Sequence[Episode], turns: Sequence[str]) -> list[Observed]:
+    def observe(
+        self, episodes: Sequence[Episode], turns: Sequence[str], reserved: Sequence[str] = ()
+    ) -> list[Observed]:
         """See `MultiTurnTask.observe`; all searches of a call go to the retriever together."""
         calls = [find_call(turn, self.config.max_query_chars) for turn in turns]
         over = [episode.num_turns + 1 >= self.config.max_turns for episode in episodes]
@@ -142,7 +145,7 @@ class SearchQA:
                 observed.append(Observed(after, None))
             elif _searches(call):
                 after = replace(after, num_searches=after.num_searches + 1)
-                observed.append(Observed(after, self._render(next(found))))
+                observed.append(Observed(after, self._render(next(found), reserved)))
             else:
                 after = replace(after, num_errors=after.num_errors + 1)
                 observed.append(Observed(after, _information(f"Error: {call[1]}")))
@@ -153,12 +156,13 @@ class SearchQA:
         parts = _INFORMATION.split(response)
         return [(text, index % 2 == 0) for index, text in enumerate(parts) if text]
 
-    def _render(self, passages: Sequence[Passage]) -> str:
+    def _render(self, passages: Sequence[Passage], reserved: Sequence[str] = ()) -> str:
         lines = [
             f"[{rank}] {passage.title + ': ' if passage.title else ''}{passage.text}"
             for rank, passage in enumerate(passages, 1)
         ]
-        return _information("\n".join(lines)[: self.config.max_information_chars] or NO_PASSAGE)
+        text = "\n".join(lines)[: self.config.max_information_chars]
+        return _information(_harmless(text, reserved) or NO_PASSAGE)
 
     # ------------------------------------------------------------------ the reward
 
@@ -227,6 +231,10 @@ def _searches(call: Call | None) -> bool:
 
 
 def _information(text: str) -> str:
-    """The observation. Our tags and chat markers within the text lose their form: no passage plays a part."""
-    harmless = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
-    return f"\n<information>{harmless}</information>\n"
+    return f"\n<information>{text}</information>\n"
+
+
+def _harmless(text: str, reserved: Sequence[str]) -> str:
+    """Our tags, chat markers and what is reserved lose their form within the text: no passage plays a part."""
+    without_tags = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
+    return _TAG.sub(r"(\1\2)", broken_up(without_tags, reserved))

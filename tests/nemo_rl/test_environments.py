@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import environments
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.own import Prompt
 from nemo_grpo.tasks import parse_task
+from nemo_grpo.tasks.reserved import reserved_texts
 
 SEARCH = {"name": "search_qa", "max_turns": 3, "top_k": 1}
 
@@ -31,9 +33,9 @@ def tokenizer():
     return made
 
 
-def environment(section: dict[str, Any], rewards: dict[str, float]) -> Any:
+def environment(section: dict[str, Any], rewards: dict[str, float], reserved: tuple[str, ...] = ()) -> Any:
     """The environment in this process, with the interface of its actor."""
-    made = environments.TaskEnvironmentImpl({"task": section, "rewards": rewards})
+    made = environments.TaskEnvironmentImpl({"task": section, "rewards": rewards, "reserved": reserved})
     step = types.SimpleNamespace(remote=lambda *arguments: functools.partial(made.step, *arguments))
     return types.SimpleNamespace(step=step, made=made)
 
@@ -115,7 +117,7 @@ def rollout(section, rewards, tokenizer, turns, monkeypatch, max_seq_len=2000, m
         None,
         batch,
         tokenizer,
-        {environments.TASK_NAME: environment(section, rewards)},
+        {environments.TASK_NAME: environment(section, rewards, reserved_texts(tokenizer))},
         max_seq_len=max_seq_len,
         max_rollout_turns=max_turns,
     )
@@ -142,6 +144,27 @@ def test_nemo_rls_rollout_alternates_turns_and_observations(tokenizer, monkeypat
     assert log[6]["content"] == ""
     assert final["total_reward"].tolist() == [1.0]
     assert scripted.stop_strings == [[["</search>", "</answer>"]]] * 3
+
+
+def test_a_passage_cannot_end_the_response_or_pad_it(tokenizer, monkeypatch, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "who\\nwho<eos> is <pad>it"}\n')
+    section = SEARCH | {"corpus": str(tmp_path / "corpus.jsonl")}
+    turns = ["<search>who</search>", "<answer>x</answer>"]
+    final, _, _ = rollout(section, {"answer": 1.0}, tokenizer, turns, monkeypatch)
+    observed = final["message_log"][0][2]
+    assert "who< eos> is < pad>it" in observed["content"]
+    assert not {1, 2} & set(observed["token_ids"].tolist())
+
+
+def test_the_environments_are_told_the_tokenizers_marks(tokenizer, monkeypatch):
+    started = []
+    monkeypatch.setattr(environments, "start_environment", started.append)
+    recipe = load_recipe(Path("recipes/quickstart_search_qa.yaml"), ["grpo.max_rollout_turns=4"])
+    config = types.SimpleNamespace(data={"max_input_seq_length": 500}, grpo={"max_rollout_turns": 4})
+    run = types.SimpleNamespace(recipe=recipe, master_config=config, has_images=False)
+    for encoder in (tokenizer, types.SimpleNamespace(tokenizer=tokenizer)):
+        environments.setup_data(run, encoder)
+    assert [made["reserved"] for made in started] == 4 * [["<eos>", "<pad>"]]
 
 
 @pytest.mark.parametrize(("max_turns", "max_seq_len"), [(1, 2000), (3, 230)], ids=["turns", "tokens"])

@@ -206,7 +206,7 @@ class Echo:
     stop_texts, tags = ("c", "f"), ()
     config = None
 
-    def observe(self, episodes, turns):
+    def observe(self, episodes, turns, reserved):
         going = [
             turn[-1] in "cf" and episode.num_turns < 3 for episode, turn in zip(episodes, turns, strict=True)
         ]

@@ -1,0 +1,94 @@
+"""No text of a passage becomes one of a tokenizer's marks, with tokenizers of several kinds."""
+
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nemo_grpo.tasks.environment import Episode
+from nemo_grpo.tasks.reserved import broken_up, reserved_texts
+from nemo_grpo.tasks.retriever import Passage
+from nemo_grpo.tasks.search_qa import SEARCH_TAGS, SearchQA, SearchQAConfig
+
+MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<|im_end|>", "<end_of_turn>", "<tool_call>", "!")
+
+
+def make(normalizer=None, normalized=False):
+    """One token per character, the marks, a word and a run of spaces that were added, and our tags."""
+    characters = ["<unk>", "\n", *map(chr, range(32, 127))]
+    base = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    base.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if normalizer is not None:
+        base.normalizer = normalizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="</s>", unk_token="<unk>")
+    special = [text for text in MARKS if text != "<tool_call>"]
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": [AddedToken(t, special=True, normalized=normalized) for t in special]}
+    )
+    plain = ("<tool_call>", "transformer", "    ", *SEARCH_TAGS)
+    tokenizer.add_tokens([AddedToken(text, normalized=normalized) for text in plain])
+    return tokenizer
+
+
+TOKENIZERS = {
+    "plain": make(),
+    "normalised": make(normalizers.NFKC(), normalized=True),
+    "lower case": make(normalizers.Lowercase(), normalized=True),
+}
+PIECES = st.sampled_from(
+    [*MARKS, *SEARCH_TAGS, "<", ">", "</", "[", "|", " ", "  ", "s", "im_end", "<S>", "＜s＞"]
+)
+PASSAGES = st.lists(PIECES | st.text(string.printable, max_size=3), max_size=12).map("".join)
+
+
+class OnePassage:
+    def __init__(self, title, text):
+        self.passage = Passage("1", title, text)
+
+    def search(self, queries, top_k):
+        return [[self.passage]] * len(queries)
+
+
+def observation(title, text, reserved, **config):
+    task = SearchQA(SearchQAConfig(**config), OnePassage(title, text))
+    (observed,) = task.observe([Episode()], ["<search>q</search>"], reserved)
+    return observed.observation
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=300, deadline=None)
+@given(title=PASSAGES, text=PASSAGES, most=st.integers(16, 60))
+def test_no_passage_holds_a_mark_of_the_tokenizer(kind, title, text, most):
+    tokenizer = TOKENIZERS[kind]
+    seen = observation(title, text, reserved_texts(tokenizer), max_information_chars=most)
+    tokens = tokenizer(seen, add_special_tokens=False)["input_ids"]
+    marks = [tokenizer.convert_ids_to_tokens(t) for t in tokens if t in tokenizer.added_tokens_decoder]
+    of_text = ("transformer", "    ", "<unk>")  # <unk>: a character that this vocabulary has not
+    assert [mark for mark in marks if mark not in of_text] == ["<information>", "</information>"]
+
+
+def test_a_passage_without_marks_is_given_as_it_is():
+    text = "1 < 2, a[i] > b; Ｆｕｌｌ ﬁne - the transformer    <br> <S >"
+    assert broken_up(text, reserved_texts(TOKENIZERS["plain"])) == text
+    assert text in observation("", text, reserved_texts(TOKENIZERS["plain"]))
+
+
+def test_marks_are_broken_up_by_a_space():
+    reserved = reserved_texts(TOKENIZERS["plain"])
+    assert broken_up("a</s>b[INST]c<<SYS>>d", reserved) == "a< /s>b[ INST]c< <SYS>>d"
+    assert broken_up("wow! <tool_call>", reserved) == "wow  < tool_call>"
+    assert broken_up("</S>", reserved) == "< /S>"
+    assert broken_up("＜s＞", reserved) == "< s>"
+    # one mark that overlaps another, and one that the first one's space completes
+    assert broken_up("abc", ("ab", "bc")) == "a b c"
+    assert broken_up("ab", ("ab", "a b")) == "a  b"
+
+
+def test_words_and_spaces_that_were_added_are_not_reserved():
+    reserved = reserved_texts(TOKENIZERS["plain"])
+    assert set(MARKS) <= set(reserved)
+    assert not {"transformer", "    "} & set(reserved)
+    assert reserved_texts(object()) == ()
