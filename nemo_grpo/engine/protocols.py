@@ -97,7 +97,7 @@ class TurnEnd(Protocol):
     def reached(self, tokens: Sequence[int]) -> bool:
         """True if the last of a turn's tokens completes one of the texts.
 
-        Args: tokens: the last ``num_tokens`` of the turn, or all of them where it has fewer; more change nothing.
+        Args: tokens: the last ``num_tokens`` of the turn or more, or all of them where it has fewer.
         """
         ...
 

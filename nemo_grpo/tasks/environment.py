@@ -53,7 +53,7 @@ class MultiTurnTask(Task, Protocol):
         """Answer one finished turn of each of several responses.
 
         Args:   turns: what the policy wrote in this turn alone; any text.
-                reserved: what nothing from outside may hold in an observation: the tokenizer's special tokens.
+                reserved: what no text from outside may hold in an observation: special tokens.
         Raises: RetrieverError: the tool itself fails, whatever the turn said.
         """
         ...

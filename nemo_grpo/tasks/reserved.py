@@ -1,4 +1,4 @@
-"""Text from outside the policy and the recipe must not become a tokenizer's marks: no passage plays a part."""
+"""What a tokenizer reads as a mark must not come from outside: no passage plays a part."""
 
 from __future__ import annotations
 

@@ -235,6 +235,6 @@ def _information(text: str) -> str:
 
 
 def _harmless(text: str, reserved: Sequence[str]) -> str:
-    """Our tags, chat markers and what is reserved lose their form within the text: no passage plays a part."""
+    """Our tags, chat markers and what is reserved lose their form: no passage plays a part."""
     without_tags = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
     return _TAG.sub(r"(\1\2)", broken_up(without_tags, reserved))

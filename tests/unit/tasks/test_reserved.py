@@ -38,8 +38,10 @@ TOKENIZERS = {
     "normalised": make(normalizers.NFKC(), normalized=True),
     "lower case": make(normalizers.Lowercase(), normalized=True),
 }
+FULL_WIDTH = "\uff1cs\uff1e"
+"""<s>, for a tokenizer that normalises."""
 PIECES = st.sampled_from(
-    [*MARKS, *SEARCH_TAGS, "<", ">", "</", "[", "|", " ", "  ", "s", "im_end", "<S>", "＜s＞"]
+    [*MARKS, *SEARCH_TAGS, "<", ">", "</", "[", "|", " ", "  ", "s", "im_end", "<S>", FULL_WIDTH]
 )
 PASSAGES = st.lists(PIECES | st.text(string.printable, max_size=3), max_size=12).map("".join)
 
@@ -71,7 +73,7 @@ def test_no_passage_holds_a_mark_of_the_tokenizer(kind, title, text, most):
 
 
 def test_a_passage_without_marks_is_given_as_it_is():
-    text = "1 < 2, a[i] > b; Ｆｕｌｌ ﬁne - the transformer    <br> <S >"
+    text = "1 < 2, a[i] > b; \uff1cfull \ufb01ne - the transformer    <br> <S >"
     assert broken_up(text, reserved_texts(TOKENIZERS["plain"])) == text
     assert text in observation("", text, reserved_texts(TOKENIZERS["plain"]))
 
@@ -81,7 +83,7 @@ def test_marks_are_broken_up_by_a_space():
     assert broken_up("a</s>b[INST]c<<SYS>>d", reserved) == "a< /s>b[ INST]c< <SYS>>d"
     assert broken_up("wow! <tool_call>", reserved) == "wow  < tool_call>"
     assert broken_up("</S>", reserved) == "< /S>"
-    assert broken_up("＜s＞", reserved) == "< s>"
+    assert broken_up(FULL_WIDTH, reserved) == "< s>"
     # one mark that overlaps another, and one that the first one's space completes
     assert broken_up("abc", ("ab", "bc")) == "a b c"
     assert broken_up("ab", ("ab", "a b")) == "a  b"
