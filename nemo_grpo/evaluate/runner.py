@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,18 @@ from typing import Any
 from nemo_grpo.engine.episodes import sample_responses
 from nemo_grpo.engine.generate_distributed import from_first_rank
 from nemo_grpo.engine.protocols import Generator, SamplingParams
-from nemo_grpo.evaluate.passk import majority_at_k, mean_and_stderr, pass_at_k, stderr_of_runs
+from nemo_grpo.evaluate.passk import (
+    Majority,
+    Same,
+    majority_at_k,
+    mean_and_stderr,
+    pass_at_k,
+    stderr_of_runs,
+)
 from nemo_grpo.evaluate.responses import Recall, Recorded
 from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
+
+log = logging.getLogger(__name__)
 
 PROBLEMS_PER_CALL = 64
 """Problems that are sampled together between two reports of progress; the result does not depend on it."""
@@ -80,7 +90,7 @@ class EvalResult:
     num_samples: int
     seed: int
     problems: list[ProblemResult]
-    same_answer: Callable[[str, str], bool] = field(default=operator.eq, compare=False)
+    same_answer: Same = field(default=operator.eq, compare=False)
 
     def metrics(self) -> dict[str, float]:
         """Means over problems.
@@ -98,7 +108,7 @@ class EvalResult:
             "greedy": greedy,
             "greedy_stderr": greedy_stderr,
             **{f"pass@{k}": _mean(self._passes(k)) for k in ks(n)},
-            f"maj@{n}": _mean(self._votes),
+            f"maj@{n}": _mean(self._vote_scores),
             "format": _mean([_mean(p.samples.formats) for p in self.problems]),
             "truncated": _mean([_mean(p.samples.truncated) for p in self.problems]),
             "num_tokens": _mean([_mean(p.samples.lengths) for p in self.problems]),
@@ -112,16 +122,34 @@ class EvalResult:
             "accuracy_runs": stderr_of_runs([p.samples.scores for p in self.problems]),
             "greedy": mean_and_stderr([p.greedy.scores[0] for p in self.problems])[1],
             **{f"pass@{k}": mean_and_stderr(self._passes(k))[1] for k in ks(n)},
-            f"maj@{n}": mean_and_stderr(self._votes)[1],
+            f"maj@{n}": mean_and_stderr(self._vote_scores)[1],
         }
 
     def _passes(self, k: int) -> list[float]:
         return [pass_at_k(self.num_samples, problem.num_correct, k) for problem in self.problems]
 
+    @property
+    def num_votes_cut_short(self) -> int:
+        """Problems whose majority vote met a limit of `majority_at_k`; maj@k may be a little low for them."""
+        return sum(vote.cut_short for vote in self._votes)
+
+    @property
+    def _vote_scores(self) -> list[float]:
+        return [vote.score for vote in self._votes]
+
     @cached_property
-    def _votes(self) -> list[float]:
+    def _votes(self) -> list[Majority]:
         samples = [problem.samples for problem in self.problems]
-        return [majority_at_k(answers.extracted, answers.scores, self.same_answer) for answers in samples]
+        votes = [majority_at_k(answers.extracted, answers.scores, self.same_answer) for answers in samples]
+        if num_cut := sum(vote.cut_short for vote in votes):
+            log.warning(
+                "maj@%d: %d of %d votes met the limits on comparing answers; some equal answers may have "
+                "counted apart there",
+                self.num_samples,
+                num_cut,
+                len(votes),
+            )
+        return votes
 
     def to_dict(self) -> dict[str, Any]:
         """Metrics with everything that they depend on, as JSON values."""
@@ -133,6 +161,7 @@ class EvalResult:
             "sampling": asdict(self.sampling),
             "metrics": self.metrics(),
             "standard_errors": self.standard_errors(),
+            "num_votes_cut_short": self.num_votes_cut_short,
         }
 
     def write_samples(self, path: Path) -> None:
@@ -197,9 +226,9 @@ def evaluate(
     return EvalResult(conditions, sampling, num_samples, seed, ordered, same_answer(task))
 
 
-def same_answer(task: Task) -> Callable[[str, str], bool]:
+def same_answer(task: Task) -> Same:
     """Whether two extracted answers are one: the task's own ``same_answer`` where it has one, or equality."""
-    same: Callable[[str, str], bool] = getattr(task, "same_answer", operator.eq)
+    same: Same = getattr(task, "same_answer", operator.eq)
     return same
 
 

@@ -93,6 +93,7 @@ class SuiteResult:
                     "task": self.results[name].task,
                     "metrics": self.results[name].metrics(),
                     "standard_errors": self.results[name].standard_errors(),
+                    "num_votes_cut_short": self.results[name].num_votes_cut_short,
                     "groups": self.groups(name),
                 }
                 for name, benchmark in self.benchmarks.items()

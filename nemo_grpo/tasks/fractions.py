@@ -93,9 +93,9 @@ class Fractions:
         answer = final_answer(response)
         return None if answer is None else normalized(answer)
 
-    def same_answer(self, one: str, other: str) -> bool:
+    def same_answer(self, one: str, other: str) -> bool | None:
         """Whether two extracted answers are equal as mathematics; for majority votes."""
-        return SHARED.equal(one, other)
+        return SHARED.same(one, other)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         return mathematical_scores(problem.answer, response, self.config.form)

@@ -38,9 +38,9 @@ class Math(FileTask):
         answer = final_answer(with_opened_think(response, self.config.think_is_open))
         return None if answer is None else normalized(answer)
 
-    def same_answer(self, one: str, other: str) -> bool:
-        """Whether two extracted answers are equal as mathematics; for majority votes."""
-        return SHARED.equal(one, other)
+    def same_answer(self, one: str, other: str) -> bool | None:
+        """Whether two extracted answers are equal as mathematics; see `MathGrader.same`."""
+        return SHARED.same(one, other)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """``accuracy`` and ``format``.

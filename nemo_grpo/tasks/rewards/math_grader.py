@@ -12,6 +12,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections import OrderedDict
 from pathlib import Path
+from typing import TypeVar
 
 from nemo_grpo.tasks.rewards.final_answer import normalized
 
@@ -30,6 +32,10 @@ STARTUP_SECONDS = 120.0
 REQUESTS_PER_WORKER = 5000
 """After so many a worker is replaced: symbolic caches grow."""
 CACHE_SIZE = 20_000
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
+"""Two of these are equal only as texts, so that no worker need be asked about them."""
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class MathGrader:
@@ -53,26 +59,46 @@ class MathGrader:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
-        self._known: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
+        self._pathological: OrderedDict[str, None] = OrderedDict()
 
     def equal(self, reference: str, answer: str) -> bool:
         """True if the answer is the reference, as text or as mathematics; False for anything pathological.
 
         Raises: RuntimeError: no worker can be started (math-verify is not installed).
         """
-        if normalized(reference) == normalized(answer):
-            return bool(normalized(reference))
-        with self._lock:
-            known = self._known.get((reference, answer))
-        if known is None:
-            known = self._ask(reference, answer)
+        verdict = self._verdict(reference, answer)
+        if verdict is None:
             with self._lock:
-                self._known[reference, answer] = known
-                if len(self._known) > CACHE_SIZE:
-                    self._known.popitem(last=False)
-        return known
+                _remember(self._pathological, normalized(answer), None)
+        return bool(verdict)
 
-    def _ask(self, reference: str, answer: str) -> bool:
+    def same(self, one: str, other: str) -> bool | None:
+        """Whether two answers of a vote are equal; None: no verdict within the limits.
+
+        An answer that `equal` had no verdict on is equal to nothing but its own text: to find that out again
+        with every other answer would take the whole time limit each time.
+        """
+        with self._lock:
+            hopeless = not self._pathological.keys().isdisjoint((normalized(one), normalized(other)))
+        return False if hopeless and normalized(one) != normalized(other) else self._verdict(one, other)
+
+    def _verdict(self, reference: str, answer: str) -> bool | None:
+        one, other = normalized(reference), normalized(answer)
+        if one == other:
+            return bool(one)
+        if _INTEGER.fullmatch(one) and _INTEGER.fullmatch(other):
+            return False
+        pair = (reference, answer)
+        with self._lock:
+            if pair in self._known:
+                return self._known[pair]
+        verdict = self._ask(*pair)
+        with self._lock:
+            _remember(self._known, pair, verdict)
+        return verdict
+
+    def _ask(self, reference: str, answer: str) -> bool | None:
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         worker = worker or _Worker(self.arguments)
@@ -88,7 +114,7 @@ class MathGrader:
         if verdict is None:
             log.info("no verdict within the limits, so 0: %.60r against %.60r", answer, reference)
         worker.end()
-        return bool(verdict)
+        return verdict
 
     def close(self) -> None:
         """End all workers; the grader may be used again."""
@@ -103,6 +129,12 @@ class MathGrader:
         for worker in (*self._idle, *self._busy):
             worker.abandon()
         self._forget()
+
+
+def _remember(cache: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    cache[key] = value
+    if len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
 
 
 class _Worker:

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from nemo_grpo.evaluate import majority_at_k, mean_and_stderr, pass_at_k
-from nemo_grpo.evaluate.passk import stderr_of_runs
+from nemo_grpo.evaluate.passk import MOST_COMPARISONS, Majority, stderr_of_runs
 from nemo_grpo.evaluate.runner import ks
 
 
@@ -43,7 +43,7 @@ def test_pass_at_k_refuses_more_than_there_are():
     ],
 )
 def test_majority_at_k(answers, scores, expected):
-    assert majority_at_k(answers, scores) == expected
+    assert majority_at_k(answers, scores) == Majority(expected)
 
 
 def test_majority_counts_equal_answers_together():
@@ -52,8 +52,32 @@ def test_majority_counts_equal_answers_together():
 
     # 2 votes for "3", 3 for a half in three spellings; its first spelling stands at index 1
     answers, scores = ["3", "0.5", "3", "1/2", "50%"], [0.0, 1.0, 0.0, 1.0, 1.0]
-    assert majority_at_k(answers, scores) == 0.0
-    assert majority_at_k(answers, scores, same) == 1.0
+    assert majority_at_k(answers, scores) == Majority(0.0)
+    assert majority_at_k(answers, scores, same) == Majority(1.0)
+
+
+def test_a_vote_waits_for_few_comparisons_without_a_verdict():
+    asked = []
+
+    def same(one, other):
+        asked.append((one, other))
+        return None
+
+    answers = ["a", "b", "c", "d", "d"]
+    assert majority_at_k(answers, [0.0, 0.0, 0.0, 1.0, 1.0], same) == Majority(1.0, cut_short=True)
+    assert asked == [("a", "b"), ("a", "c")]  # MOST_UNDECIDED
+
+
+def test_a_vote_asks_a_limited_number_of_times():
+    asked = []
+    answers = [f"x+{i}" for i in range(100)]  # 4950 pairs
+    majority = majority_at_k(answers, [1.0] + 99 * [0.0], lambda *pair: asked.append(pair) or False)
+    assert majority == Majority(1.0, cut_short=True)
+    assert len(asked) == len(set(asked)) == MOST_COMPARISONS
+    # 16 answers, the usual k, are all compared
+    asked.clear()
+    assert not majority_at_k(answers[:16], 16 * [0.0], lambda *pair: asked.append(pair) or False).cut_short
+    assert len(asked) == 120
 
 
 def test_stderr_of_runs_by_hand():

@@ -164,3 +164,15 @@ def test_partial_credit_does_not_pass(task, monkeypatch):
     metrics = run(task).metrics()
     assert metrics["accuracy"] == pytest.approx(0.9)
     assert metrics["pass@4"] == 0.0
+
+
+def test_votes_that_met_the_limits_on_comparing_are_counted(task, caplog):
+    undecided = replace(run(task), same_answer=lambda one, other: None)
+    # problem 0 and 1 have two different answers each, problem 2 has none; equal texts still count together
+    assert undecided.to_dict()["num_votes_cut_short"] == 2
+    assert undecided.metrics()["maj@4"] == run(task).metrics()["maj@4"]
+    assert caplog.messages == [
+        "maj@4: 2 of 3 votes met the limits on comparing answers; "
+        "some equal answers may have counted apart there"
+    ]
+    assert run(task).to_dict()["num_votes_cut_short"] == 0

@@ -62,6 +62,31 @@ def test_same_question_is_asked_once(grader):
     assert grader.num_killed == 1
 
 
+def test_pathological_answers_of_a_vote_are_not_compared_again(grader):
+    answers = [f"9^{{9^{{9^{{{i}}}}}}}" for i in (9, 8, 7)]
+    assert not any(grader.equal("5", answer) for answer in answers)
+    assert grader.num_killed == 3
+    pairs = [(one, other) for one in (*answers, "5") for other in (*answers, "5") if one != other]
+    assert [grader.same(*pair) for pair in pairs] == [False] * len(pairs)
+    assert grader.same(answers[0], answers[0])
+    assert grader.num_killed == 3
+    # a pair nobody has met before has no verdict, once
+    assert grader.same("7", "9^{9^{9^6}}") is None
+    assert grader.same("7", "9^{9^{9^6}}") is None
+    assert grader.num_killed == 4
+    assert grader.same("1/2", "0.5")
+
+
+def test_different_integers_need_no_worker(grader):
+    before = len(workers())
+    assert not grader.equal("12", "-12")
+    assert not grader.equal("999999999999999", "999999999999998")
+    assert grader.same("7", "70") is False
+    assert len(workers()) == before
+    assert grader.equal("7", "7.0")  # these are for math-verify
+    assert not grader.equal("7", "7.5")
+
+
 def test_stopped_worker_is_replaced_after_the_wall_limit():
     grader = MathGrader(wall_seconds=1.0)
     before = set(workers())
