@@ -6,7 +6,9 @@ token.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -99,10 +101,15 @@ class TokenBatch:
         """[B, T]: the current policy as the reference saw it, without top-k and top-p."""
         return self.next_token_logprobs if self.unfiltered_logprobs is None else self.unfiltered_logprobs
 
-    @property
+    @cached_property
     def mask(self) -> Tensor:
         """[B, T] bool: tokens that count."""
         return self.token_mask & self.sample_mask[:, None]
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """[B, T]: 1 for the tokens that count, else 0; of the logprobs' dtype."""
+        return self.mask.to(self.prev_logprobs.dtype)
 
     def select(
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
@@ -135,10 +142,10 @@ class TokenBatch:
         mask = self.mask
         names = [name for name in _TOKEN_FIELDS if getattr(self, name) is not None]
         values = zeros_outside((getattr(self, name) for name in names), mask)
-        changes: dict[str, Tensor] = dict(zip(names, values, strict=True))
-        rewards = self.rewards.to(self.prev_logprobs.dtype)
-        changes["rewards"] = torch.where(self.sample_mask, rewards, rewards.new_zeros(()))
-        return replace(self, token_mask=mask, **changes)
+        rewards = torch.where(self.sample_mask, self.rewards.to(self.prev_logprobs.dtype), 0.0)
+        clean = copy.copy(self)  # with its masks; shapes stay as they are and need no second check
+        vars(clean).update(zip(names, values, strict=True), token_mask=mask, rewards=rewards)
+        return clean
 
 
 def global_counts(batch: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -31,20 +31,56 @@ class Keep(torch.autograd.Function):
 
 
 class Clipped(torch.autograd.Function):
-    """The gradient in the ratio is A where the unclipped product was taken, else 0; none in A."""
+    """(value, 1 where the clip took the gradient and else 0).
+
+    The gradient in the ratio is A where the unclipped product was taken, else 0; none in A.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, ratio: Tensor, advantages: Tensor, clip_min: float, clip_max: float, clip_c: float | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         free = ratio * advantages
         value = torch.minimum(free, ratio.clamp(1 - clip_min, 1 + clip_max).mul_(advantages))
         if clip_c is not None:  # the right side is 0 where A >= 0, and the value is not below 0 there
             value = torch.maximum(value, advantages.clamp(max=0).mul_(clip_c))
-        ctx.save_for_backward((value == free).to(ratio.dtype).mul_(advantages))
-        return value
+        is_clipped = (value != free).to(ratio.dtype)
+        ctx.save_for_backward(torch.addcmul(advantages, is_clipped, advantages, value=-1))
+        ctx.mark_non_differentiable(is_clipped)
+        ctx.set_materialize_grads(False)
+        return value, is_clipped
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         (slope,) = ctx.saved_tensors
-        return gradients[0] * slope, None, None, None, None
+        value = gradients[0]  # None where no gradient comes back; the other output never has one
+        return None if value is None else value * slope, None, None, None, None
+
+
+class ExcessOfExp(torch.autograd.Function):
+    """exp(x) - 1 - x, whose gradient is exp(x) - 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        slope = torch.exp(x).sub_(1)
+        ctx.save_for_backward(slope)
+        return slope - x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return gradients[0] * slope
+
+
+class WithScoreFunction(torch.autograd.Function):
+    """``x``, whose gradient in the logprobs is x besides its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, logprobs: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return gradients[0], gradients[0] * x

@@ -30,7 +30,7 @@ def kl_estimate(
         return -d
     if kind == "k2":
         return d.square() / 2
-    return torch.exp(d) - d - 1
+    return _excess_of_exp(d)
 
 
 def weighted_k3(
@@ -41,7 +41,7 @@ def weighted_k3(
     Not 0 at logp = logp_ref unless w = 1: there it is w - log w - 1, and its minimum lies at pi = w pi_ref.
     """
     log_x = torch.log(token_weights) + reference_policy_logprobs - next_token_logprobs
-    return torch.exp(log_x) - log_x - 1
+    return _excess_of_exp(log_x)
 
 
 def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
@@ -52,4 +52,15 @@ def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
     Args:    kl, next_token_logprobs: [B, T].
     Returns: [B, T].
     """
-    return kl * torch.exp(next_token_logprobs - next_token_logprobs.detach())
+    from nemo_grpo.core.gradients import WithScoreFunction
+
+    value: Tensor = WithScoreFunction.apply(kl, next_token_logprobs)
+    return value
+
+
+def _excess_of_exp(x: Tensor) -> Tensor:
+    """exp(x) - x - 1."""
+    from nemo_grpo.core.gradients import ExcessOfExp
+
+    value: Tensor = ExcessOfExp.apply(x)
+    return value

@@ -114,10 +114,10 @@ class Objective:
         Returns: 0-d loss with gradient; metrics, each a share of a mean over the step (sum them over parts).
         """
         terms, metrics = self.token_terms(prepared)
-        mask, beta = prepared.batch.mask, self.kl_penalty
+        counts, beta = prepared.batch.counts, self.kl_penalty
         loss = -aggregate(
             terms.policy if terms.kl is None else terms.policy - beta * terms.kl,
-            mask,
+            counts,
             self.aggregation,
             global_valid_toks=global_valid_toks,
             global_valid_seqs=global_valid_seqs,
@@ -125,7 +125,7 @@ class Objective:
         )
         if further is not None:
             metrics |= further(prepared, metrics)
-        shares = metric_shares(metrics, mask, global_valid_toks, global_valid_seqs)
+        shares = metric_shares(metrics, counts, global_valid_toks, global_valid_seqs)
         return loss, shares | {"loss/total": loss.detach()}
 
     def token_terms(self, prepared: PreparedBatch) -> tuple[TokenTerms, dict[str, Tensor]]:

@@ -40,27 +40,19 @@ def clipped_policy_gradient(
     ratio_clip_min: float,
     ratio_clip_max: float,
     ratio_clip_c: float | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, with an optional dual clip.
 
     min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A);  where A < 0 not below ratio_clip_c A
     (Schulman et al. 2017 Eq. 7; dual clip: Ye et al. 2020 Eq. 5)
 
     Args:    ratio, advantages: [B, T].  ratio_clip_min/max: distances from 1.  ratio_clip_c: > 1, or None.
-    Returns: [B, T].
+    Returns: [B, T]; and 1 at the tokens whose gradient a clip removes, else 0, [B, T] without gradient.
     """
     from nemo_grpo.core.gradients import Clipped
 
-    value: Tensor = Clipped.apply(ratio, advantages, ratio_clip_min, ratio_clip_max, ratio_clip_c)
-    return value
-
-
-def is_clipped(value: Tensor, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """[B, T] bool: tokens whose gradient the clip, or the dual clip, removes.
-
-    Args: value: what `clipped_policy_gradient` made of the other two.
-    """
-    return value != ratio * advantages
+    value, is_clipped = Clipped.apply(ratio, advantages, ratio_clip_min, ratio_clip_max, ratio_clip_c)
+    return value, is_clipped
 
 
 def reinforce(next_token_logprobs: Tensor, advantages: Tensor) -> Tensor:

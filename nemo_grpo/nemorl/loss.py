@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.masking import zero_outside
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.variants import VARIANTS, parse_loss_fn
@@ -132,10 +133,9 @@ class ObjectiveLoss:
             rewards=unused,
             group_ids=unused,
         ).clean()
-        advantages = data["advantages"][:, 1:]
         return PreparedBatch(
             batch=batch,
-            advantages=torch.where(batch.token_mask, advantages, advantages.new_zeros(())),
+            advantages=zero_outside(data["advantages"][:, 1:], batch.mask),
             group_sizes=unused,
             token_weights=aligned("token_weights"),
         )
@@ -150,18 +150,18 @@ class ObjectiveLoss:
         current = batch.next_token_logprobs.detach()
         d = batch.prev_logprobs - batch.generation_logprobs
         r = torch.exp(d)
-        inverse = torch.exp(-d)
+        inverse = r.reciprocal()
         low, high = self._clip_bounds()
         return {
             "importance/weight": metrics.get("importance/weight", r),
             "token_mult_prob_error": torch.maximum(r, inverse),
-            "gen_kl_error": (r - d).sub_(1),
-            "policy_kl_error": inverse.add_(d).sub_(1),
-            "js_divergence_error": (r + 1).log_().sub_(d, alpha=0.5).sub_(LOG_2),
+            "gen_kl_error": (r - 1).sub_(d),
+            "policy_kl_error": inverse.sub_(1).add_(d),
+            "js_divergence_error": torch.log1p(r).sub_(d, alpha=0.5).sub_(LOG_2),
             "approx_entropy": (current - batch.generation_logprobs).exp_().mul_(current).neg_(),
             "probs_ratio_clamped": ratio.clamp(low, high),
             "num_valid_samples": batch.sample_mask.sum(),
-            **_extreme_ratios(ratio, batch.mask),
+            **_extreme_ratios(ratio, batch.counts),
         }
 
     def _clip_bounds(self) -> tuple[float, float]:
@@ -176,9 +176,8 @@ EXTREMES = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "pr
 """Metrics that NeMo-RL combines by least and greatest, not by adding up; infinite if nothing counts."""
 
 
-def _extreme_ratios(ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def _extreme_ratios(ratio: Tensor, counts: Tensor) -> dict[str, Tensor]:
     """Least and greatest ratio of the tokens that count; ratios are positive, so 0 means that none does."""
-    counts = mask.to(ratio.dtype)
     least = torch.add(ratio, 1 - counts, alpha=torch.finfo(ratio.dtype).max / 2).amin()
     return {"probs_ratio_min": least, "probs_ratio_max": (ratio * counts).amax()}
 

@@ -16,16 +16,12 @@ from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
 from nemo_grpo.core.surrogates import (
     clipped_policy_gradient,
     importance_ratio,
-    is_clipped,
     policy_gradient,
     sequence_importance_ratio,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 
 class VariantConfig(BaseModel):
@@ -201,7 +197,7 @@ class RatioConfig(GroupRewardConfig):
         batch = prepared.batch
         ratio = self.ratio(batch)
         policy, metrics = self.policy_term(ratio, prepared.advantages)
-        return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))
+        return TokenTerms(policy, self.kl_term(batch), metrics | self.ratio_metrics(batch, ratio))
 
     def ratio(self, batch: TokenBatch) -> Tensor:
         """rho, [B, T]: of each token, or one per response."""
@@ -209,14 +205,21 @@ class RatioConfig(GroupRewardConfig):
             return sequence_importance_ratio(batch.next_token_logprobs, batch.prev_logprobs, batch.mask)
         return importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
 
+    def ratio_metrics(self, batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
+        """`ratio_metrics`, of which kl/previous is always of the tokens' own ratios."""
+        metrics = ratio_metrics(batch, ratio)
+        if self.sequence_level_importance_ratios:
+            of_tokens = importance_ratio(batch.next_token_logprobs.detach(), batch.prev_logprobs)
+            metrics["kl/previous"] = ratio_metrics(batch, of_tokens)["kl/previous"]
+        return metrics
+
     def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """[B, T] objective to maximise, and its clip metrics."""
         if self.ratio_clip_min is None or self.ratio_clip_max is None:
             return policy_gradient(ratio, advantages), {}
         bounds = (self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
-        value = clipped_policy_gradient(ratio, advantages, *bounds)
-        clipped = is_clipped(value.detach(), ratio.detach(), advantages)
-        return value, {"ratio/clip_fraction": clipped.to(ratio.dtype)}
+        value, is_clipped = clipped_policy_gradient(ratio, advantages, *bounds)
+        return value, {"ratio/clip_fraction": is_clipped}
 
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
         """[B, T] KL estimate, or None without a penalty."""
@@ -251,6 +254,9 @@ class RatioConfig(GroupRewardConfig):
 
 
 def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
-    """[B, T] diagnostics of how far the policy moved within the step."""
-    moved = (batch.next_token_logprobs - batch.prev_logprobs).detach()
-    return {"ratio/mean": ratio.detach(), "kl/previous": torch.exp(moved).sub_(1).sub_(moved)}
+    """[B, T] diagnostics of how far the policy moved within the step.
+
+    Args: ratio: exp(logp - logp_prev).
+    """
+    ratio, moved = ratio.detach(), batch.next_token_logprobs.detach() - batch.prev_logprobs
+    return {"ratio/mean": ratio, "kl/previous": (ratio - 1).sub_(moved)}

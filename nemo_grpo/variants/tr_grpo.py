@@ -28,7 +28,7 @@ from nemo_grpo.core.kl import kl_estimate, weighted_k3
 from nemo_grpo.core.objective import Shaped, TokenTerms
 from nemo_grpo.core.random import token_uniforms
 from nemo_grpo.core.token_weights import probability_weights
-from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+from nemo_grpo.variants.base import RatioConfig
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ class TRGRPO(RatioConfig):
             policy = w * policy
         else:
             policy, metrics = self.policy_term(w * ratio, advantages)
-        metrics |= ratio_metrics(batch, ratio) | {
+        metrics |= self.ratio_metrics(batch, ratio) | {
             "tr_grpo/weight_mean": w,
             "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages).to(w.dtype),
         }

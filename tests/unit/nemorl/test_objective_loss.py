@@ -219,3 +219,11 @@ def test_loss_equals_the_objective_on_shifted_tensors():
     expected = -(term * batch.mask).sum() / toks
     loss, _ = loss_fn(current(), rows, global_valid_toks=toks, global_valid_seqs=seqs)
     torch.testing.assert_close(loss, expected)
+
+
+def test_drift_is_of_tokens_where_ratios_are_of_responses():
+    rows = data()
+    _, per_response = build_loss(SETTINGS["gspo"])(current(), rows, **counts(rows))
+    _, per_token = build_loss(SETTINGS["grpo"])(current(), rows, **counts(rows))
+    assert per_response["kl/previous"] == per_token["kl/previous"]
+    assert per_response["probs_ratio"] != per_token["probs_ratio"]
