@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nemo_grpo.cli.eval_benchmarks import Order, context_limit, describe, evaluate_benchmarks
+from nemo_grpo.cli.eval_benchmarks import Lazy, Order, context_limit, describe, evaluate_benchmarks
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.engine.generate_hf import HFGenerator
+    from nemo_grpo.engine.protocols import Generator
     from nemo_grpo.evaluate import EvalResult
+    from nemo_grpo.evaluate.suite import Conditions
     from nemo_grpo.recipe import Recipe
     from nemo_grpo.tasks import Problem
 
@@ -154,14 +156,27 @@ def _load_recipe(path: Path | None, overrides: list[str]) -> Recipe | None:
 
 
 def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrite: bool) -> None:
-    if (out / SUMMARY).exists() and not overwrite:
-        raise UserError(f"{out / SUMMARY} exists; choose another --out, or --overwrite")
-    tokenizer = _load_tokenizer(model)
-    generator = _load_generator(model, recipe)
-    problems = recipe.nemo_grpo.task.build().validation_problems(recipe.nemo_grpo.evaluation.num_problems)
+    from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt
+    from nemo_grpo.evaluate.summary import check_summary
+
+    tokenizer, section = _load_tokenizer(model), recipe.nemo_grpo
+    conditions = _conditions(recipe, tokenizer, seed, model)
+    described = {
+        **conditions.to_dict(),
+        "task": section.task.model_dump(mode="json"),
+        "prompt": section.prompt.model_dump(mode="json"),
+    }
+    if not overwrite:
+        check_summary(out, described, of_benchmarks=False)
+    problems = section.task.build().validation_problems(section.evaluation.num_problems)
+    max_tokens = conditions.sampling.max_new_tokens
+    longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, context_limit(model))
+    generator = Lazy(lambda: _load_generator(model, recipe, conditions.device))
+    if not (out / RESPONSES).exists():
+        generator.load()  # what is wrong with the model is said before anything is made
     _check_place(out)
-    result = _evaluate(recipe, generator, tokenizer, problems, seed, model, out)
-    _write(result, model, out)
+    result = _evaluate(recipe, generator, tokenizer, problems, conditions, out)
+    _write(result, model, out, described)
     _show(result, model, out)
 
 
@@ -186,46 +201,54 @@ def _load_tokenizer(model: Path) -> Any:
     return tokenizer
 
 
-def _load_generator(model: Path, recipe: Recipe) -> HFGenerator:
+def _conditions(recipe: Recipe, tokenizer: Any, seed: int, model: Path) -> Conditions:
+    import torch
+
+    from nemo_grpo.engine.protocols import SamplingParams
+    from nemo_grpo.evaluate.responses import fingerprint
+    from nemo_grpo.evaluate.suite import Conditions
+
+    evaluation, generation = recipe.nemo_grpo.evaluation, recipe.policy.generation
+    sampling = SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=evaluation.temperature or 1.0,
+        greedy=evaluation.temperature == 0,
+        top_p=evaluation.top_p,
+        stop_token_ids=(tokenizer.eos_token_id, *(generation.stop_token_ids or ())),
+    )
+    device = recipe.nemo_grpo.engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Conditions(
+        fingerprint(model), "hf", recipe.policy.precision, device, sampling, evaluation.num_samples, seed
+    )
+
+
+def _load_generator(model: Path, recipe: Recipe, device: str) -> HFGenerator:
     import torch
 
     from nemo_grpo.engine.generate_hf import HFGenerator
 
     torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
-    device = recipe.nemo_grpo.engine.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, recipe.policy.precision)
     return HFGenerator(model, dtype, device, max_batch_size=recipe.policy.generation_batch_size)
 
 
 def _evaluate(
     recipe: Recipe,
-    generator: HFGenerator,
+    generator: Generator,
     tokenizer: Any,
     problems: list[Problem],
-    seed: int,
-    model: Path,
+    conditions: Conditions,
     out: Path,
 ) -> EvalResult:
     from nemo_grpo.engine.progress import progress
-    from nemo_grpo.engine.protocols import SamplingParams
     from nemo_grpo.evaluate import evaluate
-    from nemo_grpo.evaluate.responses import ResponseLog, Resumable, fingerprint
-    from nemo_grpo.evaluate.suite import RESPONSES, Conditions, longest_prompt, tool_conditions
+    from nemo_grpo.evaluate.responses import ResponseLog, Resumable
+    from nemo_grpo.evaluate.suite import RESPONSES, tool_conditions
 
-    section, generation = recipe.nemo_grpo, recipe.policy.generation
-    sampling = SamplingParams(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=section.evaluation.temperature or 1.0,
-        greedy=section.evaluation.temperature == 0,
-        top_p=section.evaluation.top_p,
-        stop_token_ids=(tokenizer.eos_token_id, *(generation.stop_token_ids or ())),
-    )
-    task, k = section.task.build(), section.evaluation.num_samples
-    longest_prompt([(section.prompt, problems)], tokenizer, sampling.max_new_tokens, context_limit(model))
-    device = str(generator.device)
-    conditions = Conditions(fingerprint(model), "hf", recipe.policy.precision, device, sampling, k, seed)
+    section, k = recipe.nemo_grpo, conditions.num_samples
+    task = section.task.build()
     with ResponseLog(out / RESPONSES) as log, progress("evaluate", len(problems)) as advance:
         return evaluate(
             generator,
@@ -234,18 +257,18 @@ def _evaluate(
             section.prompt,
             problems,
             num_samples=k,
-            sampling=sampling,
-            seed=seed,
+            sampling=conditions.sampling,
+            seed=conditions.seed,
             on_progress=advance,
             recall=Resumable(log, section.task.name, {**conditions.to_dict(), **tool_conditions(task)}),
             problems_per_call=max(1, recipe.policy.generation_batch_size // k),
         )
 
 
-def _write(result: EvalResult, model: Path, out: Path) -> None:
+def _write(result: EvalResult, model: Path, out: Path, conditions: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     result.write_samples(out / SAMPLES)
-    summary = {"model": str(model), **result.to_dict()}
+    summary = {"model": str(model), "conditions": conditions, **result.to_dict()}
     (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 

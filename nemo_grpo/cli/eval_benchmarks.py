@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,8 +60,8 @@ def evaluate_benchmarks(order: Order, tokenizer: Any) -> None:
     limit = context_limit(order.model)
     asked = [(benchmark.prompt, benchmark.problems) for benchmark in benchmarks]
     longest = longest_prompt(asked, tokenizer, conditions.sampling.max_new_tokens, limit)
-    _check_results(order, conditions)
-    generator = _Lazy(lambda: _generator(order, conditions, longest))
+    _check_results(order, conditions, benchmarks)
+    generator = Lazy(lambda: _generator(order, conditions, longest))
     per_call = max(order.batch_size, RESPONSES_PER_CALL[order.generator]) // conditions.num_samples
     total = sum(len(benchmark.problems) for benchmark in benchmarks)
     with ResponseLog(order.out / RESPONSES) as log, progress("evaluate", total) as advance:
@@ -162,37 +162,30 @@ def context_limit(model: Path) -> int | None:
     return limit
 
 
-def _check_results(order: Order, conditions: Conditions) -> None:
+def _check_results(order: Order, conditions: Conditions, benchmarks: Sequence[Benchmark]) -> None:
     """Results of other conditions stay unless asked otherwise."""
-    from nemo_grpo.evaluate.suite import SUMMARY
+    from nemo_grpo.evaluate.summary import check_entries, check_summary
 
-    path = order.out / SUMMARY
-    if order.overwrite or not path.exists():
-        return
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))["conditions"]
-    except (ValueError, KeyError, TypeError):
-        before = {}
-    now = json.loads(json.dumps(conditions.to_dict()))
-    changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    if changed:
-        raise UserError(
-            f"{path} holds results of other conditions ({', '.join(changed)}); choose another --out, or "
-            "--overwrite"
-        )
+    if not order.overwrite:
+        check_summary(order.out, conditions.to_dict(), of_benchmarks=True)
+        check_entries(order.out, {benchmark.name: benchmark.identity() for benchmark in benchmarks})
 
 
-class _Lazy:
+class Lazy:
     """Loads the model when the first response is needed: not at all where all are known."""
 
     def __init__(self, build: Callable[[], Generator]) -> None:
         self._build = build
         self._built: Generator | None = None
 
+    def load(self) -> Generator:
+        """The model, loaded if it is not yet."""
+        self._built = self._built or self._build()
+        return self._built
+
     def generate(self, *arguments: Any, **options: Any) -> Rollout:
         """See `Generator.generate`."""
-        self._built = self._built or self._build()
-        return self._built.generate(*arguments, **options)
+        return self.load().generate(*arguments, **options)
 
 
 def _generator(order: Order, conditions: Conditions, longest: int) -> Generator:
@@ -221,7 +214,7 @@ def _finish(order: Order, result: SuiteResult) -> None:
     from rich.console import Console
 
     from nemo_grpo.evaluate.show import groups, plot, table
-    from nemo_grpo.evaluate.suite import SUMMARY
+    from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY
 
     conditions = result.conditions
     sampling = conditions.sampling
@@ -230,13 +223,13 @@ def _finish(order: Order, result: SuiteResult) -> None:
         f"at most {sampling.max_new_tokens} tokens, seed {conditions.seed}, {order.generator} in "
         f"{conditions.dtype} on {conditions.device}"
     )
-    result.write(order.out, order.model)
-    plot(result, order.out / PICTURE, f"{order.model.resolve().name}: {described}")
-    prompts = ", ".join(f"{name}: {b.prompt_name}" for name, b in result.benchmarks.items())
+    summary = result.write(order.out, order.model)
+    plot(summary, order.out / PICTURE, f"{order.model.resolve().name}: {described}")
+    prompts = ", ".join(f"{name}: {entry['prompt']}" for name, entry in summary[BENCHMARKS].items())
     console = Console()
     console.print(f"{order.model}; per cent +- standard error over problems", highlight=False, soft_wrap=True)
-    console.print(table(result))
-    for line in groups(result):
+    console.print(table(summary))
+    for line in groups(summary):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"{described}; prompts {prompts}", highlight=False)
     console.print(f"{order.out / SUMMARY}, {order.out / PICTURE}", highlight=False, soft_wrap=True)

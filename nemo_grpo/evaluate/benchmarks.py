@@ -44,6 +44,10 @@ class Benchmark:
     prompt: PromptLike
     prompt_name: str
 
+    def identity(self) -> dict[str, str]:
+        """What makes results of this name those of another benchmark if it changes."""
+        return {"sha256": self.digest, "prompt": self.prompt_name}
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.evaluate.runner import ks
+from nemo_grpo.evaluate.summary import BENCHMARKS
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from nemo_grpo.evaluate.suite import SuiteResult
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 TOKENS = "num_tokens"
 
 
-def table(result: SuiteResult) -> Table:
-    """A column per benchmark and one for their average; per cent with standard errors."""
+def table(summary: Mapping[str, Any]) -> Table:
+    """A column per benchmark and one for their average; per cent with standard errors.
+
+    Args: summary: what `SuiteResult.write` returns.
+    """
     from rich.table import Table
 
-    k = result.conditions.num_samples
-    columns = [(name, r.metrics(), r.standard_errors()) for name, r in result.results.items()]
+    k, entries = _num_samples(summary), summary[BENCHMARKS]
     shown = Table("")
-    for name, *_ in columns:
-        shown.add_column(f"{name}\n{len(result.benchmarks[name].problems)} problems", justify="right")
+    for name, entry in entries.items():
+        shown.add_column(f"{name}\n{entry['num_problems']} problems", justify="right")
+    columns = list(entries.values())
     if len(columns) > 1:
-        columns.append(("average", *result.average()))
-        shown.add_column(f"average\n{len(result.results)} sets", justify="right")
+        columns.append(summary["average"])
+        shown.add_column(f"average\n{len(entries)} sets", justify="right")
     for metric, label in labels(k).items():
-        shown.add_row(label, *(_cell(metric, means, errors) for _, means, errors in columns))
+        shown.add_row(label, *(_cell(metric, c["metrics"], c["standard_errors"]) for c in columns))
         if metric == "accuracy" and k > 1:
-            shown.add_row("  +- of runs", *(f"{100 * errors['accuracy_runs']:.1f}" for *_, errors in columns))
+            runs = [100 * column["standard_errors"]["accuracy_runs"] for column in columns]
+            shown.add_row("  +- of runs", *(f"{error:.1f}" for error in runs))
     return shown
 
 
-def groups(result: SuiteResult) -> list[str]:
+def groups(summary: Mapping[str, Any]) -> list[str]:
     """A line per benchmark whose problems come in groups: avg@k of each."""
     lines = []
-    for name in result.results:
-        found = [f"{label} {100 * g['accuracy']:.1f}" for label, g in result.groups(name).items()]
+    for name, entry in summary[BENCHMARKS].items():
+        found = [f"{label} {100 * g['accuracy']:.1f}" for label, g in entry["groups"].items()]
         if found:
-            lines.append(f"{name}, avg@{result.conditions.num_samples}: {', '.join(found)}")
+            lines.append(f"{name}, avg@{_num_samples(summary)}: {', '.join(found)}")
     return lines
+
+
+def _num_samples(summary: Mapping[str, Any]) -> int:
+    return int(summary["conditions"]["num_samples"])
 
 
 def labels(num_samples: int) -> dict[str, str]:
@@ -60,24 +68,25 @@ def labels(num_samples: int) -> dict[str, str]:
     }
 
 
-def _cell(metric: str, means: dict[str, float], errors: dict[str, float]) -> str:
+def _cell(metric: str, means: Mapping[str, float], errors: Mapping[str, float]) -> str:
     if metric == TOKENS:
         return f"{means[metric]:.0f}"
     error = f" +- {100 * errors[metric]:.1f}" if metric in errors else ""
     return f"{100 * means[metric]:.1f}{error}"
 
 
-def plot(result: SuiteResult, path: Path, title: str) -> None:
+def plot(summary: Mapping[str, Any], path: Path, title: str) -> None:
     """PNG: avg@k as bars, greedy, maj@k and pass@k as points, standard errors over problems."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    k, names = result.conditions.num_samples, list(result.results)
+    k, entries = _num_samples(summary), summary[BENCHMARKS]
+    names = list(entries)
     figure = Figure(figsize=(2.2 + 1.5 * len(names), 4), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    metrics = [r.metrics() for r in result.results.values()]
-    errors = [r.standard_errors() for r in result.results.values()]
+    metrics = [entry["metrics"] for entry in entries.values()]
+    errors = [entry["standard_errors"] for entry in entries.values()]
     series = [("greedy", "greedy", "o", ORANGE, -0.12), (f"maj@{k}", f"maj@{k}", "D", GREEN, 0.12)]
     series += [(f"pass@{k}", f"pass@{k}", "_", GREY, 0.0)] if k > 1 else []
     places = range(len(names))
@@ -102,7 +111,7 @@ def plot(result: SuiteResult, path: Path, title: str) -> None:
             capsize=2,
             label=label,
         )
-    axes.set_xticks(places, [f"{n}\n(N={len(result.benchmarks[n].problems)})" for n in names])
+    axes.set_xticks(places, [f"{name}\n(N={entry['num_problems']})" for name, entry in entries.items()])
     axes.set_ylim(0, 100)
     axes.set_ylabel("per cent")
     axes.set_title(fill(title, 30 + 20 * len(names)), fontsize=8)

@@ -14,10 +14,11 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark, opens_think
 from nemo_grpo.evaluate.responses import ResponseLog, Resumable
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
+from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, average, joined, read_summary
 from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
 
-SUMMARY, RESPONSES = "summary.json", "responses.jsonl"
+RESPONSES = "responses.jsonl"
 GROUPED_BY = ("num_people",)
 """Metadata by whose value a benchmark's results are also given: puzzles by size (TR-GRPO Table 1)."""
 
@@ -50,15 +51,8 @@ class SuiteResult:
     results: dict[str, EvalResult]
 
     def average(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Means of the metrics over benchmarks, and their standard errors sqrt(sum_b se_b^2) / B."""
-        metrics = [result.metrics() for result in self.results.values()]
-        errors = [result.standard_errors() for result in self.results.values()]
-        num = len(metrics)
-        means = {
-            name: math.fsum(m[name] for m in metrics) / num for name in metrics[0] if "stderr" not in name
-        }
-        squares = {name: math.fsum(e[name] ** 2 for e in errors) for name in errors[0]}
-        return means, {name: math.sqrt(square) / num for name, square in squares.items()}
+        """See `nemo_grpo.evaluate.summary.average`."""
+        return average(self._entries().values())
 
     def groups(self, name: str) -> dict[str, dict[str, float]]:
         """Of one benchmark, by ``key=value`` of its problems' metadata: avg@k, greedy, number of problems."""
@@ -81,32 +75,33 @@ class SuiteResult:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        average, errors = self.average()
+        return joined(None, {"conditions": self.conditions.to_dict(), BENCHMARKS: self._entries()})
+
+    def _entries(self) -> dict[str, Any]:
         return {
-            "conditions": self.conditions.to_dict(),
-            "benchmarks": {
-                name: {
-                    "file": str(benchmark.path),
-                    "sha256": benchmark.digest,
-                    "prompt": benchmark.prompt_name,
-                    "num_problems": len(benchmark.problems),
-                    "task": self.results[name].task,
-                    "metrics": self.results[name].metrics(),
-                    "standard_errors": self.results[name].standard_errors(),
-                    "num_votes_cut_short": self.results[name].num_votes_cut_short,
-                    "groups": self.groups(name),
-                }
-                for name, benchmark in self.benchmarks.items()
-            },
-            "average": {"metrics": average, "standard_errors": errors},
+            name: {
+                "file": str(benchmark.path),
+                **benchmark.identity(),
+                "num_problems": len(benchmark.problems),
+                "task": self.results[name].task,
+                "metrics": self.results[name].metrics(),
+                "standard_errors": self.results[name].standard_errors(),
+                "num_votes_cut_short": self.results[name].num_votes_cut_short,
+                "groups": self.groups(name),
+            }
+            for name, benchmark in self.benchmarks.items()
         }
 
-    def write(self, folder: Path, model: Path) -> None:
-        """summary.json, and samples-NAME.jsonl of each benchmark."""
+    def write(self, folder: Path, model: Path) -> dict[str, Any]:
+        """summary.json, and samples-NAME.jsonl of each benchmark.
+
+        Returns: the summary, with the other benchmarks that the folder had under the same conditions.
+        """
         for name, result in self.results.items():
             result.write_samples(folder / f"samples-{name}.jsonl")
-        text = json.dumps({"model": str(model), **self.to_dict()}, indent=2)
-        (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+        summary = {"model": str(model), **joined(read_summary(folder), self.to_dict())}
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        return summary
 
 
 def run_suite(

@@ -120,6 +120,36 @@ def test_results_do_not_depend_on_the_batch_size(unbroken, model, data, tmp_path
     assert results(tmp_path)[1] == results(unbroken[0])[1]
 
 
+def one(model, data, out, name, *more):
+    arguments = options(model, data, out, *more)
+    arguments[3] = name
+    return run(*arguments)
+
+
+def test_benchmarks_of_several_calls_are_kept_together(unbroken, model, data, tmp_path):
+    """One call for both, or one for each: the same summary, table and average."""
+    mine = data / "mine.jsonl"
+    one(model, data, tmp_path, "aime24")
+    output = one(model, data, tmp_path, mine)
+    assert results(tmp_path) == results(unbroken[0])
+    assert output.replace(str(tmp_path), str(unbroken[0])) == unbroken[1]
+    one(model, data, tmp_path, "aime24", "--overwrite")  # replaces what it evaluates, under these conditions
+    assert results(tmp_path)[0]["benchmarks"].keys() == {"aime24", "mine"}
+    one(model, data, tmp_path, mine, "--seed", 1, "--overwrite")  # other conditions never mix
+    assert results(tmp_path)[0]["benchmarks"].keys() == {"mine"}
+
+
+def test_a_benchmark_that_is_asked_otherwise_does_not_take_the_place_of_another(model, data, tmp_path):
+    one(model, data, tmp_path, "aime24", "--num-problems", 1)
+    with pytest.raises(UserError, match=r"results of aime24 with another prompt; .*--overwrite"):
+        one(model, data, tmp_path, "aime24", "--num-problems", 1, "--prompt", "tr_grpo_math")
+    (tmp_path / "aime24.jsonl").write_text((data / "mine.jsonl").read_text())
+    with pytest.raises(UserError, match="results of aime24 with another sha256"):
+        one(model, data, tmp_path, tmp_path / "aime24.jsonl")
+    one(model, data, tmp_path, "aime24", "--num-problems", 2)  # more of the same are welcome
+    assert json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["aime24"]["num_problems"] == 2
+
+
 SLOWLY = """
 import sys, time
 from nemo_grpo.cli import app

@@ -94,11 +94,51 @@ def test_results_are_not_overwritten_unasked(model, tmp_path):
     arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--num-problems", 1, *TASK]
     run(*arguments)
     before = (tmp_path / "summary.json").read_text()
-    with pytest.raises(UserError, match=r"summary\.json exists; .*--overwrite"):
-        run(*arguments, "--seed", 3)
+    other_prompt = "nemo_grpo.prompt.template='Q: {question}'"
+    for change, names in ((["--seed", 3], "seed"), (["--k", 2, other_prompt], "num_samples, prompt")):
+        with pytest.raises(UserError, match=rf"other conditions \({names}\); .*--overwrite"):
+            run(*arguments, *change)
     assert (tmp_path / "summary.json").read_text() == before
     run(*arguments, "--seed", 3, "--overwrite")
     assert json.loads((tmp_path / "summary.json").read_text())["seed"] == 3
+
+
+def test_a_repeated_command_samples_nothing_and_more_problems_are_added(model, tmp_path, monkeypatch):
+    arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--k", 2, *TASK]
+    run(*arguments, "--num-problems", 2)
+    files = [tmp_path / name for name in ("summary.json", "samples.jsonl", "responses.jsonl")]
+    before = [path.read_text() for path in files]
+    with monkeypatch.context() as patched:
+        patched.setattr(HFGenerator, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+        run(*arguments, "--num-problems", 2)
+    assert [path.read_text() for path in files] == before
+    run(*arguments, "--num-problems", 3)
+    assert json.loads(files[0].read_text())["num_problems"] == 3
+    assert files[1].read_text().startswith(before[1])
+    assert files[2].read_text().startswith(before[2])
+
+
+def test_results_of_another_model_are_refused(model, tmp_path):
+    options = [*RECIPE, "--out", tmp_path / "out", "--num-problems", 1, *TASK]
+    run("--model", model, *options)
+    shutil.copytree(model, tmp_path / "other")
+    with (tmp_path / "other" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    with pytest.raises(UserError, match=r"other conditions \(model\)"):
+        run("--model", tmp_path / "other", *options)
+
+
+def test_results_of_benchmarks_are_not_those_of_a_recipe(model, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"id": "1", "question": "1+1?", "answer": "2"}\n')
+    benchmarks = ["--benchmarks", tmp_path / "mine.jsonl", "--device", "cpu"]
+    few = ["--model", model, "--max-tokens", 4, "--k", 1]
+    run(*few, *benchmarks, "--out", tmp_path / "a")
+    run(*few, *RECIPE, *TASK, "--num-problems", 1, "--out", tmp_path / "b")
+    with pytest.raises(UserError, match="holds results of benchmarks; choose another --out"):
+        run(*few, *RECIPE, *TASK, "--num-problems", 1, "--out", tmp_path / "a")
+    with pytest.raises(UserError, match="holds results of a recipe's own problems; choose another --out"):
+        run(*few, *benchmarks, "--out", tmp_path / "b")
 
 
 def without_tokenizer(model, folder):

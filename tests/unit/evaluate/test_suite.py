@@ -48,7 +48,7 @@ def test_average_by_hand(result):
 
 def test_table_shows_per_cent_with_errors(result):
     console = Console(file=io.StringIO(), width=120)
-    console.print(table(result))
+    console.print(table(result.to_dict()))
     shown = console.file.getvalue()
     rows = {row.split("│")[1].strip(): row for row in shown.splitlines() if row.startswith("│")}
     assert "25.0 +- 14.4" in rows["avg@4"]
@@ -72,7 +72,7 @@ def test_puzzles_are_also_counted_by_size(tmp_path):
         "num_people=2": {"accuracy": 0.25, "greedy": 0.5, "num_problems": 2},
         "num_people=3": {"accuracy": 0.25, "greedy": 0.0, "num_problems": 1},
     }
-    assert groups(result) == ["kk, avg@4: num_people=2 25.0, num_people=3 25.0"]
+    assert groups(result.to_dict()) == ["kk, avg@4: num_people=2 25.0, num_people=3 25.0"]
 
 
 def test_responses_to_an_open_think_block_are_read_as_such():
