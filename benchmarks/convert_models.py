@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoints_conv.dtypes import DTYPES, byte_view
 from checkpoints_conv.families import family_for
 from checkpoints_conv.safetensors_io import SafetensorsWriter
 
@@ -46,7 +47,7 @@ def make_model(folder: Path, num_gigabytes: float, sparse: bool) -> int:
     config = config_of(num_gigabytes)
     (folder / "config.json").write_text(json.dumps(config))
     shapes = [
-        (name, torch.bfloat16, shape)
+        (name, DTYPES["bfloat16"], shape)
         for unit in family_for(config).units()
         for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
     ]
@@ -54,7 +55,7 @@ def make_model(folder: Path, num_gigabytes: float, sparse: bool) -> int:
     noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     for name, _, shape in shapes if not sparse else ():
         size = math.prod(shape)
-        writer.write(name, noise.repeat(-(-size // len(noise)))[:size].reshape(shape))
+        writer.write(name, byte_view(noise.repeat(-(-size // len(noise)))[:size]))
     writer.write_index()
     writer.close()
     return max(2 * math.prod(shape) for _, _, shape in shapes)

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; without it nothing is rounded.")]
-Workers = Annotated[int, typer.Option(min=1, help="Threads; memory grows by the largest tensor for each.")]
+Workers = Annotated[int, typer.Option(min=1, help="Threads; each needs a few megabytes.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Finish an interrupted conversion.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output, or start over.")]
 Sha256 = Annotated[bool, typer.Option("--sha256", help="Also write SHA256SUMS (reads the result once).")]
@@ -50,13 +50,12 @@ def hf_to_megatron_command(
 
     Example: python -m checkpoints_conv hf-to-megatron --hf-model Qwen2.5-7B --output qwen-megatron
     """
-    from checkpoints_conv.dtypes import dtype_for
     from checkpoints_conv.hf_to_megatron import hf_to_megatron
 
     hf_to_megatron(
         hf_model,
         output,
-        dtype=dtype_for(dtype),
+        dtype=dtype,
         num_workers=workers,
         padded_vocab_size=padded_vocab_size,
         resume=resume,
@@ -88,24 +87,25 @@ def megatron_to_hf_command(
     Example: python -m checkpoints_conv megatron-to-hf --megatron-checkpoint checkpoints/step_100
     --hf-config Qwen2.5-7B --output qwen-trained
     """
-    from checkpoints_conv.dtypes import dtype_for
-    from checkpoints_conv.lora import export_adapter, merge_lora
     from checkpoints_conv.megatron_to_hf import megatron_to_hf
 
-    options: dict[str, Any] = {"dtype": dtype_for(dtype), "num_workers": workers, "sha256": sha256}
+    options: dict[str, Any] = {"dtype": dtype, "num_workers": workers, "sha256": sha256}
     options |= {"resume": resume, "force": force}
     shard_bytes = num_bytes(max_shard_size)
     if (lora is None) != (base is None):
         raise UserError("--lora and --base belong together; give both or none")
     if lora is None or base is None:
         megatron_to_hf(megatron_checkpoint, hf_config, output, max_shard_bytes=shard_bytes, **options)
-    elif lora == "merge":
-        options["max_shard_bytes"] = shard_bytes
-        merge_lora(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
-    elif lora == "adapter":
-        export_adapter(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
     else:
-        raise UserError(f"--lora {lora!r} is not known{did_you_mean(lora, ('merge', 'adapter'))}")
+        from checkpoints_conv.lora import export_adapter, merge_lora
+
+        if lora == "merge":
+            options["max_shard_bytes"] = shard_bytes
+            merge_lora(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+        elif lora == "adapter":
+            export_adapter(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+        else:
+            raise UserError(f"--lora {lora!r} is not known{did_you_mean(lora, ('merge', 'adapter'))}")
     typer.echo(str(output))
 
 

@@ -1,25 +1,27 @@
-"""Hugging Face safetensors to a Megatron torch_dist checkpoint, one tensor in memory per worker."""
+"""Hugging Face safetensors to a Megatron torch_dist checkpoint, a megabyte in memory per worker."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from checkpoints_conv.buffers import ReusedMemory
-from checkpoints_conv.dtypes import cast
+from checkpoints_conv.dtypes import WEIGHT_DTYPES, Dtype, cast, dtype_for
 from checkpoints_conv.families import Family, family_for
-from checkpoints_conv.families.family import Unit, check_tied, pad_rows
-from checkpoints_conv.job import Job, run_parallel
+from checkpoints_conv.families.family import Unit, refuse_untied
+from checkpoints_conv.job import Job, flush_behind, run_parallel
+from checkpoints_conv.pieces import Buffer, same
 from checkpoints_conv.progress import Advance, byte_progress
 from checkpoints_conv.run_config import write_bridge_files
 from checkpoints_conv.safetensors_io import SafetensorsFolder, hf_config
 from checkpoints_conv.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
 from nemo_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +34,16 @@ def hf_to_megatron(
     hf_model: Path,
     output: Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     num_workers: int = 2,
     padded_vocab_size: int | None = None,
     resume: bool = False,
     force: bool = False,
     sha256: bool = False,
 ) -> Path:
-    """Convert a model folder; peak memory is about two of its largest tensors per worker.
+    """Convert a model folder; peak memory is a few megabytes per worker.
 
-    Args:    dtype: of the result; None keeps the source's.
+    Args:    dtype: of the result (bf16, fp16, fp32); None keeps the source's.
              padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when
              it loads).
              resume: finish what an interrupted call has begun.  force: replace an existing output.
@@ -53,12 +55,14 @@ def hf_to_megatron(
     config = hf_config(hf_model)
     family = family_for(config)
     weights = SafetensorsFolder(hf_model)
-    conversion = _Conversion(family, weights, dtype, padded_vocab_size)
-    settings = {"direction": "hf-to-megatron", "dtype": str(dtype), "padded_vocab_size": padded_vocab_size}
+    wanted = dtype_for(dtype)
+    conversion = _Conversion(family, weights, wanted, padded_vocab_size)
+    settings = {"direction": "hf-to-megatron", "dtype": str(wanted), "padded_vocab_size": padded_vocab_size}
     job = Job(output, hf_model, settings, resume, force)
     with job:
         conversion.run(job, num_workers)
         write_bridge_files(job.data, family, next(iter(conversion.dtypes.values())), ITERATION)
+        weights.close()
         job.finish(sha256)
     log.info("%s is a Megatron checkpoint of %s", output, hf_model)
     return output
@@ -71,17 +75,17 @@ class _Conversion:
         self,
         family: Family,
         weights: SafetensorsFolder,
-        dtype: torch.dtype | None,
+        dtype: Dtype | None,
         padded_vocab_size: int | None,
     ) -> None:
-        self.family, self.weights, self.memory = family, weights, ReusedMemory()
+        self.family, self.weights = family, weights
         self.units = list(family.units())
         expected = {
             name: shape for unit in self.units for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
         }
         family.check_hf(weights.shapes, expected)
         if family.tied and "lm_head.weight" in weights.tensors:
-            check_tied(weights.read("model.embed_tokens.weight"), weights.read("lm_head.weight"))
+            _check_tied(weights)
         self.dtypes = _dtypes(self.units, weights, dtype)
         self.padded_vocab_size = padded_vocab_size
         if padded_vocab_size is not None and padded_vocab_size < family.dims["v"]:
@@ -101,7 +105,8 @@ class _Conversion:
         job.need_space(left)
         writer = TorchDistWriter(folder, num_workers)
         try:
-            with byte_progress("hf-to-megatron", total, total - left) as advance:
+            progress = byte_progress("hf-to-megatron", total, total - left)
+            with progress as advance, flush_behind(writer.descriptors):
                 run_parallel(
                     todo, lambda unit: self._convert(unit, writer, job, written, advance), num_workers
                 )
@@ -112,18 +117,27 @@ class _Conversion:
     def _convert(
         self, unit: Unit, writer: TorchDistWriter, job: Job, written: list[WrittenChunk], advance: Advance
     ) -> None:
-        self.memory.reset()
-        parts = [self.weights.read(name, self.memory.allocate) for name in unit.hf]
-        whole = unit.op.join(parts, self.family.dims)
-        whole = cast(whole, self.dtypes[unit.key], unit.hf[0])
-        if unit.padded:
-            whole = pad_rows(whole, self.padded_vocab_size)
-        block = whole.reshape(*(1 for _ in unit.index), *whole.shape)
+        shape, dtype = self._key_shape(unit), self.dtypes[unit.key]
+        sizes = (*(1 for _ in unit.index), self._num_rows(unit), *unit.shape[1:])
         for key in (*unit.twins, unit.key):  # the unit's own key says that all are there
-            one = writer.write(key, self._key_shape(unit), self._offsets(unit), block)
+            one = writer.write(key, shape, dtype, self._offsets(unit), sizes, self._pieces(unit))
             job.record(one.to_json())
             written.append(one)
         advance(self._num_bytes(unit))
+
+    def _pieces(self, unit: Unit) -> Iterator[bytes | memoryview]:
+        """The bytes of a unit in its Megatron tensor; each piece is valid until the next."""
+        buffer, wanted = Buffer(), self.dtypes[unit.key]
+        for rows in unit.pieces(self.family.dims, wanted.itemsize):
+            name = unit.hf[rows.part]
+            data = self.weights.read_rows(name, rows.first, rows.count, buffer)
+            yield cast(data, self.weights.tensors[name].dtype, wanted, name)
+        no_token = bytes(math.prod(unit.shape[1:]) * wanted.itemsize)
+        for _ in range(self._num_rows(unit) - unit.shape[0]):
+            yield no_token
+
+    def _num_rows(self, unit: Unit) -> int:
+        return self.padded_vocab_size if unit.padded and self.padded_vocab_size else unit.shape[0]
 
     def _key_shape(self, unit: Unit) -> tuple[int, ...]:
         stack = (self.family.num_layers, self.family.dims["e"])[: len(unit.index)]
@@ -134,8 +148,7 @@ class _Conversion:
         return (*unit.index, unit.row, *(0 for _ in unit.shape[1:]))
 
     def _num_bytes(self, unit: Unit) -> int:
-        rows = self._key_shape(unit)[len(unit.index)] if unit.padded else unit.shape[0]
-        return rows * math.prod(unit.shape[1:]) * self.dtypes[unit.key].itemsize
+        return self._num_rows(unit) * math.prod(unit.shape[1:]) * self.dtypes[unit.key].itemsize
 
     def _extra_states(self) -> list[str]:
         """Keys under which megatron-core's layers look for FP8 scales; None is an answer they take."""
@@ -149,15 +162,23 @@ class _Conversion:
         return [f"decoder.layers.{name}._extra_state/shard_{at}_{size}" for name, at, size in found]
 
 
-def _dtypes(
-    units: list[Unit], weights: SafetensorsFolder, dtype: torch.dtype | None
-) -> Mapping[str, torch.dtype]:
+def _check_tied(weights: SafetensorsFolder) -> None:
+    first, second = Buffer(), Buffer()
+    rows, step = weights.shapes["lm_head.weight"][0], 64
+    for row in range(0, rows, step):
+        count = min(step, rows - row)
+        embedding = weights.read_rows("model.embed_tokens.weight", row, count, first)
+        if not same(embedding, weights.read_rows("lm_head.weight", row, count, second)):
+            refuse_untied()
+
+
+def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
     """The dtype of each key; one for all layers of it, since Megatron stacks them."""
-    found: dict[str, torch.dtype] = {}
+    found: dict[str, Dtype] = {}
     for unit in units:
         for name in unit.hf:
             stored = weights.tensors[name].dtype
-            if not stored.is_floating_point or stored.itemsize == 1:
+            if stored not in WEIGHT_DTYPES:
                 raise UserError(
                     f"{name} is stored as {stored}; dequantise the model to bf16 and convert that"
                 )

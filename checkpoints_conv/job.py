@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -200,6 +200,28 @@ def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_worker
         except BaseException:
             stop.set()
             raise
+
+
+@contextlib.contextmanager
+def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iterator[None]:
+    """Have what is written to these files go to the disk meanwhile, so that little is left for the end.
+
+    Raises: OSError: a file could not be flushed; the system says so once, so it must not be lost here.
+    """
+    stop = threading.Event()
+
+    def flush() -> None:
+        while not stop.wait(every_seconds):
+            for descriptor in descriptors:
+                os.fdatasync(descriptor)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="flush") as pool:
+        future = pool.submit(flush)
+        try:
+            yield
+        finally:
+            stop.set()
+        future.result()
 
 
 def write_sha256(folder: Path) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from checkpoints_conv.buffers import Allocate, fresh
+from checkpoints_conv.dtypes import WEIGHT_DTYPES
 from checkpoints_conv.families import Family
-from checkpoints_conv.families.family import Unit, check_tied, refuse_unmatched
-from checkpoints_conv.torch_dist import TorchDistReader
+from checkpoints_conv.families.family import Unit, refuse_unmatched, refuse_untied
+from checkpoints_conv.pieces import same
+from checkpoints_conv.torch_dist import Block, TorchDistReader
 from nemo_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 ADAPTER = ".adapter."
 RUN_CONFIG = "run_config.yaml"
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,14 @@ class Place:
     start: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def read(self, reader: TorchDistReader, allocate: Allocate = fresh) -> Tensor:
-        """The unit's tensor, [rows, ...], in memory from ``allocate``."""
-        return reader.read(self.name, self.start, self.sizes, allocate).reshape(self.unit.shape)
+    def open(self, reader: TorchDistReader) -> AbstractContextManager[Block]:
+        """The unit's rows, from first to last."""
+        axis = len(self.sizes) - len(self.unit.shape)
+        return reader.block(self.name, self.start, self.sizes, axis)
+
+    def read(self, reader: TorchDistReader) -> Tensor:
+        """The unit's tensor, [rows, ...], in memory."""
+        return reader.read(self.name, self.start, self.sizes).reshape(self.unit.shape)
 
 
 def locate(family: Family, reader: TorchDistReader) -> list[Place]:
@@ -52,7 +59,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
         extra -= {_OUTPUT}
     refuse_unmatched("Megatron", missing, extra)
     if family.tied and _OUTPUT in stored:
-        check_tied(*(reader.read(name, (0, 0), stored[name]) for name in (_EMBEDDING, _OUTPUT)))
+        _check_tied(reader, stored[_EMBEDDING])
     places = []
     for unit, name in names.items():
         assert name is not None
@@ -61,7 +68,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
         start = (*index, unit.row, *(0 for _ in unit.shape[1:]))
         places.append(Place(unit, name, start, (*(1 for _ in index), *unit.shape)))
     for name in {place.name for place in places}:
-        if reader.keys[name].dtype not in _WEIGHT_DTYPES:
+        if reader.keys[name].dtype not in WEIGHT_DTYPES:
             raise UserError(
                 f"{name} is stored as {reader.keys[name].dtype}; save the weights in bf16, fp16 or fp32"
             )
@@ -70,6 +77,16 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
 
 def _name(unit: Unit, stored: dict[str, tuple[int, ...]]) -> str | None:
     return next((name for name in (*unit.stacked_keys, *unit.layer_keys) if name in stored), None)
+
+
+def _check_tied(reader: TorchDistReader, shape: tuple[int, ...]) -> None:
+    both = (reader.block(name, (0, 0), shape, 0) for name in (_EMBEDDING, _OUTPUT))
+    rows, step = shape[0], 64
+    with next(both) as embedding, next(both) as output:
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            if not same(embedding.read(count), output.read(count)):
+                refuse_untied()
 
 
 def _check_shape(family: Family, unit: Unit, name: str, found: tuple[int, ...]) -> None:

@@ -15,18 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_conv.dtypes import cast
+from checkpoints_conv.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
 from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER, RUN_CONFIG, run_config_numbers
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.safetensors_io import SafetensorsFolder, SafetensorsWriter, hf_config
+from checkpoints_conv.safetensors_io import Planned, SafetensorsFolder, SafetensorsWriter, hf_config
 from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
-
-Planned = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,8 @@ class Adapter:
         b = reader.read(
             f"{self.layer}linear_out.weight", (*index, self.unit.row, 0), (*ones, rows, self.rank)
         )
-        parts = self.unit.op.split(b.reshape(rows, self.rank), family.dims)
+        heights = [shape[0] for shape in self.unit.hf_shapes]
+        parts = self.unit.op.split(b.reshape(rows, self.rank), heights, family.dims)
         return a.reshape(self.rank, columns), parts
 
 
@@ -55,7 +54,7 @@ def merge_lora(
     output: Path,
     *,
     alpha: float | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     num_workers: int = 2,
     resume: bool = False,
@@ -78,7 +77,8 @@ def merge_lora(
     reader = TorchDistReader(megatron_checkpoint)
     adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
     scale = _alpha(reader, alpha)
-    planned = [(name, dtype or weights.tensors[name].dtype, shape) for name, shape in expected.items()]
+    wanted = dtype_for(dtype)
+    planned = [(name, wanted or weights.tensors[name].dtype, shape) for name, shape in expected.items()]
 
     def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
         bases = [weights.read(name) for name in unit.hf]
@@ -90,12 +90,13 @@ def merge_lora(
         for name, weight, b in zip(unit.hf, bases, parts, strict=True):
             yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale / adapter.rank)
 
-    settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(dtype), "base": str(base.resolve())}
+    settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(wanted), "base": str(base.resolve())}
     settings["max_shard_bytes"] = max_shard_bytes
     with Job(output, megatron_checkpoint, settings, resume, force) as job:
         _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
         copy_side_files(base, job.data, planned[0][1])
         reader.close()
+        weights.close()
         job.finish(sha256)
     return output
 
@@ -106,7 +107,7 @@ def export_adapter(
     output: Path,
     *,
     alpha: float | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     num_workers: int = 2,
     resume: bool = False,
     force: bool = False,
@@ -125,9 +126,10 @@ def export_adapter(
     ranks = {adapter.rank for adapter in adapters.values()}
     if len(ranks) > 1:
         raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
+    wanted = dtype_for(dtype)
     planned: list[Planned] = []
     for adapter in adapters.values():
-        stored = dtype or reader.keys[f"{adapter.layer}linear_in.weight"].dtype
+        stored = wanted or reader.keys[f"{adapter.layer}linear_in.weight"].dtype
         for name, shape in zip(adapter.unit.hf, adapter.unit.hf_shapes, strict=True):
             planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
             planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
@@ -138,9 +140,14 @@ def export_adapter(
             yield _peft_name(name, "A"), a
             yield _peft_name(name, "B"), b
 
-    settings = {"direction": "lora-adapter", "alpha": scale, "dtype": str(dtype), "base": str(base.resolve())}
+    settings = {
+        "direction": "lora-adapter",
+        "alpha": scale,
+        "dtype": str(wanted),
+        "base": str(base.resolve()),
+    }
     with Job(output, megatron_checkpoint, settings, resume, force) as job:
-        total = sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in planned)
+        total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
         _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
         names = {name for unit in adapters for name in unit.hf}
         modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
@@ -196,15 +203,16 @@ def _write(
     max_shard_bytes: int,
     num_workers: int,
 ) -> None:
-    job.need_space(sum(torch.Size(shape).numel() * kind.itemsize for _, kind, shape in planned))
+    job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned))
     writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
     kept = {entry["name"]: entry for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
 
     def work(unit: Unit) -> None:
         for tensor_name, tensor in convert(unit):
             if tensor_name not in kept:
-                rounded = cast(tensor, writer.tensors[tensor_name].dtype, tensor_name)
-                job.record({"name": tensor_name, "crc32": writer.write(tensor_name, rounded)})
+                rounded = cast_tensor(tensor, writer.tensors[tensor_name].dtype, tensor_name)
+                checksum = writer.write(tensor_name, byte_view(rounded.contiguous()))
+                job.record({"name": tensor_name, "crc32": checksum})
                 advance(writer.tensors[tensor_name].num_bytes)
 
     try:

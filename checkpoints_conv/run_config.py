@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from checkpoints_conv.archive import save, tensor_reference
+from checkpoints_conv.dtypes import DTYPES, Dtype
 from checkpoints_conv.families import Family
 from checkpoints_conv.locate import RUN_CONFIG
 from checkpoints_conv.torch_dist import LATEST
@@ -14,30 +15,34 @@ from checkpoints_conv.torch_dist import LATEST
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 
 
-def write_bridge_files(folder: Path, family: Family, dtype: torch.dtype, iteration: int) -> None:
+def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: int) -> None:
     """Write run_config.yaml, train_state.pt and the trackers that name the latest iteration."""
     inner = folder / f"iter_{iteration:07d}"
     (inner / RUN_CONFIG).write_text(to_yaml({"model": model_section(family, dtype), **_run_sections()}))
     (folder / LATEST).write_text(str(iteration))
     for path in (inner / "train_state.pt", folder / "latest_train_state.pt"):
-        torch.save(_train_state(iteration), path)
+        _write_train_state(path, iteration)
 
 
 def _run_sections() -> dict[str, Any]:
     return {"checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False}}
 
 
-def _train_state(iteration: int) -> dict[str, torch.Tensor]:
+def _write_train_state(path: Path, iteration: int) -> None:
+    """A dict of scalar tensors."""
     counters = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-    return {
-        "step": torch.tensor(iteration, dtype=torch.int64),
-        **{name: torch.tensor(0, dtype=torch.int64) for name in counters},
-        "floating_point_operations_so_far": torch.tensor(0.0, dtype=torch.float64),
-        **{name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")},
+    scalars = {
+        "step": ("int64", struct.pack("<q", iteration)),
+        **{name: ("int64", struct.pack("<q", 0)) for name in counters},
+        "floating_point_operations_so_far": ("float64", struct.pack("<d", 0.0)),
+        **{name: ("bool", struct.pack("<?", False)) for name in ("do_train", "do_valid", "do_test")},
     }
+    tree = {name: tensor_reference(DTYPES[dtype], (), name) for name, (dtype, _) in scalars.items()}
+    with path.open("wb") as stream:
+        save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
 
 
-def model_section(family: Family, dtype: torch.dtype) -> dict[str, Any]:
+def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
     """What Megatron-Bridge's provider needs to build the model, from config.json."""
     config, dims = family.config, family.dims
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -74,8 +79,8 @@ def model_section(family: Family, dtype: torch.dtype) -> dict[str, Any]:
         "pipeline_model_parallel_size": 1,
         "params_dtype": _reference(str(dtype)),
         "pipeline_dtype": _reference(str(dtype)),
-        "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
+        "bf16": dtype.name == "bfloat16",
+        "fp16": dtype.name == "float16",
         **(_experts(family) if dims["e"] else {}),
     }
 

@@ -1,36 +1,32 @@
 """Hugging Face safetensors folders: read and write single tensors at their place, without mapping files.
 
 The format is a length, a JSON header and the bytes. Reading through the header and ``pread`` instead of a
-memory map keeps the resident memory at one tensor, and finds truncated files before anything is converted.
+memory map keeps the resident memory small, and finds truncated files before anything is converted.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from checkpoints_conv.buffers import Allocate, fresh
+from checkpoints_conv.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
+from checkpoints_conv.pieces import Buffer, crc32_of, damaged, read_into, write_from
 from nemo_grpo.errors import UserError
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
 _MAX_HEADER = 100 << 20
-_PIECE = 1 << 20
 INDEX = "model.safetensors.index.json"
+Planned = tuple[str, Dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor to be written."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,19 @@ class StoredTensor:
     """Where one tensor lies. Attributes: offset: first byte within the file."""
 
     file: Path
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
     offset: int
 
     @property
     def num_bytes(self) -> int:
         """Size of the data."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return num_bytes_of(self.dtype, self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row."""
+        return num_bytes_of(self.dtype, self.shape[1:])
 
 
 class SafetensorsFolder:
@@ -66,6 +67,7 @@ class SafetensorsFolder:
                     )
                 self.tensors[name] = stored
         self._check_index()
+        self._descriptors = {file: os.open(file, os.O_RDONLY) for file in self.files}
 
     @property
     def files(self) -> list[Path]:
@@ -77,9 +79,28 @@ class SafetensorsFolder:
         """Shape of every tensor."""
         return {name: stored.shape for name, stored in self.tensors.items()}
 
-    def read(self, name: str, allocate: Allocate = fresh) -> Tensor:
-        """One tensor, in memory from ``allocate``."""
-        return read_tensor(self.tensors[name], allocate)
+    def read(self, name: str) -> Tensor:
+        """One tensor in memory."""
+        stored, data = self.tensors[name], bytearray(self.tensors[name].num_bytes)
+        self._read(stored, stored.offset, memoryview(data))
+        return tensor_of(data, stored.dtype, stored.shape)
+
+    def read_rows(self, name: str, first: int, count: int, buffer: Buffer) -> memoryview:
+        """Some rows of a tensor, in memory from ``buffer``."""
+        stored = self.tensors[name]
+        data = buffer.take(count * stored.row_bytes)
+        self._read(stored, stored.offset + first * stored.row_bytes, data)
+        return data
+
+    def _read(self, stored: StoredTensor, offset: int, data: memoryview) -> None:
+        if read_into(self._descriptors[stored.file], offset, data) != len(data):
+            raise damaged(stored.file, "it ends within a tensor")
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
 
     def _check_index(self) -> None:
         index = self.folder / INDEX
@@ -144,77 +165,12 @@ def _stored(file: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
     return stored
 
 
-def damaged(file: Path, why: str) -> UserError:
-    """The error for a file that is not what it should be."""
-    return UserError(f"{file} is damaged or truncated: {why}; copy or download it again")
-
-
-def read_tensor(stored: StoredTensor, allocate: Allocate = fresh) -> Tensor:
-    """The tensor, in memory from ``allocate``."""
-    tensor = allocate(stored.shape, stored.dtype)
-    with stored.file.open("rb", buffering=0) as stream:
-        if read_into(stream.fileno(), stored.offset, byte_view(tensor)) != stored.num_bytes:
-            raise damaged(stored.file, "it ends within a tensor")
-    return tensor
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, for reading and writing."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def read_into(descriptor: int, offset: int, buffer: memoryview) -> int:
-    """Fill the buffer from a file. Returns: bytes read; fewer than asked for only at the end of the file."""
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done : done + (64 << 20)]], offset + done)
-        if not count:
-            break
-        done += count
-    return done
-
-
-def write_from(descriptor: int, offset: int, buffer: memoryview) -> None:
-    """Write the whole buffer at an offset."""
-    done = 0
-    while done < len(buffer):
-        done += os.pwrite(descriptor, buffer[done : done + (64 << 20)], offset + done)
-
-
-def read_with_crc32(descriptor: int, offset: int, buffer: memoryview) -> tuple[int, int]:
-    """`read_into`, with the checksum taken while the bytes are still in the cache. Returns: count, crc32."""
-    done = checksum = 0
-    for piece in _pieces(buffer):
-        count = read_into(descriptor, offset + done, piece)
-        checksum = zlib.crc32(piece[:count], checksum)
-        done += count
-        if count < len(piece):
-            break
-    return done, checksum
-
-
-def write_with_crc32(descriptor: int, offset: int, buffer: memoryview) -> int:
-    """`write_from`, with the checksum taken while the bytes are still in the cache. Returns: crc32."""
-    done = checksum = 0
-    for piece in _pieces(buffer):
-        write_from(descriptor, offset + done, piece)
-        checksum = zlib.crc32(piece, checksum)
-        done += len(piece)
-    return checksum
-
-
-def _pieces(buffer: memoryview) -> Iterator[memoryview]:
-    return (buffer[start : start + _PIECE] for start in range(0, len(buffer), _PIECE))
-
-
-def plan_shards(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], max_shard_bytes: int
-) -> list[list[tuple[str, torch.dtype, tuple[int, ...]]]]:
+def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
     """Divide tensors over files in order; a file holds at most ``max_shard_bytes``, or one larger tensor."""
-    shards: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
+    shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in tensors:
-        num_bytes = math.prod(tensor[2]) * tensor[1].itemsize
+        num_bytes = num_bytes_of(tensor[1], tensor[2])
         if shards[-1] and size + num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
@@ -226,15 +182,11 @@ def plan_shards(
 class SafetensorsWriter:
     """Writes tensors to places that are fixed beforehand, in any order and from any thread.
 
-    Files are made at their full size with their headers; `write` fills in the data.
+    Files are made at their full size with their headers; `open` and `write` fill in the data.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-        max_shard_bytes: int,
-        name: str = "model",
+        self, folder: Path, tensors: Iterable[Planned], max_shard_bytes: int, name: str = "model"
     ) -> None:
         shards = plan_shards(tensors, max_shard_bytes)
         self.folder = folder
@@ -244,12 +196,16 @@ class SafetensorsWriter:
             suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             self._lay_out(folder / f"{name}{suffix}.safetensors", shard)
 
-    def _lay_out(self, file: Path, shard: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+    def _lay_out(self, file: Path, shard: list[Planned]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, dtype, shape in shard:
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            begin, end = end, end + num_bytes_of(dtype, shape)
+            header[name] = {
+                "dtype": dtype.safetensors,
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -265,16 +221,23 @@ class SafetensorsWriter:
         """Size of all data."""
         return sum(stored.num_bytes for stored in self.tensors.values())
 
-    def write(self, name: str, tensor: Tensor) -> int:
-        """Put a tensor at its place. Returns: crc32 of its bytes."""
-        stored = self.tensors[name]
-        assert (stored.dtype, stored.shape) == (tensor.dtype, tuple(tensor.shape)), name
-        descriptor = self.descriptors[stored.file]
-        return write_with_crc32(descriptor, stored.offset, byte_view(tensor.contiguous()))
+    def open(self, name: str) -> TensorWriter:
+        """The place of a tensor, to be filled piece by piece."""
+        return TensorWriter(name, self.tensors[name], self.descriptors[self.tensors[name].file])
+
+    def write(self, name: str, data: memoryview) -> int:
+        """Put a tensor's bytes at their place. Returns: their crc32."""
+        place = self.open(name)
+        place.write(data)
+        assert place.is_full, name
+        return place.crc32
 
     def holds(self, name: str, crc32: int) -> bool:
         """True if what lies at the tensor's place has this checksum."""
-        return name in self.tensors and zlib.crc32(byte_view(read_tensor(self.tensors[name]))) == crc32
+        if name not in self.tensors:
+            return False
+        stored = self.tensors[name]
+        return crc32_of(self.descriptors[stored.file], stored.offset, stored.num_bytes) == crc32
 
     def close(self) -> None:
         """Close the files."""
@@ -289,6 +252,25 @@ class SafetensorsWriter:
         weight_map = {name: stored.file.name for name, stored in self.tensors.items()}
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class TensorWriter:
+    """Fills a tensor's place from front to end. Attributes: name; stored; crc32: of what was written."""
+
+    def __init__(self, name: str, stored: StoredTensor, descriptor: int) -> None:
+        self.name, self.stored, self.crc32 = name, stored, 0
+        self._descriptor, self._done = descriptor, 0
+
+    @property
+    def is_full(self) -> bool:
+        """True once all bytes are there."""
+        return self._done == self.stored.num_bytes
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes; the checksum is taken while they are in the cache."""
+        write_from(self._descriptor, self.stored.offset + self._done, data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._done += len(data)
 
 
 def hf_config(folder: Path) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.families import family_for
 from checkpoints_conv.job import SHA256SUMS
 from checkpoints_conv.locate import RUN_CONFIG
@@ -23,7 +23,7 @@ class Summary:
 
     folder: Path
     facts: list[tuple[str, str]]
-    tensors: list[tuple[str, tuple[int, ...], torch.dtype, int]]
+    tensors: list[tuple[str, tuple[int, ...], Dtype, int]]
 
 
 def summarize(path: Path) -> Summary:
@@ -48,6 +48,7 @@ def _hf(path: Path) -> Summary:
             facts.append(("convertible", "yes"))
         except UserError as error:
             facts.append(("convertible", f"no: {error}"))
+    weights.close()
     facts.append((SHA256SUMS, "yes" if (path / SHA256SUMS).exists() else "no"))
     return Summary(path, facts, tensors)
 
@@ -70,10 +71,10 @@ def _megatron(path: Path) -> Summary:
     return Summary(reader.folder, facts, tensors)
 
 
-def _sizes(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype, int]]) -> list[tuple[str, str]]:
+def _sizes(tensors: Iterable[tuple[str, tuple[int, ...], Dtype, int]]) -> list[tuple[str, str]]:
     tensors = list(tensors)
     dtypes = Counter(str(dtype).removeprefix("torch.") for _, _, dtype, _ in tensors)
-    num_parameters = sum(torch.Size(shape).numel() for _, shape, _, _ in tensors)
+    num_parameters = sum(math.prod(shape) for _, shape, _, _ in tensors)
     return [
         ("tensors", str(len(tensors))),
         ("parameters", f"{num_parameters:,}"),

@@ -12,18 +12,20 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from checkpoints_conv.buffers import Allocate, fresh
-from checkpoints_conv.payload import Payload, RefusingUnpickler
-from checkpoints_conv.safetensors_io import damaged
+from checkpoints_conv.archive import SavedTensor
+from checkpoints_conv.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
+from checkpoints_conv.pickles import RefusingUnpickler
+from checkpoints_conv.pieces import Buffer, damaged
 from nemo_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METADATA = ".metadata"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -59,9 +61,9 @@ _CLASSES = {
 }
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(module, name): record for module, names in _CLASSES.items() for name, record in names.items()},
-    **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
 }
@@ -112,13 +114,13 @@ class Key:
     """A stored tensor, all layers of it. Attributes: shape; dtype; chunks."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: Dtype
     chunks: tuple[Chunk, ...]
 
     @property
     def num_bytes(self) -> int:
         """Size of the data."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return num_bytes_of(self.dtype, self.shape)
 
 
 class TorchDistReader:
@@ -144,49 +146,101 @@ class TorchDistReader:
         """The model's tensors, without optimizer, random state and scales."""
         return {name: key for name, key in self.keys.items() if not _NO_WEIGHTS.fullmatch(name)}
 
-    def read(
-        self, name: str, start: Sequence[int], sizes: Sequence[int], allocate: Allocate = fresh
-    ) -> Tensor:
-        """One block of a tensor, joined from however many chunks it lies in.
+    @contextmanager
+    def block(self, name: str, start: Sequence[int], sizes: Sequence[int], axis: int) -> Iterator[Block]:
+        """Open a block of a key, to be read row by row. Leaving it compares the checksums.
 
-        Args:   start, sizes: of the block; one number per axis of the key.
-                allocate: makes the memory that it and its chunks lie in.
-        Returns: [sizes] in the stored dtype; may be a view of a larger chunk.
+        Args:   start, sizes: of the block, one number per axis of the key: 1 before the rows' axis, all of
+                the key behind it.
+                axis: of the rows.
         Raises: UserError: data are missing or damaged.
         """
         key = self.keys[name]
+        assert all(size == 1 for size in sizes[:axis]), sizes
+        assert tuple(sizes[axis + 1 :]) == key.shape[axis + 1 :], sizes
+        assert len(sizes) <= axis + 2, sizes
         overlaps = [(chunk, box) for chunk in key.chunks if (box := _overlap(chunk, start, sizes))]
         if sum(math.prod(end - begin for begin, end in box) for _, box in overlaps) != math.prod(sizes):
             raise UserError(f"{self.folder}: {name} has gaps or overlaps at {list(start)}; save it again")
-        if len(overlaps) == 1:
-            return self._cut(*overlaps[0], key, None, allocate)
-        out = allocate(sizes, key.dtype)
-        for chunk, box in overlaps:
-            target = out[tuple(slice(b - s, e - s) for (b, e), s in zip(box, start, strict=True))]
-            whole = target.is_contiguous() and tuple(target.shape) == chunk.sizes
-            part = self._cut(chunk, box, key, target if whole else None, allocate)
-            if part.data_ptr() != target.data_ptr():
-                target.copy_(part)
-        return out
+        parts = [_Part(self._open(chunk, key), chunk, box, axis) for chunk, box in overlaps]
+        yield Block(key.dtype, parts, start[axis], math.prod(sizes[axis + 1 :]) * key.dtype.itemsize)
+        for part in parts:
+            part.saved.finish()
 
-    def _cut(
-        self, chunk: Chunk, box: list[tuple[int, int]], key: Key, out: Tensor | None, allocate: Allocate
-    ) -> Tensor:
-        payload = Payload(self.folder / chunk.file, self._descriptors[chunk.file], chunk.start, chunk.length)
-        if (payload.dtype, payload.shape) != (key.dtype, chunk.sizes):
+    def _open(self, chunk: Chunk, key: Key) -> SavedTensor:
+        file = self.folder / chunk.file
+        saved = SavedTensor(file, self._descriptors[chunk.file], chunk.start, chunk.length)
+        if (saved.dtype, saved.shape) != (key.dtype, chunk.sizes):
             raise damaged(
-                self.folder / chunk.file,
-                f"the chunk at byte {chunk.start} is {payload.dtype} {list(payload.shape)}, {METADATA} says "
+                file,
+                f"the chunk at byte {chunk.start} is {saved.dtype} {list(saved.shape)}, {METADATA} says "
                 f"{key.dtype} {list(chunk.sizes)}",
             )
-        tensor = payload.read(out, allocate)
-        return tensor[tuple(slice(b - o, e - o) for (b, e), o in zip(box, chunk.offsets, strict=True))]
+        return saved
+
+    def read(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A whole block in memory; the last two axes may be longer than 1. See `block`.
+
+        Returns: [sizes] in the stored dtype.
+        """
+        axis = max(0, len(sizes) - 2)
+        data = bytearray(num_bytes_of(self.keys[name].dtype, sizes))
+        with self.block(name, start, sizes, axis) as block:
+            block.read_into(memoryview(data), math.prod(sizes[axis : axis + 1]))
+        return tensor_of(data, block.dtype, sizes)
 
     def close(self) -> None:
         """Close the files."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+
+class Block:
+    """Rows of a key, joined from however many chunks they lie in. Attributes: dtype."""
+
+    def __init__(self, dtype: Dtype, parts: list[_Part], row: int, row_bytes: int) -> None:
+        self.dtype = dtype
+        self._parts, self._row, self._row_bytes, self._buffer = parts, row, row_bytes, Buffer()
+
+    def read(self, num_rows: int) -> memoryview:
+        """The next rows; valid until the next call."""
+        data = self._buffer.take(num_rows * self._row_bytes)
+        self.read_into(data, num_rows)
+        return data
+
+    def read_into(self, data: memoryview, num_rows: int) -> None:
+        """Fill ``data`` with the next rows."""
+        for part in self._parts:
+            part.read_into(data, self._row, num_rows, self._row_bytes)
+        self._row += num_rows
+
+
+class _Part:
+    """What a block takes from one chunk: rows from ``begin`` to ``end`` of the key, perhaps some columns."""
+
+    def __init__(self, saved: SavedTensor, chunk: Chunk, box: list[tuple[int, int]], axis: int) -> None:
+        self.saved, (self.begin, self.end) = saved, box[axis]
+        itemsize = saved.dtype.itemsize
+        self.width = math.prod(chunk.sizes[axis + 1 :]) * itemsize
+        self.left = sum(chunk.offsets[axis + 1 :]) * itemsize
+        above = 0  # the chunk's rows above row 0 of the key, in units of rows
+        for (first, _), offset, size in zip(box[:axis], chunk.offsets, chunk.sizes, strict=False):
+            above = above * size + first - offset
+        self.above = above * chunk.sizes[axis] - chunk.offsets[axis] if chunk.sizes else 0
+
+    def read_into(self, data: memoryview, row: int, num_rows: int, row_bytes: int) -> None:
+        """Fill the part's share of ``data``, which holds rows ``row`` and following of the key."""
+        begin, end = max(row, self.begin), min(row + num_rows, self.end)
+        if begin >= end:
+            return
+        first = (begin - row) * row_bytes + self.left
+        if self.width == row_bytes:
+            views = [data[first : first + (end - begin) * row_bytes]]
+        else:
+            starts = range(first, first + (end - begin) * row_bytes, row_bytes)
+            views = [data[start : start + self.width] for start in starts]
+        self.saved.read_into((begin + self.above) * self.width, views)
 
 
 def _overlap(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]] | None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from checkpoints_conv.payload import Payload
+from checkpoints_conv.archive import SavedTensor, Section, save, tensor_reference
+from checkpoints_conv.dtypes import Dtype
+from checkpoints_conv.pickles import Call, Global, Instance, dumps
 from checkpoints_conv.torch_dist import METADATA, Chunk
 from nemo_grpo.errors import UserError
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 _BACKEND = {
     "sharded_backend": "torch_dist",
@@ -27,6 +22,8 @@ _BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_CLASSES = "torch.distributed.checkpoint.metadata"
+_SIZE = Global("torch", "Size")
 
 
 @dataclass(frozen=True)
@@ -57,72 +54,133 @@ class TorchDistWriter:
         """Open data files beside those that an interrupted attempt has left."""
         self.folder = folder
         attempt = len({path.stem.rpartition("_")[2] for path in folder.glob("__*_*.distcp")})
-        self._idle: queue.SimpleQueue[BinaryIO] = queue.SimpleQueue()
-        self._files = [(folder / f"__{n}_{attempt}.distcp").open("xb") for n in range(num_files)]
+        self._idle: queue.SimpleQueue[_DataFile] = queue.SimpleQueue()
+        self._files = [_DataFile(folder / f"__{n}_{attempt}.distcp") for n in range(num_files)]
         for file in self._files:
             self._idle.put(file)
 
+    @property
+    def descriptors(self) -> list[int]:
+        """The open files."""
+        return [file.descriptor for file in self._files]
+
     def write(
-        self, key: str, shape: tuple[int, ...], offsets: tuple[int, ...], tensor: Tensor
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        dtype: Dtype,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        pieces: Iterable[bytes | memoryview],
     ) -> WrittenChunk:
-        """Append one chunk. Returns: where it is, for the journal and for `finish`."""
+        """Append one chunk.
+
+        Args:    shape: of the whole key.  offsets, sizes: of the chunk.  pieces: the chunk's bytes.
+        Returns: where it is, for the journal and for `finish`.
+        """
         file = self._idle.get()
         try:
-            start = file.tell()
-            torch.save(tensor if _owns_its_storage(tensor) else tensor.clone(), file)
-            file.flush()
-            chunk = Chunk(offsets, tuple(tensor.shape), Path(file.name).name, start, file.tell() - start)
+            start, length = file.append(tensor_reference(dtype, sizes, "0"), {"0": pieces})
         finally:
             self._idle.put(file)
-        return WrittenChunk(key, shape, str(tensor.dtype).removeprefix("torch."), chunk)
+        return WrittenChunk(key, shape, dtype.name, Chunk(offsets, sizes, file.path.name, start, length))
 
     def finish(self, written: Sequence[WrittenChunk], objects: Sequence[str], iteration: int) -> None:
         """Write the metadata and the side files of megatron-core.
 
         Args: objects: keys of objects that are None (Transformer Engine's extra states, which it looks for).
         """
-        # Not at the top: it takes a second to import, and reading does without.
-        from torch.distributed.checkpoint import filesystem, metadata
-
-        found = metadata.Metadata(state_dict_metadata={}, storage_data={})
-        for one in written:
-            _register(found, one)
         file = self._idle.get()
+        places = {}
         for name in objects:
-            start = file.tell()
-            torch.save([None], file)  # megatron-core stores the list of an object's shards
-            found.state_dict_metadata[name] = metadata.BytesStorageMetadata()
-            found.storage_data[metadata.MetadataIndex(name)] = filesystem._StorageInfo(
-                Path(file.name).name, start, file.tell() - start
-            )
+            start, length = file.append([None])  # megatron-core stores the list of an object's shards
+            places[name] = (file.path.name, start, length)
         self._idle.put(file)
         self.close()
-        torch.save({"checkpoint_version": 3.0, "iteration": iteration}, self.folder / "common.pt")
+        with (self.folder / "common.pt").open("wb") as stream:
+            save(stream, {"checkpoint_version": 3.0, "iteration": iteration})
         (self.folder / "metadata.json").write_text(json.dumps(_BACKEND))
-        (self.folder / METADATA).write_bytes(pickle.dumps(found))
+        (self.folder / METADATA).write_bytes(dumps(_metadata(written, places)))
 
     def close(self) -> None:
         """Close the data files and remove those without content."""
         for file in self._files:
             file.close()
-            path = Path(file.name)
-            if path.exists() and not path.stat().st_size:
-                path.unlink()
 
 
-def _register(found: Metadata, one: WrittenChunk) -> None:
-    from torch.distributed.checkpoint import filesystem, metadata
+class _DataFile:
+    """One ``.distcp`` file that grows. Attributes: path; descriptor."""
 
-    chunk = one.chunk
-    properties = metadata.TensorProperties(dtype=getattr(torch, one.dtype))
-    empty = metadata.TensorStorageMetadata(properties, torch.Size(one.shape), [])
-    stored = found.state_dict_metadata.setdefault(one.key, empty)
-    assert isinstance(stored, metadata.TensorStorageMetadata)
-    block = metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-    stored.chunks.append(block)
-    found.storage_data[metadata.MetadataIndex(one.key, block.offsets)] = filesystem._StorageInfo(
-        chunk.file, chunk.start, chunk.length
+    def __init__(self, path: Path) -> None:
+        self.path, self._end = path, 0
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def append(
+        self, tree: Any, data: Mapping[str, Iterable[bytes | memoryview]] | None = None
+    ) -> tuple[int, int]:
+        """Write an archive. Returns: where it starts, and its length."""
+        section = Section(self.descriptor, self._end)
+        save(section, tree, data)
+        self._end += section.length
+        return section.start, section.length
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            if not self._end:
+                self.path.unlink()
+
+
+def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, int, int]]) -> Instance:
+    """A pickle of torch's Metadata. Args: objects: where the keys lie that are no tensors."""
+    chunks: dict[str, list[Instance]] = {}
+    keys: dict[str, Instance] = {}
+    places: dict[Instance, Instance] = {}
+    for one in written:
+        chunk = one.chunk
+        offsets, sizes = _size(chunk.offsets), _size(chunk.sizes)
+        if one.key not in keys:
+            keys[one.key] = _tensor(one, chunks.setdefault(one.key, []))
+        chunks[one.key].append(_object("ChunkStorageMetadata", offsets=offsets, sizes=sizes))
+        index = _object("MetadataIndex", fqn=one.key, index=None, offset=offsets)
+        places[index] = _place(chunk.file, chunk.start, chunk.length)
+    for name, place in objects.items():
+        keys[name] = _object("BytesStorageMetadata")
+        places[_object("MetadataIndex", fqn=name, index=None)] = _place(*place)
+    return _object(
+        "Metadata",
+        state_dict_metadata=keys,
+        planner_data=None,
+        storage_data=places,
+        storage_meta=None,
+        version=None,
     )
+
+
+def _tensor(one: WrittenChunk, chunks: list[Instance]) -> Instance:
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Call(Global(_CLASSES, "_MEM_FORMAT_ENCODING"), (0,))  # contiguous
+    properties = (Global("torch", one.dtype), layout, False, memory_format, False)
+    return _object(
+        "TensorStorageMetadata",
+        properties=Instance(Global(_CLASSES, "TensorProperties"), properties),
+        size=_size(one.shape),
+        chunks=chunks,
+    )
+
+
+def _object(kind: str, **fields: Any) -> Instance:
+    return Instance(Global(_CLASSES, kind), fields)
+
+
+def _place(file: str, start: int, length: int) -> Instance:
+    kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    return Instance(kind, {"relative_path": file, "offset": start, "length": length})
+
+
+def _size(numbers: tuple[int, ...]) -> Call:
+    return Call(_SIZE, (numbers,))
 
 
 def chunk_is_whole(folder: Path, one: WrittenChunk) -> bool:
@@ -132,14 +190,10 @@ def chunk_is_whole(folder: Path, one: WrittenChunk) -> bool:
         return False
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        payload = Payload(path, descriptor, one.chunk.start, one.chunk.length)
-        payload.read()
+        saved = SavedTensor(path, descriptor, one.chunk.start, one.chunk.length)
+        saved.finish()
     except UserError:
         return False
     finally:
         os.close(descriptor)
-    return payload.shape == one.chunk.sizes
-
-
-def _owns_its_storage(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return saved.shape == one.chunk.sizes

@@ -5,17 +5,23 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from checkpoints_conv.dtypes import Dtype, byte_view, tensor_of
 from checkpoints_conv.families import family_for
 from checkpoints_conv.families.family import Family
 from checkpoints_conv.job import check_sha256, run_parallel
 from checkpoints_conv.locate import Place, locate
+from checkpoints_conv.pieces import Buffer, same
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.safetensors_io import SafetensorsFolder, byte_view, hf_config
+from checkpoints_conv.safetensors_io import SafetensorsFolder, hf_config
 from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from nemo_grpo.core.lazy import torch
 
 _PROMPT = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
 LOGITS_TOLERANCE = 1e-4
@@ -35,11 +41,11 @@ class Comparison:
     num_tensors: int = 0
     different: dict[str, float] = field(default_factory=dict)
     num_hashed: int = 0
-    cast: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)
+    cast: set[tuple[Dtype, Dtype]] = field(default_factory=set)
 
 
 def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> Comparison:
-    """Compare every tensor; peak memory is about three of the largest per worker.
+    """Compare every tensor; a few megabytes in memory per worker.
 
     Raises: UserError: one side does not fit config.json, or a file is damaged or not what SHA256SUMS says.
     """
@@ -67,6 +73,7 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
             run_parallel(places, compare, num_workers)
     finally:
         reader.close()
+        weights.close()
     return result
 
 
@@ -78,18 +85,31 @@ def _compare(
     result: Comparison,
     lock: threading.Lock,
 ) -> None:
-    megatron = place.read(reader)
-    hf = place.unit.op.join([weights.read(name) for name in place.unit.hf], family.dims)
-    kinds = (hf.dtype, megatron.dtype)
-    hf = hf.to(megatron.dtype)
-    same = byte_view(hf.contiguous()) == byte_view(megatron.contiguous())
+    kinds: set[tuple[Dtype, Dtype]] = set()
+    gap: float | None = None
+    buffer = Buffer()
+    with place.open(reader) as block:
+        for rows in place.unit.pieces(family.dims, block.dtype.itemsize):
+            name = place.unit.hf[rows.part]
+            kinds.add((weights.tensors[name].dtype, block.dtype))
+            hf = weights.read_rows(name, rows.first, rows.count, buffer)
+            found = _gap(hf, weights.tensors[name].dtype, block.read(rows.count), block.dtype)
+            if found is not None:
+                gap = max(found, gap or 0.0)
     with lock:
         result.num_tensors += len(place.unit.hf)
-        if kinds[0] != kinds[1]:
-            result.cast.add(kinds)
-        if not same:
-            gap = float((hf.double() - megatron.double()).abs().max())
+        result.cast |= {(one, other) for one, other in kinds if one != other}
+        if gap is not None:
             result.different.update(dict.fromkeys(place.unit.hf, gap))
+
+
+def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> float | None:
+    """Largest difference after conversion to Megatron's dtype; None if the bits are the same."""
+    if hf_dtype != dtype:
+        hf = byte_view(tensor_of(hf, hf_dtype).to(dtype.torch))
+    if same(hf, megatron):
+        return None
+    return float((tensor_of(hf, dtype).double() - tensor_of(megatron, dtype).double()).abs().max())
 
 
 def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:

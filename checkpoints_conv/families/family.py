@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-from torch import Tensor
-
-from checkpoints_conv.families.ops import Op, Rows
+from checkpoints_conv.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
 from checkpoints_conv.families.parts import Entry
+from checkpoints_conv.pieces import PIECE_BYTES
 from nemo_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from nemo_grpo.core.lazy import torch
 
 _IGNORED_HF = re.compile(r".*\.rotary_emb\.inv_freq$")  # buffers in old exports; recomputed from the config
 _IGNORED_MEGATRON = re.compile(r".*\._extra_state(/.*)?$")  # Transformer Engine's FP8 scales; no weights
@@ -48,6 +53,11 @@ class Unit:
     hf_shapes: tuple[tuple[int, ...], ...]
     op: Op
     padded: bool
+
+    def pieces(self, dims: Dims, itemsize: int) -> Iterator[Rows]:
+        """Its rows, a megabyte at a time, in their order in the Megatron tensor."""
+        most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
+        return self.op.blocks([shape[0] for shape in self.hf_shapes], dims, most)
 
 
 class Family:
@@ -112,7 +122,8 @@ class Family:
                     f"{name} is {list(megatron[name].shape)}, config.json says {list(expected)}; "
                     "are the weights and config.json of the same model?"
                 )
-            for (hf_name, _), part in zip(entry.hf, entry.op.split(whole, self.dims), strict=True):
+            parts = entry.op.split(whole, [shape[0] for shape in shapes], self.dims)
+            for (hf_name, _), part in zip(entry.hf, parts, strict=True):
                 yield hf_name.format(**numbers), part
 
     def units(self) -> Iterator[Unit]:
@@ -126,7 +137,7 @@ class Family:
                 continue
             row = 0
             for name, shape in zip(names, shapes, strict=True):
-                yield self._unit(entry, numbers, row, rows, (name,), (shape,), Rows())
+                yield self._unit(entry, numbers, row, rows, (name,), (shape,), ONE_BELOW_THE_OTHER)
                 row += shape[0]
 
     def _unit(
@@ -241,10 +252,18 @@ def check_tied(embedding: Tensor, output: Tensor) -> None:
     Raises: UserError: the two differ.
     """
     if embedding.data_ptr() != output.data_ptr() and not torch.equal(embedding, output):
-        raise UserError(
-            "config.json has tie_word_embeddings=true, but the output layer differs from the embedding; "
-            "set tie_word_embeddings to false"
-        )
+        refuse_untied()
+
+
+def refuse_untied() -> NoReturn:
+    """Say that embeddings which should be tied are not.
+
+    Raises: UserError: always.
+    """
+    raise UserError(
+        "config.json has tie_word_embeddings=true, but the output layer differs from the embedding; "
+        "set tie_word_embeddings to false"
+    )
 
 
 def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:

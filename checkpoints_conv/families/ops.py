@@ -1,70 +1,81 @@
-"""The few ways in which Hugging Face tensors become one Megatron tensor, each with its inverse.
+"""The ways in which Hugging Face tensors become one Megatron tensor: blocks of rows change their order.
 
-All of them act on the rows (axis 0), so one definition serves weights, biases and the B matrices of LoRA.
+All of them act on the rows (axis 0), so one definition serves weights, biases and the B matrices of LoRA;
+tensors in memory, and files of which only a few rows are read at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    from nemo_grpo.core.lazy import torch
 
 Dims = Mapping[str, int]
 """Sizes of one model by their letters; `families.family` lists the letters."""
 
 
-class Op(Protocol):
-    """Joins the parts [rows_k, ...] of one tensor into [sum of rows_k, ...], and takes them apart again."""
+@dataclass(frozen=True)
+class Rows:
+    """A block of rows. Attributes: part: number of the Hugging Face tensor.  first, count: rows of it."""
+
+    part: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """The parts [rows_k, ...] take turns in the whole [sum of rows_k, ...], an equal share of each per turn.
+
+    Attributes: turns: letter of how often; None for once, the parts one below the other.
+    """
+
+    turns: str | None = None
 
     @property
     def contiguous(self) -> bool:
         """True if every part lies in the whole as one block of rows, in the order of the parts."""
-        ...
+        return self.turns is None
+
+    def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
+        """The parts' rows in their order in the whole.
+
+        Args: rows: of each part.  most: rows of one block; None does not divide them.
+        """
+        turns = dims[self.turns] if self.turns else 1
+        for turn in range(turns):
+            for part, total in enumerate(rows):
+                first, end = turn * total // turns, (turn + 1) * total // turns
+                step = most or max(end - first, 1)
+                yield from (Rows(part, row, min(step, end - row)) for row in range(first, end, step))
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        """The whole; may share memory with the parts."""
-        ...
+        """[rows_k, ...] each -> [sum of rows_k, ...]; shares memory with a single part."""
+        blocks = self.blocks([part.shape[0] for part in parts], dims)
+        pieces = [parts[rows.part][rows.first : rows.first + rows.count] for rows in blocks]
+        return parts[0] if len(parts) == 1 else torch.cat(pieces)
 
-    def split(self, whole: Tensor, dims: Dims) -> list[Tensor]:
-        """The parts; may share memory with the whole."""
-        ...
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Parts one below the other: a plain copy for one part, [gate; up] for two."""
-
-    num_parts: int = 1
-    contiguous: bool = True
-
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        """[rows, ...] each -> [num_parts x rows, ...]."""
-        return parts[0] if self.num_parts == 1 else torch.cat(list(parts))
-
-    def split(self, whole: Tensor, dims: Dims) -> list[Tensor]:
-        """[num_parts x rows, ...] -> num_parts views."""
-        return list(whole.chunk(self.num_parts))
+    def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
+        """[sum of rows_k, ...] -> [rows_k, ...] each; views where a part is one block."""
+        pieces: list[list[Tensor]] = [[] for _ in rows]
+        row = 0
+        for block in self.blocks(rows, dims):
+            pieces[block.part].append(whole[row : row + block.count])
+            row += block.count
+        return [found[0] if len(found) == 1 else torch.cat(found) for found in pieces]
 
 
-@dataclass(frozen=True)
-class GroupedQKV:
-    """Queries, keys and values of one attention: per group of heads its queries, its key, its value.
+ONE_BELOW_THE_OTHER = Op()
+"""A plain copy for one part, [gate; up] for two."""
 
-    With G groups, R = heads / G and head size D the Megatron rows are [G, R D + D + D], flattened.
-    """
+GROUPED_QKV = Op("groups")
+"""Queries, keys and values of one attention: per group of heads its queries, its key, its value.
 
-    contiguous: bool = False
-
-    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        """[G R D, ...], [G D, ...], [G D, ...] -> [G (R + 2) D, ...]."""
-        grouped = [part.unflatten(0, (dims["groups"], -1)) for part in parts]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
-
-    def split(self, whole: Tensor, dims: Dims) -> list[Tensor]:
-        """[G (R + 2) D, ...] -> queries, keys, values."""
-        queries = dims["q"] // dims["groups"]
-        grouped = whole.unflatten(0, (dims["groups"], -1))
-        return [part.flatten(0, 1) for part in grouped.split([queries, dims["d"], dims["d"]], dim=1)]
+With G groups, R = heads / G and head size D the Megatron rows are [G, R D + D + D], flattened.
+"""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpoints_conv.families.ops import GroupedQKV, Op, Rows
+from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -31,7 +31,7 @@ class Entry:
 
     megatron: str
     hf: tuple[tuple[str, str], ...]
-    op: Op = Rows()  # noqa: RUF009  (frozen, no state)
+    op: Op = ONE_BELOW_THE_OTHER
     fused: str | None = None
     twin: str | None = None
     padded: bool = False
@@ -60,7 +60,7 @@ def embeddings(tied: bool) -> tuple[Entry, ...]:
 def _qkv(kind: str, columns: str) -> Entry:
     parts = (("q_proj", "q"), ("k_proj", "kv"), ("v_proj", "kv"))
     hf = tuple((f"{HF_LAYER}self_attn.{name}.{kind}", rows + columns) for name, rows in parts)
-    return Entry(f"{LAYER}self_attention.linear_qkv.{kind}", hf, GroupedQKV())
+    return Entry(f"{LAYER}self_attention.linear_qkv.{kind}", hf, GROUPED_QKV)
 
 
 def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...]:
@@ -92,7 +92,7 @@ def gated_mlp() -> tuple[Entry, ...]:
             "h",
             fused="mlp.linear_fc1.layer_norm_weight",
         ),
-        Entry(f"{LAYER}mlp.linear_fc1.weight", gate_up, Rows(2)),
+        Entry(f"{LAYER}mlp.linear_fc1.weight", gate_up),
         layer_copy("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h f"),
     )
 
@@ -109,6 +109,6 @@ def gated_experts() -> tuple[Entry, ...]:
             twin=f"{LAYER}mlp.linear_fc1.layer_norm_weight",  # megatron-core's local spec, even with experts
         ),
         layer_copy("mlp.router.weight", "mlp.gate.weight", "e h"),
-        Entry(f"{megatron}linear_fc1.weight", gate_up, Rows(2)),
+        Entry(f"{megatron}linear_fc1.weight", gate_up),
         copy(f"{megatron}linear_fc2.weight", f"{hf}down_proj.weight", "h f"),
     )

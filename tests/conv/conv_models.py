@@ -9,6 +9,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints_conv.dtypes import byte_view, dtype_for
+
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -69,3 +71,9 @@ def assert_same_tensors(found, expected):
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def write_chunk(writer, key, shape, offsets, tensor):
+    """A tensor in memory as one chunk of a torch_dist checkpoint."""
+    data = byte_view(tensor.contiguous())
+    return writer.write(key, shape, dtype_for(tensor.dtype), offsets, tuple(tensor.shape), [data])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, tensors_of
+from conv_models import assert_same_tensors, tensors_of, write_chunk
 from typer.testing import CliRunner
 
 from checkpoints_conv.cli import app
@@ -45,10 +45,10 @@ def checkpoint(adapters, tmp_path):
         key = f"decoder.layers.{name}.adapter.linear_"
         half = b.shape[1] // 2
         for i in range(LAYERS):
-            written.append(writer.write(f"{key}in.weight", tuple(a.shape), (i, 0, 0), a[i : i + 1].clone()))
+            written.append(write_chunk(writer, f"{key}in.weight", tuple(a.shape), (i, 0, 0), a[i : i + 1]))
             for row in (0, half):
-                part = b[i : i + 1, row : row + half].clone()
-                written.append(writer.write(f"{key}out.weight", tuple(b.shape), (i, row, 0), part))
+                part = b[i : i + 1, row : row + half]
+                written.append(write_chunk(writer, f"{key}out.weight", tuple(b.shape), (i, row, 0), part))
     writer.finish(written, [], 10)
     (folder / "run_config.yaml").write_text(f"model:\n  x: 1\npeft:\n  dim: {RANK}\n  alpha: {ALPHA}\nz: 1\n")
     return folder.parent

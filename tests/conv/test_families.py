@@ -10,7 +10,7 @@ from conv_models import CONFIGS, assert_same_tensors
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.families import family_for
-from checkpoints_conv.families.ops import GroupedQKV, Rows
+from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER
 from nemo_grpo import UserError
 
 TINY = {
@@ -56,16 +56,17 @@ def tiny_tensors(**changes):
 def test_qkv_rows_are_grouped_by_key_value_head():
     """4 heads, 2 groups, head size 1: group 0 has queries 0 and 1, then its key, then its value."""
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
-    dims = {"groups": 2, "d": 1, "q": 4}
-    whole = GroupedQKV().join([q, k, v], dims)
+    dims = {"groups": 2}
+    whole = GROUPED_QKV.join([q, k, v], dims)
     assert whole.tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-    assert [part.tolist() for part in GroupedQKV().split(whole, dims)] == [q.tolist(), k.tolist(), v.tolist()]
+    parts = GROUPED_QKV.split(whole, [4, 2, 2], dims)
+    assert [part.tolist() for part in parts] == [q.tolist(), k.tolist(), v.tolist()]
 
 
 def test_qkv_heads_stay_whole():
     """2 heads of size 2 in 1 group: the rows of a head are next to each other."""
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
-    assert GroupedQKV().join([q, k, v], {"groups": 1, "d": 2, "q": 4}).tolist() == [
+    assert GROUPED_QKV.join([q, k, v], {"groups": 1}).tolist() == [
         0,
         1,
         2,
@@ -79,8 +80,18 @@ def test_qkv_heads_stay_whole():
 
 def test_gate_comes_before_up():
     gate, up = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
-    assert Rows(2).join([gate, up], {}).flatten().tolist() == [1, 2, 3, 4]
-    assert [part.flatten().tolist() for part in Rows(2).split(torch.cat([gate, up]), {})] == [[1, 2], [3, 4]]
+    assert ONE_BELOW_THE_OTHER.join([gate, up], {}).flatten().tolist() == [1, 2, 3, 4]
+    parts = ONE_BELOW_THE_OTHER.split(torch.cat([gate, up]), [2, 2], {})
+    assert [part.flatten().tolist() for part in parts] == [[1, 2], [3, 4]]
+
+
+def test_pieces_follow_the_rows_of_the_whole():
+    """2 groups; queries have 3 rows per group, keys and values 1; at most 2 rows at once."""
+    found = [(rows.part, rows.first, rows.count) for rows in GROUPED_QKV.blocks([6, 2, 2], {"groups": 2}, 2)]
+    assert found == [
+        *((0, 0, 2), (0, 2, 1), (1, 0, 1), (2, 0, 1)),
+        *((0, 3, 2), (0, 5, 1), (1, 1, 1), (2, 1, 1)),
+    ]
 
 
 def test_every_family_returns_the_same_tensors(family_name):

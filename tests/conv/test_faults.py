@@ -51,7 +51,7 @@ def directions(source, checkpoint):
         ),
         "megatron-to-hf": (
             lambda output, **options: megatron_to_hf(checkpoint, source, output, **options),
-            safetensors_io.SafetensorsWriter,
+            safetensors_io.TensorWriter,
             check_hf,
         ),
     }

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, save_model, tensors_of
+from conv_models import assert_same_tensors, save_model, tensors_of, write_chunk
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -61,7 +61,7 @@ def test_other_key_styles_are_read(style, hf_models, tmp_path):
         if style == "stacked" and parts[1] == "layers":
             layer = int(parts.pop(2))
             key, tensor, shape, offsets = ".".join(parts), tensor[None], (4, *shape), (layer, *offsets)
-        written.append(writer.write(key, shape, offsets, tensor))
+        written.append(write_chunk(writer, key, shape, offsets, tensor))
     writer.finish(written, [], 0)
     back = megatron_to_hf(folder, source, tmp_path / "back")
     assert_same_tensors(tensors_of(back), tensors_of(source))

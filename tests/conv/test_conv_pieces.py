@@ -1,0 +1,228 @@
+"""Tensors that travel in pieces: archives at an offset, blocks joined from chunks, memory, start-up."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+from conv_models import write_chunk
+from torch.distributed.checkpoint import filesystem, metadata
+
+from checkpoints_conv.archive import SavedTensor, Section, save, strides_of, tensor_reference
+from checkpoints_conv.dtypes import DTYPES, WEIGHT_DTYPES, byte_view
+from checkpoints_conv.families import family_for
+from checkpoints_conv.job import flush_behind
+from checkpoints_conv.pieces import PIECE_BYTES, Buffer, same
+from checkpoints_conv.safetensors_io import SafetensorsWriter
+from checkpoints_conv.torch_dist import TorchDistReader
+from checkpoints_conv.torch_dist_writer import TorchDistWriter
+from nemo_grpo import UserError
+
+MARKER = b"before the archive"
+
+
+def archive_of(tensor, path, num_pieces=3):
+    """Save a tensor piece by piece behind other bytes. Returns: its section of the file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.write(descriptor, MARKER)
+    section = Section(descriptor, len(MARKER))
+    dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+    data = byte_view(tensor.contiguous())
+    step = -(-len(data) // num_pieces) or 1
+    pieces = [data[start : start + step] for start in range(0, len(data), step)]
+    save(section, tensor_reference(dtype, tuple(tensor.shape), "0"), {"0": pieces})
+    return section
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 7), (1, 2, 4), (0, 4)], ids=str)
+def test_torch_loads_an_archive_that_was_written_in_pieces(dtype, shape, tmp_path):
+    tensor = torch.randn(shape).to(dtype.torch)
+    section = archive_of(tensor, tmp_path / "file")
+    content = (tmp_path / "file").read_bytes()[len(MARKER) :]
+    loaded = torch.load(io.BytesIO(content), weights_only=True)
+    assert (loaded.dtype, loaded.shape, loaded.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert torch.equal(loaded.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert archive.testzip() is None  # the checksums are right
+        info = archive.getinfo("archive/data/0")
+        lengths = content[info.header_offset + 26 : info.header_offset + 30]
+        begin = info.header_offset + 30 + int.from_bytes(lengths[:2], "little")
+        assert (begin + int.from_bytes(lengths[2:], "little")) % 64 == 0
+    found = SavedTensor(tmp_path / "file", section.descriptor, section.start, section.length)
+    assert (found.dtype, found.shape) == (dtype, shape)
+    found.finish()
+    os.close(section.descriptor)
+
+
+def test_strides_are_torchs():
+    for shape in [(), (4,), (2, 3), (2, 0, 3), (5, 1, 7, 2)]:
+        assert strides_of(shape) == torch.empty(shape).stride()
+
+
+def test_tensors_with_other_strides_are_read_in_order(tmp_path):
+    """torch.save keeps a transposed tensor's bytes as they lie in memory."""
+    tensor = torch.arange(12.0).view(3, 4).T
+    torch.save(tensor, tmp_path / "file")
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    found = SavedTensor(tmp_path / "file", descriptor, 0, (tmp_path / "file").stat().st_size)
+    data = bytearray(8)
+    found.read_into(4, [memoryview(data)])
+    found.finish()
+    os.close(descriptor)
+    assert torch.frombuffer(data, dtype=torch.float32).tolist() == tensor.flatten()[1:3].tolist() == [4, 8]
+
+
+@pytest.fixture
+def split_checkpoint(tmp_path):
+    """One key of 2 layers in 2 x 2 chunks each, rows cut at 2 and columns at 3. Returns: folder, tensor."""
+    torch.manual_seed(0)
+    tensor = torch.randn(2, 5, 8)
+    writer, written = TorchDistWriter(tmp_path, 1), []
+    for layer in range(2):
+        for rows in (slice(0, 2), slice(2, 5)):
+            for columns in (slice(0, 3), slice(3, 8)):
+                part = tensor[layer : layer + 1, rows, columns]
+                offsets = (layer, rows.start, columns.start)
+                written.append(write_chunk(writer, "a.weight", (2, 5, 8), offsets, part))
+    writer.finish(written, ["a._extra_state/shard_0_1"], 3)
+    return tmp_path, tensor
+
+
+def test_rows_are_joined_from_chunks_that_cut_rows_and_columns(split_checkpoint):
+    folder, tensor = split_checkpoint
+    reader = TorchDistReader(folder)
+    for counts in ([5], [1, 1, 1, 1, 1], [1, 3, 1]):
+        with reader.block("a.weight", (1, 0, 0), (1, 5, 8), axis=1) as block:
+            rows = [bytes(block.read(count)) for count in counts]
+        assert b"".join(rows) == bytes(byte_view(tensor[1]))
+    with reader.block("a.weight", (0, 1, 0), (1, 3, 8), axis=1) as block:
+        assert bytes(block.read(3)) == bytes(byte_view(tensor[0, 1:4]))
+    assert torch.equal(reader.read("a.weight", (1, 0, 0), (1, 5, 8)), tensor[1:])
+    reader.close()
+
+
+def test_checksum_covers_rows_that_were_not_asked_for(split_checkpoint):
+    """Padded vocabulary rows are cut off, but a chunk with a flipped bit there is damaged all the same."""
+    folder, tensor = split_checkpoint
+    file = folder / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    position = content.index(bytes(byte_view(tensor[0, 4, 3:].contiguous())))
+    content[position] ^= 1
+    file.write_bytes(content)
+    reader = TorchDistReader(folder)
+    padded = reader.block("a.weight", (0, 0, 0), (1, 4, 8), axis=1)
+    with pytest.raises(UserError, match="does not match its checksum"), padded as block:
+        block.read(4)
+    with reader.block("a.weight", (1, 0, 0), (1, 5, 8), axis=1) as block:
+        block.read(5)
+    reader.close()
+
+
+def test_metadata_are_those_of_torch(split_checkpoint):
+    """The pickle is written without torch's classes; unpickled, it is what they would have held."""
+    folder, _ = split_checkpoint
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    properties = metadata.TensorProperties(dtype=torch.float32)
+    starts = [(layer, row, column) for layer in range(2) for row in (0, 2) for column in (0, 3)]
+    sizes = {start: (1, 2 if start[1] == 0 else 3, 3 if start[2] == 0 else 5) for start in starts}
+    chunks = [metadata.ChunkStorageMetadata(torch.Size(s), torch.Size(sizes[s])) for s in starts]
+    assert found.state_dict_metadata == {
+        "a.weight": metadata.TensorStorageMetadata(properties, torch.Size((2, 5, 8)), chunks),
+        "a._extra_state/shard_0_1": metadata.BytesStorageMetadata(),
+    }
+    indices = [metadata.MetadataIndex("a.weight", start) for start in starts]
+    assert set(found.storage_data) == {*indices, metadata.MetadataIndex("a._extra_state/shard_0_1")}
+    places = [found.storage_data[index] for index in indices]
+    assert all(isinstance(place, filesystem._StorageInfo) for place in places)
+    assert [place.offset for place in places[1:]] == [place.offset + place.length for place in places[:-1]]
+    assert (found.planner_data, found.storage_meta, found.version) == (None, None, None)
+    assert pickle.loads(pickle.dumps(found)) == found
+    common = torch.load(folder / "common.pt", weights_only=True)
+    assert common == {"checkpoint_version": 3.0, "iteration": 3}
+
+
+def test_memory_is_used_again():
+    buffer = Buffer()
+    first = buffer.take(10)
+    first[:] = b"0123456789"
+    assert bytes(buffer.take(4)) == b"0123"
+    assert len(buffer.take(20)) == 20
+
+
+def test_same_compares_every_byte():
+    one = bytearray(range(21))
+    for position in (0, 7, 8, 15, 16, 20):
+        other = bytearray(one)
+        assert same(memoryview(one), memoryview(other))
+        other[position] ^= 1
+        assert not same(memoryview(one), memoryview(other))
+    assert not same(memoryview(one), memoryview(one)[:16])
+
+
+def test_files_are_flushed_meanwhile(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fdatasync", flushed.append)
+    with flush_behind([3, 4], every_seconds=0.001):
+        time.sleep(0.1)
+    assert flushed[:4] == [3, 4, 3, 4]
+    num_flushed = len(flushed)
+    time.sleep(0.02)
+    assert len(flushed) == num_flushed
+
+
+def test_a_failed_flush_is_not_lost():
+    ends = os.pipe()  # which cannot be flushed
+    with pytest.raises(OSError, match="Invalid argument"), flush_behind(ends, every_seconds=0.001):
+        time.sleep(0.1)
+    for end in ends:
+        os.close(end)
+
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 512, "intermediate_size": 512, "vocab_size": 131072,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+CONVERT = """
+import re, sys
+from pathlib import Path
+from checkpoints_conv import cli
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.verify import verify
+def peak():  # in KB; getrusage would count the parent's memory
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before = peak()
+source, megatron, back = (Path(sys.argv[1]) / name for name in ("source", "megatron", "back"))
+hf_to_megatron(source, megatron)
+megatron_to_hf(megatron, source, back)
+assert not verify(back, megatron).different
+print(peak() - before, "torch" in sys.modules)
+"""
+
+
+def test_a_conversion_needs_neither_torch_nor_a_tensor_in_memory(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    planned = [
+        (name, DTYPES["bfloat16"], shape)
+        for unit in family_for(CONFIG).units()
+        for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
+    ]
+    writer = SafetensorsWriter(source, planned, 1 << 30)
+    writer.close()
+    result = subprocess.run(
+        [sys.executable, "-c", CONVERT, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    grown, imports_torch = result.stdout.split()
+    assert imports_torch == "False"
+    assert int(grown) * 1024 < 32 * PIECE_BYTES < 512 * 131072 * 2  # the embedding alone takes 128 MB
