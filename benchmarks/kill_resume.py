@@ -33,13 +33,19 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import safetensors.numpy
 import torch
 import torch.utils.tensorboard
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: F401
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from nemo_grpo.engine import checkpoint as checkpoints
 from nemo_grpo.engine.megatron import cpu
@@ -195,10 +201,14 @@ def check_complete(folder: Path) -> None:
     needed = [
         folder / checkpoints.INFO,
         folder / checkpoints.TOKENIZER / "tokenizer.json",
-        *(weights / name for name in ("metadata.json", ".metadata", "common.pt", "__0_0.distcp")),
+        *(weights / name for name in ("metadata.json", ".metadata", "__0_0.distcp")),
     ]
     if missing := [str(path) for path in needed if not path.is_file() or path.stat().st_size == 0]:
         raise Broken(f"half a checkpoint: {', '.join(missing)} missing or empty")
+    try:
+        load_common_state_dict(str(weights))  # a file of its own before megatron-core 0.19
+    except (OSError, CheckpointingException, CheckpointException) as error:
+        raise Broken(f"half a checkpoint: {weights} does not load ({error})") from error
 
 
 # ------------------------------------------------------------------ runs, whole and broken
@@ -352,11 +362,33 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 
 def final_state(run: Path) -> dict[str, str]:
-    """The last checkpoint: SHA-256 of the tensor files, and the rest (schedule, counters) as text."""
+    """The last checkpoint by its content: SHA-256 of each tensor, and the rest (schedule, counters) as text.
+
+    Not by its files: pickled objects may be shared or copied, so the same content has several byte forms.
+    """
     weights = run / "checkpoints" / (run / "checkpoints/latest").read_text() / checkpoints.WEIGHTS
-    state = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights.glob("*.distcp")}
-    # Pickled objects may be shared or copied, so the same content has several byte forms.
-    return state | {"common.pt": repr(torch.load(weights / "common.pt", weights_only=False))}
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state, storage_reader=FileSystemReader(weights), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return {name: _content(value) for name, value in _flat(state)} | {
+        "common": repr(load_common_state_dict(str(weights)))
+    }
+
+
+def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(state, dict):
+        yield prefix, state
+        return
+    for key, value in state.items():
+        yield from _flat(value, f"{prefix}.{key}")
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        raw = value.contiguous().view(torch.uint8) if value.ndim else value.reshape(1).view(torch.uint8)
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(raw.numpy()).hexdigest()}"
+    return repr(value)
 
 
 def without_time(log: Path) -> list[dict[str, object]]:

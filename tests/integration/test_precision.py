@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,7 +158,9 @@ def fused_block_spec(config: Any) -> Any:
     parts = spec.layer_specs[0].submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     parts.self_attention.submodules.linear_qkv = FusedNormLinear
-    parts.mlp.submodules.linear_fc1 = FusedNormLinear
+    of_mlp = parts.mlp  # a partial in newer versions of megatron-core
+    submodules = of_mlp.keywords["submodules"] if isinstance(of_mlp, partial) else of_mlp.submodules
+    submodules.linear_fc1 = FusedNormLinear
     parts.sharded_state_dict_keys_map = {}
     return spec
 

@@ -1,8 +1,9 @@
 """Writing a checkpoint's tensors: by this process, at once or behind the training's back.
 
 megatron-core before 0.19 forks a process per file at every save. A trainer killed meanwhile leaves them
-asleep with its memory, and one of them killed leaves the trainer waiting for ever. Here the files are written
-by a thread of this process, which cannot outlive it and tells every failure; later versions do alike.
+asleep with its memory, and one of them killed leaves the trainer waiting for ever. Later versions use threads
+and do not say why one of them failed. Here the files are written by a thread of this process, which cannot
+outlive it and tells every failure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-_FORKING = "write_preloaded_data_multiproc"
+_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
+"""Before 0.19, and since."""
 
 
 def install() -> None:
@@ -23,8 +25,9 @@ def install() -> None:
     if getattr(filesystem_async, "_results_queue", None) is None:
         filesystem_async._results_queue = queue.Queue()
     writer = filesystem_async.FileSystemWriterAsync
-    if hasattr(writer, _FORKING):
-        setattr(writer, _FORKING, staticmethod(_write_files))
+    for name in _WRITERS:
+        if hasattr(writer, name):
+            setattr(writer, name, staticmethod(_write_files))
 
 
 def _write_files(
