@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
+import queue
+import re
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from nemo_grpo.errors import UserError
 
 log = logging.getLogger(__name__)
 
 SIDE_FOLDER = Path("policy") / "tokenizer"
 """Where in ``step_N``: config.json, tokenizer and chat template; the converters' --hf-config."""
+CONVERTER_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""The recipe's names, and the converter's --dtype."""
+WAITING = ".exports"
+"""Folder beside the checkpoints with those that are still to be converted."""
 
 
 def save_side_files(checkpointer: Any, tokenizer: Any, model_config: Any) -> None:
@@ -35,13 +46,52 @@ def save_side_files(checkpointer: Any, tokenizer: Any, model_config: Any) -> Non
 
 
 class Exports:
-    """Hugging Face folders of finished checkpoints, each made by a process of its own beside the training."""
+    """Hugging Face folders of finished checkpoints, made one after another, beside the training.
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        """Args: folder: gets ``step_N``.  dtype: of the exports."""
-        self.folder = folder
-        self.dtype = dtype
-        self.running: dict[Path, subprocess.Popen[bytes]] = {}
+    NeMo-RL deletes checkpoints that are not among the best (keep_top_k), also while one is read. Each is
+    therefore first given second names, hard links in `WAITING`, which go when its export is complete. What
+    lies there when a run starts was interrupted, and is converted again.
+    """
+
+    def __init__(self, checkpoint_dir: Path, folder: Path, dtype: str) -> None:
+        """Args: checkpoint_dir: has NeMo-RL's ``step_N``.  folder: gets ``step_N``, too.  dtype: of these."""
+        self.checkpoint_dir, self.folder, self.dtype = checkpoint_dir, folder, dtype
+        self.waiting = checkpoint_dir / WAITING
+        self.failed: list[str] = []
+        self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._convert_all, name="export", daemon=True)
+
+    def check(self) -> None:
+        """That the file system can give a file two names.
+
+        Raises: UserError: it cannot.
+        """
+        self.waiting.mkdir(parents=True, exist_ok=True)
+        file, link = self.waiting / f".probe{os.getpid()}", self.waiting / f".link{os.getpid()}"
+        file.touch()
+        try:
+            os.link(file, link)
+            link.unlink()
+        except OSError as error:
+            raise UserError(
+                f"nemo_grpo.export.at_every_save=true: no hard links in {self.waiting} ({error.strerror}), "
+                "which keep a checkpoint until it is converted; set it to false and convert afterwards, or "
+                "choose another checkpointing.checkpoint_dir"
+            ) from None
+        finally:
+            file.unlink()
+
+    def begin(self) -> None:
+        """Start to convert: first what an interrupted run has left, then what `after_every_save` brings."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for checkpoint in _steps(self.checkpoint_dir):
+            if not (self.folder / checkpoint.name).exists() and not (self.waiting / checkpoint.name).exists():
+                self._link(checkpoint)  # the run ended before it was
+        for links in _steps(self.waiting):
+            self._queue.put(links)
+        self._thread.start()
 
     def after_every_save(self, checkpointer: Any) -> None:
         """From now on, export every checkpoint that ``checkpointer`` finishes."""
@@ -51,25 +101,56 @@ class Exports:
 
         def then_export(checkpoint_path: Any) -> None:
             finish(checkpoint_path)
-            path = Path(checkpoint_path)
-            self.start(path.with_name(path.name.removeprefix("tmp_")))
+            path = Path(checkpoint_path)  # the newest, which NeMo-RL keeps at least until the next
+            self._queue.put(self._link(path.with_name(path.name.removeprefix("tmp_"))))
 
         setattr(checkpointer, name, then_export)
 
-    def start(self, checkpoint: Path) -> None:
-        """Begin to convert one checkpoint."""
-        output = self.folder / checkpoint.name
-        self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "checkpoints_conv", "megatron-to-hf", "--resume"]
-        command += ["--megatron-checkpoint", str(checkpoint), "--hf-config", str(checkpoint / SIDE_FOLDER)]
-        command += ["--output", str(output), "--dtype", self.dtype]
-        with (self.folder / f"{checkpoint.name}.log").open("wb") as report:
-            self.running[output] = subprocess.Popen(command, stdout=report, stderr=subprocess.STDOUT)
+    def _link(self, checkpoint: Path) -> Path:
+        links, partial = self.waiting / checkpoint.name, self.waiting / f"tmp_{checkpoint.name}"
+        for old in (partial, links):  # of a step that was saved before
+            shutil.rmtree(old, ignore_errors=True)
+        shutil.copytree(checkpoint, partial, copy_function=os.link)
+        partial.rename(links)
+        return links
+
+    def _convert_all(self) -> None:
+        while (links := self._queue.get()) is not None and not self._is_stopped:
+            if not links.exists():  # was asked for twice
+                continue
+            if self._convert(links) == 0:
+                shutil.rmtree(links)
+            elif not self._is_stopped:
+                self.failed.append(links.name)
+                report = self.folder / f"{links.name}.log"
+                log.error("export of %s failed, see %s; the next start tries again", links, report)
+
+    def _convert(self, links: Path) -> int:
+        command = [sys.executable, "-m", "checkpoints_conv", "megatron-to-hf", "--force"]
+        command += ["--megatron-checkpoint", str(links), "--hf-config", str(links / SIDE_FOLDER)]
+        command += ["--output", str(self.folder / links.name), "--dtype", CONVERTER_DTYPES[self.dtype]]
+        with (self.folder / f"{links.name}.log").open("wb") as report:
+            self._process = subprocess.Popen(command, stdout=report, stderr=subprocess.STDOUT)
+        if self._is_stopped:  # meanwhile
+            self._process.terminate()
+        return self._process.wait()
 
     def wait(self) -> bool:
-        """Wait for those that still run; False if any failed, which is logged."""
-        failed = [output for output, process in self.running.items() if process.wait()]
-        for output in failed:
-            log.error("export to %s failed; see %s.log and run nemo-grpo convert by hand", output, output)
-        self.running.clear()
-        return not failed
+        """Wait for all that were begun; False if any failed, which is logged."""
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        return not self.failed
+
+    def stop(self) -> None:
+        """End at once; the next start converts what is left."""
+        self._is_stopped = True
+        if self._process is not None:
+            self._process.terminate()
+        self.wait()
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, in the order of their steps."""
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))

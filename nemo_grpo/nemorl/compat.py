@@ -29,6 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     f"{_GRPO}:dynamic_sampling": BOTH,
     f"{_GRPO}:_create_advantage_estimator": BOTH,
     f"{_GRPO}:shutdown_environments": (HEAD,),
+    f"{_GRPO}:_validation_early_stop_message": (HEAD,),
     "nemo_rl.algorithms.grpo_sync:_create_advantage_estimator": BOTH,
     "nemo_rl.algorithms.loss.interfaces:LossInputType": BOTH,
     "nemo_rl.algorithms.loss.interfaces:LossType": BOTH,

@@ -70,9 +70,24 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
     scheduler = tree["policy"]["megatron_cfg"]["scheduler"]
     if scheduler.get("lr_decay_iters") is None:
         scheduler["lr_decay_iters"] = recipe.grpo.max_num_steps  # NeMo-RL moves the rate once per step
+    if recipe.grpo.stop_at_validation_metric is not None:
+        tree["grpo"]["stop_at_validation_metric"] = early_stop_metric(recipe.grpo.stop_at_validation_metric)
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
     return tree
+
+
+def early_stop_metric(name: str) -> str:
+    """NeMo-RL's name of a validation metric, which has no prefix.
+
+    Raises: UserError: this NeMo-RL never looks at it.
+    """
+    if compat.version() == compat.V0_7_0:
+        raise UserError(
+            f"grpo.stop_at_validation_metric={name}: NeMo-RL {compat.V0_7_0} has no early stop and "
+            "would train on; leave it and stop_at_validation_threshold out"
+        )
+    return name.removeprefix("val:").removeprefix("validation/")
 
 
 def loss_section(recipe: Recipe) -> Tree:

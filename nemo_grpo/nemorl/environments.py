@@ -31,6 +31,9 @@ TASK_NAME = "nemo_grpo"
 ACTOR = f"{__name__}.TaskEnvironment"
 NUM_THREADS = 16
 """Responses scored at a time; comparing mathematics waits for worker processes."""
+ASYNC_SPARE = 10
+"""Asynchronous training goes over its data once and leaves out prompts: those that it has no step for when it
+draws them, that fail, or that grow too old. So many times what it needs; problems are made when asked for."""
 SHORTENED = 4
 """Tokens that are kept of a prompt that is too long; nothing of it is trained on."""
 
@@ -55,10 +58,7 @@ def setup_data(run: ClusterRun, encoder: Any) -> tuple[Any, Any, dict[str, Any],
     check_turns(task, compat.value(config, "grpo.max_rollout_turns"))
     encode = prompt_encoder(own.prompt, encoder, run.has_images, config.data["max_input_seq_length"])
     config.data["shuffle"] = False  # a task's training stream is in random order by itself
-    _, most_draws = recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
-    num_draws = most_draws if grpo.use_dynamic_sampling else 1
-    size = grpo.max_num_steps * grpo.num_prompts_per_step * max(num_draws, 1)
-    data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), size, encode, task)
+    data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
     held_out = task.validation_problems(grpo.max_val_samples) if _validates(grpo) else []
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
     reserved = list(reserved_texts(getattr(encoder, "tokenizer", encoder)))
@@ -69,6 +69,18 @@ def setup_data(run: ClusterRun, encoder: Any) -> tuple[Any, Any, dict[str, Any],
         for weights in (own.rewards, {"accuracy": 1.0})
     )
     return data, validation, {TASK_NAME: trained}, {TASK_NAME: validated}
+
+
+def num_prompts(run: ClusterRun) -> int:
+    """How many prompts the run can draw at most, so that one epoch lasts to its last step."""
+    grpo, config = run.recipe.grpo, run.master_config
+    per_draw, draws = grpo.num_prompts_per_step, 1
+    if grpo.use_dynamic_sampling:
+        per_draw = int(per_draw * compat.value(config, "grpo.batch_multiplier", 1))
+        _, draws = run.recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
+    if compat.value(config, "grpo.async_grpo.enabled", False):
+        draws = ASYNC_SPARE
+    return grpo.max_num_steps * per_draw * max(draws, 1)
 
 
 def _validates(grpo: Any) -> bool:

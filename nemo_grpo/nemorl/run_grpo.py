@@ -25,7 +25,7 @@ from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
-from nemo_grpo.nemorl.stopping import stop_after_step
+from nemo_grpo.nemorl.stopping import Stop, stop_after_step
 
 log = logging.getLogger(__name__)
 
@@ -55,20 +55,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Ready(NamedTuple):
-    """Everything that NeMo-RL's trainer takes besides the loss; ``processor`` is None without images."""
+    """Everything that NeMo-RL's trainer takes besides the loss; ``processor`` is None without images.
+
+    ``exports`` are those of every checkpoint, if the recipe asks for them.
+    """
 
     parts: Setup
     tokenizer: Any
     processor: Any
     environments: list[Any]
+    exports: Exports | None
 
 
 def set_up(run: ClusterRun) -> Ready:
     """Start Ray, read the data, set NeMo-RL up, and put our parts into its trainer.
 
-    Raises: UserError: the task's files, how many problems they hold, or where this package is installed.
+    Raises: UserError: the task's files, how many problems they hold, where this package is installed, a file
+            system without hard links, or too few epochs.
     """
     share_sources()
+    exports = exports_of(run)
     config = run.master_config
     config.logger["log_dir"] = compat.import_name("nemo_rl.utils.logger:get_next_experiment_dir")(
         config.logger["log_dir"]
@@ -89,22 +95,30 @@ def set_up(run: ClusterRun) -> Ready:
             policy_factory=policy_factory(run, exchange),
         )
     )
+    check_epochs(run, parts)
     install(run, exchange, finished_steps(parts))
     save_side_files(parts.checkpointer, processor or tokenizer, model_config(run))
-    return Ready(parts, tokenizer, processor, environments)
+    return Ready(parts, tokenizer, processor, environments, exports)
 
 
 def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
     """Train to the end, or to the checkpoint before a requested stop; returns the exit code."""
-    parts, tokenizer, processor, environments = ready
-    exports = start_exports(run, parts.checkpointer)
+    parts, tokenizer, processor, environments, exports = ready
+    if exports is not None:
+        exports.after_every_save(parts.checkpointer)
+        exports.begin()
+    is_finished = False
     try:
-        with stop_after_step() as stop:
-            run_trainer(parts, loss_fn, tokenizer, processor, environments)
+        try:
+            with stop_after_step(parts.logger) as stop:
+                run_trainer(parts, loss_fn, tokenizer, processor, environments)
+        finally:
+            close(parts, environments)
+        is_finished = not stop.happened
     finally:
-        close(parts, environments)
-        exports.wait()
-    return exit_code(run, parts, stop.happened)
+        if exports is not None:
+            exports.wait() if is_finished else exports.stop()
+    return exit_code(run, parts, stop)
 
 
 def share_sources() -> None:
@@ -176,6 +190,25 @@ def finished_steps(parts: Setup) -> int:
     return max(int(value(state, name, 0)) for name in ("total_steps", "current_step"))
 
 
+def check_epochs(run: ClusterRun, parts: Setup) -> None:
+    """That synchronous training, which goes over its data max_num_epochs times, comes to its last step.
+
+    Raises: UserError: it would return before, and say nothing.
+    """
+    grpo, state, config = run.recipe.grpo, parts.grpo_save_state, parts.master_config
+    if value(config, "grpo.async_grpo.enabled", False):
+        return
+    num_epochs, epoch = value(config, "grpo.max_num_epochs", 1), int(value(state, "current_epoch", 0))
+    left = grpo.max_num_steps - finished_steps(parts)
+    possible = (num_epochs - epoch) * len(parts.dataloader) - int(value(state, "current_step", 0))
+    if possible < left:
+        raise UserError(
+            f"grpo.max_num_epochs={num_epochs}: {left} steps are left to grpo.max_num_steps="
+            f"{grpo.max_num_steps}, but the data end after {max(possible, 0)} ({len(parts.dataloader)} per "
+            f"epoch, {epoch} epochs done); raise it, recipes/base/cluster.yaml has 1000"
+        )
+
+
 def model_config(run: ClusterRun) -> Any:
     """transformers' configuration of the model."""
     from transformers import AutoConfig
@@ -183,12 +216,16 @@ def model_config(run: ClusterRun) -> Any:
     return AutoConfig.from_pretrained(run.recipe.policy.model_name, trust_remote_code=True)
 
 
-def start_exports(run: ClusterRun, checkpointer: Any) -> Exports:
-    """Exports of every checkpoint, if the recipe asks for them."""
-    export = run.recipe.nemo_grpo.export
-    exports = Exports(run.recipe.run_dir.absolute() / "hf", export.dtype)
-    if export.at_every_save:
-        exports.after_every_save(checkpointer)
+def exports_of(run: ClusterRun) -> Exports | None:
+    """Exports of every checkpoint, if the recipe asks for them.
+
+    Raises: UserError: they are not possible where the checkpoints are.
+    """
+    recipe, export = run.recipe, run.recipe.nemo_grpo.export
+    if not (export.at_every_save and recipe.checkpointing.enabled):
+        return None
+    exports = Exports(recipe.checkpoint_dir.absolute(), recipe.run_dir.absolute() / "hf", export.dtype)
+    exports.check()
     return exports
 
 
@@ -236,22 +273,18 @@ def close(parts: Setup, environments: list[Any]) -> None:
         log.exception("generation did not shut down")
 
 
-def exit_code(run: ClusterRun, parts: Setup, stopped: bool) -> int:
-    """See `main`. NeMo-RL's asynchronous trainer prints some of its errors and returns as if it were done."""
-    done, wanted = finished_steps(parts), run.recipe.grpo.max_num_steps
-    saves = run.recipe.checkpointing.enabled  # the last step always; without, nothing says how far it came
-    is_async, threshold = (
-        value(parts.master_config, f"grpo.{name}")
-        for name in ("async_grpo.enabled", "stop_at_validation_threshold")
-    )
+def exit_code(run: ClusterRun, parts: Setup, stop: Stop) -> int:
+    """See `main`. A trainer that returns early for no reason that is known has printed its error."""
+    done, wanted = max(finished_steps(parts), stop.last_step), run.recipe.grpo.max_num_steps
     if done >= wanted:
         return 0
-    if not stopped:
-        gave_up = bool(is_async) and saves and threshold is None
-        if gave_up:
-            log.error("the trainer returned before step %d; its own messages above say why", wanted)
-        return int(gave_up)
-    if not saves:
+    if stop.reached_threshold:
+        log.info("stopped after step %d: validation reached grpo.stop_at_validation_threshold", done)
+        return 0
+    if not stop.happened:
+        log.error("the trainer returned after step %d of %d; its own messages say why", done, wanted)
+        return 1
+    if not run.recipe.checkpointing.enabled:
         log.error("stopped without a checkpoint: checkpointing.enabled=false")
         return 1
     log.info("stopped after step %d with a checkpoint; start again to go on", done)

@@ -1,10 +1,15 @@
-"""A polite end on the cluster: NeMo-RL saves and returns at its time limit; a signal is such a limit."""
+"""How a run on the cluster ends: NeMo-RL's trainers return without saying why; here it is seen from outside.
+
+A signal is taken for NeMo-RL's own time limit, at which it saves and returns. Its asynchronous trainer also
+returns after errors that it prints, so that a return alone is no success.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,33 +18,82 @@ from nemo_grpo.nemorl import compat
 
 log = logging.getLogger(__name__)
 
+THRESHOLD_MODULES = ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo_sync")
+THRESHOLD_FUNCTION = "_validation_early_stop_message"
+"""Of HEAD; its trainers end a run for which it returns a message."""
+
 
 @dataclass
 class Stop:
-    """Whether the trainer was told to save and return: by a signal, or by checkpoint_must_save_by."""
+    """What is known when the trainer has returned.
+
+    Attributes: request: a signal.  happened: the trainer was told to save and return, by a signal or by
+        checkpoint_must_save_by.  reached_threshold: validation reached stop_at_validation_threshold.
+        last_step: the newest step that was trained, saved and logged.
+    """
 
     request: StopRequest
     happened: bool = False
+    reached_threshold: bool = False
+    last_step: int = 0
 
 
 @contextmanager
-def stop_after_step() -> Iterator[Stop]:
+def stop_after_step(logger: Any = None) -> Iterator[Stop]:
     """Within the block SIGUSR1, SIGTERM and SIGINT end the training after its step, with a checkpoint.
 
     Both trainers ask `TimeoutChecker.check_save` once per step, save if it says so, and return.
+
+    Args: logger: NeMo-RL's, whose last call of a step has ``step_finished``.
     """
     checker = compat.import_name("nemo_rl.utils.timer:TimeoutChecker")
     ask = checker.check_save
-    with stop_on_signals() as request:
-        stop = Stop(request)
+    with ExitStack() as stack:
+        stop = Stop(stack.enter_context(stop_on_signals()))
 
         def check_save(self: Any) -> bool:
-            due = bool(ask(self)) or (bool(request) and not stop.happened)
+            due = bool(ask(self)) or (bool(stop.request) and not stop.happened)
             stop.happened |= due
             return due
 
-        checker.check_save = check_save
-        try:
-            yield stop
-        finally:
-            checker.check_save = ask
+        stack.enter_context(_replaced(checker, "check_save", check_save))
+        _watch_threshold(stop, stack)
+        if logger is not None:
+            _watch_steps(logger, stop, stack)
+        yield stop
+
+
+def _watch_threshold(stop: Stop, stack: ExitStack) -> None:
+    for module in THRESHOLD_MODULES:
+        if compat.has_name(f"{module}:{THRESHOLD_FUNCTION}"):
+            ask = compat.import_name(f"{module}:{THRESHOLD_FUNCTION}")
+
+            def message(*args: Any, ask: Any = ask, **kwargs: Any) -> Any:
+                text = ask(*args, **kwargs)
+                stop.reached_threshold |= text is not None
+                return text
+
+            owner = importlib.import_module(module)
+            stack.enter_context(_replaced(owner, THRESHOLD_FUNCTION, message))
+
+
+def _watch_steps(logger: Any, stop: Stop, stack: ExitStack) -> None:
+    log_metrics = logger.log_metrics
+
+    def watched(metrics: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+        done = log_metrics(metrics, step, *args, **kwargs)
+        if kwargs.get("step_finished"):
+            stop.last_step = step
+        return done
+
+    stack.enter_context(_replaced(logger, "log_metrics", watched))
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -134,6 +134,15 @@ def surplus_prompts_are_sampled_dynamically(recipe: Recipe) -> Iterator[str]:
         yield f"grpo.batch_multiplier={factor} needs grpo.use_dynamic_sampling=true; set it, or use 1"
 
 
+def training_has_an_epoch(recipe: Recipe) -> Iterator[str]:
+    epochs = value_of(recipe, "grpo.max_num_epochs", 1)
+    if epochs < 1:
+        yield (
+            f"grpo.max_num_epochs={epochs}: NeMo-RL would return before the first step; a task's data last "
+            "for grpo.max_num_steps in one epoch, use 1 or more"
+        )
+
+
 def episodes_have_turns(recipe: Recipe) -> Iterator[str]:
     turns, task = value_of(recipe, "grpo.max_rollout_turns", 1), recipe.nemo_grpo.task.name
     if task in MULTI_TURN_TASKS and turns < 2:
@@ -164,6 +173,7 @@ RULES = (
     async_steps_are_allowed,
     async_steps_are_corrected,
     surplus_prompts_are_sampled_dynamically,
+    training_has_an_epoch,
     episodes_have_turns,
     turns_end_where_vllm_sees_it,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from toy_training import toy_run
 from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.errors import UserError
@@ -19,6 +20,11 @@ from nemo_grpo.recipe.own import Prompt
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.reserved import reserved_texts
 
+ASYNC = [
+    "grpo.async_grpo.enabled=true",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1, num_nodes: 1}}",
+]
 SEARCH = {"name": "search_qa", "max_turns": 3, "top_k": 1}
 
 
@@ -174,6 +180,21 @@ def test_a_response_that_is_cut_off_between_turns_is_wrong(tokenizer, monkeypatc
         SEARCH, {"answer": 1.0}, tokenizer, turns, monkeypatch, max_seq_len=max_seq_len, max_turns=max_turns
     )
     assert final["total_reward"].tolist() == [-1.0]
+
+
+@pytest.mark.parametrize(
+    ("variant", "overrides", "expected"),
+    [
+        ("grpo", [], 2 * 2),
+        ("dapo", ["grpo.use_dynamic_sampling=true"], 2 * 2 * 10),
+        ("dapo", ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"], 2 * 3 * 10),
+        ("gpg", ["grpo.use_dynamic_sampling=true"], 2 * 2 * 21),
+        ("grpo", ASYNC, 2 * 2 * environments.ASYNC_SPARE),
+    ],
+)
+def test_data_last_for_every_step_at_the_most_draws(variant, overrides, expected, tmp_path):
+    loss_fn = {"variant": variant, "use_importance_sampling_correction": overrides == ASYNC}
+    assert environments.num_prompts(toy_run(tmp_path, loss_fn, *overrides)) == expected
 
 
 def test_fewer_turns_than_the_task_needs_are_refused():

@@ -24,11 +24,12 @@ from toy_training import (
     toy_run,
 )
 
+from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.checkpoints import save_side_files
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.stopping import stop_after_step
+from nemo_grpo.nemorl.stopping import THRESHOLD_FUNCTION, Stop, stop_after_step
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray")  # the trainers ask it for its nodes
@@ -162,6 +163,21 @@ def test_checkpoints_hold_tokenizer_and_configuration(tmp_path):
     assert "variant: grpo" in (folder / "config.yaml").read_text()
 
 
+def test_a_checkpoint_that_nemo_rl_deletes_is_kept_for_its_export(tmp_path):
+    settings = ("checkpointing.keep_top_k=1", "checkpointing.metric_name=null")
+    run = Run(tmp_path, {"variant": "grpo"}, *settings, "nemo_grpo.export.at_every_save=true")
+    exports = run_grpo.exports_of(run.run)
+    exports.after_every_save(run.checkpointer)
+    run.train()
+    folder = run.run.recipe.checkpoint_dir
+    assert [path.name for path in folder.glob("step_*")] == ["step_2"]
+    assert run.checkpointer.get_latest_checkpoint_path() == str(folder / "step_2")
+    kept = [folder / ".exports" / f"step_{step}" / "policy" / "weights" / "model.pt" for step in (1, 2)]
+    first, second = (torch.load(path) for path in kept)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, run.policy.model.detach())
+
+
 def test_a_signal_saves_and_asks_for_another_start(tmp_path):
     settings = ("grpo.max_num_steps=5", "checkpointing.save_period=100", "checkpointing.metric_name=null")
     run = Run(tmp_path, {"variant": "tr_grpo", "weighting": "random"}, *settings)
@@ -177,7 +193,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
         run.train()
     assert stop.happened
     assert len(run.policy.trained) == 2
-    assert run_grpo.exit_code(run.run, run.parts, stop.happened) == 75
+    assert run_grpo.exit_code(run.run, run.parts, stop) == 75
     info = json.loads((run.run.recipe.checkpoint_dir / "step_2" / "training_info.json").read_text())
     assert info["total_steps"] == 2
 
@@ -186,7 +202,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
     with stop_after_step() as stop:
         again.train()
     assert len(again.policy.trained) == 3, "steps 3 to 5"
-    assert run_grpo.exit_code(again.run, again.parts, stop.happened) == 0
+    assert run_grpo.exit_code(again.run, again.parts, stop) == 0
     first, resumed = run.policy.trained, again.policy.trained
     assert not torch.equal(first[0]["token_weights"][0, 3:5], resumed[0]["token_weights"][0, 3:5])
 
@@ -199,25 +215,82 @@ def test_nemo_rl_is_left_as_it_was_after_a_stop():
     assert checker.check_save is before
 
 
-def test_asynchronous_training_takes_estimator_and_loss(tmp_path):
+def test_a_run_that_reached_its_goal_is_known(tmp_path):
+    metric = {
+        "grpo.stop_at_validation_metric": "validation/accuracy",
+        "grpo.stop_at_validation_threshold": 0.5,
+    }
+    overrides = [f"{key}={value}" for key, value in metric.items()]
+    if compat.version() == compat.V0_7_0:
+        with pytest.raises(UserError, match="has no early stop"):
+            Run(tmp_path, {"variant": "grpo"}, *overrides)
+        return
+    config = Run(tmp_path, {"variant": "grpo"}, *overrides).run.master_config.grpo
+    goal = (config.stop_at_validation_threshold, config.stop_at_validation_metric)
+    with stop_after_step() as stop:
+        assert getattr(grpo, THRESHOLD_FUNCTION)({"accuracy": 0.4}, *goal) is None
+        assert not stop.reached_threshold
+        getattr(grpo, THRESHOLD_FUNCTION)({"accuracy": 0.5}, *goal)
+        assert stop.reached_threshold
+
+
+def test_epochs_are_counted_on_nemo_rls_own_state(tmp_path):
+    run = Run(tmp_path, {"variant": "grpo"}, "grpo.max_num_steps=30", "grpo.max_num_epochs=3")
+    run_grpo.check_epochs(run.run, run.parts)  # 10 draws an epoch
+    run = Run(tmp_path, {"variant": "grpo"}, "grpo.max_num_steps=31", "grpo.max_num_epochs=3")
+    with pytest.raises(UserError, match=r"31 steps are left .* after 30"):
+        run_grpo.check_epochs(run.run, run.parts)
+
+
+def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
+    """Two steps of asynchronous training without checkpoints, on a buffer that always gives one group."""
     from tests.unit.algorithms.test_grpo import mock_async_grpo_infrastructure
 
-    loss_fn = {"variant": "erpo", "num_buckets": 2, "use_importance_sampling_correction": True}
     apart = "{enabled: false, resources: {gpus_per_node: 1, num_nodes: 1}}"
     run = Run(
         tmp_path,
-        loss_fn,
+        {"use_importance_sampling_correction": True, **loss_fn},
         "grpo.async_grpo.enabled=true",
         "policy.generation.vllm_cfg.async_engine=true",
         f"policy.generation.colocated={apart}",
         "checkpointing.enabled=false",
     )
     group = rollouts().select_indices(list(range(GENERATIONS)))  # the buffer gives it twice
+    return run, mock_async_grpo_infrastructure(group, {"mean_gen_tokens_per_sample": 3.0})
+
+
+def train_asynchronously(run: Run, infrastructure: Any) -> Stop:
+    """Returns: how it ended."""
     run_grpo.install(run.run, run.exchange, 0)
-    with mock_async_grpo_infrastructure(group, {"mean_gen_tokens_per_sample": 3.0}):
-        run_grpo.run_trainer(
-            run.parts, ObjectiveLoss(run.run.recipe.loss_fn), MagicMock(pad_token_id=0), None, [{}, {}]
-        )
+    loss_fn = ObjectiveLoss(run.run.recipe.loss_fn)
+    with infrastructure, stop_after_step(run.logger) as stop:
+        run_grpo.run_trainer(run.parts, loss_fn, MagicMock(pad_token_id=0), None, [{}, {}])
+    return stop
+
+
+def test_an_error_in_asynchronous_training_is_no_success_without_checkpoints(tmp_path):
+    run, infrastructure = asynchronous(tmp_path, {"variant": "grpo"})
+    train = run.policy.train
+
+    def fail_in_the_second_step(*args: Any, **kwargs: Any) -> Any:
+        if run.policy.trained:
+            raise RuntimeError("a worker has died")
+        return train(*args, **kwargs)
+
+    run.policy.train = fail_in_the_second_step
+    if compat.version() == compat.HEAD:  # it raises, 0.7.0 prints
+        with pytest.raises(RuntimeError, match="a worker has died"):
+            train_asynchronously(run, infrastructure)
+        return
+    stop = train_asynchronously(run, infrastructure)
+    assert stop.last_step == 1
+    assert run_grpo.exit_code(run.run, run.parts, stop) == 1
+
+
+def test_asynchronous_training_takes_estimator_and_loss(tmp_path):
+    run, infrastructure = asynchronous(tmp_path, {"variant": "erpo", "num_buckets": 2})
+    stop = train_asynchronously(run, infrastructure)
+    assert run_grpo.exit_code(run.run, run.parts, stop) == 0
     assert len(run.policy.trained) == 2
     advantages, mask = run.policy.trained[0]["advantages"], run.policy.trained[0]["token_mask"].bool()
     torch.testing.assert_close(advantages[:GENERATIONS], advantages[GENERATIONS:])

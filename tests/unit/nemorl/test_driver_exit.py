@@ -7,41 +7,73 @@ from types import SimpleNamespace as Of
 
 import pytest
 
+from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
+from nemo_grpo.nemorl.stopping import Stop
 
 RUN = Of(recipe=Of(grpo=Of(max_num_steps=100), checkpointing=Of(enabled=True)))
 
 
-def ended(total, current, is_async=False, threshold=None):
+def ended(total, current, is_async=False):
     """What NeMo-RL leaves: the steps that its newest checkpoint knows of."""
-    grpo = {"async_grpo": {"enabled": is_async}, "stop_at_validation_threshold": threshold}
-    state = {"total_steps": total, "current_step": current}
-    return Of(grpo_save_state=state, master_config={"grpo": grpo})
+    grpo = {"async_grpo": {"enabled": is_async}}
+    return Of(grpo_save_state={"total_steps": total, "current_step": current}, master_config={"grpo": grpo})
+
+
+def stop(happened=False, reached_threshold=False, last_step=0):
+    return Stop(StopRequest(), happened, reached_threshold, last_step)
 
 
 @pytest.mark.parametrize(
-    ("parts", "stopped", "code"),
+    ("parts", "how", "code"),
     [
-        (ended(100, 40), False, 0),
-        (ended(40, 40), True, 75),
-        (ended(100, 40), True, 0),  # told to stop in its last step
-        (ended(80, 40), False, 0),  # synchronous training raises its errors: it ended by its epochs
-        (ended(0, 100, is_async=True), False, 0),  # asynchronous training leaves total_steps alone
-        (ended(0, 40, is_async=True), True, 75),
-        (ended(20, 100, is_async=True), False, 0),  # after 20 synchronous steps
-        (ended(0, 40, is_async=True), False, 1),  # its trainer prints an error and returns
-        (ended(0, 40, is_async=True, threshold=0.9), False, 0),  # it may have reached the threshold
+        (ended(100, 40), stop(), 0),
+        (ended(40, 40), stop(True), 75),
+        (ended(100, 40), stop(True), 0),  # told to stop in its last step
+        (ended(80, 40), stop(), 1),  # such as at the end of its epochs
+        (ended(0, 100, is_async=True), stop(), 0),  # asynchronous training leaves total_steps alone
+        (ended(0, 40, is_async=True), stop(True), 75),
+        (ended(20, 100, is_async=True), stop(), 0),  # after 20 synchronous steps
+        (ended(0, 40, is_async=True), stop(), 1),  # its trainer prints an error and returns
+        (ended(0, 40, is_async=True), stop(reached_threshold=True), 0),
+        (ended(0, 40), stop(reached_threshold=True), 0),
+        (ended(0, 40, is_async=True), stop(last_step=99), 1),
+        (ended(0, 40, is_async=True), stop(last_step=100), 0),
     ],
 )
-def test_exit_code_is_0_only_for_a_run_that_came_to_its_end(parts, stopped, code):
-    assert run_grpo.exit_code(RUN, parts, stopped) == code
+def test_exit_code_is_0_only_for_a_run_that_came_to_its_end(parts, how, code):
+    assert run_grpo.exit_code(RUN, parts, how) == code
 
 
-def test_without_checkpoints_a_stopped_run_cannot_go_on():
+def test_without_checkpoints_the_logged_steps_tell():
     run = Of(recipe=Of(grpo=RUN.recipe.grpo, checkpointing=Of(enabled=False)))
-    assert run_grpo.exit_code(run, ended(0, 0), True) == 1
-    assert run_grpo.exit_code(run, ended(0, 0, is_async=True), False) == 0  # nothing says how far it came
+    nothing_saved = ended(0, 0, is_async=True)
+    assert run_grpo.exit_code(run, nothing_saved, stop(last_step=100)) == 0
+    assert run_grpo.exit_code(run, nothing_saved, stop(last_step=30)) == 1
+    assert run_grpo.exit_code(run, nothing_saved, stop(True, last_step=30)) == 1  # it cannot go on
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "state", "is_refused"),
+    [
+        (1, 100, {}, False),
+        (1, 99, {}, True),
+        (2, 50, {}, False),
+        (0, 100, {}, True),
+        (1, 100, {"total_steps": 60, "current_step": 60}, False),
+        (1, 100, {"total_steps": 60, "current_step": 10, "current_epoch": 1}, True),
+        (2, 50, {"total_steps": 60, "current_step": 10, "current_epoch": 1}, False),
+        (1, 100, {"total_steps": 100, "current_step": 0, "current_epoch": 1}, False),  # it is finished
+    ],
+)
+def test_too_few_epochs_are_refused_before_the_first_step(epochs, batches, state, is_refused):
+    config = {"grpo": {"max_num_epochs": epochs}}
+    parts = Of(grpo_save_state=state, master_config=config, dataloader=range(batches))
+    if not is_refused:
+        return run_grpo.check_epochs(RUN, parts)
+    with pytest.raises(UserError, match=f"max_num_epochs={epochs}: .*the data end after"):
+        run_grpo.check_epochs(RUN, parts)
 
 
 def refuse(*_arguments):

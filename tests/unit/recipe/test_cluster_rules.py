@@ -185,6 +185,12 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
         ["nemo_grpo.export.at_every_save=false"],
         "adapters are merged with the base model",
     ),
+    (
+        "training_has_an_epoch",
+        ["grpo.max_num_epochs=0"],
+        ["grpo.max_num_epochs=1"],
+        "max_num_epochs=0: NeMo-RL would return before the first step",
+    ),
     ("async_steps", [*ASYNC, DRAWS], ["grpo.use_dynamic_sampling=false"], "use_dynamic_sampling=true"),
     ("async_steps", [*ASYNC, f"{V}.async_engine=false"], [f"{V}.async_engine=true"], "async_engine=true"),
     (

@@ -1,0 +1,185 @@
+"""`export.at_every_save`: checkpoints laid out as NeMo-RL's, converted beside a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conv_models import assert_same_tensors
+from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from checkpoints_conv.families import family_for
+from checkpoints_conv.safetensors_io import hf_config
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl.checkpoints import Exports, save_side_files
+
+
+class Manager:
+    """What the trainers call of NeMo-RL 0.7.0's `CheckpointManager`; keeps the newest checkpoint alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def init_tmp_checkpoint(self, step):
+        path = self.folder / f"tmp_step_{step}"
+        path.mkdir(parents=True)
+        (path / "training_info.json").write_text(json.dumps({"total_steps": step}))
+        return path
+
+    def finalize_checkpoint(self, path):
+        path.rename(path.with_name(f"step_{path.name.split('_')[2]}"))
+        for old in sorted(self.folder.glob("step_*"))[:-1]:
+            shutil.rmtree(old)
+
+
+class Tokenizer:
+    """Has something to save."""
+
+    def save_pretrained(self, folder):
+        (folder / "tokenizer_config.json").write_text("{}")
+
+
+@pytest.fixture(scope="module")
+def weights(hf_models, tmp_path_factory):
+    """What megatron-core saves at TP 2, optimizer included: the folder above iter_0000000."""
+    folder = tmp_path_factory.mktemp("saved")
+    checkpoint = folder / "weights" / "iter_0000000"
+    checkpoint.mkdir(parents=True)
+    on_ranks(2, folder / "ranks", save_after_a_step, hf_models("qwen2"), checkpoint, 2, 1)
+    (folder / "weights" / "latest_checkpointed_iteration.txt").write_text("0")
+    return folder / "weights"
+
+
+@pytest.fixture
+def training(tmp_path, hf_models, weights):
+    """(manager, save a step): a run's checkpoints with our side files."""
+    manager = Manager(tmp_path / "checkpoints")
+    save_side_files(manager, Tokenizer(), AutoConfig.from_pretrained(hf_models("qwen2")))
+
+    def save(step):
+        path = manager.init_tmp_checkpoint(step)
+        shutil.copytree(weights, path / "policy" / "weights")
+        manager.finalize_checkpoint(path)
+
+    return manager, save
+
+
+def exports_in(folder: Path) -> Exports:
+    return Exports(folder / "checkpoints", folder / "hf", "float32")
+
+
+def test_every_save_becomes_a_model_though_its_checkpoint_is_deleted(tmp_path, training, weights, hf_models):
+    manager, save = training
+    exports = exports_in(tmp_path)
+    exports.check()
+    exports.after_every_save(manager)
+    save(1)
+    save(2)
+    assert [path.name for path in manager.folder.glob("step_*")] == ["step_2"], "deleted before its export"
+    exports.begin()
+    assert exports.wait(), (tmp_path / "hf" / "step_1.log").read_text()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step_1", dtype=torch.float32)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step_2").config.vocab_size == 96
+    folder = hf_models("qwen2")
+    checkpoint = weights / "iter_0000000"
+    oracle = on_ranks(1, tmp_path / "load", parameters_from_checkpoint, folder, checkpoint)
+    expected = dict(family_for(hf_config(folder)).to_hf(oracle))
+    assert_same_tensors(trained.state_dict(), expected)
+    assert (tmp_path / "hf" / "step_1" / "tokenizer_config.json").is_file()
+    assert not list(exports.waiting.iterdir()), "the second names are gone"
+    assert (manager.folder / "step_2" / "policy" / "weights" / "iter_0000000" / ".metadata").is_file()
+
+
+def test_the_next_start_converts_what_a_run_has_left(tmp_path, training):
+    manager, save = training
+    killed = exports_in(tmp_path)
+    killed.after_every_save(manager)
+    save(1)
+    half = tmp_path / "hf" / ".step_1.partial"  # the converter was killed, too
+    half.mkdir(parents=True)
+    (half / "journal.jsonl").write_text('{"direction": "')
+    manager.init_tmp_checkpoint(2)  # never finished: no checkpoint
+    save(3)
+    shutil.rmtree(killed.waiting / "step_3")  # killed between NeMo-RL's renaming and ours
+    again = exports_in(tmp_path)
+    again.begin()
+    assert again.wait(), (tmp_path / "hf" / "step_1.log").read_text()
+    assert sorted(path.name for path in (tmp_path / "hf").glob("*step_*") if path.is_dir()) == [
+        "step_1",
+        "step_3",
+    ]
+    third = exports_in(tmp_path)
+    before = (tmp_path / "hf" / "step_3").stat().st_mtime_ns
+    third.begin()
+    assert third.wait()
+    assert (tmp_path / "hf" / "step_3").stat().st_mtime_ns == before, "made once"
+
+
+def test_a_step_saved_again_replaces_its_export(tmp_path, training):
+    manager, save = training
+    exports = exports_in(tmp_path)
+    exports.after_every_save(manager)
+    save(1)
+    exports.begin()
+    exports.wait()
+    shutil.rmtree(manager.folder / "step_1")
+    (tmp_path / "hf" / "step_1" / "config.json").write_text("{}")
+    again = exports_in(tmp_path)
+    again.after_every_save(manager)
+    again.begin()
+    save(1)
+    assert again.wait()
+    assert AutoConfig.from_pretrained(tmp_path / "hf" / "step_1").vocab_size == 96
+
+
+def test_a_failed_export_is_reported_and_tried_again(tmp_path, training, caplog):
+    manager, save = training
+    exports = exports_in(tmp_path)
+    exports.after_every_save(manager)
+    save(1)
+    config = exports.waiting / "step_1" / "policy" / "tokenizer" / "config.json"
+    kept = config.read_text()
+    config.unlink()
+    exports.begin()
+    assert not exports.wait()
+    assert "export of" in caplog.text
+    assert "the next start tries again" in caplog.text
+    config.write_text(kept)
+    again = exports_in(tmp_path)
+    again.begin()
+    assert again.wait()
+
+
+def test_a_stop_does_not_wait(tmp_path, training, monkeypatch):
+    manager, save = training
+    exports = exports_in(tmp_path)
+    exports.after_every_save(manager)
+    save(1)
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("nemo_grpo.nemorl.checkpoints.sys.executable", str(slow))
+    exports.begin()
+    while exports._process is None:
+        time.sleep(0.01)
+    start = time.monotonic()
+    exports.stop()
+    assert time.monotonic() - start < 30
+    assert exports._process.poll() is not None
+    assert (exports.waiting / "step_1").is_dir(), "for the next start"
+
+
+def test_a_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(UserError, match=r"at_every_save=true: no hard links .* set it to false"):
+        exports_in(tmp_path).check()
+    assert not list((tmp_path / "checkpoints" / ".exports").iterdir())
