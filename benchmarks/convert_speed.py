@@ -1,10 +1,11 @@
 """Time of both converters against copying the same bytes, and against transformers' load and save.
 
-The converters flush their result to disk before they give it its name, so the reference is ``cp`` and a
-flush; ``cp`` alone, which returns while data are still in memory, is shown beside it. Median of the
-repetitions, start-up of the process included.
+The converters flush their result to disk before they give it its name; ``cp`` returns while data are still in
+memory, so ``cp`` and a flush is shown beside it. A disk is not always equally fast: every repetition runs all
+contestants one after the other, each on a disk that has nothing left to write, and ratios are taken within a
+repetition. Medians with the range; start-up of the processes included; the source is in the file cache.
 
-    python benchmarks/convert_speed.py [--size 2] [--repeat 3] [--scratch DIR]
+    python benchmarks/convert_speed.py [--size 3] [--repeat 3] [--no-transformers] [--scratch DIR]
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,6 +32,8 @@ LOAD_AND_SAVE = (
     "import sys, torch; from transformers import AutoModelForCausalLM as M; "
     "M.from_pretrained(sys.argv[1], dtype=torch.bfloat16).save_pretrained(sys.argv[2])"
 )
+CP, CP_AND_FLUSH = "cp", "cp and flush"
+Action = Callable[[], None]
 
 
 def processor_seconds() -> float:
@@ -39,16 +42,13 @@ def processor_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def seconds_of(action: Callable[[], None], target: Path, repeat: int) -> tuple[float, float]:
-    """Median wall and processor time of an action that makes ``target``."""
-    times = []
-    for _ in range(repeat):
-        shutil.rmtree(target, ignore_errors=True)
-        start, used = time.monotonic(), processor_seconds()
-        action()
-        times.append((time.monotonic() - start, processor_seconds() - used))
-    wall, processor = zip(*times, strict=True)
-    return statistics.median(wall), statistics.median(processor)
+def seconds_of(action: Action, target: Path) -> tuple[float, float]:
+    """Wall and processor time of an action that makes ``target``."""
+    shutil.rmtree(target, ignore_errors=True)
+    os.sync()
+    start, used = time.monotonic(), processor_seconds()
+    action()
+    return time.monotonic() - start, processor_seconds() - used
 
 
 def run(*command: str) -> None:
@@ -73,42 +73,70 @@ def convert(direction: str, workers: int, hf: Path, megatron: Path, target: Path
     run(*base, "--output", str(target), "--workers", str(workers))
 
 
+def contestants(hf: Path, megatron: Path, target: Path, transformers: bool) -> dict[str, Action]:
+    """Everything that is timed; all make ``target``."""
+    start_up = [sys.executable, "-m", "checkpoints_conv", "inspect", str(megatron)]
+    found: dict[str, Action] = {
+        CP: functools.partial(copy, hf, target, False),
+        CP_AND_FLUSH: functools.partial(copy, hf, target, True),
+    }
+    for direction, workers in itertools.product(("hf-to-megatron", "megatron-to-hf"), (1, 2)):
+        found[f"{direction}, {workers} workers"] = functools.partial(
+            convert, direction, workers, hf, megatron, target
+        )
+    found["start-up of the converters alone"] = functools.partial(run, *start_up)
+    if transformers:
+        command = (sys.executable, "-c", LOAD_AND_SAVE, str(hf), str(target))
+        found["transformers load and save_pretrained"] = functools.partial(run, *command)
+    return found
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median and range."""
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} - {max(values):.{digits}f})"
+
+
+def table(times: dict[str, list[tuple[float, float]]], size: int) -> str:
+    """Markdown; ratios to the copies of the same repetition."""
+    wall = {name: [seconds for seconds, _ in runs] for name, runs in times.items()}
+    heads = ("", "seconds", "MB/s", "x cp", "x cp and flush", "processor seconds")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name, seconds in wall.items():
+        ratios = [
+            spread([one / other for one, other in zip(seconds, wall[base], strict=True)], 2)
+            for base in (CP, CP_AND_FLUSH)
+        ]
+        rate = f"{size / statistics.median(seconds) / 1e6:.0f}"
+        processor = spread([used for _, used in times[name]], 1)
+        lines.append("| " + " | ".join((name, spread(seconds, 1), rate, *ratios, processor)) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", type=float, default=2.0, help="GB of bf16 weights")
+    parser.add_argument("--size", type=float, default=3.0, help="GB of bf16 weights")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to measure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         hf, megatron, target = (Path(scratch) / name for name in ("hf", "megatron", "target"))
         make_model(hf, options.size, sparse=False)
         convert("hf-to-megatron", 2, hf, megatron, megatron)
-        start_up = [sys.executable, "-m", "checkpoints_conv", "inspect", str(megatron)]
-        contestants: dict[str, Callable[[], None]] = {
-            "cp and flush": lambda: copy(hf, target, True),
-            "cp": lambda: copy(hf, target, False),
-        }
-        for direction, workers in itertools.product(("hf-to-megatron", "megatron-to-hf"), (1, 2)):
-            contestants[f"{direction}, {workers} workers"] = functools.partial(
-                convert, direction, workers, hf, megatron, target
-            )
-        contestants["start-up of the converters alone"] = functools.partial(run, *start_up)
-        contestants["transformers load and save_pretrained"] = lambda: run(
-            sys.executable, "-c", LOAD_AND_SAVE, str(hf), str(target)
-        )
-        print(f"{num_bytes(hf) / 1e9:.2f} GB, median of {options.repeat}\n")
-        print("| | seconds | MB/s | x cp and flush | processor seconds |\n|---|---|---|---|---|")
-        base = 0.0
-        for name, action in contestants.items():
-            seconds, processor = seconds_of(action, target, options.repeat)
-            base = base or seconds
-            rate = num_bytes(hf) / seconds / 1e6
-            print(
-                f"| {name} | {seconds:.1f} | {rate:.0f} | {seconds / base:.2f} | {processor:.1f} |",
-                flush=True,
-            )
+        actions = contestants(hf, megatron, target, options.transformers)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
+        loads = [os.getloadavg()[0]]
+        for _ in range(options.repeat):
+            for name, action in actions.items():
+                times[name].append(seconds_of(action, target))
+            loads.append(os.getloadavg()[0])
+        size = num_bytes(hf)
+    print(f"{size / 1e9:.2f} GB, {options.repeat} repetitions, load average before and after each: ", end="")
+    print(", ".join(f"{load:.1f}" for load in loads) + "\n")
+    print(table(times, size))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,16 +55,18 @@ def hf_to_megatron(
     """
     config = hf_config(hf_model)
     family = family_for(config)
-    weights = SafetensorsFolder(hf_model)
-    wanted = dtype_for(dtype)
-    conversion = _Conversion(family, weights, wanted, padded_vocab_size)
-    settings = {"direction": "hf-to-megatron", "dtype": str(wanted), "padded_vocab_size": padded_vocab_size}
-    job = Job(output, hf_model, settings, resume, force)
-    with job:
-        conversion.run(job, num_workers)
-        write_bridge_files(job.data, family, next(iter(conversion.dtypes.values())), ITERATION)
-        weights.close()
-        job.finish(sha256)
+    with closing(SafetensorsFolder(hf_model)) as weights:
+        wanted = dtype_for(dtype)
+        conversion = _Conversion(family, weights, wanted, padded_vocab_size)
+        settings = {
+            "direction": "hf-to-megatron",
+            "dtype": str(wanted),
+            "padded_vocab_size": padded_vocab_size,
+        }
+        with Job(output, hf_model, settings, resume, force) as job:
+            conversion.run(job, num_workers)
+            write_bridge_files(job.data, family, next(iter(conversion.dtypes.values())), ITERATION)
+            job.finish(sha256)
     log.info("%s is a Megatron checkpoint of %s", output, hf_model)
     return output
 

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,27 +48,26 @@ def megatron_to_hf(
     """
     config = hf_config(hf_config_folder)
     family = family_for(config)
-    reader = TorchDistReader(megatron_checkpoint)
-    places = locate(family, reader)
-    wanted = dtype_for(dtype)
-    settings = {
-        "direction": "megatron-to-hf",
-        "dtype": str(wanted),
-        "max_shard_bytes": max_shard_bytes,
-        "config": config,
-    }
-    with Job(output, megatron_checkpoint, settings, resume, force) as job:
-        tensors = list(_tensors(places, reader, wanted))
-        job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in tensors))
-        writer = SafetensorsWriter(job.data, tensors, max_shard_bytes)
-        try:
-            _convert_all(places, reader, writer, job, family.dims, num_workers)
-        finally:
-            writer.close()
-            reader.close()
-        writer.write_index()
-        copy_side_files(hf_config_folder, job.data, tensors[0][1])
-        job.finish(sha256)
+    with closing(TorchDistReader(megatron_checkpoint)) as reader:
+        places = locate(family, reader)
+        wanted = dtype_for(dtype)
+        settings = {
+            "direction": "megatron-to-hf",
+            "dtype": str(wanted),
+            "max_shard_bytes": max_shard_bytes,
+            "config": config,
+        }
+        with Job(output, megatron_checkpoint, settings, resume, force) as job:
+            tensors = list(_tensors(places, reader, wanted))
+            job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in tensors))
+            writer = SafetensorsWriter(job.data, tensors, max_shard_bytes)
+            try:
+                _convert_all(places, reader, writer, job, family.dims, num_workers)
+            finally:
+                writer.close()
+            writer.write_index()
+            copy_side_files(hf_config_folder, job.data, tensors[0][1])
+            job.finish(sha256)
     log.info("%s is a Hugging Face model", output)
     return output
 

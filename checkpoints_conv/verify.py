@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,30 +51,23 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
     Raises: UserError: one side does not fit config.json, or a file is damaged or not what SHA256SUMS says.
     """
     family = family_for(hf_config(hf_model))
-    weights = SafetensorsFolder(hf_model)
-    expected = {
-        name: shape for unit in family.units() for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
-    }
-    family.check_hf(weights.shapes, expected)
-    reader = TorchDistReader(megatron_checkpoint)
-    places = locate(family, reader)
-    result = Comparison()
-    result.num_hashed = sum(
-        check_sha256(folder) for folder in {hf_model, reader.folder, reader.folder.parent}
-    )
-    lock = threading.Lock()
-    total = sum(weights.tensors[name].num_bytes for name in expected)
+    with (
+        closing(SafetensorsFolder(hf_model)) as weights,
+        closing(TorchDistReader(megatron_checkpoint)) as reader,
+    ):
+        expected = {n: s for unit in family.units() for n, s in zip(unit.hf, unit.hf_shapes, strict=True)}
+        family.check_hf(weights.shapes, expected)
+        places = locate(family, reader)
+        result, lock = Comparison(), threading.Lock()
+        folders = {hf_model, reader.folder, reader.folder.parent}
+        result.num_hashed = sum(check_sha256(folder) for folder in folders)
 
-    def compare(place: Place) -> None:
-        _compare(place, family, weights, reader, result, lock)
-        advance(sum(weights.tensors[name].num_bytes for name in place.unit.hf))
+        def compare(place: Place) -> None:
+            _compare(place, family, weights, reader, result, lock)
+            advance(sum(weights.tensors[name].num_bytes for name in place.unit.hf))
 
-    try:
-        with byte_progress("verify", total) as advance:
+        with byte_progress("verify", sum(weights.tensors[name].num_bytes for name in expected)) as advance:
             run_parallel(places, compare, num_workers)
-    finally:
-        reader.close()
-        weights.close()
     return result
 
 

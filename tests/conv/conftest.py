@@ -44,3 +44,13 @@ def megatron_checkpoints(tmp_path_factory, hf_models):
 def family_name(request):
     """Every family."""
     return request.param
+
+
+@pytest.fixture
+def source(hf_models):
+    return hf_models("qwen2")
+
+
+@pytest.fixture
+def checkpoint(megatron_checkpoints):
+    return megatron_checkpoints("qwen2")

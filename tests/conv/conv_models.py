@@ -73,6 +73,11 @@ def assert_same_tensors(found, expected):
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+def names_in(folder):
+    """Of everything in a folder, hidden or not."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 def write_chunk(writer, key, shape, offsets, tensor):
     """A tensor in memory as one chunk of a torch_dist checkpoint."""
     data = byte_view(tensor.contiguous())
