@@ -94,7 +94,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     import torch
 
     from nemo_grpo.engine import setup
-    from nemo_grpo.engine.generate_hf import HFGenerator
+    from nemo_grpo.engine.generators import build_local
     from nemo_grpo.engine.hf_folder import load_tokenizer
     from nemo_grpo.evaluate.pivots import study_pivots
     from nemo_grpo.tasks.environment import MultiTurnTask
@@ -108,11 +108,12 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
         )
     torch.set_num_threads(section.engine.num_threads)
     tokenizer = load_tokenizer(model)
-    generator = HFGenerator(
+    generator = build_local(
+        "auto",
         model,
         setup.DTYPES[recipe.policy.precision],
         setup.choose_device(recipe),
-        max_batch_size=recipe.policy.generation_batch_size,
+        recipe.policy.generation_batch_size,
     )
     problems = task.validation_problems(section.evaluation.num_problems)
     sampling = setup.validation_sampling(recipe, tokenizer)

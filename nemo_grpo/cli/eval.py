@@ -13,7 +13,6 @@ from nemo_grpo.cli.eval_benchmarks import Lazy, Order, context_limit, describe, 
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from nemo_grpo.engine.generate_hf import HFGenerator
     from nemo_grpo.engine.protocols import Generator
     from nemo_grpo.evaluate import EvalResult
     from nemo_grpo.evaluate.suite import Conditions
@@ -54,14 +53,19 @@ Seed = Annotated[int, typer.Option(help="Of the samples.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results. Default: runs/eval-NAME.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results in --out.")]
 DataDir = Annotated[Path, typer.Option(help="Folder of `nemo-grpo data prepare`.")]
-GeneratorName = Annotated[Literal["hf", "vllm"], typer.Option(help="What samples: transformers or vLLM.")]
+GeneratorName = Annotated[
+    Literal["auto", "decoder", "hf", "vllm"],
+    typer.Option(
+        help="What samples: own decoder, transformers (hf) or vLLM; auto: decoder if it knows the model."
+    ),
+]
 PromptName = Annotated[
     str | None, typer.Option(help="A paper's prompt, such as gpg_7b. Default: the recipe's, or the task's.")
 ]
 TaskName = Annotated[str | None, typer.Option(help="Task of JSONL files without manifest. Default: math.")]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where.")]
-BatchSize = Annotated[int, typer.Option(help="Responses sampled together by hf.", min=1)]
+BatchSize = Annotated[int, typer.Option(help="Responses sampled together; not for vllm.", min=1)]
 BATCH_SIZE = 256
 TensorParallel = Annotated[int, typer.Option(help="GPUs that share the model, for vllm.", min=1)]
 
@@ -76,7 +80,7 @@ def eval_command(
     max_tokens: MaxTokens = None,
     num_problems: NumProblems = None,
     data_dir: DataDir = Path("data"),
-    generator: GeneratorName = "hf",
+    generator: GeneratorName = "auto",
     prompt: PromptName = None,
     task: TaskName = None,
     dtype: DType = "auto",
@@ -119,7 +123,7 @@ def eval_command(
     if loaded is None:
         raise UserError("nemo-grpo eval needs --benchmarks, --recipe, or both")
     _refuse({
-        "--generator": generator != "hf",
+        "--generator": generator != "auto",
         "--prompt": prompt is not None,
         "--task": task is not None,
         "--dtype": dtype != "auto",
@@ -143,7 +147,7 @@ def _refuse(given: dict[str, bool]) -> None:
         raise UserError(
             f"{', '.join(ignored)}: only with --benchmarks; for a recipe's own problems set its keys "
             "(nemo_grpo.prompt, nemo_grpo.task, policy.precision, nemo_grpo.engine.device, "
-            "policy.generation_batch_size)"
+            "nemo_grpo.engine.generator, policy.generation_batch_size)"
         )
 
 
@@ -171,7 +175,7 @@ def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrit
     problems = section.task.build().validation_problems(section.evaluation.num_problems)
     max_tokens = conditions.sampling.max_new_tokens
     longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, context_limit(model))
-    generator = Lazy(lambda: _load_generator(model, recipe, conditions.device))
+    generator = Lazy(lambda: _load_generator(model, recipe, conditions))
     if not (out / RESPONSES).exists():
         generator.load()  # what is wrong with the model is said before anything is made
     _check_place(out)
@@ -204,6 +208,7 @@ def _load_tokenizer(model: Path) -> Any:
 def _conditions(recipe: Recipe, tokenizer: Any, seed: int, model: Path) -> Conditions:
     import torch
 
+    from nemo_grpo.engine.generators import choose
     from nemo_grpo.engine.protocols import SamplingParams
     from nemo_grpo.evaluate.responses import fingerprint
     from nemo_grpo.evaluate.suite import Conditions
@@ -219,19 +224,21 @@ def _conditions(recipe: Recipe, tokenizer: Any, seed: int, model: Path) -> Condi
     device = recipe.nemo_grpo.engine.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Conditions(
-        fingerprint(model), "hf", recipe.policy.precision, device, sampling, evaluation.num_samples, seed
-    )
+    wanted, dtype = recipe.nemo_grpo.engine.generator, recipe.policy.precision
+    if wanted == "vllm":
+        raise UserError("nemo_grpo.engine.generator=vllm samples --benchmarks only; use auto")
+    chosen = choose(wanted, model)
+    return Conditions(fingerprint(model), chosen, dtype, device, sampling, evaluation.num_samples, seed)
 
 
-def _load_generator(model: Path, recipe: Recipe, device: str) -> HFGenerator:
+def _load_generator(model: Path, recipe: Recipe, conditions: Conditions) -> Generator:
     import torch
 
-    from nemo_grpo.engine.generate_hf import HFGenerator
+    from nemo_grpo.engine.generators import build_local
 
     torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
-    dtype = getattr(torch, recipe.policy.precision)
-    return HFGenerator(model, dtype, device, max_batch_size=recipe.policy.generation_batch_size)
+    name, device, dtype = conditions.generator, conditions.device, getattr(torch, conditions.dtype)
+    return build_local(name, model, dtype, device, recipe.policy.generation_batch_size)
 
 
 def _evaluate(

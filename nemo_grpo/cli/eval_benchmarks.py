@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 ERPO_DEFAULTS = {"k": 16, "temperature": 1.0, "top_p": 0.95, "max_tokens": 2048}
 """ERPO A.3."""
-RESPONSES_PER_CALL = {"hf": 1, "vllm": 1024}
-"""vLLM fills its batches itself; transformers gets one batch, so that little is lost by a kill."""
+RESPONSES_PER_CALL = {"decoder": 1, "hf": 1, "vllm": 1024}
+"""vLLM fills its batches itself; the others get one batch, so that little is lost by a kill."""
 PICTURE = "scores.png"
 
 
@@ -32,7 +32,7 @@ class Order:
     benchmarks: str
     data_dir: Path
     out: Path
-    generator: Literal["hf", "vllm"]
+    generator: Literal["auto", "decoder", "hf", "vllm"]
     k: int | None
     temperature: float | None
     top_p: float | None
@@ -62,7 +62,7 @@ def evaluate_benchmarks(order: Order, tokenizer: Any) -> None:
     longest = longest_prompt(asked, tokenizer, conditions.sampling.max_new_tokens, limit)
     _check_results(order, conditions, benchmarks)
     generator = Lazy(lambda: _generator(order, conditions, longest))
-    per_call = max(order.batch_size, RESPONSES_PER_CALL[order.generator]) // conditions.num_samples
+    per_call = max(order.batch_size, RESPONSES_PER_CALL[conditions.generator]) // conditions.num_samples
     total = sum(len(benchmark.problems) for benchmark in benchmarks)
     with ResponseLog(order.out / RESPONSES) as log, progress("evaluate", total) as advance:
         result = run_suite(
@@ -126,8 +126,17 @@ def _conditions(order: Order, tokenizer: Any) -> Conditions:
     )
     device, dtype = _place(order)
     return Conditions(
-        fingerprint(order.model), order.generator, dtype, device, sampling, int(values["k"]), order.seed
+        fingerprint(order.model), _chosen(order), dtype, device, sampling, int(values["k"]), order.seed
     )
+
+
+def _chosen(order: Order) -> str:
+    """The generator by its name, as results differ between them in the last digits."""
+    if order.generator == "vllm":
+        return "vllm"
+    from nemo_grpo.engine.generators import choose
+
+    return choose(order.generator, order.model)
 
 
 def _more_stop_tokens(recipe: Recipe | None) -> list[int]:
@@ -200,14 +209,14 @@ def _generator(order: Order, conditions: Conditions, longest: int) -> Generator:
             max_model_len=longest + conditions.sampling.max_new_tokens,
             tensor_parallel_size=order.tensor_parallel,
         )
-    from nemo_grpo.engine.generate_hf import HFGenerator
+    from nemo_grpo.engine.generators import build_local
 
     cpu = conditions.device.startswith("cpu")
     torch.set_num_threads(
         order.recipe.nemo_grpo.engine.num_threads if order.recipe else torch.get_num_threads()
     )
-    dtype = getattr(torch, conditions.dtype)
-    return HFGenerator(order.model, dtype, "cpu" if cpu else "cuda", max_batch_size=order.batch_size)
+    name, dtype = conditions.generator, getattr(torch, conditions.dtype)
+    return build_local(name, order.model, dtype, "cpu" if cpu else "cuda", order.batch_size)
 
 
 def _finish(order: Order, result: SuiteResult) -> None:
@@ -220,7 +229,7 @@ def _finish(order: Order, result: SuiteResult) -> None:
     sampling = conditions.sampling
     described = (
         f"{conditions.num_samples} samples, {describe(sampling)}, "
-        f"at most {sampling.max_new_tokens} tokens, seed {conditions.seed}, {order.generator} in "
+        f"at most {sampling.max_new_tokens} tokens, seed {conditions.seed}, {conditions.generator} in "
         f"{conditions.dtype} on {conditions.device}"
     )
     summary = result.write(order.out, order.model)

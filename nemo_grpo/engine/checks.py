@@ -37,7 +37,12 @@ def check_supported(recipe: Recipe) -> None:
         ("policy.megatron_cfg.optimizer.optimizer", megatron.optimizer.optimizer, ("adam",), "use adam"),
         ("policy.precision", policy.precision, ("float32", "bfloat16"), "use float32 or bfloat16"),
         ("policy.generation.stop_strings", policy.generation.stop_strings, (None, []), "use stop_token_ids"),
-        ("nemo_grpo.engine.generator", recipe.nemo_grpo.engine.generator, ("hf",), "use hf"),
+        (
+            "nemo_grpo.engine.generator",
+            recipe.nemo_grpo.engine.generator,
+            ("auto", "decoder", "hf"),
+            "use auto",
+        ),
         ("checkpointing.save_optimizer", recipe.checkpointing.save_optimizer, (True,), "use true"),
         (
             "policy.tokenizer.name",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
@@ -59,6 +60,35 @@ def load_config(folder: Path) -> Any:
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer."""
     return AutoTokenizer.from_pretrained(folder)
+
+
+def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the folder's safetensors files, one at a time in memory.
+
+    Raises: UserError: a file cannot be read.
+    """
+    for opened in _safetensors(folder):
+        for name in opened.keys():  # noqa: SIM118  (no mapping)
+            yield name, opened.get_tensor(name)
+
+
+def weight_names(folder: Path) -> set[str]:
+    """Names of the tensors in the folder's safetensors files.
+
+    Raises: UserError: a file cannot be read.
+    """
+    return {name for opened in _safetensors(folder) for name in opened.keys()}  # noqa: SIM118
+
+
+def _safetensors(folder: Path) -> Iterator[Any]:
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                yield opened
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"cannot load a causal language model from {folder}: {file.name}: {error}"
+            ) from error
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

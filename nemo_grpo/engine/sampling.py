@@ -22,9 +22,6 @@ class Drawn:
     sampling_logprobs: Tensor
     unscaled_logprobs: Tensor
 
-    def cpu(self) -> Drawn:
-        return Drawn(*(getattr(self, name).cpu() for name in self.__dataclass_fields__))
-
 
 def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> Drawn:
     """Choose the next token of each row.
@@ -36,16 +33,17 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> D
     """
     unscaled = torch.log_softmax(logits.float(), dim=-1)
     if sampling.greedy:
-        tokens = _checked(unscaled).argmax(-1)
-        chosen = _pick(unscaled, tokens)
+        chosen, tokens = unscaled.max(-1)
+        _check_finite(chosen)
         return Drawn(tokens, chosen, chosen, chosen)
     assert uniforms is not None
     scaled = unscaled
     if sampling.temperature != 1:
         scaled = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
     filtered = _filter(scaled, sampling) if sampling.filters else scaled
-    mass = _checked(filtered).double().exp().cumsum(-1)
-    target = uniforms.to(mass.device)[:, None] * mass[:, -1:]
+    mass = filtered.exp().cumsum(-1, dtype=torch.float64)
+    _check_finite(mass[:, -1])
+    target = uniforms[:, None] * mass[:, -1:]
     tokens = torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     logprobs = _pick(scaled, tokens)
     return Drawn(
@@ -60,13 +58,12 @@ def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
     return logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _checked(logprobs: Tensor) -> Tensor:
-    # A NaN or +inf logit makes the whole row NaN, so its maximum tells.
-    if not torch.isfinite(logprobs.amax(-1)).all():
+def _check_finite(values: Tensor) -> None:
+    # A NaN or +inf logit makes all logprobs of its row NaN, and so what is computed from them.
+    if not torch.isfinite(values).all():
         raise FloatingPointError(
             "the model's logits are not finite: its weights hold NaN or inf, or overflow"
         )
-    return logprobs
 
 
 def _filter(logprobs: Tensor, sampling: SamplingParams) -> Tensor:

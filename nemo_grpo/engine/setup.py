@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nemo_grpo.engine.generate_distributed import DistributedGenerator
-from nemo_grpo.engine.generate_hf import HFGenerator
+from nemo_grpo.engine.generators import build_local
 from nemo_grpo.engine.hf_folder import load_config, load_weights
 from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
@@ -117,11 +117,13 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
 
 def build_generator(recipe: Recipe, source: Path) -> Generator:
     """The sampler, shared between the ranks; its weights come from the policy."""
-    generator = HFGenerator(
+    assert recipe.nemo_grpo.engine.generator != "vllm"  # `checks` has refused it
+    generator = build_local(
+        recipe.nemo_grpo.engine.generator,
         load_config(source),
-        dtype=DTYPES[recipe.policy.precision],
-        device=choose_device(recipe),
-        max_batch_size=recipe.policy.generation_batch_size,
+        DTYPES[recipe.policy.precision],
+        choose_device(recipe),
+        recipe.policy.generation_batch_size,
     )
     return DistributedGenerator(generator) if recipe.world_size > 1 else generator
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.logprobs import logprobs_and_entropy
-from nemo_grpo.engine.generate_hf import HFGenerator
+from nemo_grpo.engine.local_generator import LocalGenerator
 from nemo_grpo.engine.progress import progress
 from nemo_grpo.engine.protocols import SamplingParams
 from nemo_grpo.errors import UserError
@@ -42,7 +42,7 @@ Tails = dict[tuple[int, ...], list[list[int]]]
 
 
 def study_pivots(
-    generator: HFGenerator,
+    generator: LocalGenerator,
     tokenizer: Any,
     task: Task,
     prompt: PromptLike,
@@ -71,7 +71,7 @@ def study_pivots(
 
 
 def find_solved(
-    generator: HFGenerator,
+    generator: LocalGenerator,
     tokenizer: Any,
     task: Task,
     prompt: PromptLike,
@@ -105,12 +105,14 @@ def find_solved(
     return [Solved(*item, entropy) for item, entropy in zip(found, entropies, strict=True)], num_tried
 
 
-def response_entropies(generator: HFGenerator, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Tensor]:
+def response_entropies(
+    generator: LocalGenerator, pairs: Sequence[tuple[list[int], list[int]]]
+) -> list[Tensor]:
     """[T] per (prompt, response): entropy at temperature 1 of the distribution that each token came from."""
     entropies = []
     for start in range(0, len(pairs), ROWS_PER_FORWARD):
         part = pairs[start : start + ROWS_PER_FORWARD]
-        logits = _logits(generator, [prompt + response for prompt, response in part])
+        logits = generator.logits([prompt + response for prompt, response in part])
         for row, (prompt, response) in enumerate(part):
             where = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
             targets = torch.tensor(response, device=logits.device)
@@ -118,17 +120,8 @@ def response_entropies(generator: HFGenerator, pairs: Sequence[tuple[list[int], 
     return entropies
 
 
-@torch.no_grad()
-def _logits(generator: HFGenerator, sequences: Sequence[list[int]]) -> Tensor:
-    """[B, S, V] of right-padded sequences; causal attention keeps the padding out of what comes before."""
-    width = max(map(len, sequences))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in sequences], device=generator.device)
-    mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in sequences], device=generator.device)
-    return generator.model(input_ids=ids, attention_mask=mask).logits
-
-
 def choose_points(
-    generator: HFGenerator, tokenizer: Any, solved: Sequence[Solved], settings: PivotSettings
+    generator: LocalGenerator, tokenizer: Any, solved: Sequence[Solved], settings: PivotSettings
 ) -> list[Choice]:
     """Positions and replacements of the whole study."""
     points = []
@@ -163,9 +156,9 @@ def _uniform_other(token: int, tokenizer: Any, rng: random.Random) -> int:
     return other
 
 
-def _other_by_policy(generator: HFGenerator, before: list[int], token: int, rng: random.Random) -> int:
+def _other_by_policy(generator: LocalGenerator, before: list[int], token: int, rng: random.Random) -> int:
     """What the policy would have said instead: its distribution at temperature 1 without the token."""
-    logits = _logits(generator, [before])[0, -1].double()
+    logits = generator.logits([before])[0, -1].double()
     logits[token] = -torch.inf
     mass = logits.softmax(-1).cumsum(-1)
     return int(
@@ -174,7 +167,7 @@ def _other_by_policy(generator: HFGenerator, before: list[int], token: int, rng:
 
 
 def _continue_all(
-    generator: HFGenerator, points: Sequence[Choice], sampling: SamplingParams, settings: PivotSettings
+    generator: LocalGenerator, points: Sequence[Choice], sampling: SamplingParams, settings: PivotSettings
 ) -> Tails:
     """The continuations of every prefix, each prefix once; those of one length are sampled together."""
     by_length: dict[tuple[int, int], dict[tuple[int, ...], None]] = defaultdict(dict)
@@ -191,7 +184,7 @@ def _continue_all(
 
 
 def _continue(
-    generator: HFGenerator,
+    generator: LocalGenerator,
     prefixes: Sequence[tuple[int, ...]],
     remaining: int,
     sampling: SamplingParams,

@@ -95,8 +95,9 @@ class WarmStart(OwnSection):
 class Engine(OwnSection):
     """The embedded engine."""
 
-    generator: Literal["hf", "vllm"] = "hf"
-    """What samples: transformers or vLLM."""
+    generator: Literal["auto", "decoder", "hf", "vllm"] = "auto"
+    """What samples: the engine's own decoder (qwen2, qwen3, llama, mistral), transformers, or vLLM; auto: the
+    decoder where it knows the model, else transformers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where; auto: cuda if there is one."""
     num_threads: int = Field(default=1, gt=0)

@@ -265,7 +265,7 @@ class Policy(Section):
     logprob_batch_size: int = Field(gt=0)
     """Sequences per scoring pass and rank; not given: train_micro_batch_size."""
     generation_batch_size: int = Field(gt=0)
-    """Sequences generated at once by the transformers generator; not given: train_global_batch_size."""
+    """Responses sampled at once by the embedded engine; not given: train_global_batch_size."""
     max_total_sequence_length: int = Field(gt=0)
     """Longest prompt and response together, tokens."""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"

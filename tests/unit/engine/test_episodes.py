@@ -5,6 +5,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemo_grpo.engine.episodes import StopTexts, sample_responses
+from nemo_grpo.engine.generate_decoder import DecoderGenerator
 from nemo_grpo.engine.generate_hf import HFGenerator
 from nemo_grpo.engine.protocols import Rollout, SamplingParams, Turn
 from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
@@ -223,8 +224,8 @@ class Echo:
     def score(self, problem, response): ...
 
 
-@pytest.fixture(scope="module")
-def generator():
+@pytest.fixture(scope="module", params=[DecoderGenerator, HFGenerator])
+def generator(request):
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -241,8 +242,9 @@ def generator():
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.mul_(6)
-    generator = HFGenerator(config, max_batch_size=5)
+    generator = request.param(config, max_batch_size=5)
     generator.update_weights(model.named_parameters())
+    generator.reference = model
     return generator
 
 
@@ -297,7 +299,7 @@ def test_every_policy_token_has_the_logprob_of_a_full_forward_pass(generator):
     assert any(not one.token_mask.all() for one in sampled)
     for row, one in enumerate(sampled):
         ids = torch.tensor([PROMPTS[row // 4] + one.tokens.tolist()])
-        logits = generator.model(input_ids=ids).logits[0, -len(one.tokens) - 1 : -1]
+        logits = generator.reference(input_ids=ids).logits[0, -len(one.tokens) - 1 : -1]
         expected = torch.log_softmax(logits, -1).gather(1, one.tokens[:, None])[:, 0]
         torch.testing.assert_close(one.logprobs, expected * one.token_mask, atol=1e-5, rtol=0)
         assert len(one.tokens) <= 24

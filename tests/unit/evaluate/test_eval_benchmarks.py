@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli.eval import eval_command
 from nemo_grpo.data.manifest import sha256, write_manifest
-from nemo_grpo.engine.generate_hf import HFGenerator
+from nemo_grpo.engine.local_generator import LocalGenerator
 from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
@@ -86,7 +86,11 @@ def test_every_benchmark_and_their_average_are_shown_with_k_and_errors(unbroken)
 def test_summary_says_under_which_conditions(unbroken, data):
     summary, samples = results(unbroken[0])
     conditions = summary["conditions"]
-    assert (conditions["generator"], conditions["dtype"], conditions["num_samples"]) == ("hf", "float32", 3)
+    assert (conditions["generator"], conditions["dtype"], conditions["num_samples"]) == (
+        "decoder",
+        "float32",
+        3,
+    )
     assert conditions["sampling"]["top_p"] == 0.95
     aime = summary["benchmarks"]["aime24"]
     assert (aime["num_problems"], aime["prompt"], aime["sha256"]) == (
@@ -110,7 +114,7 @@ def test_equal_questions_get_different_samples(unbroken):
 
 def test_a_second_call_samples_nothing(unbroken, model, data, monkeypatch):
     before = results(unbroken[0])
-    monkeypatch.setattr(HFGenerator, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(LocalGenerator, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
     run(*options(model, data, unbroken[0]))
     assert results(unbroken[0]) == before
 
@@ -153,12 +157,12 @@ def test_a_benchmark_that_is_asked_otherwise_does_not_take_the_place_of_another(
 SLOWLY = """
 import sys, time
 from nemo_grpo.cli import app
-from nemo_grpo.engine.generate_hf import HFGenerator
-generate = HFGenerator.generate
+from nemo_grpo.engine.local_generator import LocalGenerator
+generate = LocalGenerator.generate
 def slow(self, *arguments):
     time.sleep(0.2)
     return generate(self, *arguments)
-HFGenerator.generate = slow
+LocalGenerator.generate = slow
 app(["eval", *sys.argv[1:]])
 """
 

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from nemo_grpo.cli.eval import eval_command
-from nemo_grpo.engine.generate_hf import HFGenerator
+from nemo_grpo.engine.local_generator import LocalGenerator
 from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
@@ -80,9 +80,9 @@ def test_responses_that_are_there_are_not_sampled_again(model, tmp_path, monkeyp
     lines = (tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "summary.json").unlink()
     (tmp_path / "responses.jsonl").write_text("".join(lines[:-1]))
-    generate, asked = HFGenerator.generate, []
+    generate, asked = LocalGenerator.generate, []
     monkeypatch.setattr(
-        HFGenerator, "generate", lambda *a, **o: (asked.append(len(a[1])), generate(*a, **o))[1]
+        LocalGenerator, "generate", lambda *a, **o: (asked.append(len(a[1])), generate(*a, **o))[1]
     )
     run(*arguments)
     assert asked == [1]
@@ -109,7 +109,7 @@ def test_a_repeated_command_samples_nothing_and_more_problems_are_added(model, t
     files = [tmp_path / name for name in ("summary.json", "samples.jsonl", "responses.jsonl")]
     before = [path.read_text() for path in files]
     with monkeypatch.context() as patched:
-        patched.setattr(HFGenerator, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+        patched.setattr(LocalGenerator, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
         run(*arguments, "--num-problems", 2)
     assert [path.read_text() for path in files] == before
     run(*arguments, "--num-problems", 3)

@@ -229,7 +229,7 @@ def test_recipe_is_frozen_and_keeps_every_default(tree: dict[str, Any]) -> None:
         recipe.grpo.seed = 3  # type: ignore[misc]
     dumped = yaml.safe_load(recipe.to_yaml())
     assert dumped["loss_fn"]["ratio_clip_min"] == 0.2
-    assert dumped["nemo_grpo"]["engine"]["generator"] == "hf"
+    assert dumped["nemo_grpo"]["engine"]["generator"] == "auto"
     assert dumped["nemo_grpo"]["task"] == {"name": "knights_knaves", "split": "problem"}
 
 
