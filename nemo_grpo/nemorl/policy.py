@@ -1,7 +1,11 @@
-"""NeMo-RL's policy with two more things passing through: entropies out, further tensors for the loss in."""
+"""NeMo-RL's policy with two more things passing through: entropies out, further tensors for the loss in.
+
+It also leaves out the update of a step that has no gradient: Adam's momentum and weight decay would make one.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +13,12 @@ from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nemo_grpo.nemorl.config import ClusterRun
+    from nemo_grpo.variants.base import VariantConfig
+
+log = logging.getLogger(__name__)
 
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
@@ -34,6 +43,9 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
             for name, tensor in exchange.take_train_tensors().items():
                 data[name] = tensor
+            if has_no_gradient(data["advantages"], run.recipe.loss_fn):
+                log.info("no group carries signal: metrics only, no update")
+                further["eval_mode"] = True
             return super().train(data, loss_fn, **further)
 
     def make(**arguments: Any) -> Any:
@@ -43,6 +55,11 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
         return ExchangingPolicy(**arguments)
 
     return make
+
+
+def has_no_gradient(advantages: Tensor, config: VariantConfig) -> bool:
+    """True for a step whose loss is 0 whatever the policy does: no advantage and no KL penalty."""
+    return getattr(config, "reference_policy_kl_penalty", 0.0) == 0 and not bool(advantages.any())
 
 
 def register_worker() -> None:

@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +81,7 @@ def set_up(run: ClusterRun) -> Ready:
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     processor, tokenizer = load_tokenizer(run)
     from nemo_grpo.nemorl.environments import setup_data
+    from nemo_grpo.nemorl.policy import policy_factory
 
     dataset, val_dataset, *environments = setup_data(run, processor or tokenizer)
     exchange = StepExchange()
@@ -150,16 +150,6 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
         trains_mtp=bool(value(policy, "megatron_cfg.mtp_num_layers", 0)),
     )
     return processor, tokenizer
-
-
-def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any] | None:
-    """What makes the policy: None, NeMo-RL's own, unless the variant needs more of it."""
-    loss = run.recipe.loss_fn
-    if not loss.needs_entropy and getattr(loss, "weighting", None) != "random":
-        return None
-    from nemo_grpo.nemorl.policy import policy_factory as ours
-
-    return ours(run, exchange)
 
 
 def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:

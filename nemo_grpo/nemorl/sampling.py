@@ -2,13 +2,16 @@
 
 NeMo-RL keeps single rows by a floating-point std, which with a leave-one-out baseline drops the only right
 response of a group, and takes rounding for signal. Here whole groups are kept, where the greatest reward
-differs from the least; `core.resampling` decides when a step is full, for DAPO and for GPG's threshold.
+differs from the least among responses that train (a prompt that was cut for its length does not, nor under
+overlong filtering a response that was); `core.resampling` decides when a step is full, for DAPO and for
+GPG's threshold.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +55,16 @@ def dynamic_sampling_for(config: VariantConfig, exchange: StepExchange) -> Calla
         num_groups = compat.value(grpo, "num_prompts_per_step")
         num_generations = compat.value(grpo, "num_generations_per_prompt")
         most_draws = compat.value(grpo, "dynamic_sampling_max_gen_batches")
+        has_signal = partial(_has_signal, drops_truncated=compat.value(grpo, "overlong_filtering", False))
         with timer.time("dynamic_sampling"):
             draw = _groups(repeated_batch, num_generations)
-            gathered = (batch_cache or Accumulation()).add(draw, _has_signal)
+            gathered = (batch_cache or Accumulation()).add(draw, has_signal)
             threshold, max_draws = config.resampling(most_draws)
             is_full = gathered.is_complete(num_groups, threshold, max_draws)
             log.info(
                 "draw %d: %d of %d groups with signal, %s of %d wanted%s",
                 dynamic_sampling_num_gen_batches,
-                sum(map(_has_signal, draw)),
+                sum(map(has_signal, draw)),
                 len(draw),
                 len(gathered.valid),
                 num_groups,
@@ -86,10 +90,13 @@ def _groups(batch: Any, num_generations: int) -> list[Any]:
     return [batch.select_indices(group.tolist()) for group in rows]
 
 
-def _has_signal(group: Any) -> bool:
-    """True where the task's rewards differ; a length penalty on top is not signal."""
+def _has_signal(group: Any, drops_truncated: bool) -> bool:
+    """True where the task's rewards of what trains differ; a length penalty on top is not signal."""
     rewards = group["unshaped_total_reward" if "unshaped_total_reward" in group else "total_reward"]
-    return rewards_differ(rewards.tolist())
+    trains = group["loss_multiplier"] > 0
+    if drops_truncated:  # NeMo-RL sets their loss_multiplier to 0 after it has sampled
+        trains &= ~torch.as_tensor(group["truncated"], dtype=torch.bool)
+    return rewards_differ(rewards[trains].tolist())
 
 
 def _joined(groups: tuple[Any, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy import lm_policy
 from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, loss_data
 
+from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import build_loss
+from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
+from nemo_grpo.variants import parse_loss_fn
 
 WORKER = "toy_worker.ToyWorker"
 CONFIG = {
@@ -38,31 +42,59 @@ CONFIG = {
 }
 
 
-@pytest.fixture
-def policy(private_ray, monkeypatch):
+@pytest.fixture(scope="module")
+def policy(private_ray):
     """Two worker processes."""
 
     def no_model(_name):
         raise ValueError("the toy has no configuration on the Hub")
 
-    monkeypatch.setattr(lm_policy, "get_default_hf_config", no_model)
-    monkeypatch.setitem(ACTOR_ENVIRONMENT_REGISTRY, WORKER, sys.executable)
+    run = SimpleNamespace(recipe=SimpleNamespace(loss_fn=parse_loss_fn({"variant": "grpo"})))
     cluster = RayVirtualCluster([2], use_gpus=False, num_gpus_per_node=2, name="toy")
-    yield lm_policy.Policy(
-        cluster=cluster,
-        config=CONFIG,
-        tokenizer=None,
-        worker_extension_cls_fqn=WORKER,
-        init_reference_model=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_policy, "get_default_hf_config", no_model)
+        patch.setitem(ACTOR_ENVIRONMENT_REGISTRY, WORKER, sys.executable)
+        made = policy_factory(run, StepExchange())(
+            cluster=cluster,
+            config=CONFIG,
+            tokenizer=None,
+            worker_extension_cls_fqn=WORKER,
+            init_reference_model=False,
+        )
+        yield made
+    made.shutdown()
+    del made.worker_group  # its end would ask for it again, and start another Ray
     cluster.shutdown()
 
 
-def test_workers_import_the_loss_and_their_shares_add_up(policy):
-    data = loss_data(token_weights=0.5 + torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(3)))
+def with_counts(data):
+    """As the toy worker takes it: with the denominators in every row."""
     sizes = counts(data)
     data["global_seqs"] = sizes["global_valid_seqs"].expand(ROWS).clone()
     data["global_toks"] = sizes["global_valid_toks"].expand(ROWS).clone()
+    return data, sizes
+
+
+def test_a_step_without_signal_is_no_update(policy):
+    data, _ = with_counts(loss_data())
+    loss_fn = build_loss({"variant": "grpo"})
+    assert policy.train(data, loss_fn)["all_mb_metrics"]["is_update"] == [True, True]
+    data["advantages"] = torch.zeros(ROWS, LENGTH)
+    found = policy.train(data, loss_fn)["all_mb_metrics"]
+    assert found["is_update"] == [False, False]
+    assert sum(found["probs_ratio"]) > 0.5, "its metrics are computed all the same"
+
+
+def test_a_penalty_has_a_gradient_without_signal():
+    penalised = parse_loss_fn({"variant": "grpo", "reference_policy_kl_penalty": 0.01})
+    assert has_no_gradient(torch.zeros(2, 3), parse_loss_fn({"variant": "gpg"}))
+    assert not has_no_gradient(torch.zeros(2, 3), penalised)
+    assert not has_no_gradient(torch.tensor([[0.0, -1.0]]), parse_loss_fn({"variant": "gpg"}))
+
+
+def test_workers_import_the_loss_and_their_shares_add_up(policy):
+    weights = 0.5 + torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(3))
+    data, sizes = with_counts(loss_data(token_weights=weights))
     for settings in ({"variant": "cw_grpo"}, {"variant": "tr_grpo", "weighting": "random"}):
         loss_fn = build_loss(settings)
         expected, metrics = loss_fn(current_logprobs(data), data, **sizes)

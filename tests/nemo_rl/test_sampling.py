@@ -6,6 +6,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from nemo_rl.algorithms import grpo
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -23,18 +24,22 @@ def draw(*rewards: tuple[float, float], first: int = 0, **further: Any) -> Batch
     flat = torch.tensor(rewards).flatten()
     numbers = [first + i // G for i in range(len(flat))]
     logs = [[{"role": "user", "content": str(n), "token_ids": torch.tensor([n])}] for n in numbers]
-    return BatchedDataDict(total_reward=flat, idx=numbers, message_log=logs, **further)
+    rows = {"loss_multiplier": torch.ones(len(flat)), "truncated": [False] * len(flat), **further}
+    return BatchedDataDict(total_reward=flat, idx=numbers, message_log=logs, **rows)
 
 
 class Trainer:
     """Calls the function as `grpo_train` does, with a dictionary (0.7.0) or an object (HEAD) of settings."""
 
-    def __init__(self, use_dynamic_sampling: bool = True, **loss_fn: Any) -> None:
+    def __init__(
+        self, use_dynamic_sampling: bool = True, overlong_filtering: bool = False, **loss_fn: Any
+    ) -> None:
         settings = {
             "use_dynamic_sampling": use_dynamic_sampling,
             "num_prompts_per_step": P,
             "num_generations_per_prompt": G,
             "dynamic_sampling_max_gen_batches": 2,
+            "overlong_filtering": overlong_filtering,
         }
         self.configs = [SimpleNamespace(grpo=settings), SimpleNamespace(grpo=SimpleNamespace(**settings))]
         self.exchange = StepExchange()
@@ -112,3 +117,18 @@ def test_a_length_penalty_is_no_signal():
     trainer = Trainer(variant="dapo")
     assert not trainer(batch)[1]
     assert [group["idx"][0] for group in trainer.cache.valid] == [1, 2]
+
+
+def test_a_prompt_that_was_cut_is_no_signal():
+    multiplier = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    trainer = Trainer(variant="dapo")
+    assert not trainer(draw((1.0, 0.0), (1.0, 0.0), (0.0, 0.0), loss_multiplier=multiplier))[1]
+    assert [group["idx"][0] for group in trainer.cache.valid] == [1]
+
+
+@pytest.mark.parametrize(("overlong_filtering", "valid"), [(True, [2]), (False, [0, 2])])
+def test_a_response_that_is_left_out_is_no_signal(overlong_filtering, valid):
+    truncated = [True, False, True, True, False, False]
+    trainer = Trainer(variant="dapo", overlong_filtering=overlong_filtering)
+    trainer(draw((0.0, 1.0), (0.0, 0.0), (0.0, 1.0), truncated=truncated))
+    assert [group["idx"][0] for group in trainer.cache.valid] == valid

@@ -28,7 +28,7 @@ class ToyWorkerImpl:
     def shutdown(self) -> bool:
         return True
 
-    def train(self, data: Any, loss_fn: Any, **_: Any) -> dict[str, Any]:
+    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **_: Any) -> dict[str, Any]:
         """This rank's share of the loss over the whole step, whose counts the test puts into the rows."""
         sizes = (data["global_seqs"][0], data["global_toks"][0])
         total, metrics = 0.0, {}
@@ -44,7 +44,7 @@ class ToyWorkerImpl:
             total += float(loss)
             for name, number in numbers.items():
                 metrics.setdefault(name, []).append(number)
-        metrics["rows"] = [len(data["input_ids"])]
+        metrics |= {"rows": [len(data["input_ids"])], "is_update": [not eval_mode]}
         return {
             "global_loss": torch.tensor(total),
             "grad_norm": torch.zeros(1),
