@@ -77,13 +77,22 @@ explain() {
         ray-head) RC=$EXIT_HEAD_LOST ;;
         ray-worker) RC=$EXIT_WORKER_LOST ;;
         driver)
-            if ((RC == EXIT_REQUEUE)) || ((DEADLINE && RC == 138)); then # 138: SIGUSR1 before it could listen
+            if is_preempted; then # with a checkpoint, or too early for one
+                CAUSE=preempted RC=$EXIT_REQUEUE
+            elif ((RC == EXIT_REQUEUE)) || ((DEADLINE && RC == 138)); then # 138: SIGUSR1 before it could listen
                 CAUSE='time limit' RC=$EXIT_REQUEUE
             elif ((RC == 137)) || grep -qi 'oom.kill' "$LOG"/*.log; then
                 CAUSE=memory
             fi
             ;;
     esac
+}
+
+# Slurm needs this job's nodes. Before it takes them, after the partition's GraceTime, it sends SIGTERM to the steps.
+is_preempted() {
+    local when
+    when=$(job_field PreemptTime)
+    [[ $when =~ ^[0-9] ]] && ! [[ $when < $(job_field StartTime) ]] # not in an attempt before
 }
 
 # The time limit is near: pass the signal on, and wait no longer than until shortly before the limit.
@@ -116,6 +125,7 @@ show_end() {
 # Ends every step that still runs: SIGTERM, ten seconds, SIGKILL.
 stop_parts() {
     local pids=() second
+    touch "$LOG/ending" # for ray.sh
     scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null
     for second in {1..20}; do
         mapfile -t pids < <(jobs -rp)

@@ -2,12 +2,13 @@
 #
 # One line for each attempt in attempts.tsv: attempt, time, cause, exit code, checkpoint at start, at end, decision.
 # - Never: the job is being cancelled, its input was refused, the preflight failed.
-# - Time limit: always, unless two attempts in a row saved nothing.
+# - Time limit, preemption with time to save: always, unless two attempts in a row saved nothing.
 # - A lost node, head or worker, memory, a failing driver: at most MAX_RETRIES times in the job's life, and not when
 #   the driver failed at the same checkpoint as in the attempt before, or before the first checkpoint.
 # shellcheck shell=bash disable=SC2034,SC2154
 
 MAX_RETRIES=${MAX_RETRIES:-3}
+readonly NO_FAILURE='^(time limit|preempted)$'
 
 # Number of the newest complete checkpoint, 0 if there is none.
 latest_step() {
@@ -27,7 +28,7 @@ record() { # CAUSE RC STEP_AT_START STEP_AT_END DECISION
 
 # Failures before this attempt: Slurm counts all restarts, also those that it made by itself after a node failed.
 failures_so_far() {
-    echo $((ATTEMPT - $(attempts | cut -f 3 | grep -c '^time limit$')))
+    echo $((ATTEMPT - $(attempts | cut -f 3 | grep -cE "$NO_FAILURE")))
 }
 
 # decide CAUSE RC STEP_AT_START STEP_AT_END: sets DECISION (retry or stop), WHY, and EXIT_WITH if it stops.
@@ -40,8 +41,8 @@ decide() {
         WHY="Slurm says that this job is ${state:-cancelled}" EXIT_WITH=$EXIT_CANCELLED
     elif ((rc == EXIT_REFUSED || rc == EXIT_PREFLIGHT)); then
         WHY="the input was refused: mend it and submit again"
-    elif [ "$cause" = 'time limit' ]; then
-        if ((now == before)) && [ "$last_cause" = 'time limit' ] && [ "$last_step" = "$now" ]; then
+    elif [[ $cause =~ $NO_FAILURE ]]; then
+        if ((now == before)) && [[ $last_cause =~ $NO_FAILURE ]] && [ "$last_step" = "$now" ]; then
             WHY="two attempts in a row ended without a new checkpoint: save more often or ask for more time"
             EXIT_WITH=$EXIT_NO_PROGRESS
         else

@@ -51,7 +51,10 @@ MinJobAge=3600
 JobRequeue=1
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -204,7 +207,8 @@ class Cluster:
         self.run("pkill", "-9", "-x", program, node=node)
 
     def idle(self) -> int:
-        return len(self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).stdout.split())
+        shown = self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).stdout
+        return len(set(shown.split()))  # a node has a line for each partition
 
     def run(
         self,

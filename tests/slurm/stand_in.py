@@ -32,6 +32,7 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, lambda number, _frame: stop.append(number))
     num_nodes, folder = int(os.environ["SLURM_JOB_NUM_NODES"]), Path(os.environ["FOLDER"])
     ray.init(address="auto", log_to_driver=False)
+    signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))  # Ray has one of its own
     group = placement_group([{"CPU": 1, "GPU": GPUS}] * num_nodes, strategy="STRICT_SPREAD")
     ray.get(group.ready(), timeout=60)
     places = [PlacementGroupSchedulingStrategy(group, i) for i in range(num_nodes)]

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from cluster import ROOT
-from jobs import Job, submit
+from jobs import Job, preempt, submit
 from safetensors.torch import load_file
 
 MINUTE = 60
@@ -108,6 +108,27 @@ def test_run_that_meets_its_time_limit_ends_with_the_weights_of_an_unbroken_one(
     assert 3 <= int(first[5]) < 40
     assert second[2:6] == ["finished", "0", first[5], "40"]
     assert_equal(load_file(folder / "tiny/hf/model.safetensors"), unbroken)
+
+
+def test_preempted_run_saves_goes_back_and_ends_with_the_weights_of_an_unbroken_one(
+    slurm, folder, recipe, unbroken
+):
+    """Slurm gives a preempted job its partition's GraceTime, beginning with a SIGTERM to the steps."""
+    name = "nemo_grpo.run_name=preempted"
+    job = submit(
+        slurm, folder, "--nodelist=n3", "--time=20", str(recipe), name,
+        script="embedded.sbatch", name="preempted", **ENVIRONMENT,
+    )  # fmt: skip
+    metrics = folder / "preempted/metrics.jsonl"
+    job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 4 * MINUTE, "three steps")
+    urgent = preempt(slurm, folder, "n3")
+    assert urgent.wait(2 * MINUTE) == "COMPLETED"
+    assert job.wait(5 * MINUTE) == "COMPLETED"
+    first, second = job.attempts()
+    assert first[2:4] + first[6:] == ["preempted", "75", "retry"]
+    assert 3 <= int(first[5]) < 40
+    assert second[2:6] == ["finished", "0", first[5], "40"]
+    assert_equal(load_file(folder / "preempted/hf/model.safetensors"), unbroken)
 
 
 def test_pipeline_trains_converts_and_evaluates(slurm, folder, recipe, unbroken):

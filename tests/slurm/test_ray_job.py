@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from cluster import ROOT
-from jobs import submit
+from jobs import preempt, submit
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed: make test-slurm installs it"
@@ -58,6 +58,23 @@ def left_over(slurm):
     return [
         line for text in listed for line in text.splitlines() if "raylet" in line or STAND_IN.name in line
     ]
+
+
+def test_preempted_job_saves_before_its_ray_ends_and_resumes(slurm, start, tmp_path):
+    job = start("--nodelist=n1,n2", STEPS="40", PACE="0.5")
+    job.wait_for_output("start from step 0", 2 * MINUTE)
+    urgent = preempt(slurm, tmp_path, "n2")
+    job.wait_for_output("saved step", MINUTE)
+    saved = int(job.output.split("saved step ")[1].split()[0])
+    assert urgent.wait(2 * MINUTE) == "COMPLETED"
+    assert job.wait(3 * MINUTE) == "COMPLETED"
+    assert 0 < saved < 40
+    assert f"start from step {saved}" in job.output
+    assert [row[2:4] + row[6:] for row in job.attempts()] == [
+        ["preempted", "75", "retry"],
+        ["finished", "0", "stop"],
+    ]
+    assert left_over(slurm) == []
 
 
 def test_signal_before_the_time_limit_saves_requeues_and_resumes_on_both_nodes(slurm, start):

@@ -36,6 +36,12 @@ def signal_soon(name):
     return f"me=$$; (sleep 1; kill -{name} $me) &"
 
 
+def write_stubs(folder):
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -60,9 +66,40 @@ def signal_soon(name):
     ),
 )
 def test_first_thing_that_ends_a_job_is_its_cause(tmp_path, body, expected):
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_stubs(tmp_path)
     script = SCRIPT.format(bin=tmp_path, root=ROOT, logs=tmp_path, body="\n".join(body))
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == expected, done.stdout + done.stderr
+
+
+EXPLAIN = """
+export PATH={bin}:$PATH ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
+JOB_LOGS={bin} LOG={bin}
+source {root}/slurm/lib/job.sh
+source {root}/slurm/lib/parts.sh
+scontrol() {{ echo "JobState=RUNNING StartTime=2026-02-03T04:05:06 PreemptTime={preempted}"; }}
+CAUSE={cause} RC={rc}
+explain >&2
+echo "$CAUSE $RC"
+"""
+
+
+@pytest.mark.parametrize(
+    ("preempted", "cause", "rc", "expected"),
+    [
+        ("2026-02-03T04:15:00", "driver", 75, "preempted 75"),
+        ("2026-02-03T04:15:00", "driver", 143, "preempted 75"),  # before it could save
+        ("2026-02-03T04:15:00", "driver", 0, "driver 0"),
+        ("2026-02-03T04:15:00", "ray-head", 1, "ray-head 70"),
+        ("2026-02-03T04:00:00", "driver", 1, "driver 1"),  # in an attempt before
+        ("None", "driver", 75, "time limit 75"),
+        ("None", "driver", 143, "driver 143"),
+    ],
+)
+def test_a_driver_that_ends_when_slurm_preempts_its_job_did_not_fail(
+    tmp_path, preempted, cause, rc, expected
+):
+    write_stubs(tmp_path)
+    script = EXPLAIN.format(bin=tmp_path, root=ROOT, preempted=preempted, cause=cause, rc=rc)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{expected}\n", done.stderr

@@ -53,6 +53,10 @@ def decide(folder, arguments, past=(), state="RUNNING", variables=""):
         ("ray-worker 71 0 0", [("ray-worker", 71, 0, 0)] * 2, ("retry", 71)),
         ("ray-worker 71 0 0", [("ray-worker", 71, 0, 0)] * 3, ("stop", 71)),  # MAX_RETRIES is 3
         ("node 71 0 40", [("time limit", 75, 0, 40)] * 9, ("retry", 71)),  # time limits are not failures
+        ("node 71 0 40", [("preempted", 75, 0, 40)] * 9, ("retry", 71)),  # nor are preemptions
+        ("preempted 75 0 0", [], ("retry", 75)),
+        ("preempted 75 40 80", [("preempted", 75, 0, 40)] * 9, ("retry", 75)),
+        ("preempted 75 40 40", [("time limit", 75, 0, 40)], ("stop", 74)),
         ("preflight 69 0 0", [], ("stop", 69)),
         ("driver 2 40 40", [], ("stop", 2)),
     ],
