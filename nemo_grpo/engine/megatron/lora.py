@@ -195,7 +195,8 @@ class Adapters:
             if layer + _B not in whole:
                 continue
             rows = whole[layer + _B][unit.row : unit.row + unit.shape[0]]
-            for name, part in zip(unit.hf, unit.op.split(rows, family.dims), strict=True):
+            parts = unit.op.split(rows, [shape[0] for shape in unit.hf_shapes], family.dims)
+            for name, part in zip(unit.hf, parts, strict=True):
                 matrix = f"base_model.model.{name.removesuffix('.weight')}"
                 found[f"{matrix}.lora_A.weight"] = whole[layer + _A]
                 found[f"{matrix}.lora_B.weight"] = part
