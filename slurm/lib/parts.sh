@@ -122,6 +122,17 @@ show_end() {
     done
 }
 
+# Not `scancel --signal=KILL JOB`, which takes this script along, before it can put the job back.
+kill_steps() {
+    local step_id
+    for step_id in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); do
+        case $step_id in
+            *.batch | *.extern) ;;
+            *) scancel "$step_id" 2>/dev/null ;;
+        esac
+    done
+}
+
 # Ends every step that still runs: SIGTERM, ten seconds, SIGKILL.
 stop_parts() {
     local pids=() second
@@ -130,7 +141,7 @@ stop_parts() {
     for second in {1..20}; do
         mapfile -t pids < <(jobs -rp)
         if ((${#pids[@]} == 0)); then return; fi
-        if ((second == 10)); then scancel --signal=KILL "$SLURM_JOB_ID" 2>/dev/null; fi
+        if ((second == 10)); then kill_steps; fi
         sleep 1
     done
     kill -KILL "${pids[@]}" 2>/dev/null
