@@ -1,7 +1,6 @@
 """Peak resident memory of both converters against the size of the model.
 
-Every conversion runs in a process of its own; the figure is that process's VmHWM at its end (what getrusage
-tells of a child includes the parent's memory). Models
+Every conversion runs in a process of its own; the figure is the kernel's peak RSS of that process. Models
 differ in their number of layers only. The source is sparse; the results are not, so a model of 16 GB needs
 32 GB of free disk.
 
@@ -11,37 +10,17 @@ differ in their number of layers only. The source is sparse; the results are not
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from convert_models import make_model, num_bytes
+from peak_memory import in_child
 
 RESULTS = Path(__file__).parent / "results"
-
-
-AND_TELL_PEAK = """
-import atexit, pathlib, re
-from checkpoints_conv.cli import main
-status = pathlib.Path("/proc/self/status")
-atexit.register(lambda: print("peak KB", re.search(r"VmHWM:\\s*(\\d+)", status.read_text())[1]))
-main()
-"""
-
-
-def peak_of(arguments: list[str]) -> tuple[float, float]:
-    """Run the command line in a child. Returns: peak RSS in bytes, seconds."""
-    start = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", AND_TELL_PEAK, *arguments]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return float(result.stdout.split()[-1]) * 1024, time.monotonic() - start
 
 
 def measure(scratch: Path, size: float, workers: int) -> list[dict[str, float | str]]:
@@ -56,7 +35,7 @@ def measure(scratch: Path, size: float, workers: int) -> list[dict[str, float | 
     }
     rows: list[dict[str, float | str]] = []
     for name, options in runs.items():
-        peak, seconds = peak_of([name, *options, "--workers", str(workers)])
+        seconds, peak = in_child("checkpoints_conv", name, *options, "--workers", str(workers))
         limit = 500e6 + 3 * largest * workers
         rows.append(
             {
@@ -68,7 +47,7 @@ def measure(scratch: Path, size: float, workers: int) -> list[dict[str, float | 
             }
         )
         print(
-            f"| {name} | {num_bytes(hf) / 1e9:.2f} | {workers} | {peak / 1e9:.2f} | {limit / 1e9:.2f} | "
+            f"| {name} | {num_bytes(hf) / 1e9:.2f} | {workers} | {peak / 1e9:.3f} | {limit / 1e9:.2f} | "
             f"{seconds:.0f} |",
             flush=True,
         )
@@ -96,7 +75,7 @@ def plot(rows: list[dict[str, float | str]], workers: int) -> None:
     sizes = sorted({float(row["gigabytes"]) for row in rows})
     axes.plot(sizes, sizes, linestyle=":", color="gray", label="whole model in memory")
     axes.axhline(float(rows[0]["limit_gigabytes"]), linestyle="--", color="black", label="limit")
-    axes.set(xlabel="model, GB", ylabel="peak RSS, GB", title=f"{workers} workers", ylim=(0, None))
+    axes.set(xlabel="model, GB", ylabel="peak RSS, GB", title=f"{workers} workers", yscale="log")
     axes.legend()
     figure.tight_layout()
     figure.savefig(RESULTS / "convert_memory.png", dpi=120)

@@ -16,10 +16,8 @@ import argparse
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 import tempfile
-import time
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from convert_models import make_model, num_bytes
+from peak_memory import in_child
 
 GPU_HOST_ONLY = ("transformer_engine", "modelopt", "nvidia_resiliency_ext", "wandb")
 
@@ -155,23 +154,6 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def in_child(*arguments: str | Path) -> tuple[float, float]:
-    """Run a step in a process of its own. Returns: seconds, peak RSS in bytes."""
-    peer = arguments[0] in STEPS
-    command = [
-        sys.executable,
-        *(["-W", "ignore", __file__, "--step"] if peer else ["-m", "checkpoints_conv"]),
-    ]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
-    pid = os.posix_spawn(sys.executable, [*command, *map(str, arguments)], environment)
-    _, status, usage = os.wait4(pid, 0)
-    if status:
-        raise SystemExit(f"{arguments[0]} failed with status {status}")
-    return time.monotonic() - start, usage.ru_maxrss * 1024.0
-
-
 STEPS = {"import": peer_import, "export": peer_export}
 
 
@@ -193,21 +175,34 @@ def compare(scratch: Path, size: float, peers: list[str]) -> None:
     hf, ours, ours_hf = scratch / "hf", scratch / "ours", scratch / "ours-hf"
     make_model(hf, size, sparse=False)
     rows = {
-        "HF to Megatron, checkpoints_conv": in_child("hf-to-megatron", "--hf-model", hf, "--output", ours)
+        "HF to Megatron, checkpoints_conv": in_child(
+            "checkpoints_conv", "hf-to-megatron", "--hf-model", hf, "--output", ours
+        )
     }
     for peer in peers:
-        rows[f"HF to Megatron, {peer}"] = in_child("import", peer, hf, scratch / peer)
+        rows[f"HF to Megatron, {peer}"] = in_child(__file__, "--step", "import", peer, hf, scratch / peer)
     rows["Megatron to HF, checkpoints_conv"] = in_child(
-        *("megatron-to-hf", "--megatron-checkpoint", ours, "--hf-config", hf, "--output", ours_hf)
+        *(
+            "checkpoints_conv",
+            "megatron-to-hf",
+            "--megatron-checkpoint",
+            ours,
+            "--hf-config",
+            hf,
+            "--output",
+            ours_hf,
+        )
     )
     for peer in peers:
         theirs = scratch / f"{peer}-hf"
-        rows[f"Megatron to HF, {peer}"] = in_child("export", peer, hf, scratch / peer, theirs)
+        rows[f"Megatron to HF, {peer}"] = in_child(
+            __file__, "--step", "export", peer, hf, scratch / peer, theirs
+        )
     print(f"{num_bytes(hf) / 1e9:.2f} GB\n\n| | seconds | peak RSS GB |\n|---|---|---|")
     for name, (seconds, peak) in rows.items():
         print(f"| {name} | {seconds:.1f} | {peak / 1e9:.2f} |")
     for folder in (ours, *(scratch / peer for peer in peers)):
-        in_child("verify", "--hf-model", hf, "--megatron-checkpoint", folder)
+        in_child("checkpoints_conv", "verify", "--hf-model", hf, "--megatron-checkpoint", folder)
     same = {peer: same_bits(ours_hf, scratch / f"{peer}-hf") for peer in peers}
     print(f"\nEvery Megatron checkpoint holds the source's bits; exports equal to ours: {same}")
 
