@@ -12,12 +12,35 @@ import torch
 from nemo_grpo.engine.hf_folder import check_model_folder, load_config
 from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed, transformer_impl
-from nemo_grpo.engine.setup import DTYPES, layout_of, lora_of
+from nemo_grpo.engine.resume import check_same_run
+from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.engine.setup import DTYPES, choose_device, layout_of, lora_of
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.evaluate.runner import ks
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import metric_key
 from nemo_grpo.tasks.prompts import IMAGES
+
+
+def check(recipe: Recipe, *, resume: bool) -> None:
+    """Everything that can be refused without building anything.
+
+    Raises: UserError: the recipe asks for what this engine or this machine does not have, or the run folder
+            cannot be written or exists and ``resume`` is False.
+    """
+    check_supported(recipe)
+    check_model_source(recipe)
+    check_layout(recipe)
+    choose_device(recipe)
+    run = RunFolder(recipe.run_dir)
+    run.check(resume=resume)
+    if resume:
+        check_same_run(recipe, run.recipe)
+    elif any(recipe.checkpoint_dir.glob("step_*")):
+        raise UserError(
+            f"checkpointing.checkpoint_dir={recipe.checkpoint_dir} holds another run's checkpoints; add "
+            "--resume to continue it, or choose another folder"
+        )
 
 
 def check_supported(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""A run's checkpoints as they come: at once, or written while training goes on."""
+"""A run's checkpoints as they come, at once or written while training goes on, and its exports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
-from nemo_grpo.engine.hf_folder import copy_side_files
+from nemo_grpo.engine.hf_folder import copy_side_files, export, export_adapter
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import begin_save
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
+from nemo_grpo.engine.run_folder import RunFolder
 
 
 @dataclass
@@ -60,3 +63,15 @@ class Saver:
             (step, info, write), self._under_way = self._under_way, None
             write.finish()
             self.store.complete(step, info)
+
+
+def export_policy(policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype) -> None:
+    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it."""
+    tensors = list(policy.named_tensors())  # every rank takes part in gathering them
+    if run.leads:
+        export(tensors, source, run.hf, dtype)
+    if policy.adapters is None:
+        return
+    matrices, settings = policy.adapters.peft_tensors(), policy.adapters.settings
+    if run.leads:
+        export_adapter(matrices, source, run.hf_adapter, dim=settings.dim, alpha=settings.alpha)

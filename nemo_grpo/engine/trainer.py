@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,23 +13,21 @@ import torch
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.diagnostics.tokens import token_diagnostics
-from nemo_grpo.engine import checks, setup
+from nemo_grpo.engine import setup, validation
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
-from nemo_grpo.engine.hf_folder import export, export_adapter, load_tokenizer
+from nemo_grpo.engine.checks import check, check_ranks
+from nemo_grpo.engine.hf_folder import load_tokenizer
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.progress import Advance, progress
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
-from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder
-from nemo_grpo.engine.saving import Saver
+from nemo_grpo.engine.saving import Saver, export_policy
 from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.sections import metric_key
 from nemo_grpo.tasks import Problem, encode_prompt
 
 log = logging.getLogger(__name__)
@@ -38,27 +35,6 @@ log = logging.getLogger(__name__)
 
 class TrainingAborted(RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite; a checkpoint was saved."""
-
-
-def check(recipe: Recipe, *, resume: bool) -> None:
-    """Everything that can be refused without building anything.
-
-    Raises: UserError: the recipe asks for what this engine or this machine does not have, or the run folder
-            cannot be written or exists and ``resume`` is False.
-    """
-    checks.check_supported(recipe)
-    checks.check_model_source(recipe)
-    checks.check_layout(recipe)
-    setup.choose_device(recipe)
-    run = RunFolder(recipe.run_dir)
-    run.check(resume=resume)
-    if resume:
-        check_same_run(recipe, run.recipe)
-    elif any(recipe.checkpoint_dir.glob("step_*")):
-        raise UserError(
-            f"checkpointing.checkpoint_dir={recipe.checkpoint_dir} holds another run's checkpoints; add "
-            "--resume to continue it, or choose another folder"
-        )
 
 
 class Trainer:
@@ -72,7 +48,7 @@ class Trainer:
         """
         self.recipe = recipe
         check(recipe, resume=resume)
-        checks.check_ranks(recipe)
+        check_ranks(recipe)
         torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
         self.device = setup.choose_device(recipe)
         parallel.initialize(setup.layout_of(recipe), self.device, recipe.grpo.seed)
@@ -170,11 +146,11 @@ class Trainer:
                     row = self.train_step()
                     self.saver.finish_if_written()
                     stopping = parallel.any_rank(bool(stop), self.device)
-                    self.validated = self.validate() if self._is_validation_step() else {}
+                    self.validated = self.validate() if validation.is_due(recipe.grpo, state.step) else {}
                     row |= self.validated
                     self.run.append_metrics(row)
                     advance(note(row))
-                    state.reached_goal = self._reached_goal(row)
+                    state.reached_goal = validation.reached_goal(recipe.grpo, row)
                     self._save_if_due(stopping)
         self.saver.finish()
         if stopping and state.step < recipe.grpo.max_num_steps and not state.reached_goal:
@@ -272,30 +248,12 @@ class Trainer:
 
     # ------------------------------------------------------------------ validation, saving, the end
 
-    def _is_validation_step(self) -> bool:
-        grpo, step = self.recipe.grpo, self.state.step
-        if step == grpo.max_num_steps:
-            return grpo.val_at_end
-        return grpo.val_period > 0 and step % grpo.val_period == 0
-
     def validate(self) -> dict[str, float]:
         """Greedy, avg@k and pass@k on the held-out problems, as ``validation/*``."""
-        start = time.monotonic()
-        self.generator.update_weights(self.policy.named_tensors())
-        result = evaluate(
-            self.generator,
-            self.tokenizer,
-            self.task,
-            self.recipe.nemo_grpo.prompt,
-            self.problems,
-            num_samples=self.recipe.grpo.val_num_generations_per_prompt,
-            sampling=setup.validation_sampling(self.recipe, self.tokenizer),
-            seed=self.recipe.grpo.seed,
+        tensors = self.policy.named_tensors()
+        return validation.validate(
+            self.recipe, self.generator, tensors, self.tokenizer, self.task, self.problems
         )
-        for problem in result.problems[: self.recipe.logger.num_val_samples_to_print]:
-            log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
-        metrics = {f"validation/{name}": value for name, value in result.metrics().items()}
-        return metrics | {"time/validation": time.monotonic() - start}
 
     def _save_if_due(self, stopping: bool) -> None:
         checkpointing, state = self.recipe.checkpointing, self.state
@@ -317,30 +275,9 @@ class Trainer:
         """Write a checkpoint of this moment; with async_save it is complete some steps later."""
         self.saver.save(self.state.step, {"state": asdict(self.state), "metrics": self.validated})
 
-    def _reached_goal(self, row: dict[str, Any]) -> bool:
-        grpo = self.recipe.grpo
-        value = row.get(metric_key(grpo.stop_at_validation_metric) or "")
-        if value is None or grpo.stop_at_validation_threshold is None:
-            return False
-        if value >= grpo.stop_at_validation_threshold:
-            log.info("%s=%.3f reached: training ends", grpo.stop_at_validation_metric, value)
-            return True
-        return False
-
     def finish(self) -> None:
         """Export the model and, with LoRA, its adapters."""
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
-            tensors = list(self.policy.named_tensors())  # every rank takes part in gathering them
-            if self.run.leads:
-                export(tensors, self.source, self.run.hf, dtype)
-            self._export_adapter()
+            export_policy(self.policy, self.source, self.run, dtype)
         parallel.barrier()
-
-    def _export_adapter(self) -> None:
-        adapters = self.policy.adapters
-        if adapters is None:
-            return
-        tensors, settings = adapters.peft_tensors(), adapters.settings
-        if self.run.leads:
-            export_adapter(tensors, self.source, self.run.hf_adapter, dim=settings.dim, alpha=settings.alpha)

@@ -20,36 +20,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from nemo_grpo.engine.progress import no_transformers_bars, progress
+from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
-from nemo_grpo.tasks.response import TAGS
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""Raise it when this file makes something else from the same settings; it is part of the cache's key."""
+"""Raise it when this file or `warm_start_tokenizer` makes something else from the same settings: part of the
+cache's key."""
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# Qwen2's: AutoTokenizer loads the folder as a Qwen2 tokenizer and expects this split.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-# Far from every run's own seed: reinforcement does not begin with the very problems of the warm start.
-SEED_OFFSET = 1 << 40
-NUM_CORPUS_PROBLEMS = 2000
 NUM_KEY_PROBLEMS = 32
 """Problems whose demonstrations are part of the cache's key: a task that writes others gets a new policy."""
 WARM_UP_STEPS = 30
@@ -154,43 +138,6 @@ def cache_key(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int) 
     }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return f"{task.config.name}-{digest[:16]}"
-
-
-def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, learnt from training problems and demonstrations; at most ``vocab_size`` tokens."""
-    tags = TAGS + (task.tags if isinstance(task, MultiTurnTask) else ())
-    if vocab_size < 256 + len(tags) + 3:
-        raise UserError(
-            f"nemo_grpo.warm_start.vocab_size={vocab_size} is too small: 256 bytes and {len(tags) + 3} tags "
-            f"need at least {256 + len(tags) + 3}"
-        )
-    rng = random.Random(seed)
-    problems = [task.train_problem(index, SEED_OFFSET + seed) for index in range(NUM_CORPUS_PROBLEMS)]
-    corpus = [text for problem in problems for text in (problem.question, task.demonstration(problem, rng))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(tags),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=[PAD, START, END],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    # Not special: decoding with skip_special_tokens=True would hide them from the reward.
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[START],
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
 
 
 def build_model(config: WarmStartLike, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:

@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from nemo_grpo.engine.megatron import parallel, writer
-from nemo_grpo.engine.megatron.policy import SHARDING, MegatronPolicy
+from nemo_grpo.engine.megatron.optimizer import SHARDING
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
 from nemo_grpo.errors import UserError
 

@@ -14,6 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_grpo.engine.megatron.adam import FusedLayoutAdam
 
+# What Megatron-Bridge and NeMo-RL pass: optimizer state that any later layout can load.
+SHARDING = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:

@@ -13,7 +13,7 @@ import torch
 
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
 from nemo_grpo.errors import did_you_mean
-from nemo_grpo.recipe.sections import FP8, Megatron
+from nemo_grpo.recipe.megatron_sections import FP8, Megatron
 
 FP8_ALIGNMENT = 16
 """FP8 matrix products need token counts and widths that are multiples of this."""

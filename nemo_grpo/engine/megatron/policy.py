@@ -6,9 +6,8 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,51 +27,15 @@ from nemo_grpo.engine.megatron.microbatches import (
     whole_groups,
 )
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
-from nemo_grpo.engine.megatron.optimizer import OptimizerSettings, with_optimizer
+from nemo_grpo.engine.megatron.optimizer import SHARDING, OptimizerSettings, with_optimizer
 from nemo_grpo.engine.megatron.options import FP8_ALIGNMENT
 from nemo_grpo.engine.megatron.packing import pack
+from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.engine.rollout import Sequences
 
 log = logging.getLogger(__name__)
-
-# What Megatron-Bridge and NeMo-RL pass: optimizer state that any later layout can load.
-SHARDING = {
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-}
-
-
-class Scores(NamedTuple):
-    """What the policy says of a step's tokens.
-
-    Attributes: logprobs: [B, S - 1] float32, nats, at the temperature of sampling; 0 in the padding, and if
-                    sequences are packed in the prompts.
-                entropies: the same, at temperature 1 whatever the tokens were sampled at; None if not asked
-                    for.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """One optimizer step.
-
-    Attributes: metrics: token means over the batch.  grad_norm: before clipping.  lr: that was used.
-                skipped: the loss or the gradient was not finite and nothing was changed.
-                scores: of the weights before the step, if it was asked for.
-    """
-
-    metrics: dict[str, float]
-    grad_norm: float
-    lr: float
-    skipped: bool = False
-    scores: Scores | None = None
 
 
 class MegatronPolicy:

@@ -1,0 +1,37 @@
+"""What a policy tells of a step: its scores, and the outcome of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """What the policy says of a step's tokens.
+
+    Attributes: logprobs: [B, S - 1] float32, nats, at the temperature of sampling; 0 in the padding, and if
+                    sequences are packed in the prompts.
+                entropies: the same, at temperature 1 whatever the tokens were sampled at; None if not asked
+                    for.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step.
+
+    Attributes: metrics: token means over the batch.  grad_norm: before clipping.  lr: that was used.
+                skipped: the loss or the gradient was not finite and nothing was changed.
+                scores: of the weights before the step, if it was asked for.
+    """
+
+    metrics: dict[str, float]
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+    scores: Scores | None = None

@@ -1,0 +1,64 @@
+"""Validation while training: when, how, and whether it says that the run has reached its goal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nemo_grpo.engine import setup
+from nemo_grpo.engine.protocols import Generator
+from nemo_grpo.evaluate.runner import evaluate
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.sections import GRPOSection, metric_key
+from nemo_grpo.tasks import Problem, Task
+
+log = logging.getLogger(__name__)
+
+
+def is_due(grpo: GRPOSection, step: int) -> bool:
+    """True if this step is to be followed by a validation."""
+    if step == grpo.max_num_steps:
+        return grpo.val_at_end
+    return grpo.val_period > 0 and step % grpo.val_period == 0
+
+
+def validate(
+    recipe: Recipe,
+    generator: Generator,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: Any,
+    task: Task,
+    problems: Sequence[Problem],
+) -> dict[str, float]:
+    """Greedy, avg@k and pass@k of these weights on these problems, as ``validation/*``."""
+    start = time.monotonic()
+    generator.update_weights(named_tensors)
+    result = evaluate(
+        generator,
+        tokenizer,
+        task,
+        recipe.nemo_grpo.prompt,
+        problems,
+        num_samples=recipe.grpo.val_num_generations_per_prompt,
+        sampling=setup.validation_sampling(recipe, tokenizer),
+        seed=recipe.grpo.seed,
+    )
+    for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
+        log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
+    metrics = {f"validation/{name}": value for name, value in result.metrics().items()}
+    return metrics | {"time/validation": time.monotonic() - start}
+
+
+def reached_goal(grpo: GRPOSection, row: Mapping[str, Any]) -> bool:
+    """True if a step's metrics meet grpo.stop_at_validation_threshold."""
+    value = row.get(metric_key(grpo.stop_at_validation_metric) or "")
+    if value is None or grpo.stop_at_validation_threshold is None:
+        return False
+    if value >= grpo.stop_at_validation_threshold:
+        log.info("%s=%.3f reached: training ends", grpo.stop_at_validation_metric, value)
+        return True
+    return False
