@@ -52,6 +52,25 @@ version_of() { # transformer_engine_torch-2.12.0.tar.gz -> 2.12.0
     basename "$1" | sed -E 's/^[A-Za-z0-9_]+-([0-9][0-9A-Za-z.]*[0-9A-Za-z])(-.*|\.tar\.gz)$/\1/'
 }
 
+find_toolkit() { # exports CUDA_HOME, and CPATH with the headers of CUDA libraries that are Python packages
+    if [ -z "${CUDA_HOME:-}" ] && command -v nvcc >/dev/null; then # that may be a wrapper in another folder
+        CUDA_HOME=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+    fi
+    CUDA_HOME=$(realpath -m "${CUDA_HOME:-/usr/local/cuda}")
+    [ -x "$CUDA_HOME/bin/nvcc" ] ||
+        fail "nvcc is neither on PATH nor in CUDA_HOME=$CUDA_HOME; install the CUDA 13 toolkit"
+    local packages folder header
+    packages=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(torch.__path__[0]))')
+    for folder in "$packages"/nvidia/*/include; do
+        [ ! -d "$folder" ] || CPATH=${CPATH:+$CPATH:}$(realpath "$folder")
+    done
+    export CUDA_HOME CPATH=${CPATH:-}
+    for header in cuda_runtime_api.h cublas_v2.h cusolverDn.h cudnn.h; do
+        echo "#include <$header>" | c++ -x c++ -M -I"$CUDA_HOME/include" - >/dev/null 2>&1 ||
+            fail "there is no $header, neither in $CUDA_HOME/include nor beside torch; install that library's headers"
+    done
+}
+
 check_host() {
     command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not there; name a Python that has torch"
     "$PYTHON" -c 'import torch' 2>/dev/null || fail "$PYTHON has no torch; name one that has it: PYTHON=..."
@@ -61,9 +80,8 @@ check_host() {
         13.*) ;;
         *) fail "torch was built for CUDA $cuda; transformer_engine_cu13 needs one for CUDA 13" ;;
     esac
-    command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] ||
-        fail "nvcc is neither on PATH nor in CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}; install the CUDA 13 toolkit"
     command -v c++ >/dev/null || fail "there is no C++ compiler (c++); install g++"
+    find_toolkit
 }
 
 install_wheels() { # FOLDER: other packages first, those that are there already stay as they are

@@ -207,8 +207,9 @@ def check_layout(recipe: Recipe) -> None:
                 f"policy.megatron_cfg.{key}={size} does not divide the model's {what}={number}; use "
                 f"one of {fitting}"
             )
-    if _enabled(recipe.policy.megatron_cfg.fp8_cfg):
-        errors = list(options.fp8_width_refusals(hf, layout.tensor))
+    fp8 = recipe.policy.megatron_cfg.fp8_cfg
+    if fp8 is not None and fp8.enabled:
+        errors = list(options.fp8_width_refusals(hf, layout, fp8.fp8_recipe))
         if errors:
             raise UserError("; ".join(errors))
 
@@ -234,7 +235,3 @@ def check_model_source(recipe: Recipe) -> None:
     """
     if recipe.policy.model_name is not None:
         check_model_folder(Path(recipe.policy.model_name), "policy.model_name")
-
-
-def _enabled(section: Any) -> bool:
-    return section is not None and section.enabled

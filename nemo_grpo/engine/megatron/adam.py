@@ -15,14 +15,22 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Make megatron-core use `FusedLayoutAdam` where it found neither Transformer Engine nor Apex."""
+    """Make megatron-core use what is here where it found neither Transformer Engine nor Apex."""
     from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if optimizer.USING_PYTORCH_OPTIMIZER:
         optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
         optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+        clip_grads.l2_norm_impl = _l2_norm
+
+
+def _l2_norm(
+    _chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _per_tensor: bool
+) -> tuple[Tensor, None]:
+    """The norm of all tensors together, [1]; megatron-core's own waits for the GPU at every tensor."""
+    return torch.stack(torch._foreach_norm(tensors[0])).norm()[None], None
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):

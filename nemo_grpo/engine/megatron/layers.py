@@ -125,6 +125,8 @@ class CausalAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B, S, H, D], [B, L, G, D] -> [B, S, H, D]; no mask: causal."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if mask is not None and q.is_cuda:  # the fused kernel that takes a mask has no grouped heads
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         out = functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )

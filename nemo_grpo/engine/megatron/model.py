@@ -21,7 +21,6 @@ from nemo_grpo.errors import UserError, did_you_mean
 # Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
 _NO_FUSIONS = dict.fromkeys(
     (
-        "apply_rope_fusion",
         "bias_activation_fusion",
         "bias_dropout_fusion",
         "cross_entropy_loss_fusion",
@@ -80,7 +79,10 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, **overrides:
     with warnings.catch_warnings():  # about the default of an option that is not used here, and a hint
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
-        return TransformerConfig(**(fields | overrides))
+        fields |= overrides
+        # In the thd format the plain rotary embedding waits for the GPU in every layer.
+        fused_rope = {"apply_rope_fusion": fields["transformer_impl"] == "transformer_engine"}
+        return TransformerConfig(**(fused_rope | fields))
 
 
 def _refuse_unknown_fields(overrides: dict[str, Any]) -> None:

@@ -12,17 +12,24 @@ from typing import Any
 import torch
 
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
+from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.megatron_sections import FP8, Megatron
 
-FP8_ALIGNMENT = 16
-"""FP8 matrix products need token counts and widths that are multiples of this."""
+_FP8_ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 128}
+"""Token counts and the hidden size must be multiples of this in FP8: the matrix products need 16. A block has
+128, and with sequence parallelism Transformer Engine refuses blocks that are not whole."""
 
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """Parts of a dense decoder layer that can be recomputed by themselves."""
 
 FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 """Lowest compute capability of a GPU that has each scaling recipe in Transformer Engine."""
+
+
+def fp8_alignment(recipe: str | None) -> int:
+    """What the number of tokens that are computed together must be a multiple of; None: no FP8."""
+    return 1 if recipe is None else _FP8_ALIGNMENT[recipe]
 
 
 @dataclass(frozen=True)
@@ -132,17 +139,18 @@ def _machine_refusals(fp8: FP8, machine: Machine, what: str) -> Iterator[str]:
         )
 
 
-def fp8_width_refusals(hf: Any, tensor_parallel: int) -> Iterator[str]:
+def fp8_width_refusals(hf: Any, layout: Layout, recipe: str) -> Iterator[str]:
     """One message for each width of the model that FP8 matrix products cannot have at this layout."""
+    tensor_parallel, least = layout.tensor, fp8_alignment("tensorwise")
     heads = hf.num_attention_heads
     head = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    for name, width in (
-        ("hidden_size", hf.hidden_size),
-        ("intermediate_size / TP", hf.intermediate_size // tensor_parallel),
-        ("num_attention_heads x head_dim / TP", heads * head // tensor_parallel),
+    for name, width, multiple in (
+        ("hidden_size", hf.hidden_size, fp8_alignment(recipe) if layout.sequence_parallel else least),
+        ("intermediate_size / TP", hf.intermediate_size // tensor_parallel, least),
+        ("num_attention_heads x head_dim / TP", heads * head // tensor_parallel, least),
     ):
-        if width % FP8_ALIGNMENT:
+        if width % multiple:
             yield (
                 f"policy.megatron_cfg.fp8_cfg.enabled=true: the model's {name} = {width} is not a multiple "
-                f"of {FP8_ALIGNMENT}; use false for BF16, or a smaller TP"
+                f"of {multiple}; use false for BF16, or a smaller TP"
             )

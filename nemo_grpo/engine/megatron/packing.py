@@ -14,7 +14,7 @@ megatron-core's ``thd`` format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -150,6 +150,13 @@ class PackedSequences(PackedSeqParams):
     rows: Tensor = None  # type: ignore[assignment]
     columns: Tensor = None  # type: ignore[assignment]
 
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same stream there."""
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return replace(
+            self, **{name: x.to(device) for name, x in parts if isinstance(x, Tensor | AttentionPlan)}
+        )
+
     def spread(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """[N] results -> [B, T]; 0 elsewhere."""
         return values.new_zeros(shape).index_put((self.rows, self.columns), values)
@@ -181,19 +188,19 @@ def pack(
     rows, columns = predicts.nonzero().unbind(1)
     padding = (0, -len(stream) % multiple)
     packed = PackedSequences(
-        input_ids=functional.pad(stream, padding)[None].to(device),
-        positions=functional.pad(positions, padding).to(device),
-        predicting=place[predicts].to(device),
-        targets=ids[rows, columns + 1].to(device),
-        rows=rows.to(device),
-        columns=columns.to(device),
+        input_ids=functional.pad(stream, padding)[None],
+        positions=functional.pad(positions, padding),
+        predicting=place[predicts],
+        targets=ids[rows, columns + 1],
+        rows=rows,
+        columns=columns,
         max_seqlen_q=int(lengths.max()) - 1,
         max_seqlen_kv=int(lengths.max()) - 1,
     )
-    packed.attention = AttentionPlan.shared(starts[first], prompt_of, lengths - 1 - starts, dtype).to(device)
+    packed.attention = AttentionPlan.shared(starts[first], prompt_of, lengths - 1 - starts, dtype)
     if share_prompts:
-        return _own_share(packed)
-    return _as_thd(packed, lengths - 1, padding[1], device)
+        return _own_share(packed).to(device)
+    return _as_thd(packed, lengths - 1, padding[1]).to(device)
 
 
 def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,11 +214,11 @@ def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
 def _own_share(packed: PackedSequences) -> PackedSequences:
     """Under context parallelism: what of the stream this rank predicts from, in its own share's places."""
     packed.qkv_format = SHARED
-    own = zigzag(packed.input_ids.shape[1], packed.input_ids.device)
+    own = zigzag(packed.input_ids.shape[1])
     if len(own) == packed.input_ids.shape[1]:
         return packed
     place = torch.full_like(packed.positions, -1)
-    place[own] = torch.arange(len(own), device=own.device)
+    place[own] = torch.arange(len(own))
     mine = place[packed.predicting] >= 0
     packed.predicting = place[packed.predicting][mine]
     packed.targets, packed.rows, packed.columns = (
@@ -220,13 +227,11 @@ def _own_share(packed: PackedSequences) -> PackedSequences:
     return packed
 
 
-def _as_thd(
-    packed: PackedSequences, lengths: Tensor, num_padding: int, device: torch.device
-) -> PackedSequences:
+def _as_thd(packed: PackedSequences, lengths: Tensor, num_padding: int) -> PackedSequences:
     """Whole sequences one after the other; the padding is one more."""
     if num_padding:
         lengths = torch.cat([lengths, lengths.new_tensor([num_padding])])
-    ends = functional.pad(lengths.cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
+    ends = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     packed.qkv_format = THD
     packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
     packed.max_seqlen_q = packed.max_seqlen_kv = int(lengths.max())  # the padding may be the longest

@@ -28,7 +28,7 @@ from nemo_grpo.engine.megatron.microbatches import (
 )
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, OptimizerSettings, with_optimizer
-from nemo_grpo.engine.megatron.options import FP8_ALIGNMENT
+from nemo_grpo.engine.megatron.options import fp8_alignment
 from nemo_grpo.engine.megatron.packing import pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
@@ -82,7 +82,7 @@ class MegatronPolicy:
         if self.lora is not None:
             self.adapters = Adapters(self.weights, self.lora, self.seed)
         elif keep_reference:
-            self.reference = {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+            self.reference = {name: _host_copy(p) for name, p in self.model.named_parameters()}
         self.wrapped, self.optimizer, self.scheduler = with_optimizer(self.model, self.config, self.settings)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +104,7 @@ class MegatronPolicy:
         current = {name: p.detach().clone() for name, p in parameters.items()}
         with torch.no_grad():
             for name, p in parameters.items():
-                p.copy_(self.reference[name])
+                p.copy_(self.reference[name], non_blocking=True)
         try:
             yield
         finally:
@@ -230,7 +230,7 @@ class MegatronPolicy:
     @property
     def sequence_multiple(self) -> int:
         """What the columns of a microbatch must be a multiple of."""
-        return self.layout.sequence_multiple * (FP8_ALIGNMENT if self.config.fp8 else 1)
+        return self.layout.sequence_multiple * fp8_alignment(self.config.fp8 and self.config.fp8_recipe)
 
     def _run(
         self,
@@ -294,3 +294,10 @@ class MegatronPolicy:
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])
+
+
+def _host_copy(parameter: Tensor) -> Tensor:
+    """On the host; of a GPU's in pinned memory, so that the way back is fast and nobody waits for it."""
+    if parameter.is_cuda:
+        return parameter.detach().cpu().pin_memory()
+    return parameter.detach().clone()

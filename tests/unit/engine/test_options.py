@@ -17,6 +17,7 @@ from nemo_grpo.engine.megatron.options import (
     FP8_CAPABILITY,
     Machine,
     config_fields,
+    fp8_alignment,
     fp8_refusals,
     fp8_width_refusals,
     override_refusals,
@@ -129,9 +130,25 @@ def test_fp8_is_let_through_on_a_machine_that_has_it(recipe, capability):
 
 
 def test_fp8_needs_widths_of_sixteen():
-    assert not list(fp8_width_refusals(hf(), 2))  # 32, 64 / 2, 32 / 2
-    (attention,) = fp8_width_refusals(hf(), 4)  # 64 / 4 = 16 fits, 32 / 4 = 8 does not
+    assert not list(fp8_width_refusals(hf(), Layout(tensor=2), "blockwise"))  # 32, 64 / 2, 32 / 2
+    (attention,) = fp8_width_refusals(
+        hf(), Layout(tensor=4), "delayed"
+    )  # 64 / 4 = 16 fits, 32 / 4 = 8 does not
     assert "num_attention_heads x head_dim / TP = 8 is not a multiple of 16" in attention
+
+
+def test_blocks_of_a_shared_sequence_are_whole():
+    """Transformer Engine gathers quantised inputs: its blocks of 128 may not span two ranks."""
+    layout = Layout(tensor=2, sequence_parallel=True)
+    (hidden,) = fp8_width_refusals(hf(), layout, "blockwise")
+    assert "hidden_size = 32 is not a multiple of 128" in hidden
+    assert not list(fp8_width_refusals(hf(), layout, "tensorwise"))
+    assert [fp8_alignment(recipe) for recipe in (None, "tensorwise", "delayed", "blockwise")] == [
+        1,
+        16,
+        16,
+        128,
+    ]
 
 
 def test_what_would_be_ignored_is_refused():

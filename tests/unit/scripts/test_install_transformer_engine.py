@@ -100,3 +100,19 @@ def test_a_host_that_cannot_build_is_refused(tmp_path, python, message):
     code, said = run(str(folder), PYTHON=python)
     assert code == 2
     assert message in said
+
+
+def test_a_toolkit_without_compiler_or_headers_is_refused(tmp_path):
+    folder, cuda, python = tmp_path / "wheels", tmp_path / "cuda", tmp_path / "python"
+    folder.mkdir()
+    for name in WHEELS:
+        (folder / name).touch()
+    python.write_text("#!/bin/sh\necho 13.0\n")
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "CUDA_HOME": str(cuda)}
+    assert f"nvcc is neither on PATH nor in CUDA_HOME={cuda}" in run(str(folder), **environment)[1]
+    (cuda / "bin").mkdir(parents=True)
+    (cuda / "bin/nvcc").touch(mode=0o755)
+    code, said = run(str(folder), **environment)
+    assert code == 2
+    assert f"there is no cuda_runtime_api.h, neither in {cuda}/include nor beside torch" in said

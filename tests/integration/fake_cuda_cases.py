@@ -1,0 +1,213 @@
+"""What `test_fake_cuda` runs on a GPU that is not there; each case answers with something that JSON holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from fake_cuda import FakeCuda, fake_cuda
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo.core.logprobs import logprobs_and_entropy, next_token_logprobs
+from nemo_grpo.engine.megatron import schedule
+from nemo_grpo.engine.megatron.lora import LoRASettings
+from nemo_grpo.engine.megatron.parallel import Layout
+from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.nemorl.loss import build_loss
+
+GPU = torch.device("cuda", 0)
+EXTRA = {"dr_grpo": {"max_response_length": 16}, "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1}}
+
+
+def rollout() -> tuple[Sequences, torch.Tensor]:
+    """Three prompts of 5, 3 and 4 tokens with 4, 2 and 3 responses of 1 to 9 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_ids = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
+    prompt_lengths = torch.tensor([5, 3, 4])[prompt_ids]
+    lengths = prompt_lengths + torch.tensor([9, 1, 4, 6, 2, 7, 3, 3, 8])
+    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 1, 1])
+    ids = torch.randint(96, (9, 16), generator=generator)
+    return Sequences(ids, lengths, prompt_lengths, prompt_ids), rewards
+
+
+def token_batch(scores: torch.Tensor, reference: torch.Tensor) -> TokenBatch:
+    sequences, rewards = rollout()
+    column = torch.arange(15)
+    return TokenBatch(
+        prev_logprobs=scores,
+        entropies=-scores,
+        reference_policy_logprobs=reference,
+        token_mask=(column < sequences.lengths[:, None] - 1)
+        & (column >= sequences.prompt_lengths[:, None] - 1),
+        sample_mask=torch.ones(9),
+        rewards=rewards,
+        group_ids=sequences.prompt_ids,
+    )
+
+
+def _message(gpu: FakeCuda, function: Callable[[], Any]) -> str:
+    """The error that the function raises, or else its waits."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return " ".join(kind for kind, _ in gpu.taken_in_order())
+
+
+def device() -> dict[str, str]:
+    with fake_cuda() as gpu:
+        x, y = torch.randn(4, 8, device="cuda"), torch.randn(4, 8)
+        w = torch.randn(8, 8, device="cuda", requires_grad=True)
+        (x @ w).sum().backward()
+        cases: dict[str, Callable[[], Any]] = {
+            "add": lambda: x + x + torch.ones(()),
+            "mixed": lambda: x + y,
+            "mixed in place": lambda: x.add_(y),
+            "item": lambda: x.sum().item(),
+            "if": lambda: 1 if x.sum() > 0 else 0,
+            "tolist": lambda: x.tolist(),
+            "cpu": lambda: x.cpu() + y,
+            "to": lambda: y.to("cuda") + x,
+            "to, pinned": lambda: y.pin_memory().to("cuda", non_blocking=True) + x,
+            "tensor": lambda: torch.tensor([1.0], device="cuda"),
+            "index": lambda: x[torch.tensor([0, 1])],
+            "mask": lambda: x[x > 0],
+            "nonzero": lambda: x.nonzero(),
+            "synchronize": lambda: torch.cuda.synchronize(),
+            "reduce": lambda: torch.distributed.all_reduce(x),
+            "reduce on the CPU": lambda: torch.distributed.all_reduce(y),
+        }
+        found = {name: _message(gpu, case) for name, case in cases.items()}
+        assert w.grad is not None
+        return found | {"gradient": str(w.grad.device)}
+
+
+def losses() -> dict[str, dict[str, Any]]:
+    """Waits of each variant's loss with its backward pass: ours, and NeMo-RL's object."""
+    found: dict[str, dict[str, Any]] = {}
+    scores = -torch.rand(9, 15)
+    with fake_cuda() as gpu:
+        for variant in VARIANTS:
+            objective = build_objective(variant, **EXTRA.get(variant, {}))
+            prepared = objective.prepare(token_batch(scores, scores - 0.1)).to(GPU)
+            toks, seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
+            logits = torch.randn(9, 15, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            targets = torch.randint(96, (9, 15), device="cuda")
+            rows = torch.arange(9, device="cuda")
+            gpu.taken()
+            logprobs, entropies = logprobs_and_entropy(
+                logits, targets, temperature=0.9, chunk_size=16, vocab_size=90
+            )
+            part = prepared.select(rows, next_token_logprobs=logprobs, length=15)
+            loss, metrics = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
+            (loss + entropies.sum()).backward()
+            devices = {str(x.device) for x in (loss, logits.grad, *metrics.values())}
+            found[variant] = {"waits": gpu.taken(), "devices": sorted(devices)}
+
+            data = {
+                "advantages": prepared.advantages,
+                "prev_logprobs": prepared.batch.prev_logprobs,
+                "generation_logprobs": prepared.batch.prev_logprobs,
+                "reference_policy_logprobs": prepared.batch.reference_policy_logprobs,
+                "token_mask": prepared.batch.token_mask.float(),
+            }
+            if prepared.token_weights is not None:
+                data["token_weights"] = prepared.token_weights
+            data = {name: torch.nn.functional.pad(x, (1, 0)) for name, x in data.items()}
+            data["sample_mask"] = torch.ones(9, device="cuda")
+            logprobs = next_token_logprobs(logits, targets, chunk_size=16)
+            nemo = build_loss({"variant": variant, **EXTRA.get(variant, {})})
+            loss, _ = nemo(logprobs, data, seqs, toks)
+            loss.backward()
+            found[variant]["nemo_rl"] = gpu.taken()
+    return found
+
+
+def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """Score, reference, update, weights, checkpoint: waits inside megatron-core's schedule, and elsewhere."""
+    with fake_cuda(world_size) as gpu:
+        made = _policy(layout, how)
+        inside: list[Any] = []
+
+        def watched() -> Callable[..., Any]:
+            run = original()
+
+            def counted(**arguments: Any) -> Any:
+                before = len(gpu.waits)
+                result = run(**arguments)
+                inside.extend(gpu.waits[before:])
+                return result
+
+            return counted
+
+        original = schedule.get_forward_backward_func
+        arguments = {"micro_batch_size": how["rows"], "temperature": 0.9, "mb_tokens": how.get("mb_tokens")}
+        sequences, _ = rollout()
+        found: dict[str, Any] = {}
+        gpu.taken()
+        with mock.patch.object(schedule, "get_forward_backward_func", watched):
+            scores = made.score(sequences, **arguments)
+            found["score"] = gpu.taken()
+            reference = made.reference_logprobs(sequences, **arguments)
+            found["reference"] = gpu.taken()
+            objective = build_objective(how["variant"])
+            prepared = objective.prepare(token_batch(scores.logprobs, reference))
+            result = made.update(
+                objective, prepared, sequences, scoring=how.get("scoring", False), **arguments
+            )
+            found["update"] = gpu.taken()
+        weights = {name: str(x.device) for name, x in made.named_tensors()}
+        return found | {
+            "inside": inside,
+            "loss": result.metrics["loss/total"],
+            "weights": sorted(set(weights.values())),
+        }
+
+
+def _policy(layout: dict[str, Any], how: dict[str, Any]) -> MegatronPolicy:
+    config = Qwen2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    made = MegatronPolicy(
+        config,
+        OptimizerSettings(lr=1e-3),
+        dtype=getattr(torch, how.get("dtype", "bfloat16")),
+        device=GPU,
+        layout=Layout(**layout),
+        lora=LoRASettings(4, 8) if how.get("lora") else None,
+        config_fields=how.get("fields", {}),
+    )
+    made.load_weights(dict(AutoModelForCausalLM.from_config(config).state_dict()), keep_reference=True)
+    return made
+
+
+def checkpoint(folder: str) -> dict[str, Any]:
+    from pathlib import Path
+
+    from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
+
+    with fake_cuda():
+        made = _policy({}, {})
+        devices = []
+        for behind in (False, True):
+            begin_save(made, Path(folder) / str(behind), 1, behind=behind).finish()
+            load_policy(made, Path(folder) / str(behind))
+            devices.append(sorted({str(p.device) for p in made.model.parameters()}))
+        return {"devices": devices, "files": sorted(p.name for p in (Path(folder) / "True").iterdir())}
+
+
+if __name__ == "__main__":
+    print(json.dumps([globals()[name](**arguments) for name, arguments in json.loads(sys.argv[1])]))  # noqa: T201

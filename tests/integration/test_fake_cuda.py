@@ -1,0 +1,95 @@
+"""A rehearsal for the GPU: losses, policy and checkpoints on a CUDA device that is not there."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import run
+
+from nemo_grpo import VARIANTS
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu runs on it"),
+    pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler"),
+]
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "padded": (1, {}, {"variant": "grpo"}),
+    "fp32-scoring": (1, {}, {"variant": "dapo", "dtype": "float32", "scoring": True}),
+    "packed-recompute": (1, {}, {"variant": "erpo", "mb_tokens": 40, "fields": FULL_RECOMPUTE}),
+    "lora": (1, {}, {"variant": "grpo", "mb_tokens": 40, "lora": True}),
+    "tp2-sp-dp2": (4, {"tensor": 2, "sequence_parallel": True}, {"variant": "cw_grpo", "mb_tokens": 40}),
+    "tp2-cp2": (4, {"tensor": 2, "context": 2}, {"variant": "tr_grpo", "mb_tokens": 40}),
+    "cp2-padded": (2, {"context": 2}, {"variant": "clip_cov"}),
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict[str, Any]:
+    """What every case answered, by its name or its layout's."""
+    cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("device", "losses")}
+    cases["checkpoint"] = ("checkpoint", {"folder": str(tmp_path_factory.mktemp("checkpoint"))})
+    for name, (world_size, layout, how) in LAYOUTS.items():
+        cases[name] = ("policy", {"world_size": world_size, "layout": layout, "rows": 2, **how})
+    return dict(zip(cases, run(list(cases.values())), strict=True))
+
+
+def test_the_device_that_is_not_there_tells_what_a_gpu_would(seen):
+    found = dict(seen["device"])
+    assert "mixes devices: cuda:0 [4, 8], cpu [4, 8]" in found.pop("mixed")
+    assert "mixes devices" in found.pop("mixed in place")
+    assert found.pop("mask").startswith("DynamicOutputShapeException")
+    assert found.pop("nonzero").startswith("DynamicOutputShapeException")
+    assert "of a CPU tensor, which NCCL does not have" in found.pop("reduce on the CPU")
+    assert found == {
+        "add": "",
+        "item": "read",
+        "if": "read",
+        "tolist": "read",
+        "cpu": "read",
+        "to": "upload",
+        "to, pinned": "",
+        "tensor": "upload",
+        "index": "upload",
+        "synchronize": "sync",
+        "reduce": "",
+        "gradient": "cuda:0",
+    }
+
+
+def test_no_loss_waits_and_nemo_rls_reads_once(seen):
+    found = seen["losses"]
+    assert found.keys() == set(VARIANTS)
+    for variant, seen in found.items():
+        assert seen["waits"] == {}, variant
+        assert seen["devices"] == ["cuda:0"], variant
+        assert seen["nemo_rl"] == {"read nemo_grpo/nemorl/loss.py:__call__": 1}, variant
+
+
+def total(waits: dict[str, int], kind: str, where: str = "") -> int:
+    return sum(number for place, number in waits.items() if place.startswith(kind) and where in place)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_waits_for_the_gpu_only_between_passes(seen, layout):
+    found, how = seen[layout], LAYOUTS[layout][2]
+    assert found["inside"] == []  # the schedule: forward, loss, backward of every microbatch
+    assert found["weights"] == ["cuda:0"]
+    for name in ("score", "reference"):
+        assert total(found[name], "read") == 1  # all scores together
+        assert total(found[name], "upload", "reference_weights") == 0  # from pinned memory
+    # metrics, gradient norm and whether it is finite; and the scores, if the update scored
+    assert total(found["update"], "read", "_add_up") == 1
+    assert total(found["update"], "read", "_collect") == bool(how.get("scoring"))
+    assert total(found["update"], "read") <= 6
+    assert found["loss"] == 1  # what a read gives here
+
+
+def test_a_checkpoint_is_written_from_the_gpu_and_read_back_to_it(seen):
+    found = seen["checkpoint"]
+    assert found["devices"] == [["cuda:0"], ["cuda:0"]]
+    assert {".metadata", "metadata.json"} < set(found["files"])
