@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from fake_cuda import FakeCuda, fake_cuda
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import Qwen2Config, Qwen2ForCausalLM  # imported while there is no GPU
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy, next_token_logprobs
@@ -190,7 +190,7 @@ def _policy(layout: dict[str, Any], how: dict[str, Any]) -> MegatronPolicy:
         lora=LoRASettings(4, 8) if how.get("lora") else None,
         config_fields=how.get("fields", {}),
     )
-    made.load_weights(dict(AutoModelForCausalLM.from_config(config).state_dict()), keep_reference=True)
+    made.load_weights(dict(Qwen2ForCausalLM(config).state_dict()), keep_reference=True)
     return made
 
 
