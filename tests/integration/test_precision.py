@@ -94,17 +94,18 @@ def test_recompute_keeps_fewer_activations():
     assert kept(SELECTIVE) < 0.8 * kept({})
 
 
-def test_fp8_pads_the_tokens_to_what_its_products_need():
+@pytest.mark.parametrize(("recipe", "length"), [("tensorwise", 16), ("blockwise", 128)])
+def test_fp8_pads_the_tokens_to_what_its_products_need(recipe, length):
     """Without Transformer Engine megatron-core computes the same in BF16; the padding is ours."""
     sequences, _ = step(rows=8)  # up to 16 tokens, of which 15 are computed
     lengths: list[int] = []
     scores = []
-    for fields in ({}, {"fp8": "e4m3", "fp8_recipe": "blockwise"}):
+    for fields in ({}, {"fp8": "e4m3", "fp8_recipe": recipe}):
         policy = make(Layout(), torch.bfloat16, fields)
         embedding = policy.model.embedding.word_embeddings
         embedding.register_forward_hook(lambda _m, inputs, _out: lengths.append(inputs[0].shape[1]))
         scores.append(policy.score(sequences, micro_batch_size=8, temperature=1.0)[0])
-    assert lengths == [int(sequences.lengths.max()) - 1, 16]
+    assert lengths == [int(sequences.lengths.max()) - 1, length]
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0.02)
 
 
