@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ITERATION = 0
+_LAYERS = "decoder.layers."
 _EXTRA_STATES = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv")
 _MLP_EXTRA_STATES = ("linear_fc1", "linear_fc2")
 
@@ -154,15 +155,25 @@ class _Conversion:
         return self._num_rows(unit) * math.prod(unit.shape[1:]) * self.dtypes[unit.key].itemsize
 
     def _extra_states(self) -> list[str]:
-        """Keys under which megatron-core's layers look for FP8 scales; None is an answer they take."""
+        """Keys under which Transformer Engine's layers look for FP8 scales; None is an answer they take.
+
+        Norms are such layers too, unless they are part of the linear layer behind them. megatron-core by
+        default refuses a checkpoint that lacks one key, and passes over those that it does not look for.
+        """
         layers, experts = self.family.num_layers, self.family.dims["e"]
-        found = [(name, f"{i}", f"{layers}") for name in _EXTRA_STATES for i in range(layers)]
+        norms = {unit.key.removesuffix(".weight") for unit in self.units if unit.key.endswith("norm.weight")}
+        plain = sorted(name for name in norms if not name.startswith(_LAYERS))
+        layered = sorted(name.removeprefix(_LAYERS) for name in norms if name.startswith(_LAYERS))
+        found = [(name, f"{i}", f"{layers}") for name in (*_EXTRA_STATES, *layered) for i in range(layers)]
         for i, name in product(range(layers), _MLP_EXTRA_STATES):
             if not experts:
                 found.append((f"mlp.{name}", f"{i}", f"{layers}"))
             for e in range(experts):
                 found.append((f"mlp.experts.experts.{name}", f"{i}.{e}", f"{layers}.{experts}"))
-        return [f"decoder.layers.{name}._extra_state/shard_{at}_{size}" for name, at, size in found]
+        return [
+            *(f"{name}._extra_state/shard_0_1" for name in plain),
+            *(f"{_LAYERS}{name}._extra_state/shard_{at}_{size}" for name, at, size in found),
+        ]
 
 
 def _check_tied(weights: SafetensorsFolder) -> None:

@@ -265,12 +265,17 @@ def _cuda(mode: FakeCuda) -> dict[str, Any]:
 
 def run(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """``fake_cuda_cases.<name>(**arguments)`` of each, in a process of their own; all goes through JSON."""
+    return run_python(["-m", "fake_cuda_cases", json.dumps(cases)])
+
+
+def run_python(arguments: list[str]) -> Any:
+    """What Python with these arguments prints on its last line as JSON; it may call `fake_cuda`."""
     folder = Path(tempfile.mkdtemp())
     libraries = [_compiled(folder / "preload.so", ["-DPRELOAD"]), _compiled(folder / "guard.so", ["-lc10"])]
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"LD_PRELOAD": str(libraries[0]), "FAKE_CUDA_GUARD": str(libraries[1])}
-    command = [sys.executable, "-W", "ignore", "-m", "fake_cuda_cases", json.dumps(cases)]
+    command = [sys.executable, "-W", "ignore", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
