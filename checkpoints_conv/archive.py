@@ -10,7 +10,6 @@ import collections
 import io
 import math
 import os
-import pickle
 import struct
 import zipfile
 import zlib
@@ -147,9 +146,9 @@ class SavedTensor:
                 if order is not None and archive.read(order) != b"little":
                     raise damaged(file, "a chunk is not little-endian")
             layout = RefusingUnpickler(io.BytesIO(pickled), _ALLOWED, str(file)).load()
-        except (zipfile.BadZipFile, KeyError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
+        except UserError:
+            raise
+        except Exception as error:  # damaged archives and pickles can fail in any way
             raise damaged(file, f"the chunk at byte {start} is no saved tensor ({error})") from None
         if not isinstance(layout, _Layout):
             raise damaged(file, f"the chunk at byte {start} holds no tensor")

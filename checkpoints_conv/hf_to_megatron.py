@@ -102,8 +102,10 @@ class _Conversion:
         folder.mkdir(exist_ok=True)
         written = [WrittenChunk.from_json(entry) for entry in job.journal]
         written = [one for one in written if chunk_is_whole(folder, one)]
-        finished = {(one.key, one.chunk.offsets) for one in written}
+        finished = _places(written)
         todo = [unit for unit in self.units if (unit.key, self._offsets(unit)) not in finished]
+        again = {(key, self._offsets(unit)) for unit in todo for key in unit.twins}
+        written = [one for one in written if not _places([one]) & again]
         total = sum(self._num_bytes(unit) for unit in self.units)
         left = sum(self._num_bytes(unit) for unit in todo)
         job.need_space(left)
@@ -123,7 +125,7 @@ class _Conversion:
     ) -> None:
         shape, dtype = self._key_shape(unit), self.dtypes[unit.key]
         sizes = (*(1 for _ in unit.index), self._num_rows(unit), *unit.shape[1:])
-        for key in (*unit.twins, unit.key):  # the unit's own key says that all are there
+        for key in (*unit.twins, unit.key):  # the unit's own key, which comes last, says that all are there
             one = writer.write(key, shape, dtype, self._offsets(unit), sizes, self._pieces(unit))
             job.record(one.to_json())
             written.append(one)
@@ -174,6 +176,10 @@ class _Conversion:
             *(f"{name}._extra_state/shard_0_1" for name in plain),
             *(f"{_LAYERS}{name}._extra_state/shard_{at}_{size}" for name, at, size in found),
         ]
+
+
+def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
+    return {(one.key, one.chunk.offsets) for one in written}
 
 
 def _check_tied(weights: SafetensorsFolder) -> None:

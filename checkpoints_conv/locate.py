@@ -58,8 +58,6 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
     if family.tied:
         extra -= {_OUTPUT}
     refuse_unmatched("Megatron", missing, extra)
-    if family.tied and _OUTPUT in stored:
-        _check_tied(reader, stored[_EMBEDDING])
     places = []
     for unit, name in names.items():
         assert name is not None
@@ -72,6 +70,8 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
             raise UserError(
                 f"{name} is stored as {reader.keys[name].dtype}; save the weights in bf16, fp16 or fp32"
             )
+    if family.tied and _OUTPUT in stored:
+        _check_tied(reader)
     return places
 
 
@@ -79,7 +79,10 @@ def _name(unit: Unit, stored: dict[str, tuple[int, ...]]) -> str | None:
     return next((name for name in (*unit.stacked_keys, *unit.layer_keys) if name in stored), None)
 
 
-def _check_tied(reader: TorchDistReader, shape: tuple[int, ...]) -> None:
+def _check_tied(reader: TorchDistReader) -> None:
+    shape = reader.keys[_EMBEDDING].shape
+    if reader.keys[_OUTPUT].shape != shape:
+        refuse_untied()
     both = (reader.block(name, (0, 0), shape, 0) for name in (_EMBEDDING, _OUTPUT))
     rows, step = shape[0], 64
     with next(both) as embedding, next(both) as output:

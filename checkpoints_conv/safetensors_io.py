@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
-from checkpoints_conv.pieces import Buffer, crc32_of, damaged, read_into, write_from
+from checkpoints_conv.pieces import Buffer, close_all, crc32_of, damaged, open_all, read_into, write_from
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class SafetensorsFolder:
                     )
                 self.tensors[name] = stored
         self._check_index()
-        self._descriptors = {file: os.open(file, os.O_RDONLY) for file in self.files}
+        self._descriptors = open_all(self.files)
 
     @property
     def files(self) -> list[Path]:
@@ -98,9 +98,7 @@ class SafetensorsFolder:
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        close_all(self._descriptors)
 
     def _check_index(self) -> None:
         index = self.folder / INDEX

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import math
-import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoints_conv.archive import SavedTensor
 from checkpoints_conv.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
 from checkpoints_conv.pickles import RefusingUnpickler
-from checkpoints_conv.pieces import Buffer, damaged
+from checkpoints_conv.pieces import Buffer, close_all, damaged, open_all
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,6 +58,12 @@ _CLASSES = {
         "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"
     ),
 }
+_STORED_METADATA: Any = _CLASSES["torch.distributed.checkpoint.metadata"]["Metadata"]
+_STORED_TENSOR: Any = _CLASSES["torch.distributed.checkpoint.metadata"]["TensorStorageMetadata"]
+_CLASSES["megatron.core.dist_checkpointing.strategies.torch"] = {  # of megatron-core up to 0.15
+    "MCoreMetadata": type("MCoreMetadata", (_STORED_METADATA,), {}),
+    **_records("MCoreSavePlan"),
+}
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(module, name): record for module, names in _CLASSES.items() for name, record in names.items()},
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
@@ -66,9 +71,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # Python 3.13's name of it
 }
-_STORED_METADATA: Any = _CLASSES["torch.distributed.checkpoint.metadata"]["Metadata"]
-_STORED_TENSOR: Any = _CLASSES["torch.distributed.checkpoint.metadata"]["TensorStorageMetadata"]
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -139,7 +143,8 @@ class TorchDistReader:
                 ends[chunk.file] = max(ends[chunk.file], chunk.start + chunk.length)
         for name, end in ends.items():
             _check_file(self.folder, name, end)
-        self._descriptors = {name: os.open(self.folder / name, os.O_RDONLY) for name in ends}
+        used = {chunk.file for key in self.weights.values() for chunk in key.chunks}
+        self._descriptors = open_all(self.folder / name for name in used)
 
     @property
     def weights(self) -> dict[str, Key]:
@@ -169,7 +174,7 @@ class TorchDistReader:
 
     def _open(self, chunk: Chunk, key: Key) -> SavedTensor:
         file = self.folder / chunk.file
-        saved = SavedTensor(file, self._descriptors[chunk.file], chunk.start, chunk.length)
+        saved = SavedTensor(file, self._descriptors[file], chunk.start, chunk.length)
         if (saved.dtype, saved.shape) != (key.dtype, chunk.sizes):
             raise damaged(
                 file,
@@ -191,9 +196,7 @@ class TorchDistReader:
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        close_all(self._descriptors)
 
 
 class Block:

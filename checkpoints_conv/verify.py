@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -88,8 +89,8 @@ def _compare(
             kinds.add((weights.tensors[name].dtype, block.dtype))
             hf = weights.read_rows(name, rows.first, rows.count, buffer)
             found = _gap(hf, weights.tensors[name].dtype, block.read(rows.count), block.dtype)
-            if found is not None:
-                gap = max(found, gap or 0.0)
+            if found is not None and not math.isnan(gap or 0.0):
+                gap = found if math.isnan(found) else max(found, gap or 0.0)
     with lock:
         result.num_tensors += len(place.unit.hf)
         result.cast |= {(one, other) for one, other in kinds if one != other}

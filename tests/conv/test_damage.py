@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import resource
 import shutil
-from pathlib import Path
+import sys
+import types
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 from conv_models import names_in, save_model
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.job import check_sha256
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.torch_dist import TorchDistReader
+from checkpoints_conv.pieces import close_all, open_all
+from checkpoints_conv.torch_dist import LATEST, TorchDistReader
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 
@@ -138,3 +144,71 @@ def test_gaps_in_a_checkpoint_are_found(source, checkpoint, tmp_path):
     path.write_bytes(pickle.dumps(content))
     with pytest.raises(UserError, match=r"linear_fc2\.weight has gaps or overlaps"):
         megatron_to_hf(folder, source, tmp_path / "out")
+
+
+def test_any_damaged_header_is_one_message(checkpoint, tmp_path):
+    """Every byte of a chunk's archive directory, of its pickle and of the headers, three bits of each."""
+    folder, _ = copy_of(checkpoint, tmp_path)
+    reader = TorchDistReader(folder)
+    key, chunk = next((n, c) for n, k in reader.weights.items() if "norm" in n for c in k.chunks)
+    file = reader.folder / chunk.file
+    good, expected = file.read_bytes(), reader.read(key, chunk.offsets, chunk.sizes)
+    found = dict.fromkeys(("refused", "harmless"), 0)
+    for place in range(chunk.start, chunk.start + chunk.length):
+        for bit in (0, 3, 7):
+            with file.open("r+b") as stream:
+                stream.seek(place)
+                stream.write(bytes([good[place] ^ 1 << bit]))
+            try:
+                same = torch.equal(reader.read(key, chunk.offsets, chunk.sizes), expected)
+                assert same, (place, bit)
+                found["harmless"] += 1
+            except UserError:
+                found["refused"] += 1
+        with file.open("r+b") as stream:
+            stream.seek(place)
+            stream.write(good[place : place + 1])
+    reader.close()
+    assert min(found.values()) > 100
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "base"),
+    [
+        ("pathlib._local", "PosixPath", PosixPath),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata", Metadata),
+    ],
+    ids=["Python 3.13", "megatron-core 0.15"],
+)
+def test_metadata_of_other_writers_are_read(module, name, base, source, checkpoint, tmp_path, monkeypatch):
+    kind = type(name, (base,), {"__module__": module})
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: kind}))
+    folder, _ = copy_of(checkpoint, tmp_path)
+    path = folder / "iter_0000000" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    if base is Metadata:
+        content = kind(**vars(content))
+    else:
+        content.storage_meta = StorageMeta(checkpoint_id=kind("/runs/x"))
+    path.write_bytes(pickle.dumps(content))
+    megatron_to_hf(folder, source, tmp_path / "out")
+
+
+def test_more_files_than_a_process_may_open_by_default(source, checkpoint, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open_files() + 2, hard))
+    try:
+        files = open_all([source / "config.json", source / "model.safetensors", checkpoint / LATEST])
+        assert len(files) == 3
+        close_all(files)
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+        monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "too many")))
+        with pytest.raises(UserError, match=r"the limit is \d+; raise it with ulimit -Hn"):
+            open_all([source / "config.json"])
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -14,7 +14,9 @@ from conv_models import assert_same_tensors, names_in, tensors_of
 
 from checkpoints_conv import safetensors_io, torch_dist_writer
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.job import Job
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.torch_dist import TorchDistReader
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 
@@ -103,6 +105,27 @@ def test_interrupted_conversion_leaves_no_output_and_resumes(direction, number, 
     assert names_in(tmp_path) == ["out"]
     convert(tmp_path / "whole")
     assert 15 <= count[0] - num_resumed <= 22  # what was done before (19 writes, the rest of a unit) was kept
+
+
+def test_a_unit_that_was_torn_between_its_names_is_written_once(hf_models, tmp_path, monkeypatch):
+    """An expert layer's norm is stored under two names; the kill comes behind the first."""
+    record = Job.record
+
+    def torn(self, entry):
+        record(self, entry)
+        if entry["key"].endswith("mlp.linear_fc1.layer_norm_weight") and entry["chunk"]["offsets"][0] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    source = hf_models("qwen3-moe")
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "record", torn)
+        assert forked(lambda: hf_to_megatron(source, tmp_path / "out", num_workers=1)) == -signal.SIGKILL
+    found = TorchDistReader(hf_to_megatron(source, tmp_path / "out", num_workers=1, resume=True))
+    whole = TorchDistReader(hf_to_megatron(source, tmp_path / "whole", num_workers=1))
+    for name, key in whole.keys.items():
+        assert sorted(c.offsets for c in found.keys[name].chunks) == sorted(c.offsets for c in key.chunks)
+    found.close()
+    whole.close()
 
 
 def test_damaged_progress_is_repeated(direction, tmp_path, monkeypatch):
