@@ -26,7 +26,10 @@ FULL_RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.1, adam_eps=1e-4, clip_grad=1.0)
-EXTRA = {"dr_grpo": {"max_response_length": 40}, "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1}}
+EXTRA: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"max_response_length": 40},
+    "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1},
+}
 needs_te = pytest.mark.skipif(
     not transformer_engine_is_installed(), reason="Transformer Engine is not installed"
 )

@@ -209,5 +209,40 @@ def checkpoint(folder: str) -> dict[str, Any]:
         return {"devices": devices, "files": sorted(p.name for p in (Path(folder) / "True").iterdir())}
 
 
+def benchmark(output: str) -> dict[str, Any]:
+    """`gpu_policy_update`'s main on a tiny shape; the layers that do without FP8 stand in for FP8's."""
+    import gpu_policy_update as script
+
+    asked = []
+    measure = script.measure
+
+    def without_fp8(precision: str, shape: Any, fields: dict[str, Any], *more: Any, **how: Any) -> Any:
+        asked.append(fields)
+        return measure(precision, shape, {}, *more, **how)
+
+    tiny = {"tiny": script.Shape(64, 2, 4, 2, 128, 96, True)}
+    line = ["--length=9", "--sequences=8", "--micro-batch-size=4", "--steps=8", f"--output={output}"]
+    with (
+        fake_cuda(),
+        mock.patch.multiple(script, SHAPES=tiny, measure=without_fp8),
+        mock.patch("nemo_grpo.engine.megatron.options.fp8_refusals", return_value=[]),
+        mock.patch.object(sys, "argv", ["gpu_policy_update.py", *line]),
+    ):
+        return {"exit": script.main(), "fields": asked}
+
+
+def gpu_tests(folder: str) -> list[str]:
+    """The bodies of tests/gpu that need no numbers."""
+    from pathlib import Path
+
+    import test_policy_gpu as tests
+
+    with fake_cuda():
+        tests.test_packed_sequences_give_the_same_update(tests.LOCAL)
+        tests.test_recompute_gives_the_same_update(tests.LOCAL)
+        tests.test_a_checkpoint_of_transformer_engine_resumes(Path(folder))
+        return sorted(path.name for path in Path(folder).iterdir())
+
+
 if __name__ == "__main__":
     print(json.dumps([globals()[name](**arguments) for name, arguments in json.loads(sys.argv[1])]))  # noqa: T201

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +35,13 @@ def seen(tmp_path_factory) -> dict[str, Any]:
     """What every case answered, by its name or its layout's."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in ("device", "losses")}
     cases["checkpoint"] = ("checkpoint", {"folder": str(tmp_path_factory.mktemp("checkpoint"))})
+    cases["benchmark"] = ("benchmark", {"output": str(tmp_path_factory.mktemp("benchmark") / "x.json")})
+    cases["gpu_tests"] = ("gpu_tests", {"folder": str(tmp_path_factory.mktemp("gpu_tests"))})
     for name, (world_size, layout, how) in LAYOUTS.items():
         cases[name] = ("policy", {"world_size": world_size, "layout": layout, "rows": 2, **how})
-    return dict(zip(cases, run(list(cases.values())), strict=True))
+    found = dict(zip(cases, run(list(cases.values())), strict=True))
+    found["benchmark"]["written"] = json.loads(Path(cases["benchmark"][1]["output"]).read_text())
+    return found
 
 
 def test_the_device_that_is_not_there_tells_what_a_gpu_would(seen):
@@ -93,3 +99,17 @@ def test_a_checkpoint_is_written_from_the_gpu_and_read_back_to_it(seen):
     found = seen["checkpoint"]
     assert found["devices"] == [["cuda:0"], ["cuda:0"]]
     assert {".metadata", "metadata.json"} < set(found["files"])
+
+
+def test_the_gpu_benchmark_measures_bf16_then_fp8_and_writes_both(seen):
+    found = seen["benchmark"]
+    assert found["exit"] == 0
+    assert found["fields"] == [{}, {"fp8": "e4m3", "fp8_recipe": "blockwise"}]
+    measured = found["written"]["tiny"]
+    assert measured.keys() == {"bf16", "fp8 blockwise", "drift"}
+    assert measured["bf16"]["losses"] == [1.0] * 8  # what a read gives here
+    assert measured["bf16"]["num_layers"] == 2
+
+
+def test_the_tests_for_a_gpu_go_through_the_policy_as_it_is(seen):
+    assert seen["gpu_tests"] == ["weights"]
