@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from nemo_grpo.tasks.rewards.math_grader import needs_worker
+
 MOST_COMPARISONS = 200
-"""Pairs of different texts that a vote asks about; 16 answers have 120. Each takes about 25 ms."""
+"""Pairs of different texts that a vote asks about, two integers not counted; 16 answers have 120. Each takes
+about 25 ms."""
 MOST_UNDECIDED = 2
 """Pairs without a verdict that a vote waits for; each costs the grader's whole time limit."""
 
 Same = Callable[[str, str], bool | None]
-"""Whether two answers are one, as 1/2 and 0.5 are; None: that could not be told within its limits."""
+"""Whether two answers are one, as 1/2 and 0.5 are; None: that could not be told within its limits. Two
+integers it must tell apart at once."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -39,18 +43,23 @@ class Majority:
 
 
 def majority_at_k(
-    answers: Sequence[str | None], scores: Sequence[float], same: Same = operator.eq
+    answers: Sequence[str | None],
+    scores: Sequence[float],
+    same: Same = operator.eq,
+    hopeless: Collection[str] = (),
 ) -> Majority:
     """The score of the most frequent answer; among equally frequent ones, of the one that came first.
 
     Args:    answers: normalised; None does not vote.  scores: of the same samples.
              same: asked about the first of each kind, at most `MOST_COMPARISONS` times and until it has had
              no verdict `MOST_UNDECIDED` times; from there on answers are one if their texts are.
+             hopeless: answers that could not be compared with this problem's reference. To find that out
+             again with every other answer would take long, so they too are one only if their texts are.
     Returns: the score of the first sample that gave the winning answer; 0 if nobody voted.
     """
     texts = Counter(answer for answer in answers if answer is not None)
     votes: Counter[str] = Counter()
-    asked = _Asked(same)
+    asked = _Asked(same, hopeless)
     for text, count in texts.items():
         votes[next((kind for kind in votes if asked.are_one(kind, text)), text)] += count
     if not votes:
@@ -64,20 +73,30 @@ class _Asked:
     """What one vote has asked about so far."""
 
     same: Same
+    hopeless: Collection[str]
     num_asked: int = 0
     num_undecided: int = 0
     cut_short: bool = False
 
     def are_one(self, kind: str, text: str) -> bool:
-        if self.num_asked == MOST_COMPARISONS or self.num_undecided == MOST_UNDECIDED:
-            self.cut_short = True
+        """Of two different texts."""
+        if self.same is operator.eq:
             return False
+        if not needs_worker(kind, text):
+            return bool(self.same(kind, text))
+        verdict = self._verdict(kind, text)
+        self.cut_short |= verdict is None
+        return bool(verdict)
+
+    def _verdict(self, kind: str, text: str) -> bool | None:
+        if kind in self.hopeless or text in self.hopeless:
+            return None
+        if self.num_asked == MOST_COMPARISONS or self.num_undecided == MOST_UNDECIDED:
+            return None
         self.num_asked += 1
         verdict = self.same(kind, text)
-        if verdict is None:
-            self.num_undecided += 1
-            self.cut_short = True
-        return bool(verdict)
+        self.num_undecided += verdict is None
+        return verdict
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:

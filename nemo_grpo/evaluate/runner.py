@@ -81,6 +81,14 @@ class ProblemResult:
         }
 
 
+Undecided = Callable[[str, str], bool]
+"""Whether a problem's reference and an extracted answer could not be compared within the limits."""
+
+
+def _never(reference: str, answer: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class EvalResult:
     """All problems with their responses, and under which conditions they came."""
@@ -91,6 +99,7 @@ class EvalResult:
     seed: int
     problems: list[ProblemResult]
     same_answer: Same = field(default=operator.eq, compare=False)
+    undecided: Undecided = field(default=_never, compare=False)
 
     def metrics(self) -> dict[str, float]:
         """Means over problems.
@@ -139,8 +148,7 @@ class EvalResult:
 
     @cached_property
     def _votes(self) -> list[Majority]:
-        samples = [problem.samples for problem in self.problems]
-        votes = [majority_at_k(answers.extracted, answers.scores, self.same_answer) for answers in samples]
+        votes = [self._vote(problem) for problem in self.problems]
         if num_cut := sum(vote.cut_short for vote in votes):
             log.warning(
                 "maj@%d: %d of %d votes met the limits on comparing answers; some equal answers may have "
@@ -150,6 +158,12 @@ class EvalResult:
                 len(votes),
             )
         return votes
+
+    def _vote(self, problem: ProblemResult) -> Majority:
+        answers = problem.samples
+        given = {answer for answer in answers.extracted if answer is not None}
+        hopeless = {answer for answer in given if self.undecided(problem.gold, answer)}
+        return majority_at_k(answers.extracted, answers.scores, self.same_answer, hopeless)
 
     def to_dict(self) -> dict[str, Any]:
         """Metrics with everything that they depend on, as JSON values."""
@@ -223,7 +237,8 @@ def evaluate(
                 on_progress("")
     ordered = [results[index] for index in range(len(problems))]
     conditions = task.config.model_dump(mode="json")
-    return EvalResult(conditions, sampling, num_samples, seed, ordered, same_answer(task))
+    undecided: Undecided = getattr(task, "undecided", _never)
+    return EvalResult(conditions, sampling, num_samples, seed, ordered, same_answer(task), undecided)
 
 
 def same_answer(task: Task) -> Same:

@@ -97,6 +97,10 @@ class Fractions:
         """Whether two extracted answers are equal as mathematics; for majority votes."""
         return SHARED.same(one, other)
 
+    def undecided(self, reference: str, answer: str) -> bool:
+        """Whether a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
+        return SHARED.undecided(reference, answer)
+
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         return mathematical_scores(problem.answer, response, self.config.form)
 

@@ -42,6 +42,10 @@ class Math(FileTask):
         """Whether two extracted answers are equal as mathematics; see `MathGrader.same`."""
         return SHARED.same(one, other)
 
+    def undecided(self, reference: str, answer: str) -> bool:
+        """Whether a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
+        return SHARED.undecided(reference, answer)
+
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """``accuracy`` and ``format``.
 

@@ -60,7 +60,7 @@ class MathGrader:
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._known: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
-        self._pathological: OrderedDict[str, None] = OrderedDict()
+        self._undecided: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def equal(self, reference: str, answer: str) -> bool:
         """True if the answer is the reference, as text or as mathematics; False for anything pathological.
@@ -70,24 +70,23 @@ class MathGrader:
         verdict = self._verdict(reference, answer)
         if verdict is None:
             with self._lock:
-                _remember(self._pathological, normalized(answer), None)
+                _remember(self._undecided, (normalized(reference), normalized(answer)), None)
         return bool(verdict)
 
-    def same(self, one: str, other: str) -> bool | None:
-        """Whether two answers of a vote are equal; None: no verdict within the limits.
-
-        An answer that `equal` had no verdict on is equal to nothing but its own text: to find that out again
-        with every other answer would take the whole time limit each time.
-        """
+    def undecided(self, reference: str, answer: str) -> bool:
+        """Whether `equal` had no verdict on the two: either may be to blame, for this problem only."""
         with self._lock:
-            hopeless = not self._pathological.keys().isdisjoint((normalized(one), normalized(other)))
-        return False if hopeless and normalized(one) != normalized(other) else self._verdict(one, other)
+            return (normalized(reference), normalized(answer)) in self._undecided
+
+    def same(self, one: str, other: str) -> bool | None:
+        """Whether two answers of a vote are equal; None: no verdict within the limits."""
+        return self._verdict(one, other)
 
     def _verdict(self, reference: str, answer: str) -> bool | None:
         one, other = normalized(reference), normalized(answer)
         if one == other:
             return bool(one)
-        if _INTEGER.fullmatch(one) and _INTEGER.fullmatch(other):
+        if not needs_worker(one, other):
             return False
         pair = (reference, answer)
         with self._lock:
@@ -129,6 +128,11 @@ class MathGrader:
         for worker in (*self._idle, *self._busy):
             worker.abandon()
         self._forget()
+
+
+def needs_worker(one: str, other: str) -> bool:
+    """Whether two different normalised answers can be equal as mathematics: two integers cannot."""
+    return not (_INTEGER.fullmatch(one) and _INTEGER.fullmatch(other))
 
 
 def _remember(cache: OrderedDict[Key, Value], key: Key, value: Value) -> None:

@@ -80,6 +80,29 @@ def test_a_vote_asks_a_limited_number_of_times():
     assert len(asked) == 120
 
 
+def test_hopeless_answers_are_not_asked_about_and_leave_the_vote_to_the_others():
+    asked = []
+
+    def same(one, other):
+        asked.append((one, other))
+        return {one, other} == {"1/2", "0.5"}
+
+    answers = ["bomb", "bang", "boom", "1/2", "0.5", "bomb"]
+    scores = [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    assert majority_at_k(answers, scores, same, {"bomb", "bang", "boom"}) == Majority(0.0, cut_short=True)
+    assert majority_at_k(answers[:5], scores, same, {"bomb", "bang", "boom"}) == Majority(1.0, cut_short=True)
+    assert set(asked) == {("1/2", "0.5")}
+
+
+def test_comparisons_that_cost_nothing_do_not_cut_a_vote_short():
+    assert majority_at_k([f"a{i}" for i in range(32)], 32 * [0.0]) == Majority(0.0)
+    # 231 pairs of integers, then 3 and 3 votes for a half against 4 for 7
+    answers = [*map(str, range(100, 122)), *3 * ["1/2"], *3 * ["0.5"], *4 * ["7"]]
+    scores = 22 * [0.0] + 6 * [1.0] + 4 * [0.0]
+    majority = majority_at_k(answers, scores, lambda one, other: {one, other} == {"1/2", "0.5"})
+    assert majority == Majority(1.0)
+
+
 def test_stderr_of_runs_by_hand():
     # problem 1: scores 1, 0, variance 1/2, over 2 samples 1/4; problem 2: none; sqrt(1/4) / 2
     assert stderr_of_runs([[1, 0], [1, 1]]) == pytest.approx(0.25)

@@ -176,3 +176,15 @@ def test_votes_that_met_the_limits_on_comparing_are_counted(task, caplog):
         "some equal answers may have counted apart there"
     ]
     assert run(task).to_dict()["num_votes_cut_short"] == 0
+
+
+def test_a_vote_does_not_ask_about_answers_that_had_no_verdict_on_their_own_reference(task):
+    asked, result = [], run(task)
+    result = replace(
+        result,
+        problems=[replace(problem, gold=problem.id) for problem in result.problems],
+        same_answer=lambda *pair: asked.append(pair) or False,
+        undecided=lambda reference, answer: (reference, answer) == ("p0", "knave,knave"),
+    )
+    assert result.to_dict()["num_votes_cut_short"] == 1
+    assert len(asked) == 1  # problem 1 has the same two answers, and another reference

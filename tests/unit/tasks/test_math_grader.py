@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_grpo.evaluate.passk import Majority, majority_at_k
 from nemo_grpo.tasks.rewards import math_grader
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 
@@ -62,18 +63,27 @@ def test_same_question_is_asked_once(grader):
     assert grader.num_killed == 1
 
 
-def test_pathological_answers_of_a_vote_are_not_compared_again(grader):
-    answers = [f"9^{{9^{{9^{{{i}}}}}}}" for i in (9, 8, 7)]
-    assert not any(grader.equal("5", answer) for answer in answers)
-    assert grader.num_killed == 3
-    pairs = [(one, other) for one in (*answers, "5") for other in (*answers, "5") if one != other]
-    assert [grader.same(*pair) for pair in pairs] == [False] * len(pairs)
-    assert grader.same(answers[0], answers[0])
-    assert grader.num_killed == 3
-    # a pair nobody has met before has no verdict, once
-    assert grader.same("7", "9^{9^{9^6}}") is None
-    assert grader.same("7", "9^{9^{9^6}}") is None
-    assert grader.num_killed == 4
+def test_an_answer_without_verdict_is_remembered_for_its_reference_only(grader):
+    assert not grader.equal("5", BOMB)
+    assert grader.undecided(" 5", f"${BOMB}$")
+    assert not grader.undecided("6", BOMB)
+    assert not grader.undecided("5", "7")
+
+
+def test_a_pathological_reference_harms_no_other_problem(grader):
+    assert not grader.equal(BOMB, "1/2")
+    assert grader.undecided(BOMB, "1/2")
+    assert grader.num_killed == 1
+    answers, scores = ["7", "7", "7", "1/2", "1/2", "0.5", "0.5"], [0.0] * 3 + [1.0] * 4
+    assert grader.same("1/2", "0.5") is True
+    assert majority_at_k(answers, scores, grader.same) == Majority(1.0)
+
+
+def test_a_pair_of_a_vote_without_verdict_is_compared_once(grader):
+    assert grader.same("7", BOMB) is None
+    assert grader.same("7", BOMB) is None
+    assert grader.num_killed == 1
+    assert grader.same(BOMB, BOMB)
     assert grader.same("1/2", "0.5")
 
 
