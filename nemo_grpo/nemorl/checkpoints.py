@@ -6,10 +6,12 @@ import logging
 import os
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,10 @@ class Exports:
     """Hugging Face folders of finished checkpoints, made one after another, beside the training.
 
     NeMo-RL deletes checkpoints that are not among the best (keep_top_k), also while one is read. Each is
-    therefore first given second names, hard links in `WAITING`, which go when its export is complete. What
-    lies there when a run starts was interrupted, and is converted again.
+    therefore first given second names, hard links in `WAITING`: of all of it, as weights and optimizer share
+    files. They go when its export has ended, well or not, so that no more is held than what waits. What lies
+    there when a run starts was interrupted, and is converted again; a failed export is tried again if
+    NeMo-RL still has the checkpoint. No failure in here ends the training.
     """
 
     def __init__(self, checkpoint_dir: Path, folder: Path, dtype: str) -> None:
@@ -85,12 +89,14 @@ class Exports:
 
     def begin(self) -> None:
         """Start to convert: first what an interrupted run has left, then what `after_every_save` brings."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for checkpoint in _steps(self.checkpoint_dir):
-            if not (self.folder / checkpoint.name).exists() and not (self.waiting / checkpoint.name).exists():
-                self._link(checkpoint)  # the run ended before it was
-        for links in _steps(self.waiting):
+        for partial in self.waiting.glob("tmp_*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        left = _steps(self.waiting)
+        for links in left:
             self._queue.put(links)
+        for checkpoint in _steps(self.checkpoint_dir):
+            if checkpoint.name not in {links.stem for links in left} and self._is_missing(checkpoint):
+                self._link(checkpoint)  # the run ended before it was, or its export failed
         self._thread.start()
 
     def after_every_save(self, checkpointer: Any) -> None:
@@ -102,44 +108,78 @@ class Exports:
         def then_export(checkpoint_path: Any) -> None:
             finish(checkpoint_path)
             path = Path(checkpoint_path)  # the newest, which NeMo-RL keeps at least until the next
-            self._queue.put(self._link(path.with_name(path.name.removeprefix("tmp_"))))
+            self._link(path.with_name(path.name.removeprefix("tmp_")))
 
         setattr(checkpointer, name, then_export)
 
-    def _link(self, checkpoint: Path) -> Path:
-        links, partial = self.waiting / checkpoint.name, self.waiting / f"tmp_{checkpoint.name}"
-        for old in (partial, links):  # of a step that was saved before
-            shutil.rmtree(old, ignore_errors=True)
-        shutil.copytree(checkpoint, partial, copy_function=os.link)
-        partial.rename(links)
-        return links
+    def _is_missing(self, checkpoint: Path) -> bool:
+        """True without an export, or with one of an older checkpoint of the same step."""
+        export = self.folder / checkpoint.name
+        return not export.exists() or export.stat().st_mtime < checkpoint.stat().st_mtime
+
+    def _link(self, checkpoint: Path) -> None:
+        # A number of its own: an older checkpoint of the same step may be read at this moment.
+        links = self.waiting / f"{checkpoint.name}.{time.time_ns()}"
+        partial = links.with_name(f"tmp_{links.name}")
+        try:
+            shutil.copytree(checkpoint, partial, copy_function=os.link)
+            partial.rename(links)
+        except OSError as error:  # a quota, too many links; shutil.Error is one, too
+            log.error("%s cannot be kept for its export: %s", checkpoint, error)
+            self.failed.append(checkpoint.name)
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            self._queue.put(links)
 
     def _convert_all(self) -> None:
         while (links := self._queue.get()) is not None and not self._is_stopped:
             if not links.exists():  # was asked for twice
                 continue
-            if self._convert(links) == 0:
-                shutil.rmtree(links)
-            elif not self._is_stopped:
-                self.failed.append(links.name)
-                report = self.folder / f"{links.name}.log"
-                log.error("export of %s failed, see %s; the next start tries again", links, report)
+            try:
+                is_converted = self._convert(links) == 0
+            except Exception:
+                log.exception("export of %s", links.stem)
+                is_converted = False
+            if not is_converted:
+                if self._is_stopped:
+                    return
+                log.error("export of %s failed, see %s", links.stem, self.folder / f"{links.stem}.log")
+                self.failed.append(links.stem)
+            self._drop(links)
+
+    def _drop(self, links: Path) -> None:
+        gone = links.with_name(f"tmp_{links.name}")  # never taken for a checkpoint, whatever stays of it
+        try:
+            links.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:  # NFS keeps files that are open
+            log.warning("%s stays until the next start: %s", gone, error)
 
     def _convert(self, links: Path) -> int:
-        command = [sys.executable, "-m", "checkpoints_conv", "megatron-to-hf", "--force"]
-        command += ["--megatron-checkpoint", str(links), "--hf-config", str(links / SIDE_FOLDER)]
-        command += ["--output", str(self.folder / links.name), "--dtype", CONVERTER_DTYPES[self.dtype]]
-        with (self.folder / f"{links.name}.log").open("wb") as report:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "checkpoints_conv", *self._arguments(links)]
+        with (self.folder / f"{links.stem}.log").open("wb") as report:
             self._process = subprocess.Popen(command, stdout=report, stderr=subprocess.STDOUT)
         if self._is_stopped:  # meanwhile
             self._process.terminate()
         return self._process.wait()
 
+    def _arguments(self, checkpoint: Path) -> list[str]:
+        arguments = ["megatron-to-hf", "--force", "--megatron-checkpoint", str(checkpoint)]
+        arguments += ["--hf-config", str(checkpoint / SIDE_FOLDER)]
+        arguments += ["--output", str(self.folder / checkpoint.stem)]
+        return [*arguments, "--dtype", CONVERTER_DTYPES[self.dtype]]
+
     def wait(self) -> bool:
-        """Wait for all that were begun; False if any failed, which is logged."""
-        self._queue.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        """Wait for all that were begun; False if any failed, which is logged with what to do."""
+        self._end()
+        for name in dict.fromkeys(self.failed):
+            checkpoint = self.checkpoint_dir / name
+            if checkpoint.exists():
+                again = shlex.join(["nemo-grpo", "convert", *self._arguments(checkpoint)])
+                log.error("no export %s; the next start tries again, or: %s", self.folder / name, again)
+            else:
+                log.error("no export %s; NeMo-RL has deleted its checkpoint", self.folder / name)
         return not self.failed
 
     def stop(self) -> None:
@@ -147,10 +187,15 @@ class Exports:
         self._is_stopped = True
         if self._process is not None:
             self._process.terminate()
-        self.wait()
+        self._end()
+
+    def _end(self) -> None:
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, in the order of their steps."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    """Checkpoints in a folder, or their links, in the order of their steps and of their links' making."""
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+(\.\d+)?", path.name)]
+    return sorted(found, key=lambda path: (int(path.stem.removeprefix("step_")), int(path.suffix[1:] or 0)))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.compat import value
 from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
     """
     stock: Any = compat.import_name("nemo_rl.models.policy.lm_policy:Policy")
 
+    learns_always = has_further_losses(run.master_config)
+
     class ExchangingPolicy(stock):  # type: ignore[misc]
         """NeMo-RL's policy; its base is known only where NeMo-RL is."""
 
@@ -43,7 +46,7 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
             for name, tensor in exchange.take_train_tensors().items():
                 data[name] = tensor
-            if has_no_gradient(data["advantages"], run.recipe.loss_fn):
+            if not learns_always and has_no_gradient(data["advantages"], run.recipe.loss_fn):
                 log.info("no group carries signal: metrics only, no update")
                 further["eval_mode"] = True
             return super().train(data, loss_fn, **further)
@@ -60,6 +63,25 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
 def has_no_gradient(advantages: Tensor, config: VariantConfig) -> bool:
     """True for a step whose loss is 0 whatever the policy does: no advantage and no KL penalty."""
     return getattr(config, "reference_policy_kl_penalty", 0.0) == 0 and not bool(advantages.any())
+
+
+def has_further_losses(master_config: Any) -> bool:
+    """True if NeMo-RL adds losses to the variant's: experts' balance, multi-token prediction, draft.
+
+    They have a gradient without any advantage. A z loss that a model's Megatron-Bridge provider brings along
+    (EXAONE MoE) is not seen.
+    """
+
+    def of_model(key: str, default: Any) -> Any:
+        return value(master_config, f"policy.megatron_cfg.{key}", default)
+
+    balances = of_model("moe_router_load_balancing_type", "none")
+    return (
+        any(kind != "none" for kind in ([balances] if isinstance(balances, str) else balances))
+        or bool(of_model("model_overrides.moe_z_loss_coeff", 0))
+        or bool(of_model("mtp_num_layers", 0) and of_model("mtp_loss_scaling_factor", 0.1))
+        or bool(value(master_config, "policy.draft.enabled", False))
+    )
 
 
 def register_worker() -> None:

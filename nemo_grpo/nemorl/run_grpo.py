@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from checkpoints_conv.families import family_for
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.nemorl import compat
@@ -34,8 +36,8 @@ _GRPO = "nemo_rl.algorithms.grpo"
 def main(argv: list[str] | None = None) -> int:
     """Run the driver.
 
-    Returns: 0 when the run is finished, 2 when the recipe is refused, 75 when it was asked to stop and saved
-             a checkpoint: start it again and it goes on.
+    Returns: 0 when the training is finished, whatever became of exports on the way; 2 when the recipe is
+             refused; 75 when it was asked to stop and saved a checkpoint: start it again and it goes on.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.nemorl.run_grpo", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="recipe with nemo_grpo.target: cluster")
@@ -69,11 +71,12 @@ class Ready(NamedTuple):
 def set_up(run: ClusterRun) -> Ready:
     """Start Ray, read the data, set NeMo-RL up, and put our parts into its trainer.
 
-    Raises: UserError: the task's files, how many problems they hold, where this package is installed, a file
-            system without hard links, or too few epochs.
+    Raises: UserError: the task's files, how many problems they hold, where this package is installed,
+            exports that are not possible, or too few epochs.
     """
     share_sources()
-    exports = exports_of(run)
+    hf_config = model_config(run)
+    exports = exports_of(run, hf_config)
     config = run.master_config
     config.logger["log_dir"] = compat.import_name("nemo_rl.utils.logger:get_next_experiment_dir")(
         config.logger["log_dir"]
@@ -97,28 +100,28 @@ def set_up(run: ClusterRun) -> Ready:
     )
     check_epochs(run, parts)
     install(run, exchange, finished_steps(parts))
-    save_side_files(parts.checkpointer, processor or tokenizer, model_config(run))
+    save_side_files(parts.checkpointer, processor or tokenizer, hf_config)
     return Ready(parts, tokenizer, processor, environments, exports)
 
 
 def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
     """Train to the end, or to the checkpoint before a requested stop; returns the exit code."""
     parts, tokenizer, processor, environments, exports = ready
-    if exports is not None:
-        exports.after_every_save(parts.checkpointer)
-        exports.begin()
-    is_finished = False
+    code = None
     try:
         try:
+            if exports is not None:
+                exports.after_every_save(parts.checkpointer)
+                exports.begin()
             with stop_after_step(parts.logger) as stop:
                 run_trainer(parts, loss_fn, tokenizer, processor, environments)
         finally:
             close(parts, environments)
-        is_finished = not stop.happened
+        code = exit_code(run, parts, stop)
     finally:
-        if exports is not None:
-            exports.wait() if is_finished else exports.stop()
-    return exit_code(run, parts, stop)
+        if exports is not None:  # 0: nobody starts this run again
+            exports.wait() if code == 0 else exports.stop()
+    return code
 
 
 def share_sources() -> None:
@@ -206,14 +209,22 @@ def model_config(run: ClusterRun) -> Any:
     return AutoConfig.from_pretrained(run.recipe.policy.model_name, trust_remote_code=True)
 
 
-def exports_of(run: ClusterRun) -> Exports | None:
+def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
     """Exports of every checkpoint, if the recipe asks for them.
 
-    Raises: UserError: they are not possible where the checkpoints are.
+    Args:   hf_config: transformers' configuration of the model.
+    Raises: UserError: the converter does not know the model, or no hard links where the checkpoints are.
     """
     recipe, export = run.recipe, run.recipe.nemo_grpo.export
     if not (export.at_every_save and recipe.checkpointing.enabled):
         return None
+    try:
+        family_for(json.loads(hf_config.to_json_string()))
+    except UserError as error:
+        raise UserError(
+            f"nemo_grpo.export.at_every_save=true: {recipe.policy.model_name} cannot be exported ({error}); "
+            "set it to false"
+        ) from None
     exports = Exports(recipe.checkpoint_dir.absolute(), recipe.run_dir.absolute() / "hf", export.dtype)
     exports.check()
     return exports

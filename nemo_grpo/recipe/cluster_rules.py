@@ -211,6 +211,15 @@ def exports_are_of_whole_models(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def exports_have_a_converter(recipe: Recipe) -> Iterator[str]:
+    task = recipe.nemo_grpo.task.name
+    if recipe.nemo_grpo.export.at_every_save and task.startswith("vision_"):
+        yield (
+            f"nemo_grpo.export.at_every_save=true: nemo_grpo.task.name={task} trains a model that sees "
+            "images, and the converters know none; set it to false"
+        )
+
+
 def checkpoints_are_ranked_by_a_metric(recipe: Recipe) -> Iterator[str]:
     c = recipe.checkpointing
     if c.metric_name is not None and not c.metric_name.startswith(("val:", "train:")):
@@ -257,6 +266,7 @@ RULES = (
     recomputed_modules_exist,
     groups_may_be_split,
     exports_are_of_whole_models,
+    exports_have_a_converter,
     checkpoints_are_ranked_by_a_metric,
     saves_meet_validations,
 )

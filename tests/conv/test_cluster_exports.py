@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch
 from conv_models import assert_same_tensors
 from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from checkpoints_conv.cli import app
 from checkpoints_conv.families import family_for
 from checkpoints_conv.safetensors_io import hf_config
 from nemo_grpo.errors import UserError
@@ -74,6 +78,11 @@ def exports_in(folder: Path) -> Exports:
     return Exports(folder / "checkpoints", folder / "hf", "float32")
 
 
+def links_of(exports: Exports, step: int) -> Path:
+    (found,) = exports.waiting.glob(f"step_{step}.*")
+    return found
+
+
 def test_every_save_becomes_a_model_though_its_checkpoint_is_deleted(tmp_path, training, weights, hf_models):
     manager, save = training
     exports = exports_in(tmp_path)
@@ -106,7 +115,7 @@ def test_the_next_start_converts_what_a_run_has_left(tmp_path, training):
     (half / "journal.jsonl").write_text('{"direction": "')
     manager.init_tmp_checkpoint(2)  # never finished: no checkpoint
     save(3)
-    shutil.rmtree(killed.waiting / "step_3")  # killed between NeMo-RL's renaming and ours
+    shutil.rmtree(links_of(killed, 3))  # killed between NeMo-RL's renaming and ours
     again = exports_in(tmp_path)
     again.begin()
     assert again.wait(), (tmp_path / "hf" / "step_1.log").read_text()
@@ -143,17 +152,19 @@ def test_a_failed_export_is_reported_and_tried_again(tmp_path, training, caplog)
     exports = exports_in(tmp_path)
     exports.after_every_save(manager)
     save(1)
-    config = exports.waiting / "step_1" / "policy" / "tokenizer" / "config.json"
-    kept = config.read_text()
-    config.unlink()
+    (links_of(exports, 1) / "policy" / "tokenizer" / "config.json").unlink()
     exports.begin()
     assert not exports.wait()
     assert "export of" in caplog.text
-    assert "the next start tries again" in caplog.text
-    config.write_text(kept)
+    assert not list(exports.waiting.iterdir()), "nothing is held for it"
+    (command,) = re.findall(r"the next start tries again, or: nemo-grpo convert (.*)", caplog.text)
+    assert CliRunner().invoke(app, shlex.split(command)).exit_code == 0
+    assert AutoConfig.from_pretrained(tmp_path / "hf" / "step_1").vocab_size == 96
+    shutil.rmtree(tmp_path / "hf" / "step_1")
     again = exports_in(tmp_path)
     again.begin()
     assert again.wait()
+    assert (tmp_path / "hf" / "step_1").is_dir()
 
 
 def test_a_stop_does_not_wait(tmp_path, training, monkeypatch):
@@ -172,7 +183,7 @@ def test_a_stop_does_not_wait(tmp_path, training, monkeypatch):
     exports.stop()
     assert time.monotonic() - start < 30
     assert exports._process.poll() is not None
-    assert (exports.waiting / "step_1").is_dir(), "for the next start"
+    assert links_of(exports, 1).is_dir(), "for the next start"
 
 
 def test_a_file_system_without_hard_links_is_refused(tmp_path, monkeypatch):

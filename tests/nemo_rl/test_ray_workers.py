@@ -14,7 +14,7 @@ from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, loss_data
 
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import build_loss
-from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
+from nemo_grpo.nemorl.policy import has_further_losses, has_no_gradient, policy_factory
 from nemo_grpo.variants import parse_loss_fn
 
 WORKER = "toy_worker.ToyWorker"
@@ -49,7 +49,8 @@ def policy(private_ray):
     def no_model(_name):
         raise ValueError("the toy has no configuration on the Hub")
 
-    run = SimpleNamespace(recipe=SimpleNamespace(loss_fn=parse_loss_fn({"variant": "grpo"})))
+    recipe = SimpleNamespace(loss_fn=parse_loss_fn({"variant": "grpo"}))
+    run = SimpleNamespace(recipe=recipe, master_config={"policy": CONFIG})
     cluster = RayVirtualCluster([2], use_gpus=False, num_gpus_per_node=2, name="toy")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm_policy, "get_default_hf_config", no_model)
@@ -90,6 +91,46 @@ def test_a_penalty_has_a_gradient_without_signal():
     assert has_no_gradient(torch.zeros(2, 3), parse_loss_fn({"variant": "gpg"}))
     assert not has_no_gradient(torch.zeros(2, 3), penalised)
     assert not has_no_gradient(torch.tensor([[0.0, -1.0]]), parse_loss_fn({"variant": "gpg"}))
+
+
+LOSSES = [
+    ({}, {}, False),
+    (
+        {"moe_router_load_balancing_type": "none", "mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.1},
+        {},
+        False,
+    ),
+    ({"moe_router_load_balancing_type": "seq_aux_loss"}, {}, True),
+    ({"moe_router_load_balancing_type": ["none", "aux_loss"]}, {}, True),
+    ({"moe_router_load_balancing_type": ["none"]}, {}, False),
+    ({"model_overrides": {"moe_z_loss_coeff": 1e-3}}, {}, True),
+    ({"mtp_num_layers": 1}, {}, True),  # megatron-core's own factor is 0.1
+    ({"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0}, {}, False),
+    ({}, {"enabled": True}, True),
+    ({}, {"enabled": False}, False),
+]
+
+
+@pytest.mark.parametrize(("megatron", "draft", "expected"), LOSSES)
+def test_losses_that_nemo_rl_adds_have_a_gradient_without_signal(megatron, draft, expected):
+    policy = {"megatron_cfg": megatron, "draft": draft}
+    assert has_further_losses({"policy": policy}) == expected
+
+
+def test_a_step_without_signal_is_an_update_where_nemo_rl_adds_a_loss(monkeypatch):
+    class Stock:
+        def train(self, _data, _loss_fn, eval_mode=False):
+            return eval_mode
+
+    monkeypatch.setattr(lm_policy, "Policy", Stock)
+    recipe = SimpleNamespace(loss_fn=parse_loss_fn({"variant": "grpo"}))
+
+    def is_evaluated(draft):
+        run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
+        return policy_factory(run, StepExchange())().train({"advantages": torch.zeros(2, 3)}, None)
+
+    assert is_evaluated(draft=False)
+    assert not is_evaluated(draft=True)
 
 
 def test_workers_import_the_loss_and_their_shares_add_up(policy):

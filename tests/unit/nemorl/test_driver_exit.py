@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace as Of
 
 import pytest
+from transformers import Qwen2Config
 
 from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.errors import UserError
@@ -44,6 +46,86 @@ def stop(happened=False, reached_threshold=False, last_step=0):
 )
 def test_exit_code_is_0_only_for_a_run_that_came_to_its_end(parts, how, code):
     assert run_grpo.exit_code(RUN, parts, how) == code
+
+
+class Exports:
+    """Notes what the driver asks for; the export has failed."""
+
+    def __init__(self, begin=lambda: None) -> None:
+        self.begin, self.asked = begin, []
+
+    def after_every_save(self, _checkpointer):
+        """Nothing is saved here."""
+
+    def wait(self):
+        self.asked.append("wait")
+        return False
+
+    def stop(self):
+        self.asked.append("stop")
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """(train on what NeMo-RL leaves and how it was stopped, what was closed)."""
+    closed = []
+    monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))
+    monkeypatch.setattr(run_grpo, "run_trainer", lambda *_: None)
+
+    def train(parts, how, exports):
+        monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
+        parts.logger = parts.checkpointer = None
+        return run_grpo.train(RUN, None, run_grpo.Ready(parts, None, None, [], exports))
+
+    return train, closed
+
+
+@pytest.mark.parametrize(
+    ("parts", "how", "code", "asked"),
+    [
+        (ended(100, 40), stop(), 0, "wait"),
+        (ended(100, 40), stop(True), 0, "wait"),  # nobody starts it again
+        (ended(40, 40), stop(True), 75, "stop"),
+        (ended(40, 40), stop(), 1, "stop"),
+    ],
+)
+def test_only_a_finished_training_waits_for_exports_and_none_changes_its_code(
+    trained, parts, how, code, asked
+):
+    train, closed = trained
+    exports = Exports()
+    assert train(parts, how, exports) == code
+    assert exports.asked == [asked]
+    assert closed == [parts]
+
+
+def test_exports_that_cannot_begin_leave_nothing_open(trained):
+    def begin():
+        raise RuntimeError("cannot start a thread")
+
+    train, closed = trained
+    exports, parts = Exports(begin), ended(0, 0)
+    with pytest.raises(RuntimeError, match="thread"):
+        train(parts, stop(), exports)
+    assert closed == [parts]
+    assert exports.asked == ["stop"]
+
+
+def exporting(folder):
+    """A run that asks for an export of every checkpoint."""
+    own = Of(export=Of(at_every_save=True, dtype="bfloat16"))
+    places = Of(policy=Of(model_name="org/model"), checkpoint_dir=folder / "checkpoints", run_dir=folder)
+    return Of(recipe=Of(nemo_grpo=own, checkpointing=Of(enabled=True), **vars(places)))
+
+
+def test_exports_of_a_model_without_converter_are_refused_at_the_start(tmp_path):
+    vision = Of(to_json_string=lambda: '{"architectures": ["Qwen2_5_VLForConditionalGeneration"]}')
+    with pytest.raises(
+        UserError, match=r"at_every_save=true: org/model cannot .*Qwen2_5_VL.* set it to false"
+    ):
+        run_grpo.exports_of(exporting(tmp_path), vision)
+    known = Qwen2Config(architectures=["Qwen2ForCausalLM"])
+    assert run_grpo.exports_of(exporting(tmp_path), known).folder == tmp_path / "hf"
 
 
 def test_without_checkpoints_the_logged_steps_tell():

@@ -186,6 +186,12 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
         "adapters are merged with the base model",
     ),
     (
+        "exports_have_a_converter",
+        ["nemo_grpo.export.at_every_save=true", "nemo_grpo.task={name: vision_counting}"],
+        ["nemo_grpo.export.at_every_save=false"],
+        "vision_counting trains a model that sees",
+    ),
+    (
         "training_has_an_epoch",
         ["grpo.max_num_epochs=0"],
         ["grpo.max_num_epochs=1"],
