@@ -100,6 +100,10 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     from nemo_grpo.tasks.environment import MultiTurnTask
 
     section = recipe.nemo_grpo
+    if section.engine.generator == "vllm":
+        raise UserError(
+            "nemo_grpo.engine.generator=vllm gives no entropies to the study; use auto, decoder or hf"
+        )
     task = section.task.build()
     if isinstance(task, MultiTurnTask):
         raise UserError(
@@ -109,7 +113,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     torch.set_num_threads(section.engine.num_threads)
     tokenizer = load_tokenizer(model)
     generator = build_local(
-        "auto",
+        section.engine.generator,
         model,
         setup.DTYPES[recipe.policy.precision],
         setup.choose_device(recipe),

@@ -221,3 +221,23 @@ def test_a_task_with_turns_is_refused(tmp_path: Path) -> None:
     command = ["pivots", "--model", str(tmp_path), "--recipe", "recipes/quickstart_search_qa.yaml"]
     with pytest.raises(UserError, match=r"task\.name=search_qa: responses have several turns"):
         CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+def test_the_recipes_generator_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_grpo.cli.diagnose import app
+
+    class Built(Exception):
+        pass
+
+    def build(name: str, *_: Any) -> None:
+        raise Built(name)
+
+    monkeypatch.setattr("nemo_grpo.engine.generators.build_local", build)
+    monkeypatch.setattr("nemo_grpo.engine.hf_folder.load_tokenizer", lambda model: Tokenizer())
+    (tmp_path / "config.json").write_text("{}")
+    command = ["pivots", "--model", str(tmp_path), "--recipe", "recipes/quickstart.yaml"]
+    for name in ("auto", "hf", "decoder"):
+        with pytest.raises(Built, match=name):
+            CliRunner().invoke(app, [*command, f"nemo_grpo.engine.generator={name}"], catch_exceptions=False)
+    with pytest.raises(UserError, match=r"generator=vllm gives no .*; use auto"):
+        CliRunner().invoke(app, [*command, "nemo_grpo.engine.generator=vllm"], catch_exceptions=False)
