@@ -160,19 +160,20 @@ def _load_recipe(path: Path | None, overrides: list[str]) -> Recipe | None:
 
 
 def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrite: bool) -> None:
+    from nemo_grpo.evaluate.responses import problems_digest
     from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt
-    from nemo_grpo.evaluate.summary import check_summary
 
     tokenizer, section = _load_tokenizer(model), recipe.nemo_grpo
     conditions = _conditions(recipe, tokenizer, seed, model)
+    task = section.task.build()
+    problems = task.validation_problems(section.evaluation.num_problems)
     described = {
         **conditions.to_dict(),
         "task": section.task.model_dump(mode="json"),
         "prompt": section.prompt.model_dump(mode="json"),
     }
     if not overwrite:
-        check_summary(out, described, of_benchmarks=False)
-    problems = section.task.build().validation_problems(section.evaluation.num_problems)
+        _check_results(out, described, problems)
     max_tokens = conditions.sampling.max_new_tokens
     longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, context_limit(model))
     generator = Lazy(lambda: _load_generator(model, recipe, conditions))
@@ -180,8 +181,19 @@ def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrit
         generator.load()  # what is wrong with the model is said before anything is made
     _check_place(out)
     result = _evaluate(recipe, generator, tokenizer, problems, conditions, out)
-    _write(result, model, out, described)
+    _write(result, model, out, {**described, "problems": problems_digest(problems)})
     _show(result, model, out)
+
+
+def _check_results(out: Path, described: dict[str, Any], problems: list[Problem]) -> None:
+    """Results of other conditions or problems stay unless asked otherwise; more problems may follow them."""
+    from nemo_grpo.evaluate.responses import problems_digest
+    from nemo_grpo.evaluate.summary import check_number, check_summary, read_summary
+
+    num_before = (read_summary(out) or {}).get("num_problems", len(problems))
+    check_number(out, num_before, len(problems))
+    described = {**described, "problems": problems_digest(problems[:num_before])}
+    check_summary(out, described, of_benchmarks=False)
 
 
 def _check_place(out: Path) -> None:

@@ -177,7 +177,7 @@ def _check_results(order: Order, conditions: Conditions, benchmarks: Sequence[Be
 
     if not order.overwrite:
         check_summary(order.out, conditions.to_dict(), of_benchmarks=True)
-        check_entries(order.out, {benchmark.name: benchmark.identity() for benchmark in benchmarks})
+        check_entries(order.out, {b.name: (len(b.problems), b.identity()) for b in benchmarks})
 
 
 class Lazy:

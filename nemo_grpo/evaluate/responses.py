@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import Problem
 
 GREEDY = "greedy"
 """The sample number of a greedy response."""
@@ -154,6 +155,12 @@ def fingerprint(folder: Path) -> str:
                 file.seek(start)
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()
+
+
+def problems_digest(problems: Sequence[Problem]) -> str:
+    """A hash that tells these problems in this order, with their answers, from others."""
+    everything = json.dumps([asdict(problem) for problem in problems], sort_keys=True)
+    return hashlib.sha256(everything.encode()).hexdigest()
 
 
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64

@@ -16,7 +16,7 @@ BENCHMARKS = "benchmarks"
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary in a folder of results; None: there is none; {}: it cannot be read, and nothing fits it."""
+    """The summary in a folder of results; None: there is none; {}: it is damaged."""
     path = folder / SUMMARY
     if not path.exists():
         return None
@@ -24,14 +24,30 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if _is_sound(found) else {}
+
+
+def _is_sound(found: Any) -> bool:
+    """Whether it has what every version has written."""
+    if not isinstance(found, dict) or not isinstance(found.get("conditions"), dict):
+        return False
+    entries = found.get(BENCHMARKS, {"": found})  # a recipe's summary is like a benchmark's entry
+    return isinstance(entries, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("num_problems"), int)
+        and isinstance(entry.get("metrics"), dict)
+        and isinstance(entry.get("standard_errors"), dict)
+        for entry in entries.values()
+    )
 
 
 def check_summary(folder: Path, conditions: Mapping[str, Any], *, of_benchmarks: bool) -> None:
-    """Raises UserError if the folder has results of another kind, or under other conditions."""
+    """Raises UserError if the folder has results of another kind, or under other conditions, or damaged."""
     before = read_summary(folder)
     if before is None:
         return
+    if not before:
+        raise UserError(f"{folder / SUMMARY} is damaged; remove it (responses stay), {_REMEDY}")
     if (BENCHMARKS in before) != of_benchmarks:
         kind = "benchmarks" if BENCHMARKS in before else "a recipe's own problems"
         raise UserError(f"{folder / SUMMARY} holds results of {kind}; {_REMEDY}")
@@ -42,18 +58,29 @@ def check_summary(folder: Path, conditions: Mapping[str, Any], *, of_benchmarks:
         )
 
 
-def check_entries(folder: Path, asked: Mapping[str, Mapping[str, Any]]) -> None:
+def check_entries(folder: Path, asked: Mapping[str, tuple[int, Mapping[str, Any]]]) -> None:
     """Raises UserError if the folder has results of a benchmark under that name, but asked otherwise.
 
-    Args: asked: by name, what must not change.
+    Args: asked: by name, the number of problems, and what must not change.
     """
     entries = (read_summary(folder) or {}).get(BENCHMARKS, {})
-    for name, now in asked.items():
-        changed = [key for key, value in now.items() if name in entries and entries[name].get(key) != value]
+    for name in [name for name in asked if name in entries]:
+        num_problems, now = asked[name]
+        changed = [key for key, value in now.items() if entries[name].get(key) != value]
         if changed:
             raise UserError(
                 f"{folder / SUMMARY} holds results of {name} with another {' and '.join(changed)}; {_REMEDY}"
             )
+        check_number(folder, entries[name]["num_problems"], num_problems, f" of {name}")
+
+
+def check_number(folder: Path, before: int, now: int, where: str = "") -> None:
+    """Raises UserError if results of some problems would be lost; more problems are welcome."""
+    if now < before:
+        raise UserError(
+            f"{folder / SUMMARY} holds results of {before} problems{where}, and --num-problems {now} would "
+            f"lose some of them; ask for at least {before}, {_REMEDY}"
+        )
 
 
 _REMEDY = "choose another --out, or --overwrite"

@@ -152,6 +152,22 @@ def test_a_benchmark_that_is_asked_otherwise_does_not_take_the_place_of_another(
         one(model, data, tmp_path, tmp_path / "aime24.jsonl")
     one(model, data, tmp_path, "aime24", "--num-problems", 2)  # more of the same are welcome
     assert json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["aime24"]["num_problems"] == 2
+    with pytest.raises(
+        UserError, match=r"of 2 problems of aime24, and --num-problems 1 .* at least 2, .*--over"
+    ):
+        one(model, data, tmp_path, "aime24", "--num-problems", 1)
+    one(model, data, tmp_path, "aime24", "--num-problems", 1, "--overwrite")
+
+
+def test_a_damaged_summary_of_benchmarks_is_called_so(model, data, tmp_path):
+    one(model, data, tmp_path, "aime24", "--num-problems", 1)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for entries in ([], {"aime24": {}}):
+        (tmp_path / "summary.json").write_text(json.dumps({**summary, "benchmarks": entries}))
+        with pytest.raises(UserError, match=r"summary\.json is damaged; .*--overwrite"):
+            one(model, data, tmp_path, "aime24", "--num-problems", 1)
+        one(model, data, tmp_path, "aime24", "--num-problems", 1, "--overwrite")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
 SLOWLY = """

@@ -118,6 +118,53 @@ def test_a_repeated_command_samples_nothing_and_more_problems_are_added(model, t
     assert files[2].read_text().startswith(before[2])
 
 
+def test_fewer_problems_do_not_take_the_place_of_more(model, tmp_path):
+    arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--k", 1, "--max-tokens", 2, *TASK]
+    run(*arguments, "--num-problems", 3)
+    before = (tmp_path / "samples.jsonl").read_text()
+    with pytest.raises(UserError, match=r"of 3 problems, and --num-problems 2 .* at least 3, .*--overwrite"):
+        run(*arguments, "--num-problems", 2)
+    assert (tmp_path / "samples.jsonl").read_text() == before
+    run(*arguments, "--num-problems", 2, "--overwrite")
+    assert json.loads((tmp_path / "summary.json").read_text())["num_problems"] == 2
+
+
+def test_an_edited_data_file_does_not_replace_results(model, tmp_path):
+    def write(*answers):
+        lines = [
+            {"id": str(i), "question": f"{i}+1?", "answer": answer, "metadata": {}}
+            for i, answer in enumerate(answers)
+        ]
+        (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    task = ["nemo_grpo.task.name=math", f"nemo_grpo.task.validation_files=[{tmp_path / 'mine.jsonl'}]"]
+    task.append(f"nemo_grpo.task.train_files=[{tmp_path / 'mine.jsonl'}]")
+    arguments = ["--model", model, *RECIPE, "--out", tmp_path / "o", "--k", 1, "--max-tokens", 2, *task]
+    write("1", "2")
+    run(*arguments, "--num-problems", 2)
+    write("1", "2", "3")
+    run(*arguments, "--num-problems", 3)  # more of the same are welcome
+    before = (tmp_path / "o" / "samples.jsonl").read_text()
+    write("1", "5", "3")
+    with pytest.raises(UserError, match=r"other conditions \(problems\); .*--overwrite"):
+        run(*arguments, "--num-problems", 3)
+    assert (tmp_path / "o" / "samples.jsonl").read_text() == before
+    run(*arguments, "--num-problems", 3, "--overwrite")
+    assert json.loads((tmp_path / "o" / "samples.jsonl").read_text().splitlines()[1])["gold"] == "5"
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "{", "[]", '{"conditions": {}}', '{"conditions": 3, "metrics": {}}']
+)
+def test_a_damaged_summary_is_called_so(model, tmp_path, content):
+    arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--num-problems", 1, "--k", 1, *TASK]
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(UserError, match=r"summary\.json is damaged; remove it .*--overwrite"):
+        run(*arguments)
+    run(*arguments, "--overwrite")
+    run(*arguments)
+
+
 def test_results_of_another_model_are_refused(model, tmp_path):
     options = [*RECIPE, "--out", tmp_path / "out", "--num-problems", 1, *TASK]
     run("--model", model, *options)
