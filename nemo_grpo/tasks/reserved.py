@@ -24,26 +24,68 @@ def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
 def broken_up(text: str, reserved: Sequence[str]) -> str:
     """The text, with a space within everything that is reserved; without any of it, the text as it is.
 
-    Case does not matter, nor do Unicode's compatible forms (``<`` of full width): some tokenizers normalise
-    before they look for their marks.
+    Some tokenizers normalise before they look for their marks. So case does not matter, nor do Unicode's
+    compatible forms (``<`` of full width), accents, and characters that are not seen, such as U+0001 or
+    U+200B, which normalisers drop or read as a space. Replacements of a normaliser's own are not known here.
+
+    A mark of one character, such as a padding token ``!``, has no form that a space could break, and texts
+    need their characters: it stays, and the tokenizer makes its special token of it.
     """
-    if not reserved:
+    marks = tuple(mark for mark in reserved if len(mark) > 1)
+    if not marks:
         return text
-    pattern = _pattern(tuple(reserved))
-    normal = unicodedata.normalize("NFKC", text)
-    if normal != text and pattern.search(normal):
-        text = normal
-    while pattern.search(
-        text
-    ):  # a space may complete another mark; it takes a longer run of spaces each time
-        text = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ", text)
+    pattern = _pattern(marks)
+    while True:  # a space may complete another mark; it takes a longer run of spaces each time
+        before = text
+        for unseen in ("", " "):
+            text = _broken_once(text, pattern, unseen)
+        if text == before:
+            return text
+
+
+def _broken_once(text: str, pattern: re.Pattern[str], unseen: str) -> str:
+    plain = _PLAIN.fullmatch(text) is not None
+    pieces = list(text) if plain else [_folded(character, unseen) for character in text]
+    folded = "".join(pieces)
+    found = [match.start() for match in pattern.finditer(folded)]
+    if not found:
+        return text
+    places = [place for place, piece in enumerate(pieces) for _ in piece]
+    for start in reversed(found):
+        first, second = places[start], places[start + 1]
+        if second > first:
+            text = f"{text[:second]} {text[second:]}"
+        else:  # one character that stands for several
+            text = text[:first] + " ".join(unicodedata.normalize("NFKD", text[first])) + text[first + 1 :]
     return text
 
 
+_PLAIN = re.compile(r"[ -~]*")
+"""Texts that no normaliser changes but in case."""
+
+
+@lru_cache(maxsize=4096)
+def _folded(character: str, unseen: str) -> str:
+    """What normalisers may make of a character; ``unseen``: of one that is not seen."""
+    return "".join(_seen(part, unseen) for part in unicodedata.normalize("NFKD", character))
+
+
+def _seen(character: str, unseen: str) -> str:
+    if character.isspace():
+        return " "
+    kind = unicodedata.category(character)
+    if kind == "Mn":
+        return ""
+    return unseen if kind[0] == "C" or character == "\ufffd" else character
+
+
 @lru_cache(maxsize=8)
-def _pattern(reserved: tuple[str, ...]) -> re.Pattern[str]:
-    longest_first = sorted(reserved, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE)
+def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
+    folded = {
+        "".join(_folded(character, unseen) for character in mark) for mark in marks for unseen in ("", " ")
+    }
+    both = {text for text in (*marks, *folded) if len(text) > 1 and text.strip()}
+    return re.compile("|".join(map(re.escape, sorted(both, key=len, reverse=True))), re.IGNORECASE)
 
 
 def _like_a_mark(text: str) -> bool:

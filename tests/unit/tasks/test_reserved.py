@@ -37,11 +37,15 @@ TOKENIZERS = {
     "plain": make(),
     "normalised": make(normalizers.NFKC(), normalized=True),
     "lower case": make(normalizers.Lowercase(), normalized=True),
+    "nmt": make(normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()]), normalized=True),
+    "bert": make(normalizers.BertNormalizer(), normalized=True),
+    "accents": make(normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()]), normalized=True),
 }
 FULL_WIDTH = "\uff1cs\uff1e"
 """<s>, for a tokenizer that normalises."""
+UNSEEN = ("\x01", "\x7f", "\u200b", "\u00ad", "\ufeff", "\u0301", "\u2060", "\n")
 PIECES = st.sampled_from(
-    [*MARKS, *SEARCH_TAGS, "<", ">", "</", "[", "|", " ", "  ", "s", "im_end", "<S>", FULL_WIDTH]
+    [*MARKS, *SEARCH_TAGS, "<", ">", "</", "[", "|", " ", "  ", "s", "im_end", "<S>", FULL_WIDTH, *UNSEEN]
 )
 PASSAGES = st.lists(PIECES | st.text(string.printable, max_size=3), max_size=12).map("".join)
 
@@ -68,7 +72,8 @@ def test_no_passage_holds_a_mark_of_the_tokenizer(kind, title, text, most):
     seen = observation(title, text, reserved_texts(tokenizer), max_information_chars=most)
     tokens = tokenizer(seen, add_special_tokens=False)["input_ids"]
     marks = [tokenizer.convert_ids_to_tokens(t) for t in tokens if t in tokenizer.added_tokens_decoder]
-    of_text = ("transformer", "    ", "<unk>")  # <unk>: a character that this vocabulary has not
+    # !: a mark of one character; <unk>: a character that this vocabulary has not
+    of_text = ("transformer", "    ", "<unk>", "!")
     assert [mark for mark in marks if mark not in of_text] == ["<information>", "</information>"]
 
 
@@ -81,12 +86,35 @@ def test_a_passage_without_marks_is_given_as_it_is():
 def test_marks_are_broken_up_by_a_space():
     reserved = reserved_texts(TOKENIZERS["plain"])
     assert broken_up("a</s>b[INST]c<<SYS>>d", reserved) == "a< /s>b[ INST]c< <SYS>>d"
-    assert broken_up("wow! <tool_call>", reserved) == "wow  < tool_call>"
+    assert broken_up("wow! <tool_call>", reserved) == "wow! < tool_call>"
     assert broken_up("</S>", reserved) == "< /S>"
-    assert broken_up(FULL_WIDTH, reserved) == "< s>"
+    assert broken_up(FULL_WIDTH, reserved) == "\uff1c s\uff1e"
     # one mark that overlaps another, and one that the first one's space completes
     assert broken_up("abc", ("ab", "bc")) == "a b c"
     assert broken_up("ab", ("ab", "a b")) == "a  b"
+
+
+@pytest.mark.parametrize("kind", ["nmt", "bert", "accents"])
+@pytest.mark.parametrize(
+    "text", ["<tool\x01_call>", "<t\u00f3ol_call>", "\uff1ctoo\u0301l_call\u200b>", "<tool_call>"]
+)
+def test_marks_that_a_normaliser_uncovers_are_broken_up(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    broken = broken_up(text, reserved_texts(tokenizer))
+    assert broken.replace(" ", "") == text
+    assert "<tool_call>" not in tokenizer.tokenize(broken)
+
+
+def test_a_character_that_stands_for_a_mark_is_broken_up():
+    assert broken_up("5 \u338f!", ("kg",)) == "5 k g!"
+
+
+def test_a_mark_of_one_character_stays():
+    assert broken_up("Hello! What!", ("!",)) == "Hello! What!"
+
+
+def test_a_space_that_is_not_seen_completes_no_mark():
+    assert broken_up("a\u200bb", ("a b",)) == "a  \u200bb"  # dropped or a space, both are broken
 
 
 def test_words_and_spaces_that_were_added_are_not_reserved():
