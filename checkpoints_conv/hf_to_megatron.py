@@ -14,10 +14,11 @@ from checkpoints_conv.dtypes import WEIGHT_DTYPES, Dtype, cast, dtype_for
 from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit, refuse_untied
 from checkpoints_conv.job import Job, flush_behind, run_parallel
+from checkpoints_conv.model_folder import hf_config
 from checkpoints_conv.pieces import Buffer, same
 from checkpoints_conv.progress import Advance, byte_progress
 from checkpoints_conv.run_config import write_bridge_files
-from checkpoints_conv.safetensors_io import SafetensorsFolder, hf_config
+from checkpoints_conv.safetensors_io import SafetensorsFolder
 from checkpoints_conv.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
 from nemo_grpo.errors import UserError
 

@@ -21,8 +21,9 @@ from checkpoints_conv.families.family import Unit
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER, RUN_CONFIG, run_config_numbers
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files
+from checkpoints_conv.model_folder import hf_config
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.safetensors_io import Planned, SafetensorsFolder, SafetensorsWriter, hf_config
+from checkpoints_conv.safetensors_io import Planned, SafetensorsFolder, SafetensorsWriter
 from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 

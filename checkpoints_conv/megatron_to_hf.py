@@ -14,8 +14,9 @@ from checkpoints_conv.dtypes import Dtype, cast, dtype_for, num_bytes_of
 from checkpoints_conv.families import family_for
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
+from checkpoints_conv.model_folder import hf_config, side_files
 from checkpoints_conv.progress import Advance, byte_progress
-from checkpoints_conv.safetensors_io import Planned, SafetensorsWriter, hf_config, side_files
+from checkpoints_conv.safetensors_io import Planned, SafetensorsWriter
 from checkpoints_conv.torch_dist import TorchDistReader
 
 if TYPE_CHECKING:

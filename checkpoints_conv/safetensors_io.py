@@ -10,12 +10,13 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
+from checkpoints_conv.model_folder import INDEX, weight_files, weight_map
 from checkpoints_conv.pieces import Buffer, close_all, crc32_of, damaged, open_all, read_into, write_from
 from nemo_grpo.errors import UserError
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
 _MAX_HEADER = 100 << 20
-INDEX = "model.safetensors.index.json"
 Planned = tuple[str, Dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor to be written."""
 
@@ -59,7 +59,7 @@ class SafetensorsFolder:
         """
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
             for name, stored in read_header(file).items():
                 if name in self.tensors:
                     raise UserError(
@@ -101,31 +101,13 @@ class SafetensorsFolder:
         close_all(self._descriptors)
 
     def _check_index(self) -> None:
-        index = self.folder / INDEX
-        if not index.exists():
-            return
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-            raise UserError(f"{index} is not a safetensors index ({error}); download it again") from None
-        missing = sorted(set(weight_map) - set(self.tensors))
+        index = weight_map(self.folder)
+        missing = sorted(set(index) - set(self.tensors))
         if missing:
-            files = sorted({weight_map[name] for name in missing})
-            raise UserError(f"{index} names tensors that are not in {', '.join(files)}: {', '.join(missing)}")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files and (pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))):
-        raise UserError(
-            f"{pickles[0]} is a pickle, which can run code when it is read; load the model with transformers "
-            "where you trust it, save it with save_pretrained(), and convert that folder"
-        )
-    if not files:
-        raise UserError(f"{folder} holds no *.safetensors; download the model's weights there")
-    return files
+            files = ", ".join(sorted({index[name] for name in missing}))
+            raise UserError(
+                f"{self.folder / INDEX} names tensors that are not in {files}: {', '.join(missing)}"
+            )
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -269,29 +251,3 @@ class TensorWriter:
         write_from(self._descriptor, self.stored.offset + self._done, data)
         self.crc32 = zlib.crc32(data, self.crc32)
         self._done += len(data)
-
-
-def hf_config(folder: Path) -> dict[str, Any]:
-    """The content of a model folder's config.json.
-
-    Raises: UserError: it is missing or no JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no config.json; give a Hugging Face model folder") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a JSON object; download it again")
-    return config
-
-
-def side_files(folder: Path) -> Iterator[Path]:
-    """What a model folder holds besides weights: configs, tokenizer, chat template, generation config."""
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-    documents = ("README.md", ".gitattributes", "SHA256SUMS")
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.endswith(weights) and path.name not in documents:
-            yield path

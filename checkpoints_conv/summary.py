@@ -12,7 +12,8 @@ from checkpoints_conv.dtypes import Dtype
 from checkpoints_conv.families import family_for
 from checkpoints_conv.job import SHA256SUMS
 from checkpoints_conv.locate import RUN_CONFIG
-from checkpoints_conv.safetensors_io import SafetensorsFolder, hf_config
+from checkpoints_conv.model_folder import hf_config
+from checkpoints_conv.safetensors_io import SafetensorsFolder
 from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 

@@ -14,9 +14,10 @@ from checkpoints_conv.families import family_for
 from checkpoints_conv.families.family import Family
 from checkpoints_conv.job import check_sha256, run_parallel
 from checkpoints_conv.locate import Place, locate
+from checkpoints_conv.model_folder import hf_config
 from checkpoints_conv.pieces import Buffer, same
 from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.safetensors_io import SafetensorsFolder, hf_config
+from checkpoints_conv.safetensors_io import SafetensorsFolder
 from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 

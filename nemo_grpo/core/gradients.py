@@ -1,6 +1,7 @@
 """Operations with a gradient of their own: the same derivative, in one pass over memory.
 
-Imported where they are used, because the class statements need torch.
+First derivatives only: they are constants to whoever differentiates them again. Imported where they are used,
+because the class statements need torch.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class Clipped(torch.autograd.Function):
 
 
 class ExcessOfExp(torch.autograd.Function):
-    """exp(x) - 1 - x, whose gradient is exp(x) - 1."""
+    """exp(x) - 1 - x, whose gradient is exp(x) - 1; accurate near 0, where the sum would cancel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        slope = torch.exp(x).sub_(1)
+        slope = torch.expm1(x)
         ctx.save_for_backward(slope)
         return slope - x
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from checkpoints_conv.lora import peft_config
+from checkpoints_conv.model_folder import weight_files
 from nemo_grpo.engine.progress import no_transformers_bars
 from nemo_grpo.errors import UserError
 
@@ -81,7 +82,7 @@ def weight_names(folder: Path) -> set[str]:
 
 
 def _safetensors(folder: Path) -> Iterator[Any]:
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
                 yield opened
@@ -92,11 +93,11 @@ def _safetensors(folder: Path) -> Iterator[Any]:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, in memory."""
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
+    """All tensors of the folder's safetensors files, in memory.
+
+    Raises: UserError: a file cannot be read.
+    """
+    return dict(stream_weights(folder))
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -133,11 +133,12 @@ class ObjectiveLoss:
             rewards=unused,
             group_ids=unused,
         ).clean()
+        weights = aligned("token_weights")
         return PreparedBatch(
             batch=batch,
             advantages=zero_outside(data["advantages"][:, 1:], batch.mask),
             group_sizes=unused,
-            token_weights=aligned("token_weights"),
+            token_weights=None if weights is None else torch.where(batch.mask, weights, 1.0),
         )
 
     def _stock_metrics(self, prepared: PreparedBatch, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

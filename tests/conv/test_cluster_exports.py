@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from checkpoints_conv.cli import app
 from checkpoints_conv.families import family_for
-from checkpoints_conv.safetensors_io import hf_config
+from checkpoints_conv.model_folder import hf_config
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.checkpoints import Exports, save_side_files
 

@@ -13,7 +13,7 @@ from checkpoints_conv.cli import app
 from checkpoints_conv.families import family_for
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.safetensors_io import hf_config
+from checkpoints_conv.model_folder import hf_config
 from checkpoints_conv.torch_dist_writer import TorchDistWriter
 from nemo_grpo import UserError
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints_conv.families import family_for
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.safetensors_io import hf_config
+from checkpoints_conv.model_folder import hf_config
 from checkpoints_conv.torch_dist import TorchDistReader
 
 # Two families at every layout; the others, which add rope scaling, biases and tying, at the hardest one.

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from checkpoints_conv.families import family_for
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.model_folder import hf_config
 from checkpoints_conv.run_config import to_yaml
-from checkpoints_conv.safetensors_io import hf_config
 from checkpoints_conv.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.verify import compare_logits, verify
 from nemo_grpo import UserError
@@ -31,6 +31,15 @@ def test_round_trip_is_bit_identical(family_name, dtype, tmp_path):
     result = verify(back, megatron)
     assert result.num_tensors == len(tensors_of(source))
     assert not result.different
+
+
+@pytest.mark.parametrize("max_shard_bytes", [20_000, 1_000_000_000], ids=["index", "one file"])
+def test_a_second_copy_of_the_weights_is_not_read(max_shard_bytes, source, checkpoint, tmp_path):
+    """As in Mistral's folders, whose ``consolidated.safetensors`` has names of its own."""
+    hf = megatron_to_hf(checkpoint, source, tmp_path / "hf", max_shard_bytes=max_shard_bytes)
+    other = {"layers.0.attention.wq.weight": torch.zeros(2), "model.norm.weight": torch.zeros(3)}
+    save_file(other, hf / "consolidated.safetensors")
+    assert not verify(hf, hf_to_megatron(hf, tmp_path / "megatron")).different
 
 
 def test_export_loads_and_generates_with_transformers(family_name, hf_models, megatron_checkpoints, tmp_path):

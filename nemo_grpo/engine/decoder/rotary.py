@@ -46,8 +46,10 @@ class RotaryTable:
 
     def upto(self, length: int) -> Tensor:
         """[at least length, 2, D]: by position, cosines and sines as `rotate` takes them."""
-        if len(self._table) < length:
-            positions = torch.arange(length, device=self._frequencies.device, dtype=torch.float)
+        if len(self._table) < length:  # grown by half, so that a long response's steps do not each make it
+            positions = torch.arange(
+                length + len(self._table) // 2, device=self._frequencies.device, dtype=torch.float
+            )
             angles = positions[:, None] * self._frequencies
             cos, sin = angles.cos(), angles.sin()
             table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)

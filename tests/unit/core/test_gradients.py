@@ -60,3 +60,9 @@ def test_clip_tells_the_tokens_without_gradient():
 )
 def test_derivatives_agree_with_differences(function):
     assert torch.autograd.gradcheck(function, [row(0.3, 1.1, 1.7).requires_grad_()])
+
+
+def test_k3_is_accurate_where_the_policies_are_close():
+    distance = torch.tensor([[1e-4, -1e-4]], dtype=torch.float32)  # k3 = d^2 / 2 + d^3 / 6 + ...
+    kl = kl_estimate(-distance, torch.zeros_like(distance), "k3")
+    torch.testing.assert_close(kl, torch.full_like(kl, 5e-9), rtol=2e-3, atol=0)

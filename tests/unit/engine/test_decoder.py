@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nemo_grpo.engine.decoder import cache, prompts
+from nemo_grpo.engine.decoder.rotary import RotaryTable
 from nemo_grpo.engine.decoder.weights import unsupported
 from nemo_grpo.engine.episodes import StopTexts
 from nemo_grpo.engine.generate_decoder import DecoderGenerator
@@ -319,6 +320,28 @@ def test_a_folder_gives_the_same_model(qwen3: Any, tmp_path: Any) -> None:
     assert isinstance(generator, DecoderGenerator)
     want = make_generator(qwen3).generate(PROMPTS, 2, SamplingParams(5), seed=0)
     assert torch.equal(generator.generate(PROMPTS, 2, SamplingParams(5), seed=0).logprobs, want.logprobs)
+
+
+def test_a_second_copy_of_the_weights_is_not_read(qwen3: Any, tmp_path: Any) -> None:
+    """As in Mistral's folders, whose ``consolidated.safetensors`` has names of its own."""
+    qwen3.save_pretrained(tmp_path, max_shard_size="20KB")
+    others = {name: torch.zeros_like(tensor) for name, tensor in qwen3.state_dict().items()}
+    save_file(others, tmp_path / "consolidated.safetensors")
+    generator = build_local("decoder", tmp_path, torch.float32, "cpu", 16)
+    want = make_generator(qwen3).generate(PROMPTS, 2, SamplingParams(5), seed=0)
+    assert torch.equal(generator.generate(PROMPTS, 2, SamplingParams(5), seed=0).logprobs, want.logprobs)
+
+
+def test_rotations_are_not_made_anew_at_every_step(qwen3: Any) -> None:
+    table = RotaryTable(qwen3.config, torch.float32, torch.device("cpu"))
+    made, rows = [table.upto(1)], [table.upto(1)[0]]
+    for length in range(2, 1001):
+        if table.upto(length) is not made[-1]:
+            made.append(table.upto(length))
+        rows.append(table.upto(length)[length - 1])
+    assert len(made) < 20
+    fresh = RotaryTable(qwen3.config, torch.float32, torch.device("cpu")).upto(1000)
+    assert torch.equal(torch.stack(rows), fresh[:1000])
 
 
 def test_a_tied_folder_may_name_the_head(qwen3: Any, tmp_path: Any) -> None:

@@ -21,6 +21,10 @@ SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIA
     "gspo": {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True},
     "tis": {"variant": "grpo", **CORRECTION, "truncated_importance_sampling_type": "tis"},
     "random": {"variant": "tr_grpo", "weighting": "random"},
+    "weighted kl": {
+        **{"variant": "tr_grpo", "weighting": "random", "kl_weighting": "inside"},
+        "reference_policy_kl_penalty": 0.1,
+    },
 }
 
 
@@ -73,10 +77,14 @@ def test_loss_per_row_adds_up_to_the_whole(setting):
         assert summed[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
 
 
-def test_garbage_under_the_mask_reaches_nothing():
-    loss_fn, clean, dirty = build_loss(SETTINGS["kl"]), data(), data()
+@pytest.mark.parametrize("setting", ["kl", "weighted kl"])
+def test_garbage_under_the_mask_reaches_nothing(setting):
+    loss_fn, clean, dirty = build_loss(SETTINGS[setting]), data(), data()
     masked = ~(clean["token_mask"] * clean["sample_mask"][:, None]).bool()
-    for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages"):
+    for name in (
+        *("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"),
+        *("advantages", "token_weights"),
+    ):
         dirty[name][masked] = float("nan")
     a = loss_fn(current(), clean, **counts(clean))
     now = current()
