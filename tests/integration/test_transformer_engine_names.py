@@ -26,7 +26,8 @@ from nemo_grpo.engine.megatron.parallel import Layout, initialize
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.megatron.weights import cut_of
 
-RECORDED = json.loads((Path(__file__).parent / "transformer_engine-2.12.0.json").read_text())["models"]
+CONTRACTS = Path(__file__).parents[1] / "contract"
+RECORDED = json.loads((CONTRACTS / "transformer_engine-2.12.0.json").read_text())["models"]
 SIZES = {
     "vocab_size": 500,
     "hidden_size": 256,
