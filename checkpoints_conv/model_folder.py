@@ -33,23 +33,30 @@ def weight_files(folder: Path) -> list[Path]:
 
     Some models come with their weights once more, in another form and under other names.
 
-    Raises: UserError: there are none, or they are pickles, or the index is damaged.
+    Raises: UserError: the index is damaged.
     """
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
     if names := set(weight_map(folder).values()):
         return [folder / name for name in sorted(names) if (folder / name).exists()]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder without safetensors.
+
+    Raises: UserError: there are none, or pickles in their place.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files and (pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))):
+    if any(folder.glob("*.safetensors")):
+        return
+    if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
         raise UserError(
             f"{pickles[0]} is a pickle, which can run code when it is read; load the model with transformers "
             "where you trust it, save it with save_pretrained(), and convert that folder"
         )
-    if not files:
-        raise UserError(f"{folder} holds no *.safetensors; download the model's weights there")
-    return files
+    raise UserError(f"{folder} holds no *.safetensors; download the model's weights there")
 
 
 def hf_config(folder: Path) -> dict[str, Any]:

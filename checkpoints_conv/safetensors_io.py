@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
-from checkpoints_conv.model_folder import INDEX, weight_files, weight_map
+from checkpoints_conv.model_folder import INDEX, check_weights, weight_files, weight_map
 from checkpoints_conv.pieces import Buffer, close_all, crc32_of, damaged, open_all, read_into, write_from
 from nemo_grpo.errors import UserError
 
@@ -59,6 +59,7 @@ class SafetensorsFolder:
         """
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
+        check_weights(folder)
         for file in weight_files(folder):
             for name, stored in read_header(file).items():
                 if name in self.tensors:

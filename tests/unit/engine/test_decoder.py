@@ -368,3 +368,13 @@ def test_a_folder_with_gaps_is_left_to_transformers_to_refuse(tmp_path: Any) -> 
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"cannot load a causal language model .*model\.safetensors"):
         build_local("auto", tmp_path, torch.float32, "cpu", 8)
+
+
+def test_pickled_weights_are_left_to_transformers(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    make_model(FAMILIES["llama"]()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with caplog.at_level(logging.INFO):
+        assert choose("auto", tmp_path) == "hf"
+    assert "in a safetensors file" in caplog.text
