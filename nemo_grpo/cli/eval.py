@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nemo_grpo.evaluate import EvalResult
     from nemo_grpo.evaluate.suite import Conditions
     from nemo_grpo.recipe import Recipe
-    from nemo_grpo.tasks import Problem
+    from nemo_grpo.tasks import Problem, Task
 
 SUMMARY, SAMPLES = "summary.json", "samples.jsonl"
 OPTION_KEYS = (
@@ -180,7 +180,7 @@ def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrit
     if not (out / RESPONSES).exists():
         generator.load()  # what is wrong with the model is said before anything is made
     _check_place(out)
-    result = _evaluate(recipe, generator, tokenizer, problems, conditions, out)
+    result = _evaluate(recipe, task, generator, tokenizer, problems, conditions, out)
     _write(result, model, out, {**described, "problems": problems_digest(problems)})
     _show(result, model, out)
 
@@ -255,6 +255,7 @@ def _load_generator(model: Path, recipe: Recipe, conditions: Conditions) -> Gene
 
 def _evaluate(
     recipe: Recipe,
+    task: Task,
     generator: Generator,
     tokenizer: Any,
     problems: list[Problem],
@@ -267,7 +268,6 @@ def _evaluate(
     from nemo_grpo.evaluate.suite import RESPONSES, tool_conditions
 
     section, k = recipe.nemo_grpo, conditions.num_samples
-    task = section.task.build()
     with ResponseLog(out / RESPONSES) as log, progress("evaluate", len(problems)) as advance:
         return evaluate(
             generator,
