@@ -82,7 +82,7 @@ def _compare(
     lock: threading.Lock,
 ) -> None:
     kinds: set[tuple[Dtype, Dtype]] = set()
-    gap: float | None = None
+    gaps: list[float] = []
     buffer = Buffer()
     with place.open(reader) as block:
         for rows in place.unit.pieces(family.dims, block.dtype.itemsize):
@@ -90,13 +90,14 @@ def _compare(
             kinds.add((weights.tensors[name].dtype, block.dtype))
             hf = weights.read_rows(name, rows.first, rows.count, buffer)
             found = _gap(hf, weights.tensors[name].dtype, block.read(rows.count), block.dtype)
-            if found is not None and not math.isnan(gap or 0.0):
-                gap = found if math.isnan(found) else max(found, gap or 0.0)
+            if found is not None:
+                gaps.append(found)
     with lock:
         result.num_tensors += len(place.unit.hf)
         result.cast |= {(one, other) for one, other in kinds if one != other}
-        if gap is not None:
-            result.different.update(dict.fromkeys(place.unit.hf, gap))
+        if gaps:
+            worst = max(gaps, key=lambda gap: (math.isnan(gap), gap))
+            result.different.update(dict.fromkeys(place.unit.hf, worst))
 
 
 def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> float | None:
