@@ -35,13 +35,16 @@ def mean_scores(groups: list[Group]) -> dict[str, float]:
     return means | {f"episode/{name}": sum(e[name] for e in episodes) / len(episodes) for name in counts}
 
 
-def signal_shares(drawn: list[Group]) -> dict[str, float]:
-    """Shares of the drawn groups: all responses right, all wrong, and rewards that differ."""
+def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[str, float]:
+    """Shares of the drawn groups: all responses right, all wrong, and rewards that differ.
+
+    Args: drop_truncated: see `Group.has_signal`.
+    """
     accuracies = [[response.scores["accuracy"] for response in group.responses] for group in drawn]
     return {
         "rollout/all_right": sum(min(values) >= 1 for values in accuracies) / len(drawn),
         "rollout/all_wrong": sum(max(values) <= 0 for values in accuracies) / len(drawn),
-        "rollout/with_signal": sum(group.has_signal() for group in drawn) / len(drawn),
+        "rollout/with_signal": sum(g.has_signal(drop_truncated=drop_truncated) for g in drawn) / len(drawn),
     }
 
 

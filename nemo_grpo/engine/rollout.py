@@ -47,9 +47,12 @@ class Group:
     prompt: list[int]
     responses: list[Response]
 
-    def has_signal(self) -> bool:
-        """True if the responses' rewards differ."""
-        return rewards_differ([response.reward for response in self.responses])
+    def has_signal(self, *, drop_truncated: bool = False) -> bool:
+        """True if the rewards of the responses that train differ: what is masked out can give no gradient.
+
+        DAPO's aim is a step in which every prompt has one, so what overlong filtering drops does not count.
+        """
+        return rewards_differ([r.reward for r in self.responses if not (drop_truncated and r.truncated)])
 
 
 @dataclass(frozen=True)

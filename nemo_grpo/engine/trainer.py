@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,11 @@ class Trainer:
     def _restore(self, checkpoint: Path) -> None:
         info = read_info(checkpoint)
         load_policy(self.policy, checkpoint / WEIGHTS)
-        self.state = TrainingState(**info["state"])
+        goal = validation.reached_goal(
+            self.recipe.grpo, info["metrics"]
+        )  # the threshold may have been raised
+        state = TrainingState(**info["state"])
+        self.state = replace(state, reached_goal=goal, skipped_in_a_row=0)
         log.info("resuming from %s", checkpoint)
 
     # ------------------------------------------------------------------ the loop
@@ -182,7 +187,8 @@ class Trainer:
         state.tokens += int(step.token_mask.sum())
         row: dict[str, Any] = {"step": state.step, "rollout/num_prompts": len(drawn)}
         row |= {name: float(value) for name, value in prepared.metrics.items()}
-        row |= mean_scores(groups) | signal_shares(drawn) | mean_metrics(updates) | clock.laps
+        shares = signal_shares(drawn, drop_truncated=recipe.grpo.overlong_filtering)
+        row |= mean_scores(groups) | shares | mean_metrics(updates) | clock.laps
         row |= self._diagnose(prepared, step)
         row["time/step"] = sum(clock.laps.values())
         row["tokens_per_second"] = float(step.token_mask.sum()) / row["time/step"]
@@ -221,7 +227,7 @@ class Trainer:
         threshold, max_draws = self.recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
         gathered = accumulate_groups(
             draw,
-            Group.has_signal,
+            partial(Group.has_signal, drop_truncated=grpo.overlong_filtering),
             num_groups=grpo.num_prompts_per_step,
             valid_fraction_threshold=threshold,
             max_draws=max_draws,
@@ -259,7 +265,7 @@ class Trainer:
         checkpointing, state = self.recipe.checkpointing, self.state
         limit = self.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
         abort = state.skipped_in_a_row >= limit
-        last = state.step == self.recipe.grpo.max_num_steps
+        last = state.step == self.recipe.grpo.max_num_steps or state.reached_goal
         if checkpointing.enabled and (
             stopping or abort or last or state.step % checkpointing.save_period == 0
         ):
@@ -268,7 +274,8 @@ class Trainer:
             self.saver.finish()
             raise TrainingAborted(
                 f"{limit} steps in a row had a non-finite loss or gradient (last at step {state.step}); "
-                "lower policy.megatron_cfg.optimizer.lr or look at metrics.jsonl, then --resume"
+                "look at metrics.jsonl, then start another nemo_grpo.run_name with a lower "
+                "policy.megatron_cfg.optimizer.lr, or try these steps again with --resume"
             )
 
     def save(self) -> None:

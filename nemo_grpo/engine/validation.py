@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 
 def is_due(grpo: GRPOSection, step: int) -> bool:
     """True if this step is to be followed by a validation."""
-    if step == grpo.max_num_steps:
-        return grpo.val_at_end
-    return grpo.val_period > 0 and step % grpo.val_period == 0
+    last = grpo.val_at_end and step == grpo.max_num_steps
+    return last or (grpo.val_period > 0 and step % grpo.val_period == 0)
 
 
 def validate(

@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError
+from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer, TrainingAborted
+from nemo_grpo.engine.validation import is_due
 from nemo_grpo.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +159,23 @@ def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, variant):
         assert row["rollout/num_prompts"] % 4 == 0
 
 
+@pytest.mark.parametrize(("filtering", "num_drawn"), [(False, 4), (True, 8)])
+def test_dynamic_sampling_asks_for_signal_in_what_overlong_filtering_leaves(recipe, filtering, num_drawn):
+    trainer = Trainer(
+        recipe(
+            *("loss_fn.variant=dapo", "grpo.use_dynamic_sampling=true"),
+            *("grpo.dynamic_sampling_max_gen_batches=2", f"grpo.overlong_filtering={str(filtering).lower()}"),
+        )
+    )
+    right, cut = (
+        Response(torch.zeros(1, dtype=torch.int64), torch.zeros(1), reward == 0, "", {}, reward)
+        for reward in (1.0, 0.0)
+    )
+    trainer._draw = lambda: [Group(trainer.problems[0], [0], [right, right, cut])] * 4
+    kept, drawn = trainer.sample()
+    assert (len(kept), len(drawn)) == (4, num_drawn)
+
+
 def test_a_step_without_signal_updates_nothing(recipe):
     r = recipe("policy.generation.max_new_tokens=1", "loss_fn.variant=gpg", "grpo.max_num_steps=2")
     trainer = Trainer(r)
@@ -284,6 +303,17 @@ def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
         trainer.train()
     assert rows(r.run_dir)[-1]["steps/skipped"] == 2
     assert trainer.store.latest().name == "step_000002"
+    again = Trainer(r, resume=True)
+    assert (again.state.skipped, again.state.skipped_in_a_row) == (2, 0)  # it has all its attempts again
+    again.run.close()
+
+
+@pytest.mark.parametrize(
+    ("period", "at_end", "steps"), [(2, False, [2, 4]), (3, False, [3]), (3, True, [3, 4]), (0, True, [4])]
+)
+def test_validation_is_due_by_the_period_and_at_the_end(recipe, period, at_end, steps):
+    grpo = recipe(f"grpo.val_period={period}", f"grpo.val_at_end={str(at_end).lower()}").grpo
+    assert [step for step in range(1, 5) if is_due(grpo, step)] == steps
 
 
 def command(tmp_path, cache, *extra):
@@ -390,8 +420,12 @@ def test_a_run_that_reached_its_goal_is_saved_and_stays_finished(recipe):
     r = recipe(*goal)
     Trainer(r).train()
     assert [row["step"] for row in rows(r.run_dir)] == [0, 1]
+    assert (r.checkpoint_dir / "latest").read_text() == "step_000001"  # not a multiple of save_period
     Trainer(r, resume=True).train()
     assert [row["step"] for row in rows(r.run_dir)] == [0, 1]
+    further = recipe(*goal, "grpo.stop_at_validation_threshold=1.1", "grpo.max_num_steps=2")
+    Trainer(further, resume=True).train()
+    assert [row["step"] for row in rows(r.run_dir)] == [0, 1, 2]
 
 
 def test_killed_before_the_first_checkpoint_starts_over_with_clean_rows(recipe):

@@ -19,7 +19,7 @@ from nemo_grpo.diagnostics.tokens import (
     top_shares,
 )
 from nemo_grpo.engine.records import signal_shares
-from nemo_grpo.engine.rollout import Group, Response
+from nemo_grpo.engine.rollout import Group, Response, assemble
 from nemo_grpo.tasks import Problem
 from nemo_grpo.variants import VARIANTS, build_objective
 
@@ -164,6 +164,30 @@ def test_drawn_groups_are_counted_as_too_easy_too_hard_or_of_use() -> None:
     drawn = [group((1, 1), (1, 1)), group((0, 0), (0, 0)), group((0, 0), (0, 1)), group((0, 0), (1, 1))]
     shares = {"rollout/all_right": 0.25, "rollout/all_wrong": 0.5, "rollout/with_signal": 0.5}
     assert signal_shares(drawn) == shares  # a format reward alone gives signal too
+
+
+@pytest.mark.parametrize(("drop_truncated", "of_use"), [(False, 2 / 3), (True, 1 / 3)])
+def test_a_response_that_overlong_filtering_drops_is_no_signal(drop_truncated: bool, of_use: float) -> None:
+    def group(*responses: tuple[float, bool]) -> Group:
+        return Group(
+            Problem("1", "?", "!"),
+            [0],
+            [
+                Response(torch.zeros(1), torch.zeros(1), truncated, "", {"accuracy": reward}, reward)
+                for reward, truncated in responses
+            ],
+        )
+
+    drawn = [
+        group((0, True), (1, False), (1, False)),  # what is left is all right
+        group((0, False), (1, False), (0, True)),
+        group((0, True), (0, True), (0, True)),  # nothing is left
+    ]
+    assert signal_shares(drawn, drop_truncated=drop_truncated)["rollout/with_signal"] == of_use
+    step = assemble(drawn, pad_id=0, overlong=None, drop_truncated=drop_truncated)
+    batch = step.token_batch(step.generation_logprobs, None, None)
+    prepared = build_objective("dapo").prepare(batch)
+    assert int(prepared.advantages.view(3, 3, -1).any(2).any(1).sum()) == round(3 * of_use)
 
 
 def test_released_cw_grpo_is_looked_at_group_by_group() -> None:
