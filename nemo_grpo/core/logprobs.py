@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**20
-"""Elements of the default chunk: 4 MiB in fp32, small beside any logits."""
+
+def _chunk_elements(device: torch.device) -> int:
+    """Of the default chunk: in fp32 0.5 MiB, which a core's cache holds; 4 MiB where kernels are launched."""
+    return 2**17 if device.type == "cpu" else 2**20
 
 
 def logprobs_and_entropy(
@@ -35,7 +37,7 @@ def logprobs_and_entropy(
     Args:    logits: [..., V] of any floating dtype; under ``group`` this rank's columns of the vocabulary.
              targets: [...] int64, global token ids; column t is the token that logits t predict.
              temperature: > 0.
-             chunk_size: tokens per fp32 chunk, default `CHUNK_ELEMENTS` / V; extra memory: some 4 chunks.
+             chunk_size: tokens per fp32 chunk, default 2^17 / V, on a GPU 2^20 / V. Extra memory: some 4.
              group: the ranks that share the vocabulary (tensor parallel); all of them get the result.
              vocab_size: token ids from here on are padding and have probability 0. Default: no padding.
     Returns: (logprobs [...], entropies [...]), nats; float32, float64 for float64 logits; both with gradient.
@@ -73,7 +75,8 @@ def _apply(
             f"targets has shape {list(targets.shape)}; it must be {list(logits.shape[:-1])}, as the logits"
         )
     vocab = logits.shape[-1]
-    chunk_size = max(1, CHUNK_ELEMENTS // vocab) if chunk_size is None else chunk_size
+    if chunk_size is None:
+        chunk_size = max(1, _chunk_elements(logits.device) // vocab)
     if temperature <= 0 or chunk_size <= 0:
         raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be positive")
     shard = _Shard(group, vocab, vocab_size)
@@ -95,7 +98,7 @@ class _Shard:
 
     def scaled(self, logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
         """A chunk of logits in the accumulation dtype, padding at -inf."""
-        z = logits.to(dtype, copy=True).div_(temperature)
+        z = logits / temperature if logits.dtype == dtype else logits.to(dtype).div_(temperature)
         if self.num_real < self.columns:
             z[:, self.num_real :] = -torch.inf
         return z
@@ -137,7 +140,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             z = shard.scaled(logits[rows], dtype, temperature)
             highest[rows] = z.amax(-1).clamp_(min=torch.finfo(dtype).min)
             sums[0, rows] = torch.where(here[rows], z.gather(-1, column[rows, None])[:, 0], 0.0)
-            weights = torch.exp(z - highest[rows, None])
+            weights = (z - highest[rows, None]).exp_()
             sums[1, rows] = weights.sum(-1)
             if with_entropy:  # -inf logits have probability 0 and must add 0, not 0 * inf
                 sums[2, rows] = weights.mul_(z.clamp_(min=torch.finfo(dtype).min)).sum(-1)
@@ -162,11 +165,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logits, targets, lse, entropies = ctx.saved_tensors
         shard: _Shard = ctx.shard
         column, here = shard.local(targets)
+        grad_logprobs = None if grad_logprobs is None else grad_logprobs / ctx.temperature
+        grad_entropies = None if grad_entropies is None else grad_entropies / ctx.temperature
         gradient = torch.empty_like(logits)
         for rows in _chunks(logits.shape[0], ctx.chunk):
             log_p = shard.scaled(logits[rows], lse.dtype, ctx.temperature).sub_(lse[rows, None])
-            p = log_p.exp()
             if grad_entropies is not None:
+                p = log_p.exp()
                 floor = torch.finfo(lse.dtype).min
                 surprise = log_p.clamp_(min=floor).add_(entropies[rows, None])
                 g = surprise.mul_(p).mul_(-grad_entropies[rows, None])
@@ -174,11 +179,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     g.sub_(p.mul_(grad_logprobs[rows, None]))
             else:
                 assert grad_logprobs is not None
-                g = p.mul_(-grad_logprobs[rows, None])
+                g = log_p.exp_().mul_(-grad_logprobs[rows, None])
             if grad_logprobs is not None:
                 at_target = torch.where(here[rows], grad_logprobs[rows], 0.0).to(g.dtype)
                 g.scatter_add_(-1, column[rows, None], at_target[:, None])
-            gradient[rows] = g.div_(ctx.temperature).to(gradient.dtype)
+            gradient[rows] = g
         return gradient, None, None, None, None, None
 
 

@@ -99,7 +99,7 @@ class Pass:
         def numbers(logits: Tensor) -> Numbers:
             if logits.shape[1] != len(packed.targets):  # under sequence parallelism: all of the stream
                 logits = logits[:, packed.predicting]
-            logprobs, entropies = self._numbers(logits[0], packed.targets)
+            logprobs, entropies = self._numbers(logits.squeeze(0), packed.targets)
             return spread(logprobs), None if entropies is None else spread(entropies)
 
         output = model(
