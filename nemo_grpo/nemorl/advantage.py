@@ -88,8 +88,11 @@ class VariantEstimator:
         self.step += 1
         if prepared.token_weights is not None:
             self.exchange.train_tensors["token_weights"] = _unaligned(prepared.token_weights)
-        values = torch.stack([metric.double() for metric in prepared.metrics.values()]).tolist()
-        self.last_metrics = dict(zip(prepared.metrics, values, strict=True))
+        metrics = dict(prepared.metrics)
+        if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+        values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
+        self.last_metrics = dict(zip(metrics, values, strict=True))
         self.exchange.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
 

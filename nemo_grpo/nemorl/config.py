@@ -19,6 +19,19 @@ BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 VISION_PREFIX = "vision_"
 """Tasks whose problems have images; NeMo-RL has a base and a data path of their own for them."""
 
+NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
+    "grpo.val_num_generations_per_prompt": (1,),
+    "grpo.val_start_at": (-1,),
+    "policy.megatron_cfg.fine_grained_activation_offloading": (False,),
+    "policy.megatron_cfg.model_overrides": ({},),
+    "policy.megatron_cfg.use_fused_linear_logprobs": (False,),
+    "reward_penalties.penalize_duplicated_reasoning": (False,),
+    "reward_penalties.penalize_empty_final_answer": (False,),
+    "reward_penalties.penalize_malformed_think_tag": (False,),
+    "reward_penalties.penalize_unwanted_tokens": (False,),
+}
+"""Keys that change a run, and that NeMo-RL 0.7.0 never looks at -> the values that change nothing."""
+
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole: its loss is not the one that trains."""
 
@@ -51,6 +64,8 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine (nemo-grpo "
             "train); start a cluster recipe from recipes/base/cluster.yaml"
         )
+    if compat.version() == compat.V0_7_0:
+        refuse_what_0_7_0_ignores(recipe)
     tree = nemo_rl_tree(recipe, resolve(apply_overrides(load_tree(path), overrides)), _base_tree(recipe))
     return ClusterRun(recipe, _validated(tree))
 
@@ -70,11 +85,27 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
     scheduler = tree["policy"]["megatron_cfg"]["scheduler"]
     if scheduler.get("lr_decay_iters") is None:
         scheduler["lr_decay_iters"] = recipe.grpo.max_num_steps  # NeMo-RL moves the rate once per step
+    # The base's limit is the longest sequence, which no response reaches, and no penalty would be given.
+    tree["grpo"]["reward_shaping"] |= recipe.grpo.reward_shaping.model_dump()
     if recipe.grpo.stop_at_validation_metric is not None:
         tree["grpo"]["stop_at_validation_metric"] = early_stop_metric(recipe.grpo.stop_at_validation_metric)
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
     return tree
+
+
+def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
+    """Raise for keys that came after NeMo-RL 0.7.0, which takes any key and says nothing.
+
+    Raises: UserError: key, value, remedy.
+    """
+    given = {key: compat.value(recipe.to_dict(), key) for key in NOT_IN_0_7_0}
+    ignored = [f"{key}={value}" for key, value in given.items() if value not in (None, *NOT_IN_0_7_0[key])]
+    if ignored:
+        raise UserError(
+            f"{', '.join(ignored)}: NeMo-RL {compat.V0_7_0} does not know this and would run without; leave "
+            f"it out, or use {compat.TESTED[compat.HEAD]}"
+        )
 
 
 def early_stop_metric(name: str) -> str:

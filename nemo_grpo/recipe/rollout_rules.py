@@ -152,6 +152,15 @@ def episodes_have_turns(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def length_penalty_sees_the_whole_response(recipe: Recipe) -> Iterator[str]:
+    task, shaping = recipe.nemo_grpo.task.name, recipe.grpo.reward_shaping
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None and task in MULTI_TURN_TASKS:
+        yield (
+            "grpo.reward_shaping.enabled=true: NeMo-RL measures the first turn of a response, and an episode "
+            f"of {task} has several; set it to false"
+        )
+
+
 def turns_end_where_vllm_sees_it(recipe: Recipe) -> Iterator[str]:
     stops, task = recipe.policy.generation.stop_strings, recipe.nemo_grpo.task.name
     if task in MULTI_TURN_TASKS and value_of(recipe, f"{VLLM}.skip_tokenizer_init", not stops):
@@ -175,6 +184,7 @@ RULES = (
     surplus_prompts_are_sampled_dynamically,
     training_has_an_epoch,
     episodes_have_turns,
+    length_penalty_sees_the_whole_response,
     turns_end_where_vllm_sees_it,
 )
 """Every rule of this file."""

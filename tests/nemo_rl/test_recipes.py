@@ -6,8 +6,10 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 import yaml
 from nemo_rl.algorithms import grpo
+from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
@@ -78,6 +80,45 @@ def test_values_that_depend_on_others_follow_the_recipe():
     config = load_run(path, ["policy.max_total_sequence_length=8192"]).master_config
     assert config.policy["sequence_packing"]["train_mb_tokens"] == 8192
     assert config.policy["generation"]["vllm_cfg"]["max_model_len"] == 8192
+
+
+RECIPE = ROOT / "recipes/gpg/dapo-qwen2.5-math-7b-zero-6n8g.yaml"
+
+
+@pytest.mark.parametrize(("given", "longest"), [([], 3072), (["max_response_length=2000"], 2000)])
+def test_length_penalty_ends_where_responses_do(given, longest):
+    overrides = [
+        f"++grpo.reward_shaping.{key}" for key in ("enabled=true", "overlong_buffer_length=512", *given)
+    ]
+    run = load_run(RECIPE, overrides)
+    shaping = value(run.master_config, "grpo.reward_shaping")
+    assert value(shaping, "max_response_length") == longest
+    assert value(shaping, "overlong_buffer_length") == 512
+    batch = {"total_reward": torch.ones(2), "message_log": [said(longest - 512), said(longest)]}
+    assert apply_reward_shaping(batch, shaping)["total_reward"].tolist() == [1.0, 0.0]
+
+
+def said(num_tokens):
+    return [
+        {"role": "user", "token_ids": torch.zeros(9)},
+        {"role": "assistant", "token_ids": torch.zeros(num_tokens)},
+    ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.val_num_generations_per_prompt=4",
+        "++policy.megatron_cfg.model_overrides={first_last_layers_bf16: true}",
+        "++reward_penalties.penalize_empty_final_answer=true",
+    ],
+)
+def test_keys_that_0_7_0_would_ignore_are_refused_there(override):
+    if compat.version() == compat.V0_7_0:
+        with pytest.raises(UserError, match=override.lstrip("+").split("=")[0]):
+            load_run(RECIPE, [override])
+    else:
+        load_run(RECIPE, [override])
 
 
 def test_every_name_that_we_use_is_there():

@@ -89,6 +89,16 @@ def test_metrics_reach_the_trainer_as_lists_of_one_number():
     assert exchange.metrics["gpg/alpha"] == [2.0]
 
 
+def test_mismatch_is_reported_only_where_the_samplers_logprobs_are_given():
+    e, rewards, policy = estimator(variant="grpo"), torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.zeros(4, 4)
+    e.compute_advantage(PROMPTS, rewards, MASK, logprobs_policy=policy)
+    assert not [name for name in e.last_metrics if name.startswith("mismatch/")], "a 0 would say: no mismatch"
+    e.compute_advantage(
+        PROMPTS, rewards, MASK, logprobs_policy=policy, generation_logprobs=policy - torch.tensor(0.5)
+    )
+    assert e.last_metrics["mismatch/logprob_abs_mean"] == 0.5
+
+
 def test_draws_follow_the_step_and_resume_where_they_were():
     def weights(first_step: int, num_steps: int) -> torch.Tensor:
         exchange = StepExchange()

@@ -219,6 +219,15 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
         "max_rollout_turns=1: an episode of search_qa",
     ),
     (
+        "length_penalty_sees_the_whole_response",
+        [
+            *(SEARCH, STOPS, "grpo.max_rollout_turns=2"),
+            "grpo.reward_shaping={enabled: true, overlong_buffer_length: 8}",
+        ],
+        ["grpo.reward_shaping.stop_properly_penalty_coef=0.5"],
+        "reward_shaping.enabled=true: NeMo-RL measures the first turn",
+    ),
+    (
         "turns_end_where_vllm_sees_it",
         [SEARCH, "grpo.max_rollout_turns=2"],
         [STOPS],
