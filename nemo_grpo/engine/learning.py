@@ -110,13 +110,15 @@ class Learner:
     def update(
         self, prepared: PreparedBatch, step: Step, state: TrainingState, *, scoring: bool = False
     ) -> list[UpdateResult]:
-        """One optimizer step per train_global_batch_size rows; none where no group carries any signal."""
+        """One optimizer step per train_global_batch_size rows; none where nothing has a gradient."""
         policy = self.recipe.policy
         results = []
         num_rows = len(step.rewards)
         for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
-            if self.objective.kl_penalty == 0 and not prepared.advantages[rows].any():
-                continue  # the gradient is 0, and Adam's momentum alone is no signal
+            # Where the gradient is 0 there is no update: Adam's momentum and weight decay would make one.
+            source = prepared.advantages if self.objective.kl_penalty == 0 else prepared.batch.mask
+            if not source[rows].any():
+                continue
             sequences = step.sequences.select(rows)
             results.append(
                 self.policy.update(

@@ -6,7 +6,7 @@ It also leaves out the update of a step that has no gradient: Adam's momentum an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.nemorl import compat
@@ -46,7 +46,7 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
             for name, tensor in exchange.take_train_tensors().items():
                 data[name] = tensor
-            if not learns_always and has_no_gradient(data["advantages"], run.recipe.loss_fn):
+            if not learns_always and has_no_gradient(data, run.recipe.loss_fn):
                 log.info("no group carries signal: metrics only, no update")
                 further["eval_mode"] = True
             return super().train(data, loss_fn, **further)
@@ -60,9 +60,14 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
     return make
 
 
-def has_no_gradient(advantages: Tensor, config: VariantConfig) -> bool:
-    """True for a step whose loss is 0 whatever the policy does: no advantage and no KL penalty."""
-    return getattr(config, "reference_policy_kl_penalty", 0.0) == 0 and not bool(advantages.any())
+def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
+    """True for a step whose loss is 0 whatever the policy does.
+
+    It has no advantage and no KL penalty, or nothing that trains (all responses filtered).
+    """
+    if getattr(config, "reference_policy_kl_penalty", 0.0) == 0:
+        return not bool(data["advantages"].any())
+    return not bool((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).any())
 
 
 def has_further_losses(master_config: Any) -> bool:

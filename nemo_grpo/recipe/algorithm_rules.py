@@ -125,6 +125,18 @@ def erpo_has_a_reference(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def released_loss_sees_whole_groups(recipe: Recipe) -> Iterator[str]:
+    if not getattr(recipe.loss_fn, "author_compat", False):
+        return
+    size, group = recipe.policy.train_global_batch_size, recipe.grpo.num_generations_per_prompt
+    if size % group or size // group < recipe.data_parallel_size:
+        yield (
+            f"loss_fn.author_compat=true sums over whole groups: policy.train_global_batch_size={size} must "
+            f"be a multiple of grpo.num_generations_per_prompt={group}, with at least one group for each of "
+            f"the {recipe.data_parallel_size} data-parallel ranks; use {recipe.num_sequences_per_step}"
+        )
+
+
 def advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
     reason = STEP_LEVEL_VARIANTS.get(recipe.loss_fn.variant)
     for key in ("advantage_clip_low", "advantage_clip_high"):
@@ -182,6 +194,7 @@ RULES = (
     rewards_count,
     gpg_threshold_is_switched_on,
     erpo_has_a_reference,
+    released_loss_sees_whole_groups,
     advantages_are_not_clipped,
     data_plane_is_off,
 )

@@ -122,6 +122,8 @@ def _require_one_whole_group(prepared: PreparedBatch) -> None:
 
 
 def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    if not mask.any():  # a group of which nothing trains has no sum of weights to divide by
+        return torch.zeros_like(logprobs)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     centred = torch.where(mask, logprobs - logprobs.sum(1, keepdim=True) / lengths, 0.0)
     per_row = advantages.sum(1, keepdim=True) / lengths

@@ -176,8 +176,19 @@ def test_dynamic_sampling_asks_for_signal_in_what_overlong_filtering_leaves(reci
     assert (len(kept), len(drawn)) == (4, num_drawn)
 
 
-def test_a_step_without_signal_updates_nothing(recipe):
-    r = recipe("policy.generation.max_new_tokens=1", "loss_fn.variant=gpg", "grpo.max_num_steps=2")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss_fn.variant=gpg"],
+        ["loss_fn.reference_policy_kl_penalty=0.1", "grpo.overlong_filtering=true"],  # all are cut
+    ],
+    ids=["equal rewards", "nothing trains"],
+)
+def test_a_step_without_signal_updates_nothing(recipe, overrides):
+    r = recipe(
+        *("policy.generation.max_new_tokens=1", "grpo.max_num_steps=2"),
+        *("policy.megatron_cfg.optimizer.weight_decay=0.1", *overrides),
+    )
     trainer = Trainer(r)
     before = {name: tensor.clone() for name, tensor in trainer.policy.named_tensors()}
     trainer.train()

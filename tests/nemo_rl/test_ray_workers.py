@@ -88,9 +88,14 @@ def test_a_step_without_signal_is_no_update(policy):
 
 def test_a_penalty_has_a_gradient_without_signal():
     penalised = parse_loss_fn({"variant": "grpo", "reference_policy_kl_penalty": 0.01})
-    assert has_no_gradient(torch.zeros(2, 3), parse_loss_fn({"variant": "gpg"}))
-    assert not has_no_gradient(torch.zeros(2, 3), penalised)
-    assert not has_no_gradient(torch.tensor([[0.0, -1.0]]), parse_loss_fn({"variant": "gpg"}))
+    plain = parse_loss_fn({"variant": "gpg"})
+    data = {"advantages": torch.zeros(2, 3), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    assert has_no_gradient(data, plain)
+    assert not has_no_gradient(data, penalised)
+    assert not has_no_gradient(data | {"advantages": torch.tensor([[0.0, -1.0]])}, plain)
+    assert has_no_gradient(data | {"sample_mask": torch.zeros(2)}, penalised), "all responses are filtered"
+    only_first = torch.tensor([[1.0, 0.0, 0.0]] * 2)  # which nothing predicts
+    assert has_no_gradient(data | {"token_mask": only_first}, penalised)
 
 
 LOSSES = [

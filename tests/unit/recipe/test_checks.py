@@ -174,6 +174,18 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
         "use_fused_linear_logprobs=true",
     ),
     (
+        "released_loss_sees_whole_groups",
+        ["loss_fn.variant=cw_grpo", "loss_fn.author_compat=true", f"{GBS}=2", f"{MBS}=1"],
+        [f"{GBS}=4"],
+        "train_global_batch_size=2 must be a multiple of grpo.num_generations_per_prompt=4",
+    ),
+    (
+        "released_loss_sees_whole_groups",
+        ["loss_fn.variant=cw_grpo", "loss_fn.author_compat=true", f"{GBS}=4", f"{MBS}=1", f"{GPUS}=2"],
+        [f"{GBS}=8"],
+        "one group for each of the 2 data-parallel ranks",
+    ),
+    (
         "advantages_are_not_clipped",
         ["loss_fn.variant=cw_grpo", "grpo.advantage_clip_low=-1"],
         ["loss_fn.variant=grpo"],

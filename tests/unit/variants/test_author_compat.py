@@ -76,3 +76,13 @@ def test_anything_but_one_whole_group_is_refused(group):
     two = o.prepare(replace(group, group_ids=torch.tensor([0, 0, 1, 1])))
     with pytest.raises(ValueError, match="2 group"):
         o.loss(two, global_valid_toks=16, global_valid_seqs=4)
+
+
+def test_a_group_of_which_nothing_trains_adds_nothing(group):
+    o = build_objective("cw_grpo", author_compat=True)
+    prepared = o.prepare(replace(group, sample_mask=torch.zeros(4, dtype=torch.bool)))
+    loss, metrics = o.loss(prepared, global_valid_toks=9, global_valid_seqs=3)  # of other groups
+    (gradient,) = torch.autograd.grad(loss, group.next_token_logprobs)
+    assert loss.item() == 0
+    assert not gradient.any()
+    assert all(torch.isfinite(value) for value in metrics.values())
