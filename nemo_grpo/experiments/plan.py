@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from nemo_grpo.variants import VARIANTS
 
 RUNS = "runs"
 """Folder of the runs within an experiment's folder."""
+OWN_KEYS = {
+    "grpo.seed": "name the seeds in --seeds, or in sweep.seeds",
+    "nemo_grpo.runs_dir": "--out says where runs go",
+    "nemo_grpo.run_name": "a run is named by its setting and seed",
+}
+"""What every job sets itself, and where a user says it."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +28,13 @@ class Setting:
     """One line of the table.
 
     Attributes: label: its name there.  recipe: YAML file.  overrides: on top of it.
+                varied: keys among them that a sweep varies.
     """
 
     label: str
     recipe: Path
     overrides: tuple[str, ...] = ()
+    varied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,11 @@ def plan_jobs(
     Args:    out: the experiment's folder; the runs go to ``out/runs``.
              same_start: refuse settings that do not start from one model on one task.
     Raises:  UserError: no seed or setting, a recipe that is not valid (naming the setting), runs that would
-             share a folder, or different starts.
+             share a folder, different starts, or an override of what every job sets itself (`OWN_KEYS`).
     """
+    for key, remedy in OWN_KEYS.items():
+        if any(key == override_key(override) for setting in settings for override in setting.overrides):
+            raise UserError(f"{key} cannot be set for all runs of an experiment; {remedy}")
     if not settings or not seeds:
         raise UserError("nothing to run; name at least one setting and one seed")
     jobs = [_job(setting, seed, out) for seed in dict.fromkeys(seeds) for setting in settings]
@@ -99,9 +111,15 @@ def plan_jobs(
     return jobs
 
 
+def override_key(override: str) -> str:
+    """The dotted key of ``key=value``, ``++key=value`` or ``~key``."""
+    return override.lstrip("+~").partition("=")[0]
+
+
 def _job(setting: Setting, seed: int, out: Path) -> Job:
     name = f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', setting.label)}-s{seed}"
-    own = (f"grpo.seed={seed}", f"nemo_grpo.runs_dir={out / RUNS}", f"nemo_grpo.run_name={name}")
+    runs_dir = json.dumps(str(out / RUNS), ensure_ascii=False)  # a folder may be called "runs #1"
+    own = (f"grpo.seed={seed}", f"nemo_grpo.runs_dir={runs_dir}", f"nemo_grpo.run_name={name}")
     overrides = (*setting.overrides, *own)
     try:
         recipe = load_recipe(setting.recipe, overrides)

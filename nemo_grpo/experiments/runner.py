@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -69,6 +69,9 @@ def run_jobs(
         if len(waiting) < len(jobs):
             log.info("%d of %d runs are finished already", len(jobs) - len(waiting), len(jobs))
         names = {job.name for job in jobs}
+        for name in {job.name for job in waiting} & set(ended):
+            if ended[name].state == "finished":  # with another recipe than is asked for now
+                ended[name] = replace(ended[name], state="interrupted", exit_code=EXIT_INTERRUPTED)
         if waiting:
             _Runner(out, waiting, ended, command).run(num_parallel)
         return {name: status for name, status in ended.items() if name in names}

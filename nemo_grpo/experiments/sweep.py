@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.experiments.plan import Setting
+from nemo_grpo.experiments.plan import Setting, override_key
 
 FOLDER = Path("recipes") / "sweeps"
 SECTION, LABEL = "sweep", "label"
@@ -110,7 +110,8 @@ def _setting(point: Mapping[str, Any], recipe: Path, common: tuple[str, ...]) ->
     """Without a label of its own, ``tau=0.5`` or ``lower=1.0 upper=1.2``: what is varied."""
     varied = {key: value for key, value in point.items() if key != LABEL}
     label = point.get(LABEL, " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items()))
-    return Setting(str(label), recipe, (*common, *(_override(key, value) for key, value in varied.items())))
+    overrides = (*common, *(_override(key, value) for key, value in varied.items()))
+    return Setting(str(label), recipe, overrides, tuple(varied))
 
 
 def _override(key: str, value: Any) -> str:
@@ -127,5 +128,14 @@ def _explain(error: ValidationError) -> str:
 
 
 def with_overrides(settings: list[Setting], overrides: Sequence[str]) -> list[Setting]:
-    """The settings with further overrides, which win."""
-    return [Setting(s.label, s.recipe, (*s.overrides, *overrides)) for s in settings]
+    """The settings with further overrides, which win.
+
+    Raises: UserError: one would undo what the settings vary, and their labels would be wrong.
+    """
+    varied = sorted({key for setting in settings for key in setting.varied})
+    for override in overrides:
+        given = override_key(override)
+        for key in varied:
+            if f"{key}.".startswith(f"{given}.") or f"{given}.".startswith(f"{key}."):
+                raise UserError(f"{override}: {key} is what the sweep varies; change the sweep's file")
+    return [replace(setting, overrides=(*setting.overrides, *overrides)) for setting in settings]

@@ -120,6 +120,29 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
     assert steps == [0, 1, 2, 3]  # it went on from where it stood
 
 
+def test_runs_finished_with_another_recipe_are_in_no_table_when_the_next_call_is_stopped(
+    tmp_path, jobs, command
+) -> None:
+    out = tmp_path / "out"
+    assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
+    longer = plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
+    begun = longer[0].folder / "starts"
+
+    def interrupt() -> None:
+        while begun.read_text() != "xx":
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    (longer[0].folder / "metrics.jsonl").unlink()  # so that it has steps to make
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    ended = run_jobs(longer, out, 1, command(30))
+    thread.join()
+    assert {status.state for status in ended.values()} == {"interrupted"}
+    assert finished_groups(longer, ended) == []
+    assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
+
+
 def test_two_calls_in_one_folder_are_refused(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
     out.mkdir()

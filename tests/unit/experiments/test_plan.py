@@ -73,6 +73,27 @@ def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
         plan_jobs(alike, [0], tmp_path)
 
 
+@pytest.mark.parametrize(
+    "override", ["grpo.seed=4", "++grpo.seed=4", "nemo_grpo.run_name=x", "nemo_grpo.runs_dir=x"]
+)
+def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path, override: str) -> None:
+    key = override.lstrip("+").partition("=")[0]
+    with pytest.raises(UserError, match=f"{key} cannot be set for all runs"):
+        plan_jobs(compare_settings(QUICKSTART, ["grpo"], [override]), [0], tmp_path)
+    grid = load_sweep(write_sweep(tmp_path, "  grids: [{grpo.seed: [3, 4]}]\n"))
+    with pytest.raises(UserError, match=r"name the seeds in --seeds, or in sweep\.seeds"):
+        plan_jobs(grid.settings, [0], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["runs #1", "a: b", "{z}", "1"])
+def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name: str) -> None:
+    job = plan_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], tmp_path / name)[0]
+    assert job.folder == tmp_path / name / "runs" / "grpo-s0"
+    assert plan_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], Path(name))[0].folder == Path(
+        name, "runs", "grpo-s0"
+    )
+
+
 def test_a_comparison_from_different_starts_is_refused(tmp_path: Path) -> None:
     settings = [Setting("a", QUICKSTART), Setting("b", QUICKSTART, ("nemo_grpo.warm_start.num_steps=7",))]
     with pytest.raises(UserError, match=r"nemo_grpo\.warm_start of b .* is not that of a"):
@@ -141,6 +162,16 @@ def test_grids_are_products_and_settings_single_points(tmp_path: Path) -> None:
 def test_sweep_files_with_mistakes_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_sweep(write_sweep(tmp_path, text))
+
+
+@pytest.mark.parametrize("override", ["loss_fn.tau=3", "~loss_fn.tau", "loss_fn={variant: tr_grpo}"])
+def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path: Path, override: str) -> None:
+    text = "  overrides: {grpo.max_num_steps: 5}\n  grids: [{loss_fn.tau: [0.5, 2.0]}]\n"
+    settings = load_sweep(write_sweep(tmp_path, text)).settings
+    with pytest.raises(UserError, match=r"loss_fn\.tau is what the sweep varies"):
+        with_overrides(settings, [override])
+    changed = with_overrides(settings, ["grpo.max_num_steps=6", "loss_fn.tau_convention=multiply"])
+    assert [setting.overrides[-2] for setting in changed] == ["grpo.max_num_steps=6"] * 2
 
 
 def test_recipes_are_no_sweeps_and_an_unknown_preset_names_the_nearest() -> None:
