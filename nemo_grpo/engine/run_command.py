@@ -34,4 +34,6 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     if trainer.run.leads:
         plot_run(recipe.run_dir)
         log.info("run folder: %s", recipe.run_dir)
-    return 0 if finished else EXIT_INTERRUPTED
+    if finished:
+        return 0
+    return EXIT_INTERRUPTED if recipe.checkpointing.enabled else 1  # nothing to go on from

@@ -129,7 +129,8 @@ class Trainer:
     def train(self) -> bool:
         """Train until the last step.
 
-        Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved.
+        Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved if
+                 the recipe has any.
         Raises:  TrainingAborted: see there.
         """
         try:
@@ -159,7 +160,10 @@ class Trainer:
                     self._save_if_due(stopping)
         self.saver.finish()
         if stopping and state.step < recipe.grpo.max_num_steps and not state.reached_goal:
-            log.warning("stopped at step %d; add --resume to continue", state.step)
+            if recipe.checkpointing.enabled:
+                log.warning("stopped at step %d; add --resume to continue", state.step)
+            else:
+                log.error("stopped at step %d without a checkpoint: checkpointing.enabled=false", state.step)
             return False
         return True
 

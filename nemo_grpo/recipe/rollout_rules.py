@@ -32,6 +32,15 @@ def validation_samples_as_training(recipe: Recipe) -> Iterator[str]:
             )
 
 
+def progress_compares_like_with_like(recipe: Recipe) -> Iterator[str]:
+    g = recipe.policy.generation
+    if recipe.loss_fn.variant == "erpo" and (g.top_p < 1 or g.top_k is not None):
+        yield (
+            f"{GENERATION}.top_p={g.top_p}, top_k={g.top_k or 'null'}: NeMo-RL then scores the policy within "
+            "this filter and the reference without, and ERPO's progress is their difference; use 1.0 and null"
+        )
+
+
 def validation_batches_are_whole(recipe: Recipe) -> Iterator[str]:
     g, batch = recipe.grpo, value_of(recipe, "grpo.val_batch_size", VAL_BATCH_SIZE)
     if (g.val_period or g.val_at_start or g.val_at_end) and (batch < 1 or g.max_val_samples % batch):
@@ -173,6 +182,7 @@ def turns_end_where_vllm_sees_it(recipe: Recipe) -> Iterator[str]:
 
 RULES = (
     validation_samples_as_training,
+    progress_compares_like_with_like,
     validation_batches_are_whole,
     fp8_cache_has_fp8_weights,
     fp8_rollouts_are_corrected,

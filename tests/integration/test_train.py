@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError
 from nemo_grpo.engine.rollout import Group, Response
+from nemo_grpo.engine.run_command import run_recipe
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer, TrainingAborted
 from nemo_grpo.engine.validation import is_due
@@ -366,6 +367,21 @@ def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, ca
     exported = load_file(tmp_path / "cli/hf/model.safetensors")
     for name, tensor in whole.policy.named_tensors():
         assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize(("saves", "code"), [(True, EXIT_INTERRUPTED), (False, 1)])
+def test_a_signal_asks_for_another_start_only_where_there_is_a_checkpoint(recipe, monkeypatch, saves, code):
+    healthy = Trainer.train_step
+
+    def interrupted(trainer):
+        signal.raise_signal(signal.SIGTERM)
+        return healthy(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    r = recipe(f"checkpointing.enabled={str(saves).lower()}", "grpo.val_period=0", "grpo.val_at_start=false")
+    assert run_recipe(r, [], resume=False) == code
+    assert [row["step"] for row in rows(r.run_dir)] == [1]
+    assert (r.checkpoint_dir / "step_000001").exists() == saves
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,18 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
     ("validation_samples_as_training", [f"{G}.val_top_p=0.9"], [f"{G}.top_p=0.9"], "val_top_p=0.9"),
     ("validation_samples_as_training", [f"{G}.val_top_k=9"], [f"{G}.top_k=9"], "val_top_k=9"),
     (
+        "progress_compares_like_with_like",
+        ["loss_fn.variant=erpo", f"{G}.top_p=0.9"],
+        [f"{G}.top_p=1.0"],
+        "top_p=0.9, top_k=null: NeMo-RL then scores",
+    ),
+    (
+        "progress_compares_like_with_like",
+        ["loss_fn.variant=erpo", f"{G}.top_k=9"],
+        ["loss_fn.variant=tr_grpo"],
+        "top_p=1.0, top_k=9",
+    ),
+    (
         "validation_batches_are_whole",
         ["grpo.max_val_samples=64", "grpo.val_at_end=true"],  # one of NeMo-RL's batches holds 256
         ["grpo.max_val_samples=64", "grpo.val_at_end=true", "grpo.val_batch_size=32"],
