@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from nemo_grpo.cli.model_folder import check_place, finite_logits, result_name
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,13 +64,15 @@ def pivots(
     model, recipe = _sources(run, model, recipe)
     loaded = load_recipe(recipe, overrides or [])
     out = out or (
-        run / "diagnostics" if run else Path(loaded.nemo_grpo.runs_dir) / f"pivots-{model.resolve().name}"
+        run / "diagnostics" if run else Path(loaded.nemo_grpo.runs_dir) / f"pivots-{result_name(model)}"
     )
+    check_place(out)
 
     from nemo_grpo.evaluate.pivot_results import PivotSettings
 
     settings = PivotSettings(num_problems, share, max_positions, k, replacement, seed)
-    study, decode = _study(loaded, model, settings)
+    with finite_logits(model):
+        study, decode = _study(loaded, model, settings)
     result = {"model": str(model), "task": loaded.nemo_grpo.task.model_dump(mode="json")} | study.to_dict(
         decode
     )

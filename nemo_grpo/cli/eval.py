@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nemo_grpo.cli.eval_benchmarks import Lazy, Order, context_limit, describe, evaluate_benchmarks
+from nemo_grpo.cli.eval_benchmarks import Lazy, Order, describe, evaluate_benchmarks
+from nemo_grpo.cli.model_folder import check_place, finite_logits, model_limits, result_name, tokenizer_of
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,16 +109,21 @@ def eval_command(
     """
     options = dict(zip(OPTION_KEYS, (k, num_problems, temperature, top_p, max_tokens), strict=True))
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    if recipe is None and overrides:
+        raise UserError(
+            f"{overrides[0]} overrides a recipe's key, and there is no --recipe; add one, or use the options"
+        )
     loaded = _load_recipe(recipe, [*(overrides or []), *given])
-    out = out or Path(loaded.nemo_grpo.runs_dir if loaded else "runs") / f"eval-{_name(model)}"
+    out = out or Path(loaded.nemo_grpo.runs_dir if loaded else "runs") / f"eval-{result_name(model)}"
     if benchmarks is not None:
         order = Order(
             model, benchmarks, data_dir, out, generator, k, temperature, top_p, max_tokens, num_problems,
             prompt, task, dtype, device, batch_size, tensor_parallel, seed, overwrite, loaded,
         )  # fmt: skip
-        tokenizer = _load_tokenizer(model)
-        _check_place(out)
-        evaluate_benchmarks(order, tokenizer)
+        tokenizer = tokenizer_of(model)
+        check_place(out)
+        with finite_logits(model):
+            evaluate_benchmarks(order, tokenizer)
         return
     if loaded is None:
         raise UserError("nemo-grpo eval needs --benchmarks, --recipe, or both")
@@ -131,13 +136,8 @@ def eval_command(
         "--batch-size": batch_size != BATCH_SIZE,
         "--tensor-parallel": tensor_parallel != 1,
     })  # fmt: skip
-    _evaluate_recipe(loaded, model, out, seed, overwrite)
-
-
-def _name(model: Path) -> str:
-    """The folder's name; of a run's folder hf, the run's: every run has one of that name."""
-    folder = model.resolve()
-    return folder.parent.name if folder.name == "hf" and folder.parent.name else folder.name
+    with finite_logits(model):
+        _evaluate_recipe(loaded, model, out, seed, overwrite)
 
 
 def _refuse(given: dict[str, bool]) -> None:
@@ -163,7 +163,7 @@ def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrit
     from nemo_grpo.evaluate.responses import problems_digest
     from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt
 
-    tokenizer, section = _load_tokenizer(model), recipe.nemo_grpo
+    tokenizer, section = tokenizer_of(model), recipe.nemo_grpo
     conditions = _conditions(recipe, tokenizer, seed, model)
     task = section.task.build()
     problems = task.validation_problems(section.evaluation.num_problems)
@@ -175,11 +175,11 @@ def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrit
     if not overwrite:
         _check_results(out, described, problems)
     max_tokens = conditions.sampling.max_new_tokens
-    longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, context_limit(model))
+    longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, *model_limits(model))
     generator = Lazy(lambda: _load_generator(model, recipe, conditions))
     if not (out / RESPONSES).exists():
         generator.load()  # what is wrong with the model is said before anything is made
-    _check_place(out)
+    check_place(out)
     result = _evaluate(recipe, task, generator, tokenizer, problems, conditions, out)
     _write(result, model, out, {**described, "problems": problems_digest(problems)})
     _show(result, model, out)
@@ -194,27 +194,6 @@ def _check_results(out: Path, described: dict[str, Any], problems: list[Problem]
     check_number(out, num_before, len(problems))
     described = {**described, "problems": problems_digest(problems[:num_before])}
     check_summary(out, described, of_benchmarks=False)
-
-
-def _check_place(out: Path) -> None:
-    """Before the work: its results must not be lost for want of a place. Makes nothing yet."""
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out} cannot be made: {existing} cannot be written; choose another folder")
-
-
-def _load_tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not model.is_dir():
-        raise UserError(f"--model {model} is not a folder; give a Hugging Face model folder on this machine")
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((model / name).is_file() for name in known):
-        raise UserError(f"--model {model} has no tokenizer ({', '.join(known)}); save the tokenizer there")
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer in --model {model} has no end-of-sequence token; set eos_token")
-    return tokenizer
 
 
 def _conditions(recipe: Recipe, tokenizer: Any, seed: int, model: Path) -> Conditions:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nemo_grpo.cli.model_folder import model_limits
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,11 +57,13 @@ def evaluate_benchmarks(order: Order, tokenizer: Any) -> None:
 
     benchmarks = _load(order)
     conditions = _conditions(order, tokenizer)
-    limit = context_limit(order.model)
     asked = [(benchmark.prompt, benchmark.problems) for benchmark in benchmarks]
-    longest = longest_prompt(asked, tokenizer, conditions.sampling.max_new_tokens, limit)
+    max_tokens = conditions.sampling.max_new_tokens
+    longest = longest_prompt(asked, tokenizer, max_tokens, *model_limits(order.model))
     _check_results(order, conditions, benchmarks)
     generator = Lazy(lambda: _generator(order, conditions, longest))
+    if not (order.out / RESPONSES).exists():
+        generator.load()  # what is wrong with the model is said before anything is made
     per_call = max(order.batch_size, RESPONSES_PER_CALL[conditions.generator]) // conditions.num_samples
     total = sum(len(benchmark.problems) for benchmark in benchmarks)
     with ResponseLog(order.out / RESPONSES) as log, progress("evaluate", total) as advance:
@@ -162,13 +164,6 @@ def _place(order: Order) -> tuple[str, str]:
     if order.device == "cuda":
         raise UserError("--device cuda: no CUDA device here; use cpu or auto")
     return f"cpu ({platform.machine()})", order.dtype if order.dtype != "auto" else "float32"
-
-
-def context_limit(model: Path) -> int | None:
-    """Longest sequence of the model in this folder; None if its config does not say."""
-    config = json.loads((model / "config.json").read_text()) if (model / "config.json").is_file() else {}
-    limit: int | None = config.get("max_position_embeddings")
-    return limit
 
 
 def _check_results(order: Order, conditions: Conditions, benchmarks: Sequence[Benchmark]) -> None:

@@ -54,13 +54,31 @@ def check_model_folder(folder: Path, setting: str) -> None:
 
 
 def load_config(folder: Path) -> Any:
-    """The folder's transformers config object."""
-    return AutoConfig.from_pretrained(folder)
+    """The folder's transformers config object.
+
+    Raises: UserError: it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the model's config in {folder}: {_first_line(error)}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer."""
-    return AutoTokenizer.from_pretrained(folder)
+    """The folder's tokenizer.
+
+    Raises: UserError: it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain Exception at a damaged file
+        raise UserError(
+            f"cannot read the tokenizer in {folder}: {_first_line(error)}; save the model's own there again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

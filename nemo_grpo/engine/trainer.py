@@ -17,7 +17,7 @@ from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.engine import setup, validation
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check, check_ranks
-from nemo_grpo.engine.hf_folder import load_tokenizer
+from nemo_grpo.engine.hf_folder import load_config, load_tokenizer
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
@@ -30,6 +30,7 @@ from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks import Problem, encode_prompt
+from nemo_grpo.tasks.prompts import check_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Trainer:
         self.task = recipe.nemo_grpo.task.build()
         self.source = self._model_source()
         self.tokenizer = load_tokenizer(self.source)
+        self.vocab_size = load_config(self.source).vocab_size
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
         self.generator = setup.build_generator(recipe, self.source)
         self.sampling = setup.training_sampling(recipe, self.tokenizer)
@@ -106,6 +108,8 @@ class Trainer:
         prompts = [
             encode_prompt(self.tokenizer, self.recipe.nemo_grpo.prompt, problem) for problem in problems
         ]
+        for prompt, problem in zip(prompts, problems, strict=True):
+            check_vocabulary(prompt, problem, self.vocab_size)
         longest = max(map(len, prompts))
         if longest + self.sampling.max_new_tokens > limit:
             raise UserError(

@@ -17,6 +17,7 @@ from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, average, joined, read_summary
 from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
+from nemo_grpo.tasks.prompts import check_vocabulary
 
 RESPONSES = "responses.jsonl"
 GROUPED_BY = ("num_people",)
@@ -148,16 +149,21 @@ def longest_prompt(
     tokenizer: Any,
     max_new_tokens: int,
     limit: int | None,
+    vocab_size: int | None = None,
 ) -> int:
     """Tokens of the longest prompt.
 
     Args:    asked: problems with their prompt.  limit: the model's longest sequence; None: none is known.
-    Raises:  UserError: it and its response do not fit; names the problem.
+             vocab_size: the model's; None: it is not known.
+    Raises:  UserError: it and its response do not fit, or the tokenizer is of another model; names the
+             problem.
     """
     longest = 0
     for prompt, problems in asked:
         for problem in problems:
-            length = len(encode_prompt(tokenizer, prompt, problem))
+            tokens = encode_prompt(tokenizer, prompt, problem)
+            check_vocabulary(tokens, problem, vocab_size)
+            length = len(tokens)
             if limit is not None and length + max_new_tokens > limit:
                 remedy = "lower it" if length < limit else "leave it out"
                 raise UserError(

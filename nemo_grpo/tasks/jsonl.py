@@ -121,10 +121,23 @@ def _parse(line: str, where: str) -> Problem:
     for key in REQUIRED:
         if not isinstance(entry.get(key), str) or not entry[key].strip():
             raise UserError(f"{where}: {key}={entry.get(key)!r} must be a text that is not empty")
+    if "\\u" in line:
+        _check_characters(entry, where)
     metadata: Any = entry.get("metadata", {})
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: metadata={metadata!r} must be an object")
     return Problem(entry["id"], entry["question"], entry["answer"], metadata)
+
+
+def _check_characters(entry: dict[str, Any], where: str) -> None:
+    """Half of a surrogate pair is valid JSON; no tokenizer takes it, and no UTF-8 file holds it."""
+    try:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise UserError(
+            f"{where}: {half} is half of a character (a lone surrogate); mend the text"
+        ) from error
 
 
 def _with_images(problem: Problem, path: Path, where: str) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,10 +75,23 @@ def encode_prompt(tokenizer: Any, prompt: PromptLike, problem: Problem) -> list[
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned "
-            f"model's, put chat_template.jinja into its folder, or set "
-            "nemo_grpo.prompt.use_chat_template=false"
+            "model's, put chat_template.jinja into its folder, or do without: "
+            "nemo_grpo.prompt.use_chat_template=false in a recipe, --prompt tr_grpo_math in eval"
         )
     text = tokenizer.apply_chat_template(
         chat_messages(prompt, problem), tokenize=False, add_generation_prompt=True
     )
     return list(tokenizer(text + prompt.response_prefix, add_special_tokens=False)["input_ids"])
+
+
+def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | None) -> None:
+    """Refuse a prompt that the model has no embeddings for.
+
+    Args:   vocab_size: the model's; None: it is not known.
+    Raises: UserError: the tokenizer is not the model's.
+    """
+    if vocab_size is not None and max(prompt, default=0) >= vocab_size:
+        raise UserError(
+            f"problem {problem.id!r}: the tokenizer gives token {max(prompt)}, and the model's vocab_size is "
+            f"{vocab_size}; put the model's own tokenizer into its folder"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,6 +286,18 @@ def test_a_model_without_tokenizer_is_refused(recipe, tmp_path):
         (folder / name).write_bytes((trainer.source / name).read_bytes())
     with pytest.raises(UserError, match="has no tokenizer"):
         Trainer(recipe(f"policy.model_name={folder}", "nemo_grpo.warm_start=null", name="other"))
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(recipe, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(Trainer(recipe("grpo.max_num_steps=1")).source, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(400)])
+    tokenizer.save_pretrained(folder)
+    start = (f"policy.model_name={folder}", "nemo_grpo.warm_start=null")
+    with pytest.raises(UserError, match="put the model's own tokenizer into its folder"):
+        Trainer(recipe(*start, "nemo_grpo.prompt.template='<extra 399>{question}'", name="other"))
+    assert not recipe(name="other").run_dir.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):

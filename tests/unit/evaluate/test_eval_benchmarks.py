@@ -1,6 +1,7 @@
 """``nemo-grpo eval --benchmarks`` on a real, untrained folder: results, resuming, refusals."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -246,6 +247,7 @@ def refused(model, data, tmp_path, *arguments):
     ("arguments", "message"),
     [
         ([], "needs --benchmarks, --recipe, or both"),
+        (["--benchmarks", "aime24", "nemo_grpo.prompt.preset=gpg"], "there is no --recipe; add one"),
         (["--benchmarks", "aime2"], "did you mean 'aime2"),
         (["--benchmarks", "math500"], "run `nemo-grpo data prepare math500 --out"),
         (["--benchmarks", "no/file.jsonl"], "No such file"),
@@ -263,6 +265,13 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_made(
     model, data, tmp_path, arguments, message
 ):
     assert message in refused(model, data, tmp_path, *arguments)
+
+
+def test_a_model_without_weights_leaves_no_folder(model, data, tmp_path):
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    message = refused(tmp_path / "model", data, tmp_path, "--benchmarks", "aime24")
+    assert "cannot load a causal language model" in message
 
 
 def test_vllm_that_is_not_there_is_a_user_error(model, data, tmp_path):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from nemo_grpo.cli.eval import eval_command
@@ -200,10 +201,53 @@ def without_weights(model, folder):
     return folder
 
 
+def with_broken_config(model, folder):
+    shutil.copytree(model, folder)
+    (folder / "config.json").write_text("{")
+    return folder
+
+
+def with_broken_tokenizer(model, folder):
+    shutil.copytree(model, folder)
+    (folder / "tokenizer.json").write_text('{"model": 3}')
+    return folder
+
+
+def with_small_vocabulary(model, folder):
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 2}))
+    return folder
+
+
+def with_nan(model, folder):
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def run_folder(model, folder):
+    folder.mkdir()
+    (folder / "recipe.resolved.yaml").touch()
+    return folder
+
+
+def megatron_checkpoint(model, folder):
+    (folder / "policy").mkdir(parents=True)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("damaged", "message"),
     [
         (lambda model, folder: folder, "is not a folder"),
+        (with_broken_config, "cannot read the tokenizer in .*config.* is not a valid JSON"),
+        (with_broken_tokenizer, "cannot read the tokenizer in .*; save the model's own there again"),
+        (with_small_vocabulary, "the model's vocab_size is 2; put the model's own tokenizer"),
+        (run_folder, "this is a run's folder: give its model, .*hf"),
+        (megatron_checkpoint, "this is a Megatron checkpoint: `nemo-grpo convert megatron-to-hf`"),
         (without_tokenizer, "has no tokenizer"),
         (without_weights, "cannot load a causal language model"),
     ],
@@ -214,6 +258,12 @@ def test_an_incomplete_model_is_a_user_error_and_nothing_is_made(model, tmp_path
         run("--model", folder, *RECIPE, "--out", tmp_path / "out", *TASK)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_whose_logits_are_nan_is_a_user_error(model, tmp_path):
+    folder = with_nan(model, tmp_path / "model")
+    with pytest.raises(UserError, match=r"logits are not finite.*; give a sound checkpoint"):
+        run("--model", folder, *RECIPE, "--out", tmp_path / "out", "--num-problems", 1, *TASK)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +286,7 @@ def test_wrong_settings_are_user_errors(model, tmp_path, arguments, message):
 
 def test_a_place_that_may_not_be_written_is_refused_before_the_work(model, tmp_path, monkeypatch):
     no_access = SimpleNamespace(access=lambda path, mode: False, W_OK=os.W_OK, X_OK=os.X_OK)
-    monkeypatch.setattr("nemo_grpo.cli.eval.os", no_access)
+    monkeypatch.setattr("nemo_grpo.cli.model_folder.os", no_access)
     with pytest.raises(UserError, match="cannot be written"):
         run("--model", model, *RECIPE, "--out", tmp_path / "a" / "b", "--num-problems", 1, *TASK)
 

@@ -241,3 +241,31 @@ def test_the_recipes_generator_is_used(tmp_path: Path, monkeypatch: pytest.Monke
             CliRunner().invoke(app, [*command, f"nemo_grpo.engine.generator={name}"], catch_exceptions=False)
     with pytest.raises(UserError, match=r"generator=vllm gives no .*; use auto"):
         CliRunner().invoke(app, [*command, "nemo_grpo.engine.generator=vllm"], catch_exceptions=False)
+
+
+def test_results_have_the_runs_name_and_their_place_is_tried_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_grpo.cli import diagnose
+
+    places = []
+    monkeypatch.setattr(diagnose, "_study", lambda *_: (Written(), str))
+    monkeypatch.setattr(diagnose, "_write", lambda result, out: places.append(out))
+    monkeypatch.setattr(diagnose, "_show", lambda result, out: None)
+    for run in ("a", "b"):
+        (tmp_path / run / "hf").mkdir(parents=True)
+        (tmp_path / run / "hf" / "config.json").write_text("{}")
+        command = ["pivots", "--model", str(tmp_path / run / "hf"), "--recipe", "recipes/quickstart.yaml"]
+        CliRunner().invoke(diagnose.app, command, catch_exceptions=False)
+    assert places == [Path("runs/pivots-a"), Path("runs/pivots-b")]
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(diagnose, "_study", lambda *_: pytest.fail("hours of work"))
+    with pytest.raises(UserError, match="cannot be made"):
+        CliRunner().invoke(diagnose.app, [*command, "--out", str(tmp_path / "file")], catch_exceptions=False)
+
+
+class Written:
+    """Stands for a study."""
+
+    def to_dict(self, decode: Any) -> dict[str, Any]:
+        return {}

@@ -43,6 +43,14 @@ def test_read_problems_keeps_order_and_metadata_and_skips_blank_lines(tmp_path):
         ('{"id": "x", "question": "q", "answer": "a", "metadata": 1}', "metadata=1 must be an object"),
         ('{"id": "p1", "question": "q", "answer": "a"}', "a.jsonl:2: id 'p1' comes twice"),
         ("[" * 100_000, "a.jsonl:2: not JSON"),
+        (
+            r'{"id": "x", "question": "q \ud83d", "answer": "a"}',
+            "ud83d' is half of a character",
+        ),
+        (
+            r'{"id": "x", "question": "q", "answer": "a", "metadata": {"answers": ["\udc00"]}}',
+            "a lone surrogate",
+        ),
     ],
 )
 def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):

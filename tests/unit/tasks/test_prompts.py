@@ -4,6 +4,7 @@ import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import PROMPTS, Problem, Prompt, chat_messages, encode_prompt
+from nemo_grpo.tasks.prompts import check_vocabulary
 
 PROBLEM = Problem("id", "What is {1}?", "1")
 
@@ -81,3 +82,13 @@ def test_presets_have_the_slot_once_and_the_papers_words():
     assert PROMPTS["gpg"].system.endswith("here </think><answer> answer here </answer>")
     assert PROMPTS["tr_grpo_math"].template.endswith(r"output the final answer within \boxed{ }.")
     assert PROMPTS["tr_grpo_logic"].response_prefix == "<think>"
+
+
+def test_a_token_beyond_the_models_vocabulary_is_refused_by_the_problems_name():
+    check_vocabulary([0, 9], PROBLEM, 10)
+    check_vocabulary([], PROBLEM, 10)
+    check_vocabulary([10], PROBLEM, None)
+    with pytest.raises(
+        UserError, match="problem 'id': the tokenizer gives token 10, and the model's vocab_size is 10"
+    ):
+        check_vocabulary([0, 10, 3], PROBLEM, 10)
