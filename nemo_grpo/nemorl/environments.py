@@ -34,6 +34,9 @@ NUM_THREADS = 16
 ASYNC_SPARE = 10
 """Asynchronous training goes over its data once and leaves out prompts: those that it has no step for when it
 draws them, that fail, or that grow too old. So many times what it needs; problems are made when asked for."""
+REWARD_UNITS = 2**18
+"""A response's reward so far is rounded to a multiple of one such part of 1: NeMo-RL adds up its differences
+in float32, which is then exact, and equal scores stay equal however many turns led there."""
 SHORTENED = 4
 """Tokens that are kept of a prompt that is too long; nothing of it is trained on."""
 
@@ -192,7 +195,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         problems = [Problem(**info["problem"]) for info in metadata]
         texts = ["".join(message["content"] for message in log[1:]) for log in message_log_batch]
         scores = list(self.pool.map(self.task.score, problems, texts))
-        totals = [sum(weight * score[name] for name, weight in self.rewards.items()) for score in scores]
+        totals = [self._reward(score) for score in scores]
         observations, episodes = self._observe(message_log_batch, metadata)
         over = [observation is None for observation in observations]
         stop_texts = list(self.task.stop_texts) if isinstance(self.task, MultiTurnTask) else None
@@ -209,6 +212,10 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
             terminateds=torch.tensor(over),
             answers=[self.task.extract(text) for text in texts],
         )
+
+    def _reward(self, score: Mapping[str, float]) -> float:
+        reward = sum(weight * score[name] for name, weight in self.rewards.items())
+        return round(reward * REWARD_UNITS) / REWARD_UNITS if isinstance(self.task, MultiTurnTask) else reward
 
     def _observe(
         self, logs: Sequence[list[dict[str, Any]]], metadata: Sequence[Mapping[str, Any]]

@@ -173,6 +173,18 @@ def test_the_environments_are_told_the_tokenizers_marks(tokenizer, monkeypatch):
     assert [made["reserved"] for made in started] == 4 * [["<eos>", "<pad>"]]
 
 
+def test_equal_scores_are_equal_rewards_after_any_number_of_turns(tokenizer, monkeypatch):
+    problem = parse_task(SEARCH).build().train_problem(0, 0)
+    right = f"<answer>{problem.answer}</answer>"
+    rewards = {"answer": 0.7, "accuracy": 0.2}  # -0.7 until the answer is there, then 0.9
+    totals = [
+        rollout(SEARCH, rewards, tokenizer, turns, monkeypatch)[0]["total_reward"].item()
+        for turns in ([right], ["<search>who</search>", right])
+    ]
+    assert totals[0] == totals[1]
+    assert totals[0] == pytest.approx(0.9, abs=2e-6)
+
+
 @pytest.mark.parametrize(("max_turns", "max_seq_len"), [(1, 2000), (3, 230)], ids=["turns", "tokens"])
 def test_a_response_that_is_cut_off_between_turns_is_wrong(tokenizer, monkeypatch, max_turns, max_seq_len):
     turns = ["<search>who</search>"] * 3
