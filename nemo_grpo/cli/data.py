@@ -45,7 +45,7 @@ def prepare(
 
     Example: nemo-grpo data prepare open-rs aime24 amc23 --out data
     """
-    from nemo_grpo.data import Request, find_source
+    from nemo_grpo.data import Request, check_copies, find_source
     from nemo_grpo.data import prepare as prepare_one
 
     for name in names:
@@ -55,6 +55,7 @@ def prepare(
     request = Request(
         out=out, revision=revision, source=source, tokenizer=tokenizer, generate=generate, force=force
     )
+    check_copies(names, request)
     for name in names:
         _show(prepare_one(name, request))
 
@@ -76,18 +77,20 @@ def list_() -> None:
 
     Example: nemo-grpo data list
     """
-    from rich.console import Console
     from rich.table import Table
 
+    from nemo_grpo.cli.console import wide_console
     from nemo_grpo.data import ALIASES, SOURCES
 
-    table = Table("name", "task", "used for", "problems", "source", box=None)
+    table = Table(box=None)
+    for column in ("name", "task", "used for", "problems", "source"):
+        table.add_column(column, overflow="fold")
     for source in SOURCES.values():
         also = ", ".join(alias for alias, name in ALIASES.items() if name == source.name)
         name = f"{source.name} ({also})" if also else source.name
         used = f"{source.use}, {source.paper}"
         table.add_row(name, source.task, used, _count(source), source.origin.label)
-    Console().print(table, highlight=False)
+    wide_console().print(table, highlight=False)
 
 
 def _count(source: Source) -> str:

@@ -42,14 +42,13 @@ def plan(
 
       nemo-grpo plan recipes/gpg policy.train_micro_batch_size=2
     """
-    from rich.console import Console
-
+    from nemo_grpo.cli.console import wide_console
     from nemo_grpo.plan import plan_recipe
     from nemo_grpo.recipe import load_recipe
 
     paths, overrides = split_items(items, "plan")
     plans = [plan_recipe(load_recipe(path, overrides), gpu, model_config) for path in paths]
-    console = Console()
+    console = wide_console()
     console.print(details(plans[0]) if len(plans) == 1 else overview(plans))
     for one in (one for one in plans if not one.accepted):
         for problem in one.problems:
@@ -97,9 +96,8 @@ def overview(plans: list[Plan]) -> Table:
     """One line per recipe."""
     from rich.table import Table
 
-    table = Table(
-        "recipe", title=f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}"
-    )
+    table = Table(title=f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}")
+    table.add_column("recipe", overflow="fold")  # cut short, recipes would have one name
     for column in ("layout", "training", "scoring", "refit", "KV cache", "verdict"):
         table.add_column(column, justify="left" if column in ("layout", "verdict") else "right")
     for one in plans:

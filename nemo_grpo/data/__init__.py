@@ -1,7 +1,17 @@
 """Data sets: where the papers' problems come from, and their preparation as JSONL files."""
 
-from nemo_grpo.data.preparation import Prepared, Request, prepare
+from nemo_grpo.data.preparation import Prepared, Request, check_copies, prepare
 from nemo_grpo.data.sources import ALIASES, SOURCES, Source, find_source
 from nemo_grpo.data.verification import verify
 
-__all__ = ["ALIASES", "SOURCES", "Prepared", "Request", "Source", "find_source", "prepare", "verify"]
+__all__ = [
+    "ALIASES",
+    "SOURCES",
+    "Prepared",
+    "Request",
+    "Source",
+    "check_copies",
+    "find_source",
+    "prepare",
+    "verify",
+]

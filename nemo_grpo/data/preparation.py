@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -13,8 +13,9 @@ from typing import Any
 from nemo_grpo.data.fields import Row
 from nemo_grpo.data.files import write_problems
 from nemo_grpo.data.filters import Options, complete, same_question
+from nemo_grpo.data.generated import Generated
 from nemo_grpo.data.manifest import read_manifest, sha256, write_manifest
-from nemo_grpo.data.sources import Source, find_source
+from nemo_grpo.data.sources import SOURCES, Source, find_source
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.jsonl import read_problems
 
@@ -43,11 +44,50 @@ class Request:
     generate: bool = False
     force: bool = False
 
-    def copy_of(self, name: str, *, alone: bool) -> Path | None:
-        """The local copy for this name; a folder without one counts only for the set that was asked for."""
-        if self.source is None or (self.source / name).is_dir():
-            return self.source and self.source / name
-        return self.source if alone else None
+    def copy_of(self, source: Source, *, alone: bool) -> Path | None:
+        """The local copy for this set; a folder without one counts only for the set that was asked for.
+
+        Raises: UserError: the folder holds copies of other repositories, which would be read in its place.
+        """
+        if self.source is None or isinstance(source.origin, Generated):
+            return None
+        if (self.source / source.name).is_dir():
+            return self.source / source.name
+        if not alone:
+            return None
+        others = [
+            other.name
+            for other in SOURCES.values()
+            if (self.source / other.name).is_dir() and _repository(other) != _repository(source)
+        ]
+        if others:
+            raise UserError(
+                f"--source {self.source} holds copies by name ({', '.join(others)}) and none of "
+                f"{source.name}; put one into {self.source / source.name}, or give its folder alone"
+            )
+        return self.source
+
+
+def _repository(source: Source) -> str:
+    return getattr(source.origin, "repository", source.origin.label)
+
+
+def check_copies(names: Sequence[str], request: Request) -> None:
+    """Refuse one folder as the copy of several repositories.
+
+    Raises: UserError: naming the sets that would be read from it.
+    """
+    folder = request.source
+    if folder is None or request.generate:
+        return
+    sources = [find_source(name) for name in names]
+    alike = [source for source in sources if request.copy_of(source, alone=True) == folder]
+    if len({_repository(source) for source in alike}) > 1:
+        listed = " and ".join(source.name for source in alike)
+        raise UserError(
+            f"--source {folder} would be the copy of {listed}, which are in different repositories; put "
+            f"copies into {folder}/NAME, or prepare one at a time"
+        )
 
 
 @dataclass(frozen=True)
@@ -77,14 +117,17 @@ def prepare(name: str, request: Request) -> Prepared:
 
 def _prepare(source: Source, request: Request, *, alone: bool) -> Prepared:
     path = request.out / f"{source.name}.jsonl"
-    folder = request.copy_of(source.name, alone=alone)
+    folder = request.copy_of(source, alone=alone)
     wanted = _wanted(source, request, folder)
     existing = _up_to_date(path, wanted)
     if existing is not None and not request.force:
         return Prepared(path, existing, fresh=False)
     revision = _resolve(source, request, folder)
     options = _options(source, request)
-    request.out.mkdir(parents=True, exist_ok=True)
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {request.out} cannot be made ({error.strerror}); choose another") from error
     counts, num_images = write_problems(source, path, _rows(source, request, revision, folder), options)
     manifest = {
         "name": source.name,

@@ -42,6 +42,12 @@ def test_a_typo_stops_before_anything_is_fetched(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_one_folder_is_not_taken_for_two_repositories(copy, tmp_path):
+    with pytest.raises(UserError, match="would be the copy of aime25 and amc23"):
+        run("prepare", "aime25", "amc23", "--source", copy, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_without_manifests_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"holds no \*\.manifest\.json"):
         run("verify", tmp_path)
@@ -51,6 +57,15 @@ def test_list_names_every_data_set_and_alias():
     output = run("list", env={"COLUMNS": "200"})
     for name in [*SOURCES, *ALIASES]:
         assert name in output
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_list_cuts_no_name_short(columns, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    output = run("list", env={"COLUMNS": columns} if columns else {})
+    assert "\N{HORIZONTAL ELLIPSIS}" not in output
+    if columns is None:  # a pipe: nothing is wrapped either
+        assert all(source.origin.label in output for source in SOURCES.values())
 
 
 def test_aliases_lead_somewhere():

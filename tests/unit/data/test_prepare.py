@@ -9,7 +9,7 @@ import datasets
 import pytest
 from published import FILES, PNG, write
 
-from nemo_grpo.data import SOURCES, Request, prepare, verify
+from nemo_grpo.data import SOURCES, Request, check_copies, prepare, verify
 from nemo_grpo.data import files as data_files
 from nemo_grpo.errors import UserError
 
@@ -133,6 +133,31 @@ def test_sums_need_no_network(tmp_path):
     left, right = first["metadata"]["left"], first["metadata"]["right"]
     assert first["question"] == f"What is {left} + {right}?"
     assert first["answer"] == str(left + right)
+
+
+def test_copies_of_other_sets_are_not_read_in_the_place_of_a_missing_one(tmp_path):
+    copies = tmp_path / "copies"
+    write("aime24", copies)
+    with pytest.raises(UserError, match=r"holds copies by name \(aime24\) and none of aime25; put one into"):
+        prepare("aime25", Request(tmp_path / "out", source=copies))
+    assert not (tmp_path / "out").exists()
+    assert prepare("arithmetic-test", Request(tmp_path / "out", source=copies)).manifest["local_copy"] is None
+
+
+def test_one_copy_serves_the_sets_of_its_repository_only(tmp_path):
+    copy = tmp_path / "copy"
+    check_copies(["nq", "nq-train", "popqa"], Request(tmp_path / "out", source=copy))
+    with pytest.raises(UserError, match="would be the copy of aime24 and amc23, which are in different"):
+        check_copies(["aime24", "amc23"], Request(tmp_path / "out", source=copy))
+    (copy / "amc23").mkdir(parents=True)
+    (copy / "aime24").mkdir()
+    check_copies(["aime24", "amc23"], Request(tmp_path / "out", source=copy))
+
+
+def test_a_place_that_cannot_be_made_is_a_user_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        prepare("arithmetic-test", Request(tmp_path / "file"))
 
 
 def test_files_of_the_same_name_are_not_taken_for_each_other(tmp_path):

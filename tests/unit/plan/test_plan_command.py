@@ -45,6 +45,13 @@ def test_plan_of_one_recipe_shows_its_parts_and_accepts_it() -> None:
     assert "1.78 of 1.78 B parameters" in output
 
 
+def test_a_table_in_a_pipe_tells_recipes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    recipes = sorted((RECIPES / "gpg").glob("gpg-r1-distill-*.yaml"))
+    output = CliRunner().invoke(app, ["plan", *map(str, recipes)]).output
+    assert all(f" {recipe.stem} " in output for recipe in recipes)
+
+
 def test_plan_of_several_recipes_is_one_table_and_refuses_if_one_does_not_fit() -> None:
     code, output = run(SMALL, HUGE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.2")
     assert code == 2
