@@ -62,6 +62,11 @@ class Job:
                 raise UserError(f"--output {self.output} overlaps the source {source}; choose another folder")
         if self.output.exists() and not self.force:
             raise UserError(f"--output {self.output} exists; choose another name, or replace it with --force")
+        if self.output.exists() and not _may_be_replaced(self.output):
+            raise UserError(
+                f"--output {self.output} holds other things than a model or a checkpoint, and --force would "
+                "delete them; choose another name"
+            )
         if self.partial.exists() and not (self.resume or self.force):
             raise UserError(
                 f"{self.output} has an unfinished conversion; finish it with --resume or start over "
@@ -75,7 +80,12 @@ class Job:
 
         Raises: UserError: another process writes there, or the settings differ from the first attempt's.
         """
-        self.partial.mkdir(parents=True, exist_ok=True)
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--output {self.output} cannot be made ({error.strerror}); choose another folder"
+            ) from error
         self._lock = (self.partial / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,3 +276,20 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_RESULTS = (
+    "config.json",
+    "adapter_config.json",
+    "*.safetensors",
+    ".metadata",
+    "iter_*",
+    "latest_checkpointed_iteration.txt",
+)
+
+
+def _may_be_replaced(output: Path) -> bool:
+    """Whether it is an empty folder, or has what a model folder or a Megatron checkpoint has."""
+    if not output.is_dir():
+        return False
+    return not any(output.iterdir()) or any(next(output.glob(name), None) for name in _RESULTS)

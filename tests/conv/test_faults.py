@@ -192,11 +192,32 @@ def test_existing_output_is_replaced_only_by_force(direction, tmp_path):
     (tmp_path / "out" / "precious").write_text("mine")
     with pytest.raises(UserError, match="out exists; choose another name, or replace it with --force"):
         convert(tmp_path / "out")
+    with pytest.raises(UserError, match="holds other things than a model or a checkpoint, and --force would"):
+        convert(tmp_path / "out", force=True)
     assert names_in(tmp_path / "out") == ["precious"]
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "iter_0000000").mkdir()
     convert(tmp_path / "out", force=True)
     assert not (tmp_path / "out" / "precious").exists()
     check(tmp_path / "out")
     assert names_in(tmp_path) == ["out"]
+
+
+def test_a_file_is_no_place_and_is_not_replaced(direction, tmp_path):
+    convert, _, _ = direction
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="cannot be made"):
+        convert(tmp_path / "file" / "out")
+    with pytest.raises(UserError, match="holds other things"):
+        convert(tmp_path / "file", force=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_empty_folder_is_replaced_by_force(direction, tmp_path):
+    convert, _, check = direction
+    (tmp_path / "out").mkdir()
+    convert(tmp_path / "out", force=True)
+    check(tmp_path / "out")
 
 
 def test_output_must_not_overlap_the_source(source, checkpoint):
