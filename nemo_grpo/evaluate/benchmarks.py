@@ -33,7 +33,8 @@ TASK_OPTIONS: dict[str, dict[str, Any]] = {
 class Benchmark:
     """Problems from one file, their task, and how they are asked.
 
-    Attributes: prompt_name: the preset, or ``recipe``.
+    Attributes: prompt_name: the preset, or ``recipe``.  by_recipe: a recipe's prompt or task parameters are
+                used.
     """
 
     name: str
@@ -43,10 +44,22 @@ class Benchmark:
     problems: list[Problem]
     prompt: PromptLike
     prompt_name: str
+    by_recipe: bool = False
 
-    def identity(self) -> dict[str, str]:
-        """What makes results of this name those of another benchmark if it changes."""
-        return {"sha256": self.digest, "prompt": self.prompt_name}
+    def identity(self) -> dict[str, Any]:
+        """What makes results of this name those of another benchmark if it changes; JSON values."""
+        return {"sha256": self.digest, "prompt": self.prompt_name, "recipe": self._of_recipe()}
+
+    def _of_recipe(self) -> dict[str, Any] | None:
+        """What a preset's name does not say."""
+        if not self.by_recipe:
+            return None
+        names = ("system", "template", "use_chat_template", "response_prefix")
+        files = {"train_files", "validation_files"}
+        return {
+            "prompt": {name: getattr(self.prompt, name) for name in names},
+            "task": self.task.config.model_dump(mode="json", exclude=files),
+        }
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ def load_benchmark(item: str, choice: Choice) -> Benchmark:
                 f"--benchmarks {item}: {path} is missing; run `nemo-grpo data prepare {path.stem} --out "
                 f"{choice.data_dir}`, or give the path of a JSONL file"
             )
-    config, prompt, prompt_name = _asked(path, choice)
+    config, prompt, prompt_name, by_recipe = _asked(path, choice)
     task = config.build()
     if config.needs_images:
         raise UserError(f"--benchmarks {item}: task {config.name} has images; {IMAGES}")
@@ -90,11 +103,11 @@ def load_benchmark(item: str, choice: Choice) -> Benchmark:
     if not available:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
     problems = task.validation_problems(min(available, choice.limit or available))
-    return Benchmark(path.stem, path, _digest(path), task, problems, prompt, prompt_name)
+    return Benchmark(path.stem, path, _digest(path), task, problems, prompt, prompt_name, by_recipe)
 
 
-def _asked(path: Path, choice: Choice) -> tuple[FileTaskConfig, PromptLike, str]:
-    """Task configuration, prompt, and the prompt's name."""
+def _asked(path: Path, choice: Choice) -> tuple[FileTaskConfig, PromptLike, str, bool]:
+    """Task configuration, prompt, the prompt's name, and whether a recipe says any of it."""
     manifest = read_manifest(path) or {}
     name = choice.task or str(manifest.get("task", "math"))
     recipe_task = choice.recipe_task if choice.recipe_task and choice.recipe_task.name == name else None
@@ -115,6 +128,7 @@ def _asked(path: Path, choice: Choice) -> tuple[FileTaskConfig, PromptLike, str]
         kind(**{**base, **known, **files}),
         prompt,
         preset or ("recipe" if choice.recipe_prompt else "none"),
+        recipe_task is not None or prompt is choice.recipe_prompt,
     )
 
 

@@ -227,6 +227,25 @@ def test_a_recipe_gives_prompt_and_settings(model, data, tmp_path):
     assert "Q: 5+5?" in json.loads((tmp_path / "samples-mine.jsonl").read_text().splitlines()[0])["prompt"]
 
 
+def test_another_prompt_or_task_of_a_recipe_does_not_take_the_place_of_the_first(model, data, tmp_path):
+    fixed = ("--model", model, "--recipe", "recipes/quickstart.yaml", "--benchmarks", data / "mine.jsonl",
+             "--k", 1, "--max-tokens", 2, "--device", "cpu", "--out", tmp_path)  # fmt: skip
+    math = ("~nemo_grpo.task", "nemo_grpo.task.name=math", f"nemo_grpo.task.train_files=[{data}/mine.jsonl]",
+            f"nemo_grpo.task.validation_files=[{data}/mine.jsonl]", "grpo.max_val_samples=2",
+            "nemo_grpo.evaluation.num_problems=2")  # fmt: skip
+    run(*fixed, *math)
+    before = (tmp_path / "summary.json").read_text()
+    run(*fixed, *math, "grpo.seed=3")  # nothing that was asked
+    assert (tmp_path / "summary.json").read_text() == before
+    for other in ("nemo_grpo.prompt.template='Q: {question}'", "nemo_grpo.task.form=think"):
+        with pytest.raises(UserError, match="results of mine with another recipe; "):
+            run(*fixed, *math, other)
+    assert (tmp_path / "summary.json").read_text() == before
+    run(*fixed, *math, "nemo_grpo.task.form=think", "--overwrite")
+    said = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["mine"]["recipe"]
+    assert (said["prompt"]["template"], said["task"]["form"]) == ("{question}", "think")
+
+
 def test_a_preset_decides_which_form_is_right(model, data, tmp_path):
     more = ["--prompt", "gpg", "--num-problems", 1, "--k", 1, "--max-tokens", 1]
     with pytest.raises(
