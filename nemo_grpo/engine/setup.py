@@ -20,6 +20,7 @@ from nemo_grpo.engine.rollout import OverlongPenalty
 from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.cluster_rules import value_of
 from nemo_grpo.tasks import Task
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -147,6 +148,7 @@ def validation_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.val_temperature or 1.0,
         top_p=generation.val_top_p,
+        top_k=value_of(recipe, "policy.generation.val_top_k", generation.top_k),
         stop_token_ids=stop_token_ids(recipe, tokenizer),
         greedy=generation.val_temperature == 0,
     )

@@ -53,13 +53,22 @@ def groups_have_a_spread(recipe: Recipe) -> Iterator[str]:
 
 
 def loss_agrees_with_grpo_section(recipe: Recipe) -> Iterator[str]:
+    given = (recipe.grpo.model_extra or {}).get("adv_estimator")
+    estimator = given if isinstance(given, Mapping) else {}
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
-        wanted, used = getattr(recipe.grpo, key), getattr(recipe.loss_fn, key, False)
-        if wanted is not None and wanted != used:
-            yield (
-                f"grpo.{key}={_yaml(wanted)}, but {recipe.loss_fn.variant} trains with loss_fn.{key}="
-                f"{_yaml(used)}; leave grpo.{key} out or make both the same"
-            )
+        used = getattr(recipe.loss_fn, key, False)
+        places = {f"grpo.{key}": getattr(recipe.grpo, key), f"grpo.adv_estimator.{key}": estimator.get(key)}
+        for place, wanted in places.items():
+            if wanted is not None and wanted != used:
+                yield (
+                    f"{place}={_yaml(wanted)}, but {recipe.loss_fn.variant} trains with loss_fn.{key}="
+                    f"{_yaml(used)}; leave {place} out or make both the same"
+                )
+    if estimator.get("name", "grpo") != "grpo":
+        yield (
+            f"grpo.adv_estimator.name={estimator['name']}: the advantages are those of loss_fn.variant="
+            f"{recipe.loss_fn.variant}, and this would be ignored; leave it out"
+        )
 
 
 def warmup_ends_before_the_decay(recipe: Recipe) -> Iterator[str]:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_grpo import VARIANTS, UserError
 from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.run_command import run_recipe
+from nemo_grpo.engine.setup import validation_sampling
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer, TrainingAborted
 from nemo_grpo.engine.validation import is_due
@@ -263,6 +264,14 @@ def test_an_existing_run_is_refused_and_left_alone(recipe):
             "algorithm=concatenative is not supported by the embedded engine: use first_fit_decreasing",
         ),
         (["nemo_grpo.engine.generator=vllm"], "generator=vllm"),
+        (["++policy.tokenizer.chat_template_kwargs={enable_thinking: false}"], "chat_template_kwargs="),
+        (["++policy.megatron_cfg.mtp_num_layers=1"], "mtp_num_layers=1 is not supported"),
+        (["++policy.megatron_cfg.env_vars={A: b}"], "env_vars="),
+        (["++grpo.malformed_thinking_advantage=-5.0"], "malformed_thinking_advantage=-5.0"),
+        (
+            ["policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
+            "precision_aware_optimizer=True",
+        ),
         (
             ["policy.model_name=/nowhere/model", "nemo_grpo.warm_start=null"],
             "policy.model_name='/nowhere/model' is not",
@@ -276,6 +285,19 @@ def test_what_the_engine_cannot_do_is_refused_before_anything_is_made(recipe, ov
     with pytest.raises(UserError, match=message):
         Trainer(recipe(*overrides))
     assert not recipe().run_dir.exists()
+
+
+def test_validation_filters_as_training_where_nothing_else_is_said(recipe):
+    sampling = validation_sampling(
+        recipe("policy.generation.top_k=5", "policy.generation.top_p=0.9"), FakeTokenizer()
+    )
+    assert (sampling.top_k, sampling.top_p) == (5, 0.9)
+    r = recipe("policy.generation.top_k=5", "++policy.generation.val_top_k=9")
+    assert validation_sampling(r, FakeTokenizer()).top_k == 9
+
+
+class FakeTokenizer:
+    eos_token_id = 0
 
 
 def test_a_model_without_tokenizer_is_refused(recipe, tmp_path):

@@ -55,6 +55,18 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
     ),
     (
         "loss_agrees",
+        ["++grpo.adv_estimator={name: reinforce_plus_plus}"],
+        ["++grpo.adv_estimator.name=grpo"],
+        "adv_estimator.name=reinforce_plus_plus: the advantages are those of loss_fn.variant=grpo",
+    ),
+    (
+        "loss_agrees",
+        ["++grpo.adv_estimator={name: grpo, use_leave_one_out_baseline: true}"],
+        ["loss_fn.use_leave_one_out_baseline=true"],
+        "grpo.adv_estimator.use_leave_one_out_baseline=true, but grpo trains",
+    ),
+    (
+        "loss_agrees",
         ["loss_fn.variant=gpg", "grpo.normalize_rewards=true"],
         ["grpo.normalize_rewards=false"],
         "grpo.normalize_rewards=true, but gpg",
