@@ -22,15 +22,14 @@ from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.progress import Advance, progress
+from nemo_grpo.engine.prompting import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver, export_policy
 from nemo_grpo.engine.signals import stop_on_signals
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.tasks import Problem, encode_prompt
-from nemo_grpo.tasks.prompts import check_vocabulary
+from nemo_grpo.tasks import Problem
 
 log = logging.getLogger(__name__)
 
@@ -99,24 +98,25 @@ class Trainer:
         return source
 
     def _check_prompts(self) -> None:
-        """Encode some prompts before anything is written: a missing chat template or a limit shows here."""
+        """Encode every prompt before anything is written, of an endless stream the first ones.
+
+        A missing chat template or a limit would otherwise end the run when the problem's turn comes.
+        """
         self._encode(self.problems)
-        self._encode([self.task.train_problem(i, self.recipe.grpo.seed) for i in range(64)])
+        number, seed = getattr(self.task, "num_train_problems", PROMPTS_CHECKED), self.recipe.grpo.seed
+        for start in range(0, number, PROMPTS_CHECKED):
+            indices = range(start, min(start + PROMPTS_CHECKED, number))
+            self._encode([self.task.train_problem(index, seed) for index in indices])
 
     def _encode(self, problems: list[Problem]) -> list[list[int]]:
-        limit = self.recipe.policy.max_total_sequence_length
-        prompts = [
-            encode_prompt(self.tokenizer, self.recipe.nemo_grpo.prompt, problem) for problem in problems
-        ]
-        for prompt, problem in zip(prompts, problems, strict=True):
-            check_vocabulary(prompt, problem, self.vocab_size)
-        longest = max(map(len, prompts))
-        if longest + self.sampling.max_new_tokens > limit:
-            raise UserError(
-                f"policy.max_total_sequence_length={limit}: a prompt of {longest} tokens and max_new_tokens="
-                f"{self.sampling.max_new_tokens} need {longest + self.sampling.max_new_tokens}"
-            )
-        return prompts
+        return encode_prompts(
+            problems,
+            self.tokenizer,
+            self.recipe.nemo_grpo.prompt,
+            limit=self.recipe.policy.max_total_sequence_length,
+            max_new_tokens=self.sampling.max_new_tokens,
+            vocab_size=self.vocab_size,
+        )
 
     def _restore(self, checkpoint: Path) -> None:
         info = read_info(checkpoint)

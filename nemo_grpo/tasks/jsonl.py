@@ -38,6 +38,11 @@ class FileTask:
         self.train = [problem for problem in everything if _normalized(problem) not in held_out]
         self._order = lru_cache(maxsize=4)(self._shuffled)
 
+    @property
+    def num_train_problems(self) -> int:
+        """Problems of an epoch; at least 1, so that asking for the first one says what is missing."""
+        return max(1, len(self.train))
+
     def train_problem(self, index: int, seed: int) -> Problem:
         if not self.train:
             raise UserError(

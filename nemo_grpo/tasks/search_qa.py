@@ -94,6 +94,7 @@ class SearchQA:
         if isinstance(self._source, FileTask):
             for problem in (*self._source.train, *self._source.validation):
                 _check_answers(problem)
+            self.num_train_problems = self._source.num_train_problems
         if retriever is not None:
             self.retriever = retriever
 

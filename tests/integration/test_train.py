@@ -333,6 +333,22 @@ def test_prompts_that_do_not_fit_are_named(recipe):
         Trainer(recipe("policy.max_total_sequence_length=40")).train()
 
 
+def test_a_long_prompt_anywhere_in_the_files_is_refused_before_the_run(recipe, tmp_path):
+    questions = [f"What is {number} + 1?" for number in range(200)]
+    questions[170] = "What? " * 200
+    for name, chosen in (("train", questions), ("held-out", ["What is 1 + 1 + 1?"] * 16)):
+        rows = [{"id": f"{name}{i}", "question": text, "answer": "1"} for i, text in enumerate(chosen)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start = Trainer(recipe("grpo.max_num_steps=1", name="start")).source
+    task = ("~nemo_grpo.task", "nemo_grpo.task.name=math",
+            f"nemo_grpo.task.train_files=[{tmp_path}/train.jsonl]",
+            f"nemo_grpo.task.validation_files=[{tmp_path}/held-out.jsonl]", f"policy.model_name={start}",
+            "nemo_grpo.warm_start=null", "grpo.max_val_samples=4")  # fmt: skip
+    with pytest.raises(UserError, match=r"problem 'train170' has a prompt of .* tokens"):
+        Trainer(recipe(*task))
+    assert not recipe(*task).run_dir.exists()
+
+
 def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
     r = recipe(
         *("nemo_grpo.engine.max_consecutive_skipped_steps=2", "grpo.max_num_steps=9", "grpo.val_period=0"),
