@@ -62,4 +62,5 @@ def parse_task(section: Mapping[str, Any]) -> TaskConfig:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise UserError(f"nemo_grpo.task.{where}={first['input']!r}: {first['msg']}") from error
+        rule = "it must be a list, such as [a, b]" if first["type"] == "tuple_type" else first["msg"]
+        raise UserError(f"nemo_grpo.task.{where}={first['input']!r}: {rule}") from error

@@ -251,6 +251,10 @@ def test_reading_a_huge_response_is_linear(task, tag):
         ({}, "needs a name"),
         ({"name": ["arithmetic"]}, "needs a name"),
         ({"name": "knight_knaves"}, "did you mean 'knights_knaves'"),
+        (
+            {"name": "math", "train_files": "a.jsonl"},
+            r"train_files='a.jsonl': it must be a list, such as \[a, b\]",
+        ),
         ({"name": "arithmetic", "num_digit": 2}, "num_digit .*did you mean 'num_digits'"),
         ({"name": "arithmetic", "num_digits": 0}, "num_digits=0"),
         ({"name": "arithmetic", "num_digits": "2"}, "num_digits='2'"),
