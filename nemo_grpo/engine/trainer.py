@@ -150,6 +150,12 @@ class Trainer:
         with stop_on_signals() as stop:
             if state.step == 0 and recipe.grpo.val_at_start:
                 self.run.append_metrics({"step": 0} | self.validate())
+            if state.step >= recipe.grpo.max_num_steps:
+                log.info(
+                    "at step %d, grpo.max_num_steps=%d: nothing is left to train; raise it to go on",
+                    state.step,
+                    recipe.grpo.max_num_steps,
+                )
             stopping = False
             with self._progress() as advance:
                 while state.step < recipe.grpo.max_num_steps and not stopping and not state.reached_goal:

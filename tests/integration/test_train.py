@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,16 @@ def test_a_run_can_be_extended(recipe):
     assert longer.state.step == 4
     longer.train()
     assert rows(longer.run.path)[-1]["step"] == 6
+
+
+def test_a_finished_run_says_that_nothing_is_left_and_resumes_without_warnings(recipe, caplog):
+    Trainer(recipe("grpo.max_num_steps=2")).train()
+    with warnings.catch_warnings(record=True) as warned, caplog.at_level("INFO"):
+        warnings.simplefilter("always", FutureWarning)
+        resumed = Trainer(recipe("grpo.max_num_steps=1"), resume=True)
+        assert resumed.train()
+    assert "at step 2, grpo.max_num_steps=1: nothing is left to train" in caplog.text
+    assert [str(one.message) for one in warned] == []
 
 
 def test_an_existing_run_is_refused_and_left_alone(recipe):

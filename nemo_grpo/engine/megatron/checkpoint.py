@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ def load_policy(policy: MegatronPolicy, folder: Path) -> None:
     absent = _absent_extra_states(state["model"], folder)
     for name in absent:
         del state["model"][name]
-    loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    with warnings.catch_warnings():  # about how megatron-core calls torch
+        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
     loaded["model"] |= dict.fromkeys(absent)  # None: the layer keeps what it has
     policy.load_state_dict(loaded)
 
