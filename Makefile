@@ -19,6 +19,8 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 	 $$python -m venv $(VENV) || { echo "error: '$$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
+	# Transformer Engine's Python code, for tests on a CPU; where it can be imported megatron-core would want its kernels.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c requirements/constraints.txt --target $(VENV)/transformer_engine transformer_engine
 	@touch $(STAMP)
 
 venv-nemo-rl: $(NEMO_VENV)/.installed  ## create .venv-nemo-rl, in which NeMo-RL's source runs on a CPU

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nemo_grpo.engine.hf_folder import check_model_folder, load_config
 from nemo_grpo.engine.megatron import options
-from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed, transformer_impl
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.engine.run_folder import RunFolder
-from nemo_grpo.engine.setup import DTYPES, choose_device, layout_of, lora_of
+from nemo_grpo.engine.setup import choose_device, layout_of
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.evaluate.runner import ks
 from nemo_grpo.recipe import Recipe
@@ -88,27 +85,18 @@ def check_supported(recipe: Recipe) -> None:
     errors += options.fp8_refusals(megatron, options.this_machine())
     if errors:
         raise UserError("; ".join(errors))
-    if lora_of(recipe) is not None and torch.cuda.is_available() and transformer_engine_is_installed():
-        raise UserError(
-            "policy.megatron_cfg.peft.enabled=true: LoRA needs megatron-core's local layers, and Transformer "
-            "Engine is installed; use an environment without it"
-        )
 
 
 def _packing_rules(recipe: Recipe) -> list[tuple[str, object, tuple[object, ...], str]]:
-    packing, context = recipe.policy.sequence_packing, recipe.policy.megatron_cfg.context_parallel_size
+    packing = recipe.policy.sequence_packing
     if not packing.enabled:
         return []
     section = "policy.sequence_packing"
     name, fused = "first_fit_decreasing", (packing.model_extra or {}).get("fuse_loss")
-    rules: list[tuple[str, object, tuple[object, ...], str]] = [
+    return [
         (f"{section}.algorithm", packing.algorithm, (name,), f"use {name}"),
         (f"{section}.fuse_loss", fused, (None, False), "remove it"),
     ]
-    if transformer_impl(DTYPES[recipe.policy.precision]) != "local":
-        key = "with Transformer Engine policy.sequence_packing.enabled=true and context_parallel_size"
-        rules.append((key, context, (1,), "use context_parallel_size=1, or sequence_packing.enabled=false"))
-    return rules
 
 
 def _lora_rules(recipe: Recipe) -> list[tuple[str, object, tuple[object, ...], str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from nemo_grpo.engine.generators import build_local
 from nemo_grpo.engine.hf_folder import load_config, load_weights
 from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
-from nemo_grpo.engine.megatron.parallel import Layout
+from nemo_grpo.engine.megatron.parallel import Layout, is_rank_zero
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.protocols import Generator, SamplingParams
 from nemo_grpo.engine.rollout import OverlongPenalty
@@ -22,6 +23,8 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.cluster_rules import value_of
 from nemo_grpo.tasks import Task
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,6 +90,8 @@ def model_source(recipe: Recipe, task: Task) -> Path:
 def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:
     """The policy with the source's weights."""
     optimizer, scheduler = recipe.policy.megatron_cfg.optimizer, recipe.policy.megatron_cfg.scheduler
+    if (hint := options.fp8_hint(recipe.policy.megatron_cfg)) and is_rank_zero():
+        log.warning("%s", hint)
     num_updates = recipe.grpo.max_num_steps * recipe.num_updates_per_step
     settings = OptimizerSettings(
         lr=optimizer.lr,

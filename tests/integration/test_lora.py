@@ -364,14 +364,6 @@ def test_a_run_resumes_from_the_folder_it_started_from(tmp_path, cache):
         assert torch.equal(tensor, want), name
 
 
-def test_layers_that_fuse_their_norm_are_refused(model):
-    """Their input is not what the matrix multiplies."""
-    policy = MegatronPolicy(model.config, SETTINGS, lora=LORA)
-    policy.model.decoder.layers[1].mlp.linear_fc1.layer_norm_weight = torch.ones(32)
-    with pytest.raises(UserError, match=r"layers\.1\.mlp\.linear_fc1 is fused with its norm"):
-        policy.load_weights(dict(model.state_dict()), keep_reference=False)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -7,7 +7,8 @@ How A [dim, in] and B [out, dim] are cut over the tensor-parallel ranks, and wha
     proj, fc2 (row)   the input     cut as W          on every rank      A's partial sums are scattered
 
 Only the ``dim`` wide activation between A and B is communicated. An adapter is a submodule of its layer, so W
-keeps its name; a forward hook adds the adapter's output to the layer's. Names, shapes and checkpoint keys are
+keeps its name; a forward hook adds the adapter's output to the layer's. Transformer Engine's layers that are
+fused with the norm before them return its output, for the hook, too. Names, shapes and checkpoint keys are
 Megatron-Bridge's: ``<layer>.adapter.linear_in.weight`` is A, ``<layer>.adapter.linear_out.weight`` is B.
 """
 
@@ -124,33 +125,27 @@ class Adapters:
     """All adapters of this rank's part of the model."""
 
     def __init__(self, weights: HFWeights, settings: LoRASettings, seed: int) -> None:
-        """Freeze the model and give its layers adapters: A Xavier normal, the same at every layout; B zero.
-
-        Raises: UserError: a layer fuses a norm with its matrix, so its input is not what W multiplies.
-        """
+        """Freeze the model and give its layers adapters: A Xavier normal, alike at every layout; B zero."""
         self.weights, self.settings = weights, settings
         self.active = True
         weights.model.requires_grad_(False)
         for name, layer in list(weights.model.named_modules()):
             if name.rpartition(".")[2] in settings.targets:
-                if getattr(layer, "layer_norm_weight", None) is not None:
-                    raise UserError(
-                        f"policy.megatron_cfg.peft.enabled=true: {name} is fused with its norm, as in "
-                        "Transformer Engine's layers; use megatron-core's local layers"
-                    )
                 layer.adapter = Adapter(layer, settings)
+                if _is_fused_with_its_norm(layer):
+                    layer.return_layernorm_output = True
                 layer.register_forward_hook(self._add_output)
         if weights.model.config.recompute_granularity is not None and weights.model.pre_process:
             weights.model.embedding.register_forward_hook(_require_gradient)
         self._draw(seed)
 
     def _add_output(
-        self, layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
-    ) -> Any:
-        if not self.active:
-            return output
-        result, bias = output
-        return result + layer.adapter(inputs[0]), bias
+        self, layer: Any, inputs: tuple[Tensor, ...], output: tuple[Any, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        (result, bias), multiplied = output, inputs[0]
+        if _is_fused_with_its_norm(layer):
+            result, multiplied = result
+        return (result + layer.adapter(multiplied) if self.active else result), bias
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
@@ -212,6 +207,11 @@ class Adapters:
         """Take over what `dist_checkpointing.load` filled in."""
         for name, parameter in self.local_parameters().items():
             parameter.copy_(state[name])
+
+
+def _is_fused_with_its_norm(layer: torch.nn.Module) -> bool:
+    """As in Transformer Engine's layers: W multiplies not the layer's input, but its norm."""
+    return getattr(layer, "layer_norm_weight", None) is not None
 
 
 def _require_gradient(_embedding: Any, _inputs: Any, output: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl
 from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
-from nemo_grpo.engine.megatron.parallel import Layout, zigzag
+from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.errors import UserError, did_you_mean
 
 # Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
@@ -135,9 +135,8 @@ class PackableGPTModel(GPTModel):
         if packed_seq_params is None or packed_seq_params.qkv_format != SHARED:
             return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         decoder_input, _, *others = super()._preprocess(*args, **kwargs)
-        positions = packed_seq_params.positions
-        own = zigzag(len(positions), positions.device)
-        rotary = self.rotary_pos_emb.get_emb(packed_seq_params.max_seqlen_q)[positions[own]]
+        positions = packed_seq_params.positions[packed_seq_params.own]
+        rotary = self.rotary_pos_emb.get_emb(packed_seq_params.max_seqlen_q)[positions]
         return (decoder_input, rotary, *others)
 
     def _postprocess(

@@ -26,6 +26,9 @@ RECOMPUTE_MODULES = ("core_attn", "mlp")
 FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 """Lowest compute capability of a GPU that has each scaling recipe in Transformer Engine."""
 
+_BLOCKWISE_CUDA = (12, 9)
+"""Lowest CUDA version of torch's build with which Transformer Engine scales by blocks."""
+
 
 def fp8_alignment(recipe: str | None) -> int:
     """What the number of tokens that are computed together must be a multiple of; None: no FP8."""
@@ -38,16 +41,20 @@ class Machine:
 
     Attributes: capability: (major, minor) of the GPU, None without CUDA.
                 transformer_engine: it is installed.
+                cuda: (major, minor) of the CUDA that torch was built with, None without.
     """
 
     capability: tuple[int, int] | None
     transformer_engine: bool
+    cuda: tuple[int, int] | None
 
 
 def this_machine() -> Machine:
     """Of this rank's GPU."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return Machine(capability, transformer_engine_is_installed())
+    major, _, minor = (torch.version.cuda or "").partition(".")
+    cuda = (int(major), int(minor)) if major else None
+    return Machine(capability, transformer_engine_is_installed(), cuda)
 
 
 def config_fields(megatron: Megatron) -> dict[str, Any]:
@@ -130,13 +137,33 @@ def _machine_refusals(fp8: FP8, machine: Machine, what: str) -> Iterator[str]:
         )
     needed = FP8_CAPABILITY[fp8.fp8_recipe]
     if machine.capability < needed:
-        have = ".".join(map(str, machine.capability))
+        have = _dotted(machine.capability)
         others = [name for name, least in FP8_CAPABILITY.items() if least <= machine.capability]
         remedy = f"use fp8_recipe={' or '.join(others)}" if others else "use false for BF16"
         yield (
             f"{what}: fp8_recipe={fp8.fp8_recipe} needs compute capability {needed[0]}.{needed[1]} and this "
             f"GPU has {have}; {remedy}"
         )
+    elif fp8.fp8_recipe == "blockwise" and machine.cuda is not None and machine.cuda < _BLOCKWISE_CUDA:
+        yield (
+            f"{what}: fp8_recipe=blockwise needs a torch for CUDA {_dotted(_BLOCKWISE_CUDA)} or newer and "
+            f"this one is for {_dotted(machine.cuda)}; use fp8_recipe=delayed or tensorwise"
+        )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def fp8_hint(megatron: Megatron) -> str | None:
+    """What to know of an FP8 setting that works, but not well."""
+    fp8 = megatron.fp8_cfg
+    if fp8 is None or not fp8.enabled or (fp8.fp8_recipe, fp8.fp8) != ("delayed", "e4m3"):
+        return None
+    return (
+        "policy.megatron_cfg.fp8_cfg: delayed scaling starts at a scale of 1, and most of the first update's "
+        "gradients are too small for e4m3; use fp8=hybrid"
+    )
 
 
 def fp8_width_refusals(hf: Any, layout: Layout, recipe: str) -> Iterator[str]:

@@ -9,7 +9,8 @@ response to its prompt and itself. A prompt of G responses is so computed once i
 are made only where a response's token is predicted.
 
 Transformer Engine's attention has no shared prompts: there the stream is one whole sequence after the other,
-megatron-core's ``thd`` format.
+megatron-core's ``thd`` format. Under context parallelism a rank has two slices (`zigzag`) of the stream, or
+of each of those sequences, which are padded for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_grpo.engine.megatron.parallel import zigzag
+from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
 from nemo_grpo.engine.rollout import Sequences
 
 SHARED, THD = "shared prompts", "thd"
@@ -136,6 +137,7 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         input_ids: [1, T] int64.
         positions: [T] int64.
+        own: [T / CP] int64, the places in the stream that this context-parallel rank computes.
         attention: for `layers.CausalAttention`; Transformer Engine's goes by ``cu_seqlens_*``.
         predicting: [N] int64, the places in this rank's share of the stream whose logits are needed.
         targets: [N] int64, the tokens that they predict.
@@ -144,6 +146,7 @@ class PackedSequences(PackedSeqParams):
 
     input_ids: Tensor = None  # type: ignore[assignment]  # the base class's fields have defaults
     positions: Tensor = None  # type: ignore[assignment]
+    own: Tensor = None  # type: ignore[assignment]
     attention: AttentionPlan | None = None
     predicting: Tensor = None  # type: ignore[assignment]
     targets: Tensor = None  # type: ignore[assignment]
@@ -186,21 +189,47 @@ def pack(
     place = torch.where(column < starts[:, None], in_prompts[prompt_of], place)
     predicts = (column >= sequences.prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
     rows, columns = predicts.nonzero().unbind(1)
-    padding = (0, -len(stream) % multiple)
     packed = PackedSequences(
-        input_ids=functional.pad(stream, padding)[None],
-        positions=functional.pad(positions, padding),
+        input_ids=stream[None],
+        positions=positions,
         predicting=place[predicts],
         targets=ids[rows, columns + 1],
         rows=rows,
         columns=columns,
-        max_seqlen_q=int(lengths.max()) - 1,
-        max_seqlen_kv=int(lengths.max()) - 1,
     )
     packed.attention = AttentionPlan.shared(starts[first], prompt_of, lengths - 1 - starts, dtype)
     if share_prompts:
-        return _own_share(packed).to(device)
-    return _as_thd(packed, lengths - 1, padding[1]).to(device)
+        packed.qkv_format = SHARED
+        packed.max_seqlen_q = packed.max_seqlen_kv = int(lengths.max()) - 1
+        _pad(packed, torch.arange(len(stream)), len(stream) + -len(stream) % multiple)
+        packed.own = zigzag(packed.input_ids.shape[1])
+    else:
+        _lay_out_as_thd(packed, lengths - 1, multiple)
+    return _own_share(packed).to(device)
+
+
+def _pad(packed: PackedSequences, places: Tensor, length: int) -> None:
+    """Move the stream's tokens to these places of one of this length; nobody uses what is between."""
+    packed.input_ids = packed.input_ids.new_zeros(1, length).index_copy(1, places, packed.input_ids)
+    packed.positions = packed.positions.new_zeros(length).index_copy(0, places, packed.positions)
+    packed.predicting = places[packed.predicting]
+
+
+def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> None:
+    """Whole sequences one after the other, padded for context parallelism; further padding is one more."""
+    padded = lengths + -lengths % zigzag_multiple()
+    if rest := -int(padded.sum()) % multiple:
+        padded = torch.cat([padded, padded.new_tensor([rest])])
+    ends = functional.pad(padded.cumsum(0), (1, 0))
+    starts = ends[: len(lengths)].repeat_interleave(lengths)
+    within = torch.arange(len(starts)) - functional.pad(lengths.cumsum(0), (1, 0))[:-1].repeat_interleave(
+        lengths
+    )
+    _pad(packed, starts + within, int(ends[-1]))
+    packed.qkv_format = THD
+    packed.own = torch.cat([zigzag(int(n)) + start for n, start in zip(padded, ends[:-1], strict=True)])
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = ends.to(torch.int32)
+    packed.max_seqlen_q = packed.max_seqlen_kv = int(padded.max())  # the padding may be the longest
 
 
 def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,26 +242,14 @@ def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _own_share(packed: PackedSequences) -> PackedSequences:
     """Under context parallelism: what of the stream this rank predicts from, in its own share's places."""
-    packed.qkv_format = SHARED
-    own = zigzag(packed.input_ids.shape[1])
-    if len(own) == packed.input_ids.shape[1]:
+    own, length = packed.own, packed.input_ids.shape[1]
+    if len(own) == length:
         return packed
-    place = torch.full_like(packed.positions, -1)
+    place = torch.full((length,), -1)
     place[own] = torch.arange(len(own))
     mine = place[packed.predicting] >= 0
     packed.predicting = place[packed.predicting][mine]
     packed.targets, packed.rows, packed.columns = (
         x[mine] for x in (packed.targets, packed.rows, packed.columns)
     )
-    return packed
-
-
-def _as_thd(packed: PackedSequences, lengths: Tensor, num_padding: int) -> PackedSequences:
-    """Whole sequences one after the other; the padding is one more."""
-    if num_padding:
-        lengths = torch.cat([lengths, lengths.new_tensor([num_padding])])
-    ends = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    packed.qkv_format = THD
-    packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
-    packed.max_seqlen_q = packed.max_seqlen_kv = int(lengths.max())  # the padding may be the longest
     return packed

@@ -100,10 +100,16 @@ def zigzag(length: int, device: torch.device | None = None) -> Tensor:
     The sequence is cut into 2 CP slices; rank r has slices r and 2 CP - 1 - r, so that causal attention
     costs every rank the same. megatron-core's rotary embedding uses the same order.
 
-    Args: length: a multiple of 2 CP.
+    Args: length: a multiple of `zigzag_multiple`.
     """
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     return _positions(length, size, rank, device)
+
+
+def zigzag_multiple() -> int:
+    """What the length of a sequence that context-parallel ranks share must be a multiple of."""
+    size = parallel_state.get_context_parallel_world_size()
+    return 2 * size if size > 1 else 1
 
 
 def _positions(length: int, size: int, rank: int, device: torch.device | None) -> Tensor:

@@ -90,7 +90,6 @@ class Pass:
     def _packed(
         self, model: torch.nn.Module, micro: Microbatch, packed: PackedSequences
     ) -> tuple[Tensor, Callable[[Tensor], Numbers]]:
-        own = parallel.zigzag(packed.input_ids.shape[1], packed.input_ids.device)
         shape = (len(micro.rows), micro.length - 1)
 
         def spread(x: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ class Pass:
             return spread(logprobs), None if entropies is None else spread(entropies)
 
         output = model(
-            packed.input_ids[:, own], position_ids=None, attention_mask=None, packed_seq_params=packed
+            packed.input_ids[:, packed.own], position_ids=None, attention_mask=None, packed_seq_params=packed
         )
         return output, numbers
 

@@ -18,6 +18,7 @@ from nemo_grpo.engine.megatron.options import (
     Machine,
     config_fields,
     fp8_alignment,
+    fp8_hint,
     fp8_refusals,
     fp8_width_refusals,
     override_refusals,
@@ -26,7 +27,8 @@ from nemo_grpo.engine.megatron.options import (
 from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.recipe.sections import Megatron
 
-H200 = Machine((9, 0), transformer_engine=True)
+CUDA = (13, 0)
+H200 = Machine((9, 0), transformer_engine=True, cuda=CUDA)
 
 
 def section(**keys) -> Megatron:
@@ -103,14 +105,23 @@ def test_a_field_that_megatron_lacks_is_refused():
 @pytest.mark.parametrize(
     ("megatron", "machine", "message"),
     [
-        (fp8(), Machine(None, True), "torch finds none; use false for BF16"),
-        (fp8(), Machine((9, 0), False), "it is not installed; run scripts/install_transformer_engine.sh"),
+        (fp8(), Machine(None, True, None), "torch finds none; use false for BF16"),
         (
             fp8(),
-            Machine((8, 9), True),
+            Machine((9, 0), False, CUDA),
+            "it is not installed; run scripts/install_transformer_engine.sh",
+        ),
+        (
+            fp8(),
+            Machine((8, 9), True, CUDA),
             "capability 9.0 and this GPU has 8.9; use fp8_recipe=delayed or tensorwise",
         ),
-        (fp8(fp8_recipe="delayed"), Machine((8, 0), True), "needs compute capability 8.9 .* use false"),
+        (fp8(fp8_recipe="delayed"), Machine((8, 0), True, CUDA), "needs compute capability 8.9 .* use false"),
+        (
+            fp8(),
+            Machine((9, 0), True, (12, 8)),
+            "needs a torch for CUDA 12.9 or newer and this one is for 12.8; use fp8_recipe=delayed",
+        ),
         (fp8(fp8_recipe="mxfp8"), H200, "fp8_recipe=mxfp8: the embedded engine has blockwise, delayed"),
         (fp8(fp8_param=True), H200, "fp8_param=true: .* use false"),
     ],
@@ -124,9 +135,15 @@ def test_fp8_is_refused_with_the_remedy(megatron, machine, message):
     ("recipe", "capability"), [("delayed", (8, 9)), ("tensorwise", (8, 9)), ("blockwise", (9, 0))]
 )
 def test_fp8_is_let_through_on_a_machine_that_has_it(recipe, capability):
-    assert not list(fp8_refusals(fp8(fp8_recipe=recipe), Machine(capability, True)))
-    assert list(fp8_refusals(fp8(fp8_recipe=recipe), Machine((capability[0], capability[1] - 1), True)))
-    assert not list(fp8_refusals(section(), Machine(None, False)))  # nobody asked for it
+    assert not list(fp8_refusals(fp8(fp8_recipe=recipe), Machine(capability, True, CUDA)))
+    assert list(fp8_refusals(fp8(fp8_recipe=recipe), Machine((capability[0], capability[1] - 1), True, CUDA)))
+    assert not list(fp8_refusals(section(), Machine(None, False, None)))  # nobody asked for it
+
+
+def test_delayed_scaling_in_e4m3_gets_a_hint():
+    assert "use fp8=hybrid" in (fp8_hint(fp8(fp8_recipe="delayed", fp8="e4m3")) or "")
+    for good in (fp8(fp8_recipe="delayed", fp8="hybrid"), fp8(), section()):
+        assert fp8_hint(good) is None
 
 
 def test_fp8_needs_widths_of_sixteen():

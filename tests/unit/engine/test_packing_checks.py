@@ -10,8 +10,6 @@ from nemo_grpo import UserError
 from nemo_grpo.engine import checks
 from nemo_grpo.recipe import Recipe, load_recipe
 
-CP2 = ["policy.megatron_cfg.context_parallel_size=2", "cluster.gpus_per_node=2"]
-
 
 def quickstart(*overrides: str) -> Recipe:
     return load_recipe(Path(__file__).parents[3] / "recipes/quickstart.yaml", overrides)
@@ -29,11 +27,3 @@ def test_what_would_be_ignored_is_refused_only_when_packing(override, message):
     with pytest.raises(UserError, match=message):
         checks.check_supported(quickstart(given))
     checks.check_supported(quickstart(given, "policy.sequence_packing.enabled=false"))
-
-
-def test_context_parallel_packing_needs_the_local_layers(monkeypatch):
-    checks.check_supported(quickstart(*CP2))
-    monkeypatch.setattr(checks, "transformer_impl", lambda _dtype: "transformer_engine")
-    with pytest.raises(UserError, match="context_parallel_size=2 is not supported"):
-        checks.check_supported(quickstart(*CP2))
-    checks.check_supported(quickstart(*CP2, "policy.sequence_packing.enabled=false"))

@@ -1,0 +1,133 @@
+"""What `test_te_on_cpu` runs in processes that have Transformer Engine on the CPU (`te_on_cpu`).
+
+``main(answers, cases)`` writes to the file ``answers``, with torch.save, what each case returned on rank 0.
+It is called by a process without a main module, which every rank would import again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import te_on_cpu
+
+te_on_cpu.install()
+
+import torch  # noqa: E402
+from ranks import _context, run_ranks  # noqa: E402
+from test_policy_gpu import SETTINGS, rollout, token_batch  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
+
+from nemo_grpo import build_objective  # noqa: E402
+from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy  # noqa: E402
+from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed  # noqa: E402
+from nemo_grpo.engine.megatron.lora import LoRASettings  # noqa: E402
+from nemo_grpo.engine.megatron.parallel import Layout  # noqa: E402
+from nemo_grpo.engine.megatron.policy import MegatronPolicy  # noqa: E402
+
+SIZES = {
+    "vocab_size": 500,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+}
+FAMILIES: dict[str, Callable[..., Any]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+ADAPTERS = LoRASettings(8, 16)
+
+
+def make(
+    impl: str, layout: dict[str, Any], family: str, lora: bool, fields: dict[str, Any]
+) -> MegatronPolicy:
+    assert transformer_engine_is_installed()
+    torch.manual_seed(0)
+    config = FAMILIES[family](**SIZES, tie_word_embeddings=family != "llama")
+    weights = AutoModelForCausalLM.from_config(config).float().state_dict()
+    settings = dataclasses.replace(SETTINGS, use_distributed_optimizer=True)
+    policy = MegatronPolicy(
+        config,
+        settings,
+        dtype=torch.bfloat16,
+        layout=Layout(**layout),
+        lora=ADAPTERS if lora else None,
+        config_fields={"transformer_impl": impl, **fields},
+    )
+    policy.load_weights(dict(weights), keep_reference=False)
+    return policy
+
+
+class Run:
+    """A policy and one rollout; each `step` is an update on it."""
+
+    def __init__(
+        self,
+        impl: str = "transformer_engine",
+        layout: dict[str, Any] | None = None,
+        family: str = "qwen2",
+        lora: bool = False,
+        mb_tokens: int | None = None,
+        **fields: Any,
+    ) -> None:
+        self.policy = make(impl, layout or {}, family, lora, fields)
+        self.sequences, self.rewards = rollout()
+        self.how: dict[str, Any] = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
+        self.objective = build_objective("gpg")
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def score(self) -> torch.Tensor:
+        return self.policy.score(self.sequences, **self.how).logprobs
+
+    def step(self, scores: torch.Tensor) -> None:
+        prepared = self.objective.prepare(token_batch(self.sequences, self.rewards, scores))
+        result = self.policy.update(self.objective, prepared, self.sequences, **self.how)
+        self.losses.append(result.metrics["loss/total"])
+        self.grad_norms.append(result.grad_norm)
+
+    def answer(self, scores: torch.Tensor) -> dict[str, Any]:
+        return {
+            "scores": scores,
+            "losses": self.losses,
+            "grad_norms": self.grad_norms,
+            "weights": {name: x.float().clone() for name, x in self.policy.named_tensors()},
+        }
+
+
+def updates(num_steps: int = 2, **arguments: Any) -> dict[str, Any]:
+    """Score, then updates on one rollout."""
+    run = Run(**arguments)
+    scores = run.score()
+    for _ in range(num_steps):
+        run.step(scores)
+    return run.answer(scores)
+
+
+def resumed(folder: str, loaded_by: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Two updates, a checkpoint, one more; and one more of a policy that loads the checkpoint."""
+    run = Run(**arguments)
+    scores = run.score()
+    run.step(scores)
+    run.step(scores)
+    save_policy(run.policy, Path(folder), 2)
+    run.step(scores)
+    again = Run(**(arguments | loaded_by))
+    load_policy(again.policy, Path(folder))
+    again.step(scores)
+    return {"unbroken": run.answer(run.score()), "resumed": again.answer(again.score())}
+
+
+def main(answers: str, cases: str) -> None:
+    """Of each of ``cases``, JSON [[number of ranks, function, arguments], ...]."""
+    _context.set_forkserver_preload(["te_cases"])
+    found = [
+        run_ranks(ranks, functools.partial(globals()[name], **arguments))[0]
+        for ranks, name, arguments in json.loads(cases)
+    ]
+    torch.save(found, answers)
