@@ -9,23 +9,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import te_on_cpu
 
 te_on_cpu.install()
 
+import test_policy_gpu as tests  # noqa: E402
 import torch  # noqa: E402
 from ranks import _context, run_ranks  # noqa: E402
 from test_policy_gpu import SETTINGS, rollout, token_batch  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
 
 from nemo_grpo import build_objective  # noqa: E402
+from nemo_grpo.engine.megatron import model  # noqa: E402
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy  # noqa: E402
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed  # noqa: E402
 from nemo_grpo.engine.megatron.lora import LoRASettings  # noqa: E402
+from nemo_grpo.engine.megatron.options import FP8_CAPABILITY  # noqa: E402
 from nemo_grpo.engine.megatron.parallel import Layout  # noqa: E402
 from nemo_grpo.engine.megatron.policy import MegatronPolicy  # noqa: E402
 
@@ -121,6 +126,37 @@ def resumed(folder: str, loaded_by: dict[str, Any], **arguments: Any) -> dict[st
     load_policy(again.policy, Path(folder))
     again.step(scores)
     return {"unbroken": run.answer(run.score()), "resumed": again.answer(again.score())}
+
+
+def gpu_tests(folder: str) -> dict[str, Any]:
+    """The tests of tests/gpu that need Transformer Engine, and which of them fail, with the reason."""
+
+    def impl(dtype: torch.dtype) -> str:
+        return "transformer_engine" if dtype == torch.bfloat16 else "local"
+
+    def on_cpu(name: str, *arguments: Any) -> Any:
+        return getattr(tests, name)(*arguments)
+
+    bodies = {
+        "bf16": lambda: tests.test_bf16_with_transformer_engine_equals_the_cpu(on_cpu),
+        "recompute": lambda: tests.test_recompute_gives_the_same_update({}),
+        "packed": lambda: tests.test_packed_sequences_give_the_same_update({}),
+        "checkpoint": lambda: tests.test_a_checkpoint_of_transformer_engine_resumes(Path(folder)),
+    }
+    for recipe in FP8_CAPABILITY:
+        for form in ("e4m3", "hybrid"):
+            arguments = (recipe, form)
+            bodies[f"fp8 {recipe} {form}"] = functools.partial(
+                tests.test_fp8_is_finite_and_close_to_bf16, *arguments
+            )
+    failed = {}
+    with mock.patch.object(model, "transformer_impl", impl):
+        for name, body in bodies.items():
+            try:
+                body()
+            except Exception:
+                failed[name] = traceback.format_exc()
+    return {"ran": list(bodies), "failed": failed}
 
 
 def main(answers: str, cases: str) -> None:

@@ -87,6 +87,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     for name, (arguments, loaded_by) in RESUMED.items():
         how = {"folder": str(folder / name), "loaded_by": loaded_by, **arguments}
         cases[name] = (1, "resumed", how)
+    cases["gpu_tests"] = (1, "gpu_tests", {"folder": str(folder / "gpu_tests")})
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "gpu")))
     done = subprocess.run(
         [
@@ -157,3 +158,10 @@ def test_a_checkpoint_goes_on_as_if_unbroken(run, name):
         assert resumed["grad_norms"] == unbroken["grad_norms"][-1:]
         for weight, tensor in unbroken["weights"].items():
             assert torch.equal(resumed["weights"][weight], tensor), weight
+
+
+def test_the_tests_for_a_gpu_pass_with_the_same_numbers(run):
+    """Those of tests/gpu that need Transformer Engine; only a GPU's kernels are missing."""
+    found = run["gpu_tests"]
+    assert len(found["ran"]) == 10
+    assert not found["failed"], "\n".join(found["failed"].values())
