@@ -4,9 +4,9 @@
 
 Transformer Engine's Python code and megatron-core's layers run as on a GPU, with kernels computed by torch in
 the same formats (`tests/integration/te_on_cpu.py`); only the order of sums and the speed are not a GPU's. The
-model is small and its weights are random: 4 layers, width 256, 8 sequences of 20 to 48 tokens, GPG at a learning
-rate of 1e-3 on the same rollout again and again. Compare the rows with each other; how far a trained model drifts
-is a question for `benchmarks/gpu_policy_update.py`.
+model is small and its weights are random: 4 layers, width 256, 8 sequences of 20 to 48 tokens, GPG at a
+learning rate of 1e-3 on the same rollout again and again. Compare the rows with each other; how far a trained
+model drifts is a question for `benchmarks/gpu_policy_update.py`.
 """
 
 from __future__ import annotations
