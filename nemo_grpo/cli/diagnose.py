@@ -42,7 +42,7 @@ def pivots(
         Literal["uniform", "policy"],
         typer.Option(help="Any other token, or what the policy would have said instead."),
     ] = "uniform",
-    seed: Annotated[int, typer.Option(help="Of positions, replacements, continuations.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of positions, replacements, continuations.", min=0)] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder of pivots.json and pivots.png.", show_default=False)
     ] = None,

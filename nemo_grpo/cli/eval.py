@@ -49,7 +49,7 @@ MaxTokens = Annotated[int | None, typer.Option(help="Longest response. Default: 
 NumProblems = Annotated[
     int | None, typer.Option(help="First so many problems. Default: the recipe's, or all.", min=1)
 ]
-Seed = Annotated[int, typer.Option(help="Of the samples.")]
+Seed = Annotated[int, typer.Option(help="Of the samples.", min=0)]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results. Default: runs/eval-NAME.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results in --out.")]
 DataDir = Annotated[Path, typer.Option(help="Folder of `nemo-grpo data prepare`.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,9 +35,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise UserError(
-                f"temperature must be positive (greedy is its own switch); got {self.temperature}"
+                f"temperature must be positive and finite (greedy is its own switch); got {self.temperature}"
             )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1]; got {self.top_p}")

@@ -17,10 +17,13 @@ def megatron_is_on(recipe: Recipe) -> Iterator[str]:
 def step_splits_into_updates(recipe: Recipe) -> Iterator[str]:
     g, batch = recipe.grpo, recipe.policy.train_global_batch_size
     if recipe.num_sequences_per_step % batch:
+        fitting = _divisors_near(
+            recipe.num_sequences_per_step, batch, multiple_of=_microbatch_sequences(recipe)
+        )
         yield (
             f"policy.train_global_batch_size={batch} does not divide grpo.num_prompts_per_step x "
             f"grpo.num_generations_per_prompt = {g.num_prompts_per_step} x {g.num_generations_per_prompt} = "
-            f"{recipe.num_sequences_per_step}; use {_divisors_near(recipe.num_sequences_per_step, batch)}"
+            f"{recipe.num_sequences_per_step}; use {fitting}"
         )
 
 
@@ -40,10 +43,8 @@ def layout_fits_the_ranks(recipe: Recipe) -> Iterator[str]:
 
 
 def update_splits_into_microbatches(recipe: Recipe) -> Iterator[str]:
-    if recipe.world_size % recipe.model_parallel_size:
-        return
     p, dp = recipe.policy, recipe.data_parallel_size
-    if p.train_global_batch_size % (p.train_micro_batch_size * dp):
+    if p.train_global_batch_size % _microbatch_sequences(recipe):
         yield (
             f"policy.train_global_batch_size={p.train_global_batch_size} is not a multiple of "
             f"policy.train_micro_batch_size x data-parallel ranks = {p.train_micro_batch_size} x {dp}; "
@@ -145,12 +146,19 @@ def warm_start_model_is_consistent(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _divisors_near(number: int, wanted: int) -> str:
-    """The divisors next to ``wanted``, below and above."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = max(d for d in divisors if d <= wanted)
-    above = min((d for d in divisors if d >= wanted), default=number)
-    return f"{below} or {above}" if below != above else str(above)
+def _microbatch_sequences(recipe: Recipe) -> int:
+    """Sequences in one microbatch of every data-parallel rank; 1 where the ranks do not fit the layout."""
+    if recipe.world_size % recipe.model_parallel_size:
+        return 1
+    return recipe.policy.train_micro_batch_size * recipe.data_parallel_size
+
+
+def _divisors_near(number: int, wanted: int, *, multiple_of: int) -> str:
+    """The divisors next to ``wanted``, below and above, that are multiples; all count where none is."""
+    unit = multiple_of if number % multiple_of == 0 else 1
+    divisors = [d for d in range(unit, number + 1, unit) if number % d == 0]
+    near = {*[d for d in divisors if d <= wanted][-1:], *[d for d in divisors if d >= wanted][:1]}
+    return " or ".join(map(str, sorted(near)))
 
 
 RULES = (

@@ -50,9 +50,12 @@ def _register(name: str, function: Callable[..., Any]) -> None:
 def load_tree(path: Path) -> Tree:
     """One file merged onto its ``defaults``, interpolations not yet resolved.
 
-    Raises: UserError: a file is missing or not a YAML mapping, or the defaults form a circle.
+    Raises: UserError: a file is missing, a sweep or not a YAML mapping, or the defaults form a circle.
     """
-    return _load_tree(path, ())
+    tree = _load_tree(path, ())
+    if list(tree) == ["sweep"]:
+        raise UserError(f"{path} is a sweep, not a recipe; give it to `nemo-grpo sweep` or `recipe check`")
+    return tree
 
 
 def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:

@@ -86,7 +86,7 @@ class WarmStart(OwnSection):
     """Examples per supervised update."""
     lr: float = Field(default=3e-3, gt=0)
     """Peak learning rate of the supervised training."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seed of weights and examples; not grpo.seed, so that seeds share one start."""
     cache_dir: str = ".cache/warm_start"
     """Folder of finished models, keyed by all of the above and the task."""

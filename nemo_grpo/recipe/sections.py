@@ -37,7 +37,7 @@ class GRPOSection(Section):
     """G, responses per prompt."""
     max_num_steps: int = Field(gt=0)
     """Steps to train."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=0)
     """Seed of data order, sampling and every random choice of a loss."""
     val_period: int = Field(default=10, ge=0)
     """Validate every that many steps; 0: never in between."""

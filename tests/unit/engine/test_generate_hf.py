@@ -400,6 +400,7 @@ def test_a_prompt_that_leaves_no_room_is_a_user_error(generator):
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": 0}, "top_k"),

@@ -284,6 +284,13 @@ def test_wrong_settings_are_user_errors(model, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_negative_seed_is_refused(model, tmp_path):
+    arguments = ["eval", "--model", model, *RECIPE, "--out", tmp_path / "out", "--seed", "-1"]
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == 2
+    assert "x>=0" in result.output
+
+
 def test_a_place_that_may_not_be_written_is_refused_before_the_work(model, tmp_path, monkeypatch):
     no_access = SimpleNamespace(access=lambda path, mode: False, W_OK=os.W_OK, X_OK=os.X_OK)
     monkeypatch.setattr("nemo_grpo.cli.model_folder.os", no_access)

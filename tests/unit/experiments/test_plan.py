@@ -164,6 +164,12 @@ def test_sweep_files_with_mistakes_are_refused(tmp_path: Path, text: str, messag
         load_sweep(write_sweep(tmp_path, text))
 
 
+def test_a_negative_seed_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    sweep = load_sweep(write_sweep(tmp_path, "  seeds: [-1]\n  grids: [{loss_fn.tau: [0.5]}]\n"))
+    with pytest.raises(UserError, match=r"grpo\.seed=-1 must be at least 0"):
+        plan_jobs(sweep.settings, sweep.seeds, tmp_path)
+
+
 @pytest.mark.parametrize("override", ["loss_fn.tau=3", "~loss_fn.tau", "loss_fn={variant: tr_grpo}"])
 def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path: Path, override: str) -> None:
     text = "  overrides: {grpo.max_num_steps: 5}\n  grids: [{loss_fn.tau: [0.5, 2.0]}]\n"

@@ -31,6 +31,7 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
         "num_generations_per_prompt=1",
     ),
     ("step_splits_into_updates", [f"{GBS}=3", f"{MBS}=1"], [f"{GBS}=2"], f"{GBS}=3 .* 2 x 4 = 8; use 2 or 4"),
+    ("step_splits_into_updates", [f"{GBS}=3"], [f"{GBS}=4"], f"{GBS}=3 .* = 8; use 4\n"),  # microbatches of 4
     ("step_splits_into_updates", [f"{GBS}=16"], [f"{GBS}=8"], f"{GBS}=16 .*; use 8$"),
     (
         "layout_fits_the_ranks",

@@ -63,6 +63,12 @@ def test_unreadable_files_say_what_is_wrong(tmp_path: Path, text: str, message: 
     assert "\n" not in str(raised.value)
 
 
+def test_a_sweep_is_told_from_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("sweep: {recipe: a.yaml}")
+    with pytest.raises(UserError, match=r"sweep\.yaml is a sweep, not a recipe"):
+        load_tree(tmp_path / "sweep.yaml")
+
+
 def test_missing_file_and_folder_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         load_tree(tmp_path / "nowhere.yaml")

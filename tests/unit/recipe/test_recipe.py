@@ -132,6 +132,7 @@ def test_unknown_keys_name_the_nearest(tree: dict[str, Any], override: str, mess
     ("override", "message"),
     [
         ("grpo.seed=abc", 'grpo.seed="abc" is a text; it must be an integer'),
+        ("grpo.seed=-1", "grpo.seed=-1 must be at least 0"),
         ("grpo.seed=true", "grpo.seed=true is a truth value; it must be an integer"),
         ("grpo.max_num_steps=2.5", "must be an integer"),
         ("grpo.max_num_steps=0", "grpo.max_num_steps=0 must be greater than 0"),
