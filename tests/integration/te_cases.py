@@ -21,10 +21,15 @@ te_on_cpu.install()
 
 import test_policy_gpu as tests  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import dist_checkpointing  # noqa: E402
 from ranks import _context, run_ranks  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from test_policy_gpu import SETTINGS, rollout, token_batch  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
 
+from checkpoints_conv.hf_to_megatron import hf_to_megatron  # noqa: E402
+from checkpoints_conv.megatron_to_hf import megatron_to_hf  # noqa: E402
 from nemo_grpo import build_objective  # noqa: E402
 from nemo_grpo.engine.megatron import model  # noqa: E402
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy  # noqa: E402
@@ -126,6 +131,35 @@ def resumed(folder: str, loaded_by: dict[str, Any], **arguments: Any) -> dict[st
     load_policy(again.policy, Path(folder))
     again.step(scores)
     return {"unbroken": run.answer(run.score()), "resumed": again.answer(again.score())}
+
+
+def converted(folder: str, **arguments: Any) -> dict[str, Any]:
+    """A converted model's weights as these layers read them; and a policy's after an update, converted back."""
+    hf, megatron = Path(folder) / "hf", Path(folder) / "megatron"
+    run = Run(**arguments)
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        other = AutoModelForCausalLM.from_config(run.policy.hf).bfloat16()
+        other.save_pretrained(hf)
+        hf_to_megatron(hf, megatron)
+    dist.barrier()
+    state = {"model": run.policy.sharded_state_dict(loading=True)["model"]}
+    loaded = dist_checkpointing.load(state, str(megatron / "iter_0000000"))  # at the strictness it has
+    run.policy.model.load_state_dict(loaded["model"])
+    read = {name: x.clone() for name, x in run.policy.named_tensors()}
+
+    trained = Run(**arguments)
+    trained.step(trained.score())
+    save_policy(trained.policy, Path(folder) / "step", 1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        megatron_to_hf(Path(folder) / "step", hf, Path(folder) / "back")
+    return {
+        "model": load_file(hf / "model.safetensors") if dist.get_rank() == 0 else {},
+        "read": read,
+        "weights": {name: x.clone() for name, x in trained.policy.named_tensors()},
+        "back": load_file(Path(folder) / "back" / "model.safetensors") if dist.get_rank() == 0 else {},
+    }
 
 
 def gpu_tests(folder: str) -> dict[str, Any]:

@@ -76,6 +76,11 @@ RESUMED = {
     "te by local": ({}, {"impl": "local"}),
     "local by te": ({"impl": "local"}, {"impl": "transformer_engine"}),
 }
+CONVERTED = {
+    **{family: (1, {"family": family}) for family in FAMILIES},
+    "tp2-sp, delayed": (2, {"layout": TP2_SP, **fp8("delayed")}),
+    "pp2": (2, {"layout": PP2}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,8 @@ def run(tmp_path_factory) -> dict[str, Any]:
     for name, (arguments, loaded_by) in RESUMED.items():
         how = {"folder": str(folder / name), "loaded_by": loaded_by, **arguments}
         cases[name] = (1, "resumed", how)
+    for name, (ranks, arguments) in CONVERTED.items():
+        cases[f"converted {name}"] = (ranks, "converted", {"folder": str(folder / name), **arguments})
     cases["gpu_tests"] = (1, "gpu_tests", {"folder": str(folder / "gpu_tests")})
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "gpu")))
     done = subprocess.run(
@@ -158,6 +165,15 @@ def test_a_checkpoint_goes_on_as_if_unbroken(run, name):
         assert resumed["grad_norms"] == unbroken["grad_norms"][-1:]
         for weight, tensor in unbroken["weights"].items():
             assert torch.equal(resumed["weights"][weight], tensor), weight
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converters_and_layers_read_each_others_checkpoints(run, name):
+    found = run[f"converted {name}"]
+    for there, here in (("model", "read"), ("weights", "back")):
+        assert found[here].keys() == found[there].keys()
+        for weight, tensor in found[here].items():
+            assert torch.equal(tensor, found[there][weight]), weight
 
 
 def test_the_tests_for_a_gpu_pass_with_the_same_numbers(run):
