@@ -134,7 +134,7 @@ def resumed(folder: str, loaded_by: dict[str, Any], **arguments: Any) -> dict[st
 
 
 def converted(folder: str, **arguments: Any) -> dict[str, Any]:
-    """A converted model's weights as these layers read them; and a policy's after an update, converted back."""
+    """What these layers read of a converted model; and a policy after an update, converted back."""
     hf, megatron = Path(folder) / "hf", Path(folder) / "megatron"
     run = Run(**arguments)
     if dist.get_rank() == 0:
