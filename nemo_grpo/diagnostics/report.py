@@ -40,7 +40,8 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     stands for its runs.
 
     Returns: ``output``.
-    Raises:  UserError: no run is given, a folder is not a run's, or the output cannot be written.
+    Raises:  UserError: no run is given, a folder is not a run's, or the output cannot be written or is
+                 another file.
     """
     folders = [folder for given in run_dirs for folder in run_folders(given)]
     if not folders:
@@ -52,11 +53,20 @@ def write_group_report(groups: Sequence[RunGroup], output: str | Path) -> Path:
     """As `write_report`, for groups that have their labels already."""
     output = Path(output)
     try:
+        if output.is_file() and not _is_report(output):
+            raise UserError(f"{output} exists and is no report; remove it, or choose another -o")
         draw(groups, output.parent / PLOTS)
         output.write_text(render(groups, output.parent / PLOTS))
     except OSError as error:
         raise UserError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
     return output
+
+
+def _is_report(file: Path) -> bool:
+    """True for what `render` made, and for an empty file."""
+    head = _PAGE.partition("{title}")[0].encode()
+    with file.open("rb") as opened:
+        return opened.read(len(head)) in (head, b"")
 
 
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:

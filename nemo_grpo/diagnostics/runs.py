@@ -132,7 +132,7 @@ def read_run(path: str | Path) -> RunLog:
         raise UserError(f"{file} holds no step yet; let the run make at least one")
     looks_file = folder / DIAGNOSTICS_FILE
     looks = (
-        tuple(look for look in _json_lines(looks_file) if "num_tokens" in look)
+        tuple(look for look in _json_lines(looks_file) if look.keys() >= {"step", "num_tokens", "tokens"})
         if looks_file.is_file()
         else ()
     )

@@ -113,9 +113,13 @@ def _safetensors(folder: Path) -> Iterator[Any]:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of the folder's safetensors files, in memory.
 
-    Raises: UserError: a file cannot be read.
+    Raises: UserError: a file cannot be read, or a tensor is not finite: no step could mend that.
     """
-    return dict(stream_weights(folder))
+    tensors = dict(stream_weights(folder))
+    for name, tensor in tensors.items():
+        if not all(bound.isfinite() for bound in tensor.aminmax()):
+            raise UserError(f"{folder}: {name} holds NaN or inf; give a sound checkpoint")
+    return tensors
 
 
 def copy_side_files(source: Path, target: Path) -> None:

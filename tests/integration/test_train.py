@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError
@@ -319,6 +319,19 @@ def test_a_model_without_tokenizer_is_refused(recipe, tmp_path):
         (folder / name).write_bytes((trainer.source / name).read_bytes())
     with pytest.raises(UserError, match="has no tokenizer"):
         Trainer(recipe(f"policy.model_name={folder}", "nemo_grpo.warm_start=null", name="other"))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_a_model_with_weights_that_are_not_finite_is_refused(recipe, tmp_path, number):
+    folder = tmp_path / "model"
+    shutil.copytree(Trainer(recipe("grpo.max_num_steps=1")).source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = number
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    start = (f"policy.model_name={folder}", "nemo_grpo.warm_start=null")
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds NaN or inf; give a sound checkpoint"):
+        Trainer(recipe(*start, name="other"))
+    assert not recipe(name="other").run_dir.exists()
 
 
 def test_a_tokenizer_of_a_larger_model_is_refused(recipe, tmp_path):

@@ -266,6 +266,17 @@ def test_unwritable_output_and_no_run_are_refused(make_run: MakeRun, tmp_path: P
         write_report([], tmp_path / "report.html")
 
 
+def test_only_reports_are_replaced(make_run: MakeRun, tmp_path: Path) -> None:
+    folder, data = make_run("a", [{"step": 1}]), tmp_path / "ok.jsonl"
+    data.write_text('{"answer": 1}\n')
+    with pytest.raises(UserError, match=r"ok\.jsonl exists and is no report; remove it, or"):
+        write_report([folder], data)
+    assert data.read_text() == '{"answer": 1}\n'
+    assert not (tmp_path / "plots").exists()
+    page = write_report([folder], tmp_path / "report.html").read_text()
+    assert write_report([folder], tmp_path / "report.html").read_text() == page
+
+
 def test_cli_writes_the_report_where_told(make_run: MakeRun, tmp_path: Path) -> None:
     import typer
 

@@ -50,7 +50,8 @@ def runs(tmp_path: Path) -> list[Path]:
             for s, n in enumerate((1.0, 1.0, 4.0, 1.0))
         ]
         looks = [look(step, first) for step, first in zip((1, 20), firsts, strict=True)]
-        for name, lines in (("metrics", rows), ("diagnostics", [*looks, {"step": 21}])):
+        damaged = [{"step": 21}, {key: value for key, value in look(22, 9.0).items() if key != "step"}]
+        for name, lines in (("metrics", rows), ("diagnostics", [*looks, *damaged])):
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         recipe = {"grpo": {"seed": seed}, "loss_fn": {"variant": "tr_grpo"}}
         (folder / "recipe.resolved.yaml").write_text(yaml.safe_dump(recipe))
