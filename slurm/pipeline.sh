@@ -19,6 +19,15 @@ eval "$settings"
 name=$(basename "$RUN_DIR")
 IFS=, read -ra list <<<"$benchmarks"
 
+# A pipeline is submitted as a whole or not at all: two jobs of one run must not train side by side.
+submitted=()
+withdraw() {
+    if ((${#submitted[@]})); then
+        scancel "${submitted[@]}" || true
+        echo "error: a stage was refused; cancelled those before it: ${submitted[*]}" >&2
+    fi
+}
+
 # submit AFTER SBATCH_ARGUMENT...: prints the job's number.
 submit() {
     local after=$1
@@ -29,9 +38,10 @@ submit() {
         echo >&2
         echo "${after:-}N"
     else
-        "${command[@]}"
+        "${command[@]}" | cut -d ';' -f 1 # NUMBER;CLUSTER
     fi
 }
+trap withdraw ERR
 
 # shellcheck disable=SC2206  # options are words
 case $TARGET in
@@ -39,8 +49,10 @@ case $TARGET in
     *) train=(${TRAIN_OPTIONS:-} "$here/embedded.sbatch") ;;
 esac
 trained=$(submit '' --job-name="$name" "${train[@]}" "$recipe" "$@")
+submitted+=("$trained")
 # shellcheck disable=SC2086  # options are words
 converted=$(submit "$trained" --job-name="$name-convert" ${CONVERT_OPTIONS:-} "$here/convert.sbatch" "$recipe" "$@")
+submitted+=("$converted")
 # shellcheck disable=SC2086
 evaluated=$(submit "$converted" --job-name="$name-eval" --array=0-$((${#list[@]} - 1)) ${EVAL_OPTIONS:-} \
     "$here/eval.sbatch" "$RUN_DIR/hf-latest" "$benchmarks" --recipe "$recipe" ${EVAL_ARGUMENTS:-} "$@")

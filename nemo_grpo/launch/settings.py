@@ -14,6 +14,7 @@ def shell_settings(recipe: Recipe) -> str:
     values = {
         "RUN_DIR": recipe.run_dir.absolute(),
         "CHECKPOINT_DIR": recipe.checkpoint_dir.absolute(),
+        "SAVES": "yes" if recipe.checkpointing.enabled else "",
         "GPUS_PER_NODE": recipe.cluster.gpus_per_node,
         "NUM_NODES": recipe.cluster.num_nodes,
         "TARGET": recipe.nemo_grpo.target,

@@ -9,6 +9,8 @@ ATTEMPT=${SLURM_RESTART_COUNT:-0}
 mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Inside a job, srun -N1 would start as many tasks as the job has.
 unset SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_NPROCS
+# sbatch --export=NONE, the custom of some clusters, would hide from steps also what this job sets.
+export SLURM_EXPORT_ENV=ALL
 
 say() {
     printf '[%(%F %T)T attempt %s] %s\n' -1 "$ATTEMPT" "$*"
@@ -38,6 +40,13 @@ log_name() {
     esac
 }
 
+# CPUs that every node of this job has: "64(x2),48" -> 48.
+num_cpus() {
+    local fewest
+    fewest=$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-1}}" | sed 's/(.*//' | sort -n | head -n 1)
+    printf '%s\n' "${fewest:-1}"
+}
+
 # step NAME SRUN_OPTION... -- COMMAND...: runs COMMAND on nodes of this job, in CONTAINER if that is set.
 # Steps share the nodes' CPUs and GPUs. NAME is the container's: the steps of a node with one NAME share it.
 # STEP_LIMIT: how many seconds it may take. STEP_EXEC: take this shell's place, so that signals reach srun.
@@ -47,7 +56,7 @@ step() {
     shift
     while [ "$1" != -- ]; do options+=("$1"); shift; done
     shift
-    options+=(--overlap --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}")
+    options+=(--overlap --kill-on-bad-exit=1 --cpus-per-task="$(num_cpus)")
     if [ -n "${CONTAINER:-}" ]; then
         options+=(--container-image="$CONTAINER" --container-name="$name" --no-container-mount-home)
         options+=(--container-mounts="$ROOT:$ROOT,$PWD:$PWD,$JOB_LOGS:$JOB_LOGS${MOUNTS:+,$MOUNTS}")

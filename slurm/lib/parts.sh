@@ -99,6 +99,10 @@ is_preempted() {
 ask_driver_to_stop() {
     local end
     ASKED_TO_STOP=''
+    if ((DEADLINE)); then # by hand, and again by Slurm: a second signal would end the driver before it has saved
+        say "SIGUSR1 again: the driver was told already"
+        return
+    fi
     if ! running driver; then
         say "SIGUSR1 before the driver runs"
         CAUSE='time limit' RC=$EXIT_REQUEUE

@@ -24,4 +24,42 @@ preflight() {
     fi
     # shellcheck source=/dev/null
     source "$LOG/settings.sh"
+    claim_run
+    if [ -n "${SAVES:-}" ]; then check_checkpoint_folder; fi
+}
+
+# Two jobs in one run's folder would write over each other's checkpoints. Not a lock: that of a dead node stays.
+claim_run() {
+    local owner states=RUNNING,COMPLETING,SUSPENDED
+    owner=$(cat "$RUN_DIR/.slurm-job" 2>/dev/null)
+    if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] &&
+        [ -n "$(squeue --noheader --jobs="$owner" --states="$states" --format=%i 2>/dev/null)" ]; then
+        say "job $owner trains in $RUN_DIR: wait for it, cancel it, or submit with --dependency=afterany:$owner"
+        finish preflight "$EXIT_PREFLIGHT" 0
+    fi
+    mkdir -p "$RUN_DIR" && echo "$SLURM_JOB_ID" >"$RUN_DIR/.slurm-job"
+}
+
+# Every node, in the container if there is one, and this script see the same folder: what is saved elsewhere is lost
+# when the job ends.
+check_checkpoint_folder() {
+    local node second n=${#NODES[@]} missing=() sign=$CHECKPOINT_DIR/.seen-$SLURM_JOB_ID
+    # shellcheck disable=SC2016  # expands on the nodes
+    STEP_LIMIT=${PREFLIGHT_SECONDS:-300} step nemo-grpo --nodes="$n" --ntasks="$n" --ntasks-per-node=1 \
+        --output="$LOG/folder.log" -- bash -c 'mkdir -p "$1" && touch "$2-$SLURMD_NODENAME"' - "$CHECKPOINT_DIR" "$sign"
+    for second in {1..5}; do # NFS
+        missing=()
+        for node in "${NODES[@]}"; do
+            if [ ! -e "$sign-$node" ]; then missing+=("$node"); fi
+        done
+        if ((${#missing[@]} == 0)); then break; fi
+        sleep 1
+    done
+    rm -f "$sign"-*
+    if ((${#missing[@]})); then
+        cat "$LOG/folder.log"
+        say "checkpoints in $CHECKPOINT_DIR: what ${missing[*]} writes there this script does not see, and it would be" \
+            "lost; choose a folder that all nodes share, in a container mounted under the same path (MOUNTS)"
+        finish preflight "$EXIT_PREFLIGHT" 0
+    fi
 }

@@ -11,7 +11,12 @@ export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 R
 # The first free one of this job's five ports: below what Linux gives to connections, above Ray's workers.
 choose_address() {
     local ip port first=$((20000 + SLURM_JOB_ID % 2000 * 5))
-    ip=$(getent ahostsv4 "${NODES[0]}" | awk '{ print $1; exit }')
+    ip=$(address_of "${NODES[0]}")
+    if [ -z "$ip" ] && ((${#NODES[@]} == 1)); then ip=127.0.0.1; fi
+    if [ -z "$ip" ]; then
+        say "${NODES[0]} has no IPv4 address that other nodes can reach: neither getent nor hostname -I tells one"
+        finish ray-head "$EXIT_HEAD_LOST" "$STEP_AT_START"
+    fi
     for port in $(seq "$first" $((first + 4))); do
         if ! answers "$ip" "$port"; then
             RAY_IP=$ip RAY_PORT=$port
@@ -21,6 +26,11 @@ choose_address() {
     done
     say "all of the ports $first-$((first + 4)) of ${NODES[0]} are taken"
     finish ray-head "$EXIT_HEAD_LOST" "$STEP_AT_START"
+}
+
+# An address by which other nodes reach this one. Debian's /etc/hosts gives a host's own name to 127.0.1.1.
+address_of() {
+    { getent ahostsv4 "$1"; hostname -I | tr ' ' '\n'; } 2>/dev/null | awk '$1 ~ /^[0-9.]+$/ && !/^127\./ { print $1; exit }'
 }
 
 answers() {

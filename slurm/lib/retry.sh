@@ -13,8 +13,8 @@ readonly NO_FAILURE='^(time limit|preempted)$'
 # Number of the newest complete checkpoint, 0 if there is none.
 latest_step() {
     local newest
-    newest=$(find "${CHECKPOINT_DIR:-/nonexistent}" -mindepth 1 -maxdepth 1 -name 'step_[0-9]*' -printf '%f\n' \
-        2>/dev/null | sed 's/^step_0*//' | sort -n | tail -n 1)
+    newest=$(find "${CHECKPOINT_DIR:-/nonexistent}/" -mindepth 1 -maxdepth 1 -regex '.*/step_[0-9]+' -printf '%f\n' \
+        2>/dev/null | sed 's/^step_0*//' | sort -n | tail -n 1) # the slash: the folder may be a link
     echo "${newest:-0}"
 }
 
@@ -90,6 +90,10 @@ requeue() {
         say "waiting for Slurm to give the node up and to requeue this job"
         sleep "${NODE_WAIT:-420}" &
         wait $!
+        if [ "${ASKED_TO_STOP:-}" = TERM ]; then
+            say "cancelled while it waited"
+            exit "$EXIT_CANCELLED"
+        fi
     fi
     scontrol requeue "$SLURM_JOB_ID" && { sleep 60 & wait $!; }
 }

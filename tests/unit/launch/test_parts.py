@@ -24,6 +24,7 @@ kill $(jobs -rp) 2>/dev/null
 exit 0
 """
 LISTENS = "trap 'exit 75' USR1; while :; do sleep 0.1; done"
+LATE = "trap 'trap - USR1; sleep 3; exit 75' USR1; while :; do sleep 0.1; done"
 IS_DEAF = "trap '' USR1; sleep 30"
 
 
@@ -32,8 +33,8 @@ def part(name, code):
     return f'start {name} {name}.log x -- bash -c "{code}"'
 
 
-def signal_soon(name):
-    return f"me=$$; (sleep 1; kill -{name} $me) &"
+def signal_soon(name, seconds=1):
+    return f"me=$$; (sleep {seconds}; kill -{name} $me) &"
 
 
 def write_stubs(folder):
@@ -50,6 +51,11 @@ def write_stubs(folder):
         ((part("driver", LISTENS), signal_soon("USR1")), "0 none 75"),
         # 50 s until the limit, of which 48 are to spare: it has two
         ((f"SPARE_SECONDS=48; {part('driver', IS_DEAF)}", signal_soon("USR1")), "1 time limit 75"),
+        # by hand, and again by Slurm: the driver of this case would not survive a second one
+        (
+            ("SPARE_SECONDS=9", part("driver", LATE), signal_soon("USR1"), signal_soon("USR1", 2)),
+            "0 none 75",
+        ),
         # Slurm does not answer when asked for the limit
         (("scontrol() { :; }", part("driver", LISTENS), signal_soon("USR1")), "0 none 75"),
         ((part("ray-head", "sleep 30"), signal_soon("USR1")), "1 time limit 75"),
@@ -60,6 +66,7 @@ def write_stubs(folder):
         "other part",
         "signal",
         "deaf driver",
+        "two signals",
         "silent Slurm",
         "signal before the driver",
         "cancelled",

@@ -90,18 +90,20 @@ def test_max_retries_zero_means_never(tmp_path):
     [
         (["step_000005", "step_000120", "tmp_step_000130", "latest"], 120),
         (["step_8", "step_10"], 10),
+        (["step_8", "step_10.good", "step_11-old"], 8),  # copies that somebody made
         ([], 0),
     ],
 )
 def test_newest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_path, names, expected):
     for name in names:
-        (tmp_path / name).mkdir()
+        (tmp_path / "disk" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints").symlink_to("disk")  # on another disk than the run
     script = SCRIPT.format(
         root=ROOT,
         logs=tmp_path,
         state="RUNNING",
         attempt=0,
-        variables=f"CHECKPOINT_DIR={tmp_path}",
+        variables=f"CHECKPOINT_DIR={tmp_path}/checkpoints",
         arguments="x 1 0 0",
     )
     script = script.replace('decide x 1 0 0\necho "$DECISION $EXIT_WITH"', "latest_step")
@@ -109,3 +111,19 @@ def test_newest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_path, n
         subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
         == f"{expected}\n"
     )
+
+
+def test_job_cancelled_while_slurm_gives_a_node_up_stays_cancelled(tmp_path):
+    script = SCRIPT.format(
+        root=ROOT,
+        logs=tmp_path,
+        state="RUNNING",
+        attempt=0,
+        variables="",
+        arguments="node 71 0 40",
+    )
+    script = script.replace("decide node 71 0 40", "ASKED_TO_STOP=TERM NODE_WAIT=0; requeue node")
+    script = 'sleep() { :; }; scontrol() { echo "scontrol $*"; }\n' + script.replace("scontrol() {", "other() {")
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 143
+    assert "scontrol requeue" not in done.stdout

@@ -34,3 +34,14 @@ def test_step_in_a_container_sees_repository_submission_folder_logs_and_mounts(t
     assert f"--container-mounts=/repo:/repo,{tmp_path}:{tmp_path},/logs:/logs,/data:/data" in arguments
     assert f"--container-workdir={tmp_path}" in arguments
     assert arguments[-4:] == ["python", "-m", "x", "a b"]
+
+
+def test_step_asks_for_cpus_that_every_node_has(tmp_path):
+    assert "--cpus-per-task=48" in srun(tmp_path, "SLURM_JOB_CPUS_PER_NODE='64(x2),48'")
+    assert "--cpus-per-task=64" in srun(tmp_path, "SLURM_JOB_CPUS_PER_NODE='64(x3)'")
+
+
+def test_step_has_the_jobs_variables_also_under_export_none(tmp_path):
+    variables = """PYTHON=python SLURM_EXPORT_ENV=NONE
+        srun() { echo "$SLURM_EXPORT_ENV"; }"""
+    assert srun(tmp_path, variables) == ["ALL"]

@@ -1,0 +1,189 @@
+"""slurm/*.sbatch and pipeline.sh from their first line to their last. Slurm's programs and Python are stubs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+STUBS = {
+    # scontrol show hostnames | show job NUMBER -o; the last task of an array has a line for every task
+    "scontrol": """
+if [ "$2" = hostnames ]; then echo n1; exit; fi
+for _ in 1 2; do echo "JobId=7 JobName=x Command=$SCRIPT a b=c WorkDir=/w StdOut=/w/o JobState=RUNNING"; done
+""",
+    "srun": """
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+""",
+    "squeue": 'echo "$QUEUE"',
+    "scancel": 'echo "scancel $*" >>"$CALLS"',
+    "sbatch": """
+echo "sbatch $*" >>"$CALLS"
+case $* in *"$REFUSED"*) exit 1 ;; esac
+echo "11;cluster"
+""",
+    "python": """
+case $* in
+    *"launch settings"*) cat "$SETTINGS" ;;
+    *) printf '%s\\n' "$*" >>"$CALLS" ;;
+esac
+""",
+}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A repository with a space in its name, stubs, a run with one checkpoint, settings that name it."""
+    for name, text in STUBS.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text("#!/bin/bash" + text if text[0] == "\n" else f"#!/bin/bash\n{text}")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "my repo").mkdir()
+    (tmp_path / "my repo/slurm").symlink_to(ROOT / "slurm")
+    (tmp_path / "disk/step_000020").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "settings").write_text(
+        f"RUN_DIR={tmp_path}/run CHECKPOINT_DIR={tmp_path}/run/checkpoints MODEL=base LORA=\n"
+        "TARGET=embedded NUM_NODES=1 GPUS_PER_NODE=1\n"
+    )
+    (tmp_path / "calls").touch()
+    return tmp_path
+
+
+def run(place, script, *arguments, **variables):
+    path = place / "my repo/slurm" / script
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
+        "PATH": f"{place}/bin:{os.environ['PATH']}",
+        "PYTHON": str(place / "bin/python"),
+        "SCRIPT": str(path),
+        "CALLS": str(place / "calls"),
+        "SETTINGS": str(place / "settings"),
+        "REFUSED": "nothing",
+        "QUEUE": "",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": script,
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_SUBMIT_DIR": str(place),
+        **variables,
+    }
+    return subprocess.run(
+        ["bash", str(path), *arguments], cwd=place, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def calls(place):
+    return (place / "calls").read_text().splitlines()
+
+
+def test_last_task_of_an_array_finds_the_repository_also_in_a_folder_with_a_space(place):
+    done = run(place, "eval.sbatch", "run/hf", "aime24,math500", SLURM_ARRAY_TASK_ID="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert calls(place) == ["-m nemo_grpo.cli eval --model run/hf --out run/eval/math500 --benchmarks math500"]
+
+
+def test_conversion_finds_checkpoints_behind_a_link_and_goes_on_with_what_another_job_began(place):
+    done = run(place, "convert.sbatch", "x.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = calls(place)[0].split()
+    assert words[words.index("--megatron-checkpoint") + 1] == f"{place}/run/checkpoints/step_000020"
+    assert "--resume" in words
+    assert "--force" not in words
+
+
+@pytest.mark.parametrize("made", ["hf-step_000020", ".hf-step_000020.partial"])
+def test_model_of_an_older_checkpoint_of_the_same_step_is_made_again(place, made):
+    (place / "run" / made).mkdir()
+    os.utime(place / "run" / made, (1, 1))
+    done = run(place, "convert.sbatch", "x.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--force" in calls(place)[0].split()
+    assert "--resume" not in calls(place)[0].split()
+
+
+def test_model_of_the_checkpoint_itself_is_not_made_again(place):
+    os.utime(place / "disk/step_000020", (1, 1))
+    (place / "run/hf-step_000020").mkdir()
+    assert run(place, "convert.sbatch", "x.yaml").returncode == 0
+    assert calls(place) == []
+    assert (place / "run/hf-latest").readlink() == Path("hf-step_000020")
+
+
+def test_pipeline_leaves_nothing_behind_when_a_stage_is_refused(place):
+    done = run(place, "pipeline.sh", "x.yaml", "aime24", REFUSED="convert.sbatch")
+    assert done.returncode == 1
+    assert calls(place)[-1] == "scancel 11"
+    assert "cancelled those before it: 11" in done.stderr
+
+
+def test_pipeline_depends_on_numbers_where_slurm_names_the_cluster_too(place):
+    assert run(place, "pipeline.sh", "x.yaml", "aime24").stdout == "train 11, convert 11, evaluate 11\n"
+    assert "--dependency=afterok:11 " in calls(place)[1]
+
+
+PREFLIGHT = """
+source "$ROOT/slurm/lib/job.sh"
+source "$ROOT/slurm/lib/retry.sh"
+source "$ROOT/slurm/lib/preflight.sh"
+{before}
+LOG=$PWD JOB_LOGS=$PWD RUN_DIR=$PWD/run CHECKPOINT_DIR=$PWD/run/checkpoints
+{check}
+echo passed
+"""
+
+
+def check(place, check, before="", **variables):
+    environment = {**os.environ, "PATH": f"{place}/bin:{os.environ['PATH']}", "SCRIPT": "x", "QUEUE": ""}
+    environment |= {"ROOT": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
+    script = PREFLIGHT.format(before=before, check=check)
+    return subprocess.run(
+        ["bash", "-uc", script], cwd=place, env={**environment, **variables}, capture_output=True, text=True
+    )
+
+
+def test_second_job_in_a_run_folder_is_refused_while_the_first_runs(place):
+    (place / "run/.slurm-job").write_text("5\n")
+    refused = check(place, "claim_run", QUEUE="5")
+    assert refused.returncode == 69
+    assert "job 5 trains in" in refused.stdout
+    assert "passed" in check(place, "claim_run", QUEUE="").stdout
+    assert (place / "run/.slurm-job").read_text() == "7\n"
+    assert "passed" in check(place, "claim_run", QUEUE="7").stdout  # an attempt after
+
+
+def test_checkpoint_folder_that_a_node_has_for_itself_is_refused(place):
+    assert "passed" in check(place, "check_checkpoint_folder").stdout
+    assert sorted(path.name for path in (place / "disk").iterdir()) == ["step_000020"]
+    refused = check(place, "check_checkpoint_folder", "NODES=(n1 n2)")  # n2 writes somewhere else
+    assert refused.returncode == 69
+    assert "what n2 writes there this script does not see" in refused.stdout
+
+
+ADDRESS = """
+getent() {{ printf '%s STREAM n1\\n' {known}; }}
+hostname() {{ echo "{own}"; }}
+SLURM_JOB_ID=7
+source "$ROOT/slurm/lib/ray.sh"
+address_of n1
+"""
+
+
+@pytest.mark.parametrize(
+    ("known", "own", "expected"),
+    [
+        ("10.0.0.5", "", "10.0.0.5\n"),
+        ("127.0.1.1", "10.0.0.6 2001:db8::1 ", "10.0.0.6\n"),  # Debian's own name
+        ("127.0.1.1", "", ""),
+    ],
+)
+def test_address_of_the_ray_head_is_one_that_other_nodes_reach(known, own, expected):
+    script = ADDRESS.format(known=known, own=own)
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, "ROOT": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == expected
