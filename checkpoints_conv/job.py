@@ -37,12 +37,19 @@ class Job:
     """
 
     def __init__(
-        self, output: Path, source: Path, settings: dict[str, Any], resume: bool = False, force: bool = False
+        self,
+        output: Path,
+        source: Path,
+        settings: dict[str, Any],
+        resume: bool = False,
+        force: bool = False,
+        also_read: Sequence[Path] = (),
     ) -> None:
         """Check that the output may be written; nothing is created yet.
 
         Args:   source: folder that is converted; it must not change between attempts.
                 settings: whatever changes the result; a resumed job must have the same.
+                also_read: further folders that the output must not replace.
         Raises: UserError: the output or an unfinished conversion exists and neither option allows it.
         """
         self.output = output.absolute()
@@ -53,10 +60,17 @@ class Job:
         self.journal: list[dict[str, Any]] = []
         self.num_recorded = 0
         self._append = threading.Lock()
-        self._check(source)
+        self._check(source, also_read)
 
-    def _check(self, source: Path) -> None:
+    def _check(self, source: Path, also_read: Sequence[Path]) -> None:
+        if self.output.is_symlink():
+            raise UserError(f"--output {self.output} is a link to {self.output.resolve()}; give that folder")
         inside = self.output.resolve()
+        for folder in also_read:
+            if inside in (folder.resolve(), *folder.resolve().parents):
+                raise UserError(
+                    f"--output {self.output}: {folder}, which is read, would be deleted; choose another"
+                )
         for one, other in ((inside, source.resolve()), (source.resolve(), inside)):
             if one == other or one in other.parents:
                 raise UserError(f"--output {self.output} overlaps the source {source}; choose another folder")
@@ -89,11 +103,13 @@ class Job:
         self._lock = (self.partial / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._lock.close()
             raise UserError(
                 f"another process is converting to {self.output}; wait until it is done"
             ) from None
+        except OSError as error:  # Lustre without -o flock, some NFS
+            log.warning("no locks in %s (%s): start no other conversion to it", self.partial, error.strerror)
         try:
             if not self.resume:
                 shutil.rmtree(self.data, ignore_errors=True)
@@ -133,13 +149,19 @@ class Job:
     def _write_line(self, entry: dict[str, Any]) -> None:
         os.write(self._file, json.dumps(entry).encode() + b"\n")
 
-    def need_space(self, num_bytes: int) -> None:
+    def num_allocated(self) -> int:
+        """Bytes that an interrupted attempt's files have on the disk; these files have holes."""
+        files = (path for path in self.data.rglob("*") if path.is_file())
+        return sum(path.stat().st_blocks * 512 for path in files)
+
+    def need_space(self, num_bytes: int, *, reuses: bool = False) -> None:
         """Refuse to start what cannot fit.
 
+        Args:   reuses: the bytes go where an interrupted attempt's lie.
         Raises: UserError: less than ``num_bytes`` are free.
         """
         free = shutil.disk_usage(self.partial).free
-        if free < num_bytes:
+        if free < num_bytes - (self.num_allocated() if reuses else 0):
             raise UserError(
                 f"{self.output.parent} has {free / 1e9:.1f} GB free, {num_bytes / 1e9:.1f} GB are needed; "
                 "free some or choose another folder"

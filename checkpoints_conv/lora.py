@@ -93,7 +93,7 @@ def merge_lora(
 
     settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(wanted), "base": str(base.resolve())}
     settings["max_shard_bytes"] = max_shard_bytes
-    with Job(output, megatron_checkpoint, settings, resume, force) as job:
+    with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
         _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
         copy_side_files(base, job.data, planned[0][1])
         reader.close()
@@ -147,7 +147,7 @@ def export_adapter(
         "dtype": str(wanted),
         "base": str(base.resolve()),
     }
-    with Job(output, megatron_checkpoint, settings, resume, force) as job:
+    with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
         total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
         _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
         names = {name for unit in adapters for name in unit.hf}
@@ -204,7 +204,7 @@ def _write(
     max_shard_bytes: int,
     num_workers: int,
 ) -> None:
-    job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned))
+    job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned), reuses=True)
     writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
     kept = {entry["name"]: entry for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
 

@@ -58,9 +58,9 @@ def megatron_to_hf(
             "max_shard_bytes": max_shard_bytes,
             "config": config,
         }
-        with Job(output, megatron_checkpoint, settings, resume, force) as job:
+        with Job(output, megatron_checkpoint, settings, resume, force, [hf_config_folder]) as job:
             tensors = list(_tensors(places, reader, wanted))
-            job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in tensors))
+            job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in tensors), reuses=True)
             writer = SafetensorsWriter(job.data, tensors, max_shard_bytes)
             try:
                 _convert_all(places, reader, writer, job, family.dims, num_workers)
@@ -107,14 +107,15 @@ def _convert_all(
 
 
 def copy_side_files(source: Path, target: Path, dtype: Dtype) -> None:
-    """Copy config, generation config, tokenizer and chat template; the config names the new dtype."""
+    """Copy config, generation config, tokenizer and chat template; the config says what the weights are."""
     names = set()
     for path in side_files(source):
         names.add(path.name)
         shutil.copyfile(path, target / path.name)
     config = hf_config(source)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    (target / "config.json").write_text(json.dumps(config | {key: dtype.name}, indent=2) + "\n")
+    config.pop("quantization_config", None)  # of a base in FP8 or the like
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype.name), indent=2) + "\n")
     if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}:
         log.warning(
             "%s has no tokenizer, so the result has none either; copy one there before serving", source

@@ -22,8 +22,8 @@ def weight_map(folder: Path) -> dict[str, str]:
     if (folder / WHOLE).exists() or not index.exists():
         return {}
     try:
-        found: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        found: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not a safetensors index ({error}); download it again") from None
     return found
 
@@ -49,6 +49,11 @@ def check_weights(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.is_symlink() and not file.exists():
+            raise UserError(
+                f"{file} is a link to {file.readlink()}, which is not there; download the model again"
+            )
     if any(folder.glob("*.safetensors")):
         return
     if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):

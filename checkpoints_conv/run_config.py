@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ from checkpoints_conv.families import Family
 from checkpoints_conv.locate import RUN_CONFIG
 from checkpoints_conv.torch_dist import LATEST
 
+log = logging.getLogger(__name__)
+
+# What megatron-core computes with wherever rope_scaling is true.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 
 
 def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: int) -> None:
     """Write run_config.yaml, train_state.pt and the trackers that name the latest iteration."""
     inner = folder / f"iter_{iteration:07d}"
+    for lost in unsaid(family.config):
+        log.warning("%s of config.json is not in %s: a model built from that alone differs", lost, RUN_CONFIG)
     (inner / RUN_CONFIG).write_text(to_yaml({"model": model_section(family, dtype), **_run_sections()}))
     (folder / LATEST).write_text(str(iteration))
     for path in (inner / "train_state.pt", folder / "latest_train_state.pt"):
@@ -40,6 +47,20 @@ def _write_train_state(path: Path, iteration: int) -> None:
     tree = {name: tensor_reference(DTYPES[dtype], (), name) for name, (dtype, _) in scalars.items()}
     with path.open("wb") as stream:
         save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
+
+
+def unsaid(config: dict[str, Any]) -> list[str]:
+    """What shapes the model's attention, and `model_section` has no words for."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, found = rope.get("rope_type", rope.get("type")) or "default", []
+    if kind not in ("default", "llama3"):
+        found.append(f"rope_type {kind}")
+    if kind == "llama3":
+        given = {key: rope.get(key, value) for key, value in _LLAMA3_ROPE.items()}
+        found += [f"{key} {value:g}" for key, value in given.items() if value != _LLAMA3_ROPE[key]]
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        found.append(f"sliding_window {config['sliding_window']}")
+    return found
 
 
 def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:

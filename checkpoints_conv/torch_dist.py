@@ -90,6 +90,11 @@ def find_checkpoint(path: Path) -> Path:
             named = folder / f"iter_{int(number):07d}"
             if (named / METADATA).exists():
                 return named
+            if next(folder.glob(f"iter_*/{METADATA}"), None) is not None:
+                raise UserError(
+                    f"{latest} names iteration {number}, which is not there or not whole; copy it again, "
+                    "or give the folder of an older one"
+                )
         iterations = sorted(found.parent for found in folder.glob(f"iter_*/{METADATA}"))
         if len(iterations) > 1:
             names = ", ".join(found.name for found in iterations)

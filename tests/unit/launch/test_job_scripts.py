@@ -1,4 +1,4 @@
-"""slurm/*.sbatch and pipeline.sh from their first line to their last. Slurm's programs and Python are stubs."""
+"""slurm/*.sbatch and pipeline.sh from first line to last. Slurm's programs and Python are stubs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def place(tmp_path):
     """A repository with a space in its name, stubs, a run with one checkpoint, settings that name it."""
     for name, text in STUBS.items():
         (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text("#!/bin/bash" + text if text[0] == "\n" else f"#!/bin/bash\n{text}")
+        (tmp_path / "bin" / name).write_text(
+            "#!/bin/bash" + text if text[0] == "\n" else f"#!/bin/bash\n{text}"
+        )
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "my repo").mkdir()
     (tmp_path / "my repo/slurm").symlink_to(ROOT / "slurm")
@@ -73,7 +75,12 @@ def run(place, script, *arguments, **variables):
         **variables,
     }
     return subprocess.run(
-        ["bash", str(path), *arguments], cwd=place, env=environment, capture_output=True, text=True, timeout=60
+        ["bash", str(path), *arguments],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -84,7 +91,9 @@ def calls(place):
 def test_last_task_of_an_array_finds_the_repository_also_in_a_folder_with_a_space(place):
     done = run(place, "eval.sbatch", "run/hf", "aime24,math500", SLURM_ARRAY_TASK_ID="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert calls(place) == ["-m nemo_grpo.cli eval --model run/hf --out run/eval/math500 --benchmarks math500"]
+    assert calls(place) == [
+        "-m nemo_grpo.cli eval --model run/hf --out run/eval/math500 --benchmarks math500"
+    ]
 
 
 def test_conversion_finds_checkpoints_behind_a_link_and_goes_on_with_what_another_job_began(place):
@@ -139,7 +148,12 @@ echo passed
 
 def check(place, check, before="", **variables):
     environment = {**os.environ, "PATH": f"{place}/bin:{os.environ['PATH']}", "SCRIPT": "x", "QUEUE": ""}
-    environment |= {"ROOT": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
+    environment |= {
+        "ROOT": str(ROOT),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURMD_NODENAME": "n1",
+    }
     script = PREFLIGHT.format(before=before, check=check)
     return subprocess.run(
         ["bash", "-uc", script], cwd=place, env={**environment, **variables}, capture_output=True, text=True
@@ -184,6 +198,10 @@ address_of n1
 def test_address_of_the_ray_head_is_one_that_other_nodes_reach(known, own, expected):
     script = ADDRESS.format(known=known, own=own)
     done = subprocess.run(
-        ["bash", "-c", script], env={**os.environ, "ROOT": str(ROOT)}, capture_output=True, text=True, check=True
+        ["bash", "-c", script],
+        env={**os.environ, "ROOT": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == expected

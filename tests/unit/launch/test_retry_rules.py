@@ -123,7 +123,9 @@ def test_job_cancelled_while_slurm_gives_a_node_up_stays_cancelled(tmp_path):
         arguments="node 71 0 40",
     )
     script = script.replace("decide node 71 0 40", "ASKED_TO_STOP=TERM NODE_WAIT=0; requeue node")
-    script = 'sleep() { :; }; scontrol() { echo "scontrol $*"; }\n' + script.replace("scontrol() {", "other() {")
+    script = 'sleep() { :; }; scontrol() { echo "scontrol $*"; }\n' + script.replace(
+        "scontrol() {", "other() {"
+    )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.returncode == 143
     assert "scontrol requeue" not in done.stdout

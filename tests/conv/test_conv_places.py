@@ -1,0 +1,120 @@
+"""Where conversions read and write: links, file systems without locks, other folders of the same model."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conv_models import assert_same_tensors, names_in, save_model, tensors_of
+
+from checkpoints_conv import job as job_module
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.safetensors_io import SafetensorsFolder, SafetensorsWriter
+from checkpoints_conv.torch_dist import find_checkpoint
+from nemo_grpo import UserError
+
+
+def test_resumption_needs_space_for_what_is_left_only(source, checkpoint, tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def stop(*_args):
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SafetensorsWriter, "write_index", stop)  # all tensors are written
+        with pytest.raises(Stopped):
+            megatron_to_hf(checkpoint, source, tmp_path / "out")
+    nothing_free = shutil._ntuple_diskusage(10**9, 10**9, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: nothing_free)
+    megatron_to_hf(checkpoint, source, tmp_path / "out", resume=True)
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(source))
+
+
+def test_file_system_without_locks_is_no_other_process(source, tmp_path, monkeypatch, caplog):
+    def flock(*_args):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # Lustre, mounted without -o flock
+
+    monkeypatch.setattr(job_module.fcntl, "flock", flock)
+    hf_to_megatron(source, tmp_path / "out")
+    assert "no locks" in caplog.text
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_output_that_is_a_link_is_refused_before_anything_is_converted(source, checkpoint, tmp_path, there):
+    if there:
+        shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "out").symlink_to(tmp_path / "model")
+    with pytest.raises(UserError, match=r"is a link to .*model; give that"):
+        megatron_to_hf(checkpoint, source, tmp_path / "out", force=True)
+    assert names_in(tmp_path) == (["model", "out"] if there else ["out"])
+
+
+def test_force_does_not_replace_the_folder_that_lends_the_config(source, checkpoint, tmp_path):
+    base = shutil.copytree(source, tmp_path / "base")
+    for output in (base, tmp_path):
+        with pytest.raises(UserError, match="would be deleted"):
+            megatron_to_hf(checkpoint, base, output, force=True)
+    assert names_in(base) == names_in(source)
+
+
+def test_config_says_what_the_result_is_and_no_quantisation(source, checkpoint, tmp_path):
+    base = shutil.copytree(source, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config |= {"dtype": "float32", "torch_dtype": "float16", "quantization_config": {"quant_method": "fp8"}}
+    (base / "config.json").write_text(json.dumps(config))
+    megatron_to_hf(checkpoint, base, tmp_path / "out", dtype="bf16")
+    made = json.loads((tmp_path / "out/config.json").read_text())
+    assert (made["dtype"], made["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert "quantization_config" not in made
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_link_to_a_file_that_is_gone_is_named(source, tmp_path, index):
+    base = shutil.copytree(source, tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    (base / "model.safetensors").symlink_to("../blobs/0123")  # a download that was not finished
+    if index:
+        names = dict.fromkeys(tensors_of(source), "model.safetensors")
+        (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match=r"model\.safetensors is a link to .*0123, which is not there"):
+        SafetensorsFolder(base)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": null}', '{"weight_map": ["a"]}'])
+def test_index_of_another_form_is_refused(source, tmp_path, text):
+    base = shutil.copytree(source, tmp_path / "base")
+    (base / "model.safetensors").rename(base / "model-1.safetensors")
+    (base / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match="is not a safetensors index"):
+        SafetensorsFolder(base)
+
+
+def test_older_iteration_is_not_taken_for_the_latest(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / "iter_0000200").mkdir()  # was not copied to the end
+    (folder / "latest_checkpointed_iteration.txt").write_text("200")
+    with pytest.raises(UserError, match="names iteration 200"):
+        find_checkpoint(folder)
+    assert find_checkpoint(folder / "iter_0000000") == folder / "iter_0000000"
+
+
+@pytest.mark.parametrize(
+    ("rope", "warns"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, False),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, True),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, True),
+    ],
+)
+def test_rope_scaling_that_run_config_cannot_say_is_warned_of(tmp_path, caplog, rope, warns):
+    base = save_model("qwen2", tmp_path / "base", dtype=torch.bfloat16)
+    config = json.loads((base / "config.json").read_text()) | {"rope_parameters": rope}
+    (base / "config.json").write_text(json.dumps(config))
+    hf_to_megatron(base, tmp_path / "out")
+    assert (f"rope_type {rope['rope_type']}" in caplog.text) == warns
