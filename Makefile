@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 NEMO_VENV := .venv-nemo-rl
 RUN ?= quickstart
 
+# What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
+unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+
 .PHONY: help venv venv-nemo-rl quickstart test test-nemo-rl test-slurm lint format bench clean
 
 help:            ## list the targets
@@ -15,8 +18,8 @@ venv: $(STAMP)   ## create .venv with the pinned versions
 
 $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 	@python=$$(bash scripts/find_python.sh) || exit 1; \
-	 echo "creating $(VENV) with $$($$python --version) ($$python)"; \
-	 $$python -m venv $(VENV) || { echo "error: '$$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	 echo "creating $(VENV) with $$("$$python" --version) ($$python)"; \
+	 "$$python" -m venv $(VENV) || { echo "error: '$$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
 	# Transformer Engine's Python code, for tests on a CPU; where it can be imported megatron-core would want its kernels.
@@ -26,7 +29,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 venv-nemo-rl: $(NEMO_VENV)/.installed  ## create .venv-nemo-rl, in which NeMo-RL's source runs on a CPU
 
 $(NEMO_VENV)/.installed: requirements/nemo_rl.txt scripts/find_python.sh
-	@python=$$(bash scripts/find_python.sh) || exit 1; $$python -m venv $(NEMO_VENV)
+	@python=$$(bash scripts/find_python.sh) || exit 1; "$$python" -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/nemo_rl.txt
 	# NeMo-RL's Megatron modules want a megatron-core that asks for Python 3.12, and run on 3.11 all the same.
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0
@@ -44,7 +47,7 @@ test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this mac
 
 test-nemo-rl: venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { echo "error: NEMO_RL_SRC=$(NEMO_RL_SRC) is no clone of NeMo-RL" >&2; exit 2; }
-	PYTHONPATH=$(CURDIR) NEMO_RL_SRC=$(abspath $(NEMO_RL_SRC)) $(NEMO_VENV)/bin/python -m pytest -m nemo_rl -W ignore -o filterwarnings= tests/nemo_rl
+	PYTHONPATH="$(CURDIR)" NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest -m nemo_rl -W ignore -o filterwarnings= tests/nemo_rl
 
 lint: venv       ## ruff, mypy, shellcheck, recipe check
 	$(BIN)/ruff check .

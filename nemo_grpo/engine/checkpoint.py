@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +86,7 @@ class CheckpointStore:
     def remove_leftovers(self) -> None:
         """Remove what a killed save or removal left behind."""
         for leftover in self.folder.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            _delete(leftover)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -95,7 +97,8 @@ class CheckpointStore:
         return complete[-1] if complete else None
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if (path / INFO).exists())
+        found = (path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+        return sorted(path for path in found if (path / INFO).exists())
 
     def _prune(self, newest: Path) -> None:
         if self.keep_top_k is None:
@@ -108,15 +111,23 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         """Under a temporary name first: a kill halfway must not leave something that looks complete."""
-        condemned = path.with_name(f"{_TEMPORARY}removed_{path.name}")
+        condemned = path.with_name(f"{_TEMPORARY}removed_{path.name}.{time.time_ns()}")
         path.rename(condemned)
-        shutil.rmtree(condemned)
+        _delete(condemned)
 
     def _rank(self, path: Path) -> tuple[float, str]:
         value = read_info(path).get("metrics", {}).get(self.metric) if self.metric else None
         if value is None:
             return (float("-inf"), path.name)
         return (value if self.higher_is_better else -value, path.name)
+
+
+def _delete(path: Path) -> None:
+    """What cannot be deleted now is tried again at the next save: no reason to end a run."""
+    try:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:  # NFS keeps files that are open
+        log.warning("%s stays for now: %s", path, error)
 
 
 def _name(step: int) -> str:

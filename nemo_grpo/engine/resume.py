@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 
@@ -44,11 +45,12 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
     """Refuse to continue a run with a recipe that computes something else.
 
     Args:   resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
-    Raises: UserError: naming the keys with both values.
+    Raises: UserError: naming the keys with both values; or the checkpoints are where the run no longer looks.
     """
     if not resolved.exists():
         return
-    before, now = _leaves(load_recipe(resolved).to_dict()), _leaves(recipe.to_dict())
+    first = load_recipe(resolved)
+    before, now = _leaves(first.to_dict()), _leaves(recipe.to_dict())
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
@@ -58,6 +60,12 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
         raise UserError(
             f"--resume with another recipe than {resolved.parent} was started with: {'; '.join(changed)}; "
             "undo that, or start another nemo_grpo.run_name"
+        )
+    left = CheckpointStore(first.checkpoint_dir).latest()
+    if left is not None and CheckpointStore(recipe.checkpoint_dir).latest() is None:
+        raise UserError(
+            f"--resume: checkpointing.checkpoint_dir={recipe.checkpoint_dir} has no checkpoint, "
+            f"{first.checkpoint_dir} has {left.name}; move them, or undo that"
         )
 
 

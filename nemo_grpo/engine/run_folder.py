@@ -6,9 +6,11 @@ report.html  checkpoints/  evaluation/  hf/  hf-adapter/
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -21,6 +23,10 @@ from nemo_grpo.errors import UserError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+log = logging.getLogger(__name__)
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""Lustre without -o flock, NFS without a lock daemon."""
 PACKAGES = (
     "nemo-grpo",
     "torch",
@@ -58,6 +64,10 @@ class RunFolder:
             raise UserError(
                 f"run folder {self.path} is in use by another process; wait for it or end it"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("no locks in %s (%s): start no other run there", self.path, error.strerror)
 
     def check(self, *, resume: bool) -> None:
         """Refuse a folder that this run may not use, before anything is created.
@@ -85,17 +95,24 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=self.resume)
             self._lock()
-            (self.path / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+            _replace(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
+            _replace(self.recipe, recipe_yaml)
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"
             ) from None
         except OSError as error:
             raise UserError(f"run folder {self.path} cannot be written: {error.strerror}") from None
-        self.recipe.write_text(recipe_yaml)
-        for log in (self.metrics, self.samples, self.diagnostics):
-            if log.exists():
-                _keep_rows_up_to(log, from_step)
+        rows = [path for path in (self.metrics, self.samples, self.diagnostics) if path.exists()]
+        if rows and from_step < 0:
+            log.warning("no checkpoint: the run begins anew; what it logged before is in *.old.jsonl")
+        for path in rows:
+            if from_step < 0:
+                with path.with_suffix(".old.jsonl").open("a") as old:
+                    old.write(path.read_text())
+                path.unlink()
+            else:
+                _keep_rows_up_to(path, from_step)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -140,6 +157,12 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:

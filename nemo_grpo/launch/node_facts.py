@@ -46,7 +46,10 @@ def collect() -> dict[str, Any]:
 
 
 def find_gpus() -> list[str]:
-    """Names of the GPUs that this job may use; without a driver "gpu", as often as Slurm gave one."""
+    """Names of the GPUs that this job may use; without nvidia-smi "gpu", as often as Slurm gave one.
+
+    Where nvidia-smi fails or hangs, as it does when a GPU is lost, none: the node is of no use.
+    """
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
@@ -56,8 +59,11 @@ def find_gpus() -> list[str]:
             check=True,
         )
         return listed.stdout.split("\n")[:-1]
-    except (OSError, subprocess.SubprocessError):
+    except OSError:
         return ["gpu"] * int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    except subprocess.SubprocessError as error:
+        sys.stderr.write(f"nvidia-smi: {getattr(error, 'stdout', None) or ''}{error}\n")
+        return []
 
 
 def _names_in(folder: str) -> list[str]:

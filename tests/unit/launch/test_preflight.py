@@ -151,3 +151,20 @@ def test_command_exits_with_69_where_a_check_refuses(tmp_path):
     done = CliRunner().invoke(app, ["preflight", str(RECIPE), "cluster.num_nodes=2", *options])
     assert done.exit_code == 69
     assert "refused  shared folder" in done.output
+
+
+@pytest.mark.parametrize(
+    ("smi", "expected"),
+    [
+        ("echo 'NVIDIA H100 80GB HBM3'; echo 'NVIDIA H100 80GB HBM3'", ["NVIDIA H100 80GB HBM3"] * 2),
+        ("echo 'Unable to determine the device handle: GPU is lost'; exit 15", []),
+        (None, ["gpu"] * 2),  # Slurm's word, where nobody can say more
+    ],
+)
+def test_node_whose_gpus_do_not_answer_has_none(tmp_path, monkeypatch, smi, expected):
+    if smi is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    assert node_facts.find_gpus() == expected

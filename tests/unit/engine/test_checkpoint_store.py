@@ -1,0 +1,105 @@
+"""Checkpoints and run folders on disks that are shared, full, or have no locks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo import UserError
+from nemo_grpo.engine import run_folder
+from nemo_grpo.engine.checkpoint import CheckpointStore
+from nemo_grpo.engine.resume import check_same_run
+from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.recipe import load_recipe
+
+RECIPE = Path(__file__).parents[3] / "recipes/quickstart.yaml"
+
+
+def save(store, step, accuracy=0.0):
+    (store.begin(step) / "weights").write_text("x")
+    return store.complete(step, {"metrics": {"accuracy": accuracy}})
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_copy_that_somebody_made_of_a_checkpoint_is_not_removed_and_not_resumed(tmp_path):
+    store = CheckpointStore(tmp_path, keep_top_k=1)
+    shutil.copytree(save(store, 1), tmp_path / "step_000001.good")
+    save(store, 2)
+    assert names_in(tmp_path) == ["latest", "step_000001.good", "step_000002"]
+    shutil.rmtree(tmp_path / "step_000002")
+    assert store.latest() is None
+
+
+def test_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path, keep_top_k=1)
+    save(store, 1)
+
+    def rmtree(path, *_args, **_options):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))  # NFS keeps files that are open
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", rmtree)
+        save(store, 2)
+        save(store, 3)
+    assert "Directory not empty" in caplog.text
+    assert store.latest() == tmp_path / "step_000003"
+    save(store, 4)  # and the leftovers go when they can
+    assert names_in(tmp_path) == ["latest", "step_000004"]
+
+
+def test_full_disk_does_not_damage_the_recipe_of_a_run(tmp_path, monkeypatch):
+    RunFolder(tmp_path / "run").open("before: 1\n", from_step=-1)
+    write = Path.write_text
+
+    def half(self, text, *args, **options):
+        write(self, text[: len(text) // 2], *args, **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(UserError, match="No space left"):
+            RunFolder(tmp_path / "run", resume=True).open("after: 1\n", from_step=-1)
+    assert (tmp_path / "run/recipe.resolved.yaml").read_text() == "before: 1\n"
+    assert "python" in json.loads((tmp_path / "run/versions.json").read_text())
+
+
+def test_run_whose_checkpoints_are_gone_keeps_what_it_logged(tmp_path, caplog):
+    run = RunFolder(tmp_path / "run")
+    run.open("", from_step=-1)
+    run.append_metrics({"step": 7, "loss": 1.0})
+    run.close()
+    RunFolder(tmp_path / "run", resume=True).open("", from_step=-1)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert json.loads((tmp_path / "run/metrics.old.jsonl").read_text())["step"] == 7
+    assert "begins anew" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
+def test_run_folder_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog, number):
+    def lockf(*_args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
+    RunFolder(tmp_path / "run").open("", from_step=-1)
+    assert "no locks" in caplog.text
+
+
+def test_resuming_with_an_empty_checkpoint_folder_is_refused_while_the_old_one_has_checkpoints(tmp_path):
+    def recipe(folder):
+        return load_recipe(RECIPE, [f"checkpointing.checkpoint_dir={tmp_path / folder}"])
+
+    (tmp_path / "recipe.resolved.yaml").write_text(recipe("old").to_yaml())
+    check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")  # there is nothing to lose
+    save(CheckpointStore(tmp_path / "old"), 1)
+    with pytest.raises(UserError, match=r"new has no checkpoint, .*old has step_000001; move"):
+        check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")
