@@ -30,7 +30,7 @@ preflight() {
 
 # Two jobs in one run's folder would write over each other's checkpoints. Not a lock: that of a dead node stays.
 claim_run() {
-    local owner states=RUNNING,COMPLETING,SUSPENDED
+    local owner states=RUNNING,SUSPENDED
     owner=$(cat "$RUN_DIR/.slurm-job" 2>/dev/null)
     if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] &&
         [ -n "$(squeue --noheader --jobs="$owner" --states="$states" --format=%i 2>/dev/null)" ]; then
