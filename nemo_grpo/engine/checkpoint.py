@@ -84,21 +84,21 @@ class CheckpointStore:
         self._prune(final)
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed save or removal left behind."""
+        """Remove what a killed save or removal left behind, and name the newest checkpoint."""
         for leftover in self.folder.glob(f"{_TEMPORARY}*"):
             _delete(leftover)
+        if (newest := self.latest()) is not None:
+            _write_atomically(self.folder / LATEST, newest.name)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
-        pointer = self.folder / LATEST
-        if pointer.exists() and (named := self.folder / pointer.read_text().strip()).joinpath(INFO).exists():
-            return named
+        """The newest complete checkpoint, or None; after a kill `LATEST` may still name the one before."""
         complete = self._complete()
         return complete[-1] if complete else None
 
     def _complete(self) -> list[Path]:
         found = (path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
-        return sorted(path for path in found if (path / INFO).exists())
+        complete = (path for path in found if (path / INFO).exists())
+        return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
 
     def _prune(self, newest: Path) -> None:
         if self.keep_top_k is None:

@@ -139,6 +139,10 @@ class Trainer:
         """
         try:
             finished = self._train()
+        except Exception:
+            if self.recipe.world_size == 1:  # of several ranks the others may never come to it
+                self.saver.finish()
+            raise
         finally:
             self.run.close()
         if finished:

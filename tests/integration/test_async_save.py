@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -88,6 +89,26 @@ def test_a_second_save_waits_for_the_first(tmp_path, source, policy, gate):
     assert saver.store.latest() == tmp_path / "checkpoints/step_000001"
     saver.finish()
     assert saver.store.latest() == tmp_path / "checkpoints/step_000002"
+
+
+def test_a_save_killed_before_it_is_named_is_the_newest(tmp_path, source, policy, monkeypatch):
+    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source)
+    saver.save(999_999, {})
+
+    def killed(path, name):
+        if name == "step_1000000":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("nemo_grpo.engine.checkpoint._write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(1_000_000, {})
+    monkeypatch.undo()
+    pointer, store = tmp_path / "checkpoints/latest", CheckpointStore(tmp_path / "checkpoints")
+    shutil.copytree(store.folder / "step_999999", store.folder / "step_2000000.copy")  # somebody's
+    assert pointer.read_text() == "step_999999"
+    assert store.latest() == tmp_path / "checkpoints/step_1000000"
+    store.remove_leftovers()  # as the next start does
+    assert pointer.read_text() == "step_1000000"
 
 
 @pytest.mark.parametrize("behind", [True, False])

@@ -530,6 +530,22 @@ def test_a_run_that_reached_its_goal_is_saved_and_stays_finished(recipe):
     assert [row["step"] for row in rows(r.run_dir)] == [0, 1, 2]
 
 
+def test_a_save_under_way_outlives_an_error_of_the_next_step(recipe, monkeypatch):
+    trainer = Trainer(recipe("policy.megatron_cfg.checkpoint.async_save=true", "checkpointing.save_period=1"))
+    monkeypatch.setattr(trainer.saver, "finish_if_written", lambda: None)  # still writing
+    step = trainer.train_step
+
+    def fails_after_the_first():
+        if trainer.state.step:
+            raise RuntimeError("the retriever is gone")
+        return step()
+
+    monkeypatch.setattr(trainer, "train_step", fails_after_the_first)
+    with pytest.raises(RuntimeError, match="retriever"):
+        trainer.train()
+    assert trainer.store.latest().name == "step_000001"
+
+
 def test_killed_before_the_first_checkpoint_starts_over_with_clean_rows(recipe):
     first = Trainer(recipe())
     first.run.append_metrics({"step": 0})
