@@ -34,6 +34,8 @@ _ABSENT = (
 )
 """Modules that need packages for other uses."""
 
+_RING = "attention.dot_product_attention.context_parallel"
+
 _NAMED = ("layernorm_fwd", "layernorm_bwd", "rmsnorm_bwd_add")
 """Kernels that are looked up, but not called."""
 
@@ -180,8 +182,20 @@ def install() -> None:
     import transformer_engine.common as common
 
     common.load_framework_extension = lambda _framework: None
-    import transformer_engine.pytorch
+    import transformer_engine.pytorch as te
 
+    _give_torch_for_cpu(cpu)
+    parts = {name: sys.modules[f"{te.__name__}.{name}"] for name in ("distributed", "module.base", _RING)}
+    parts["distributed"]._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    parts["distributed"]._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
+    parts[_RING].flash_attn_p2p_communicate = _exchange
+    base = parts["module.base"].TransformerEngineBaseModule
+    for owner, name in ((te.DotProductAttention, "forward"), (base, "prepare_forward")):
+        setattr(owner, name, _as_cuda(getattr(owner, name)))
+
+
+def _give_torch_for_cpu(cpu: types.ModuleType) -> None:
+    """To every module of Transformer Engine's."""
     torch_for_cpu = cpu._torch_for_cpu()
     there = cpu._StandIn(torch_for_cpu.cuda, {"is_available": lambda: True})
     version = cpu._StandIn(torch.version, {"cuda": "13.0"})
@@ -192,19 +206,6 @@ def install() -> None:
             module.torch = stand_in  # type: ignore[attr-defined]
         if name.startswith("transformer_engine") and hasattr(module, "_empty_tensor"):
             module._empty_tensor = torch.Tensor  # type: ignore[attr-defined]
-    rng = sys.modules[f"{transformer_engine.pytorch.__name__}.distributed"]
-    rng._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
-    rng._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
-    parallel = sys.modules[
-        f"{transformer_engine.pytorch.__name__}.attention.dot_product_attention.context_parallel"
-    ]
-    parallel.flash_attn_p2p_communicate = _exchange
-    base = sys.modules["transformer_engine.pytorch.module.base"].TransformerEngineBaseModule
-    for owner, name in (
-        (transformer_engine.pytorch.DotProductAttention, "forward"),
-        (base, "prepare_forward"),
-    ):
-        setattr(owner, name, _as_cuda(getattr(owner, name)))
 
 
 def _as_cuda(forward: Callable[..., Any]) -> Callable[..., Any]:
