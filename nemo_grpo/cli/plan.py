@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from nemo_grpo.plan import Plan
 
 GIB = 1024**3
+EMBEDDED = (
+    "counted as NeMo-RL lays it out, in BF16; the embedded engine needs more: twice the weights under "
+    "policy.precision=float32, FP32 gradients, and the sampler's own copy of the model"
+)
+"""What a plan of a recipe for the embedded engine leaves out."""
 
 
 def plan(
@@ -50,6 +55,9 @@ def plan(
     plans = [plan_recipe(load_recipe(path, overrides), gpu, model_config) for path in paths]
     console = wide_console()
     console.print(details(plans[0]) if len(plans) == 1 else overview(plans))
+    if embedded := [one.name for one in plans if one.setup.embedded]:
+        names = ", ".join(embedded)
+        console.print(f"note: {names}: {EMBEDDED}", soft_wrap=True, highlight=False, markup=False)
     for one in (one for one in plans if not one.accepted):
         for problem in one.problems:
             console.print(

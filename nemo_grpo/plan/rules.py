@@ -148,7 +148,7 @@ def training_fits(shape: ModelShape, setup: Setup, gpu_bytes: int) -> Iterator[s
             f"{MEGATRON}.tensor_model_parallel_size={setup.layout.tensor}, pipeline {setup.layout.pipeline}, "
             f"context {setup.layout.context}: training needs {need / GIB:.1f} GiB per GPU of "
             f"{USABLE * gpu_bytes / GIB:.1f} usable, most of it {worst} ({parts[worst] / GIB:.1f}); "
-            f"{_REMEDIES[worst]}"
+            f"{_REMEDIES['optimizer, embedded' if setup.embedded and worst == 'optimizer' else worst]}"
         )
     elif scoring > USABLE * gpu_bytes:
         yield (
@@ -183,6 +183,7 @@ _REMEDIES = {
     "weights": "raise TP or PP, or EP for experts",
     "gradients": "raise TP or PP",
     "optimizer": "use the distributed optimizer, more nodes, or optimizer_cpu_offload",
+    "optimizer, embedded": "use the distributed optimizer, or more nodes",
     "activations": "set activation_checkpointing=true, lower train_micro_batch_size, or raise TP or CP",
     "logits": "lower train_micro_batch_size, raise TP or CP, or set policy.logprob_chunk_size",
 }

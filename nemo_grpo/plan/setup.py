@@ -52,6 +52,7 @@ class Setup:
                 lora_dim: 0 without adapters.
                 num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
+                embedded: the recipe is the embedded engine's, which has no offloading.
     """
 
     layout: Layout
@@ -79,6 +80,7 @@ class Setup:
     vllm_cache_bytes: int
     vllm_share: float
     has_rollouts: bool
+    embedded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -136,6 +138,7 @@ def setup_of(recipe: Recipe) -> Setup:
         vllm_cache_bytes=1 if str(value_of(recipe, f"{VLLM}.kv_cache_dtype")).startswith("fp8") else 2,
         vllm_share=value_of(recipe, f"{VLLM}.gpu_memory_utilization", 0.6),
         has_rollouts=cluster and value_of(recipe, f"{GENERATION}.backend") == "vllm",
+        embedded=not cluster,
     )
 
 

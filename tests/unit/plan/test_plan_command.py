@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
-from nemo_grpo.plan import plan_recipe
+from nemo_grpo.plan import GPUS, plan_recipe
 from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.rules import training_fits
+from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.plan.shapes import shape_from_config, shape_of
 from nemo_grpo.recipe import load_recipe
 
@@ -162,3 +165,18 @@ def test_model_of_a_warm_start_is_planned_too() -> None:
     plan = plan_recipe(recipe)
     assert plan.accepted
     assert "rollout weights" not in plan.peaks
+
+
+def test_plan_of_an_embedded_recipe_says_what_it_leaves_out() -> None:
+    assert "note: quickstart: counted as NeMo-RL lays it out" in run(RECIPES / "quickstart.yaml")[1]
+    assert "note:" not in run(SMALL)[1]
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_offloading_is_a_remedy_only_where_there_is_an_engine_that_has_it(embedded: bool) -> None:
+    setup = replace(
+        setup_of(load_recipe(RECIPES / "quickstart.yaml")), embedded=embedded, distributed_optimizer=False
+    )
+    (message,) = training_fits(PRESETS["Qwen/Qwen2.5-32B"], setup, GPUS["h100"])
+    assert "most of it optimizer" in message
+    assert ("optimizer_cpu_offload" in message) is not embedded
