@@ -222,10 +222,7 @@ def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> 
         padded = torch.cat([padded, padded.new_tensor([rest])])
     ends = functional.pad(padded.cumsum(0), (1, 0))
     starts = ends[: len(lengths)].repeat_interleave(lengths)
-    within = torch.arange(len(starts)) - functional.pad(lengths.cumsum(0), (1, 0))[:-1].repeat_interleave(
-        lengths
-    )
-    _pad(packed, starts + within, int(ends[-1]))
+    _pad(packed, starts + packed.positions, int(ends[-1]))
     packed.qkv_format = THD
     packed.own = torch.cat([zigzag(int(n)) + start for n, start in zip(padded, ends[:-1], strict=True)])
     packed.cu_seqlens_q = packed.cu_seqlens_kv = ends.to(torch.int32)
