@@ -82,6 +82,7 @@ def recorded() -> dict[str, Any]:
     return {
         "transformer_engine": version("transformer_engine"),
         "megatron_core": version("megatron-core"),
+        "sizes": SIZES,
         "models": {name: model_of(*how) for name, how in MODELS.items()},
     }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from checkpoints_conv.model_folder import hf_config
 from nemo_grpo.errors import UserError
 
 
@@ -60,9 +60,5 @@ def _remedy(model: Path) -> str:
 
 def model_limits(model: Path) -> tuple[int | None, int | None]:
     """Longest sequence and vocabulary of the model in this folder; None where its config does not say."""
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); copy or download it again") from error
+    config = hf_config(model) if (model / "config.json").is_file() else {}
     return config.get("max_position_embeddings"), config.get("vocab_size")

@@ -80,7 +80,7 @@ class CheckpointStore:
         if final.exists():
             self._remove(final)
         temporary.rename(final)
-        _write_atomically(self.folder / LATEST, final.name)
+        write_atomically(self.folder / LATEST, final.name)
         self._prune(final)
 
     def remove_leftovers(self) -> None:
@@ -88,7 +88,7 @@ class CheckpointStore:
         for leftover in self.folder.glob(f"{_TEMPORARY}*"):
             _delete(leftover)
         if (newest := self.latest()) is not None:
-            _write_atomically(self.folder / LATEST, newest.name)
+            write_atomically(self.folder / LATEST, newest.name)
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None; after a kill `LATEST` may still name the one before."""
@@ -148,7 +148,8 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
         ) from None
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """A kill or a full disk leaves the file as it was, or whole."""
     temporary = path.with_name(f"{_TEMPORARY}{path.name}")
     temporary.write_text(text)
     _flush(temporary)

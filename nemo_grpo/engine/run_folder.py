@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_grpo.engine.checkpoint import write_atomically
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=self.resume)
             self._lock()
-            _replace(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
-            _replace(self.recipe, recipe_yaml)
+            write_atomically(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
+            write_atomically(self.recipe, recipe_yaml)
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"
@@ -159,12 +160,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
-
-
 def _append(path: Path, row: dict[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
@@ -188,6 +183,4 @@ def _keep_rows_up_to(path: Path, step: int) -> None:
             continue
         if row.get("step", 0) <= step:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.rename(path)
+    write_atomically(path, "".join(kept))

@@ -99,7 +99,7 @@ def test_a_save_killed_before_it_is_named_is_the_newest(tmp_path, source, policy
         if name == "step_1000000":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("nemo_grpo.engine.checkpoint._write_atomically", killed)
+    monkeypatch.setattr("nemo_grpo.engine.checkpoint.write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         saver.save(1_000_000, {})
     monkeypatch.undo()

@@ -27,16 +27,8 @@ from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
 from nemo_grpo.engine.megatron.weights import cut_of
 
 CONTRACTS = Path(__file__).parents[1] / "contract"
-RECORDED = json.loads((CONTRACTS / "transformer_engine-2.12.0.json").read_text())["models"]
-SIZES = {
-    "vocab_size": 500,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+_FILE = json.loads((CONTRACTS / "transformer_engine-2.12.0.json").read_text())
+RECORDED, SIZES = _FILE["models"], _FILE["sizes"]
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
