@@ -202,7 +202,7 @@ def _batches(
     pool_size = config.batch_size * BATCHES_PER_POOL
     for pool in range(-(-config.num_steps // BATCHES_PER_POOL)):
         problems = [task.train_problem(pool * pool_size + i, SEED_OFFSET + seed) for i in range(pool_size)]
-        examples = [_example(tokenizer, task, prompt, problem, rng) for problem in problems]
+        examples = [render_example(tokenizer, task, prompt, problem, rng) for problem in problems]
         examples.sort(key=lambda example: len(example[0]))
         starts = list(range(0, pool_size, config.batch_size))
         rng.shuffle(starts)
@@ -210,7 +210,7 @@ def _batches(
             yield _collate(examples[start : start + config.batch_size], tokenizer.pad_token_id, config)
 
 
-def _example(
+def render_example(
     tokenizer: Any, task: Task, prompt: PromptLike, problem: Problem, rng: random.Random
 ) -> tuple[list[int], list[int]]:
     """(token ids, labels) of a demonstration; only what the policy is to write has labels."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field
 
@@ -25,6 +26,20 @@ class FileTaskConfig(TaskConfig):
     """JSONL files, joined in this order; relative to the working directory."""
     validation_files: tuple[str, ...] = Field(default=(), strict=False)
     """JSONL files of the held-out problems; the same questions are left out of training."""
+
+    def made_up(self, folder: Path, number: int) -> Self:
+        """This task with invented problems in place of its files: for a rehearsal where they are not at hand.
+
+        Args: folder: gets the files.  number: of training problems, and of validation problems.
+        """
+        problems = [self.made_up_problem(index, folder) for index in range(2 * number)]
+        train = write_problems(folder / "train.jsonl", problems[:number])
+        validation = write_problems(folder / "validation.jsonl", problems[number:])
+        return self.model_copy(update={"train_files": (train,), "validation_files": (validation,)})
+
+    def made_up_problem(self, number: int, folder: Path) -> Problem:
+        """An invented problem of this kind, another one for each number; ``folder`` is its file's."""
+        raise NotImplementedError(f"task {self.name} has no made-up problems")
 
 
 class FileTask:
@@ -74,6 +89,14 @@ class FileTask:
         order = list(range(len(self.train)))
         stream("epoch", seed, epoch).shuffle(order)
         return order
+
+
+def write_problems(path: Path, problems: Iterable[Problem]) -> str:
+    """A file as `read_problems` reads it; returns its absolute name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in problems)
+    path.write_text("".join(lines), encoding="utf-8")
+    return str(path.absolute())
 
 
 def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> list[Problem]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -56,6 +57,10 @@ class LogicConfig(FileTaskConfig):
                 f"nemo_grpo.task.num_names={self.num_names} is too few for {most} people; use {most}"
             )
         return self
+
+    def made_up(self, folder: Path, number: int) -> Self:
+        """Generated puzzles, which need no files."""
+        return self.model_copy(update={"train_files": (), "validation_files": ()})
 
     def build(self) -> Task:
         return LogicFiles(self) if self.train_files or self.validation_files else Logic(self)

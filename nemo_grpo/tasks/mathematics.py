@@ -5,6 +5,7 @@ The same grading serves the mathematical vision task; `docs/tasks.md` says which
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from nemo_grpo.tasks.base import Problem
@@ -25,6 +26,15 @@ class MathConfig(FileTaskConfig):
 
     def build(self) -> Math:
         return Math(self)
+
+    def made_up_problem(self, number: int, folder: Path) -> Problem:
+        return sum_problem(number)
+
+
+def sum_problem(number: int) -> Problem:
+    """A made-up sum of small numbers."""
+    left, right = number % 8 + 1, number // 8 + 1
+    return Problem(f"sum-{number}", f"What is {left} + {right}?", str(left + right))
 
 
 class Math(FileTask):

@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -67,6 +68,11 @@ class SearchQAConfig(FileTaskConfig):
     """Longest text that a search gives; the rest is cut off."""
     hops: tuple[Literal[1, 2], ...] = Field(default=(1, 2), min_length=1, strict=False)
     """Without files: facts that a question takes, drawn uniformly."""
+
+    def made_up(self, folder: Path, number: int) -> Self:
+        """Questions about the invented people, searched in this process."""
+        no_files = {"train_files": (), "validation_files": (), "corpus": None, "retriever_url": None}
+        return self.model_copy(update=no_files)
 
     def build(self) -> SearchQA:
         return SearchQA(self)

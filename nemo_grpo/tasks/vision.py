@@ -6,12 +6,14 @@ Problems are JSONL with ``metadata.images``, paths relative to the file. Answers
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import FORMAT, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
-from nemo_grpo.tasks.mathematics import mathematical_scores
+from nemo_grpo.tasks.mathematics import mathematical_scores, sum_problem
 from nemo_grpo.tasks.response import extract_answer, format_reward
 from nemo_grpo.tasks.rewards.boxes import intersection_over_union, parse_box
 from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
@@ -19,6 +21,7 @@ from nemo_grpo.tasks.rewards.forms import Form, with_opened_think
 
 _COUNT = re.compile(r"(?<![\w.,-])\d{1,9}(?:\.0{1,9})?(?![\w,]|\.\d)")
 _LABEL = re.compile(r"[\W_]+")
+_COLORS = ("red", "green", "blue", "black")
 
 
 class VisionConfig(FileTaskConfig):
@@ -60,6 +63,12 @@ class VisionGroundingConfig(VisionConfig):
     def build(self) -> VisionGrounding:
         return VisionGrounding(self)
 
+    def made_up_problem(self, number: int, folder: Path) -> Problem:
+        left, top, side = 8 * (number % 4), 8 * (number // 4 % 4), 24
+        image = _square(folder, number, (left, top, left + side, top + side))
+        answer = f"({left},{top}),({left + side},{top + side})"
+        return Problem(f"square-{number}", f"the square of picture {number}", answer, {"images": [image]})
+
 
 class VisionGrounding(_Vision):
     """Answer: ``(x1,y1),(x2,y2)`` in pixels."""
@@ -92,6 +101,10 @@ class VisionClassificationConfig(VisionConfig):
     def build(self) -> VisionClassification:
         return VisionClassification(self)
 
+    def made_up_problem(self, number: int, folder: Path) -> Problem:
+        image, color = _square(folder, number), _COLORS[number % len(_COLORS)]
+        return Problem(f"color-{number}", f"The color of picture {number}?", color, {"images": [image]})
+
 
 class VisionClassification(_Vision):
     """Answer: a label; case, spaces, punctuation and underscores do not matter."""
@@ -113,6 +126,10 @@ class VisionCountingConfig(VisionConfig):
 
     def build(self) -> VisionCounting:
         return VisionCounting(self)
+
+    def made_up_problem(self, number: int, folder: Path) -> Problem:
+        image = _square(folder, number)
+        return Problem(f"count-{number}", f"How many squares has picture {number}?", "1", {"images": [image]})
 
 
 class VisionCounting(_Vision):
@@ -145,6 +162,9 @@ class VisionMathConfig(VisionConfig):
     def build(self) -> VisionMath:
         return VisionMath(self)
 
+    def made_up_problem(self, number: int, folder: Path) -> Problem:
+        return replace(sum_problem(number), metadata={"images": [_square(folder, number)]})
+
 
 class VisionMath(_Vision):
     """Mathematics about an image (GEOQA), graded as the task math."""
@@ -157,6 +177,17 @@ class VisionMath(_Vision):
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         return mathematical_scores(problem.answer, self._seen(response), self.config.form)
+
+
+def _square(folder: Path, number: int, corners: tuple[int, int, int, int] = (16, 16, 40, 40)) -> str:
+    """A picture of 56 x 56 pixels with a colored square for a made-up problem; returns its name."""
+    from PIL import Image, ImageDraw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    image = Image.new("RGB", (56, 56), "white")
+    ImageDraw.Draw(image).rectangle(corners, fill=_COLORS[number % len(_COLORS)])
+    image.save(folder / f"{number}.png")
+    return f"{number}.png"
 
 
 def _label(answer: str) -> str:

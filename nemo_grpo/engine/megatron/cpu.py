@@ -17,20 +17,19 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from nemo_grpo.engine.cuda_stand_ins import CPU, Event, Stream, on_cpu
 from nemo_grpo.errors import UserError
 
 TESTED_VERSIONS = ((0, 16), (0, 20))
 """First and last minor version of megatron-core that this module was run with."""
 
-_CPU = torch.device("cpu")
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "full", "linspace", "ones", "ones_like"),
     *("rand", "randn", "tensor", "triu", "zeros", "zeros_like"),
@@ -113,64 +112,8 @@ class _StandIn(types.ModuleType):
 
 @functools.cache
 def _torch_for_cpu() -> types.ModuleType:
-    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    factories = {name: on_cpu(getattr(torch, name)) for name in _FACTORIES}
     return _StandIn(torch, {"cuda": _cuda_for_cpu(), **factories})
-
-
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor factory for which "cuda" means the CPU and pinned memory means memory."""
-
-    @functools.wraps(factory)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None and "cuda" in str(kwargs["device"]):
-            kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return on_cpu
-
-
-class _Event:
-    """The part of torch.cuda.Event that megatron-core uses, on the host's clock."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self.record()
-
-    def record(self, *_args: Any) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end.at - self.at) * 1e3
-
-
-class _Stream:
-    """The CPU has one stream and everything on it is done when the call returns."""
-
-    cuda_stream = 0
-
-    def wait_stream(self, _stream: Any) -> None:
-        pass
-
-    def wait_event(self, _event: Any) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_exc: Any) -> None:
-        pass
 
 
 def _cuda_for_cpu() -> types.ModuleType:
@@ -180,8 +123,8 @@ def _cuda_for_cpu() -> types.ModuleType:
     def zero(*_args: Any, **_kwargs: Any) -> int:
         return 0
 
-    def stream(*_args: Any, **_kwargs: Any) -> _Stream:
-        return _Stream()
+    def stream(*_args: Any, **_kwargs: Any) -> Stream:
+        return Stream()
 
     rng: dict[str, Any] = {
         "manual_seed": torch.manual_seed,
@@ -192,11 +135,11 @@ def _cuda_for_cpu() -> types.ModuleType:
     replaced: dict[str, Any] = {
         **rng,
         "random": _StandIn(torch.cuda.random, rng),
-        "current_device": lambda: _CPU,
+        "current_device": lambda: CPU,
         "synchronize": nothing,
         "empty_cache": nothing,
         "nvtx": nvtx,
-        "Event": _Event,
+        "Event": Event,
         "Stream": stream,
         "stream": stream,
         "current_stream": stream,

@@ -136,7 +136,7 @@ class CausalAttention(MegatronModule):
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The decoder block without Transformer Engine: megatron-core's local layers, our norm and attention."""
     layer = gpt_layer_specs.get_gpt_layer_local_spec(
-        normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

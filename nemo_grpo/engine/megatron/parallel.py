@@ -103,7 +103,7 @@ def zigzag(length: int, device: torch.device | None = None) -> Tensor:
     Args: length: a multiple of `zigzag_multiple`.
     """
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    return _positions(length, size, rank, device)
+    return zigzag_positions(length, size, rank, device)
 
 
 def zigzag_multiple() -> int:
@@ -112,7 +112,8 @@ def zigzag_multiple() -> int:
     return 2 * size if size > 1 else 1
 
 
-def _positions(length: int, size: int, rank: int, device: torch.device | None) -> Tensor:
+def zigzag_positions(length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
+    """`zigzag` of any rank of a context-parallel group of this size."""
     if size == 1:
         return torch.arange(length, device=device)
     slices = torch.arange(length, device=device).view(2 * size, -1)
@@ -128,7 +129,9 @@ class _GatherSequence(torch.autograd.Function):
         parts = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(parts, x.contiguous(), group=group)
         length = x.shape[dim] * group.size()
-        order = torch.cat([_positions(length, group.size(), rank, x.device) for rank in range(group.size())])
+        order = torch.cat(
+            [zigzag_positions(length, group.size(), rank, x.device) for rank in range(group.size())]
+        )
         ctx.dim, ctx.sum_gradients, ctx.own = dim, sum_gradients, zigzag(length, x.device)
         return torch.cat(parts, dim).index_select(dim, order.argsort())
 

@@ -9,7 +9,7 @@ from nemo_grpo.engine.generate_decoder import DecoderGenerator
 from nemo_grpo.engine.generate_hf import HFGenerator
 from nemo_grpo.engine.protocols import Rollout, SamplingParams, Turn
 from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
-from nemo_grpo.engine.warm_start import NO_LOSS, _example, build_tokenizer
+from nemo_grpo.engine.warm_start import NO_LOSS, render_example, build_tokenizer
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, Observed
@@ -331,7 +331,7 @@ def test_demonstrations_teach_the_policys_part_only():
     task = parse_task({"name": "search_qa", "top_k": 1}).build()
     tokenizer = build_tokenizer(task, 512, 0)
     problem = next(p for p in (task.train_problem(i, 0) for i in range(50)) if p.metadata["hops"] == 2)
-    ids, labels = _example(tokenizer, task, Prompt(), problem, None)
+    ids, labels = render_example(tokenizer, task, Prompt(), problem, None)
     learnt = tokenizer.decode([label for label in labels if label != NO_LOSS])
     first, second = task._source.queries(problem)
     assert learnt == (

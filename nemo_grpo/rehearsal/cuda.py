@@ -1,0 +1,190 @@
+"""torch.cuda and devices named cuda answered by the CPU, nccl by gloo: for a rehearsal's worker processes.
+
+NeMo-RL, Megatron-Bridge and megatron-core name CUDA in hundreds of places, so torch itself is changed here,
+where the embedded engine's `engine.megatron.cpu` changes what megatron-core sees of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from nemo_grpo.engine.cuda_stand_ins import Event, Stream, here, on_cpu
+
+FACTORIES = [
+    "tensor",
+    "as_tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "linspace",
+    "eye",
+    "empty_strided",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+]
+NEW = ["new_zeros", "new_empty", "new_full", "new_ones", "new_tensor"]
+GROUPS = {"init_process_group": 0, "new_group": 2, "new_subgroups_by_enumeration": 2}
+"""Functions that make process groups -> position of the backend's name among their arguments."""
+BELIEVES = "megatron.bridge.training.initialize"
+"""The only module that is told that CUDA is available: it asserts it, and asks for nothing else."""
+
+
+class Properties:
+    """What `torch.cuda.get_device_properties` says of the logical GPU."""
+
+    name, major, minor, multi_processor_count = "cpu", 9, 0, 1
+    total_memory = 4 << 30
+
+
+def after_megatron(_module: Any) -> None:
+    """megatron.core has been imported: this process has a policy's model in it, or speaks to one that has.
+
+    megatron-core puts a function of its own into torch's pickling, by name, so that every tensor pickled
+    here would ask its reader for megatron-core, which vLLM's environment does not have.
+    """
+    torch.storage._load_from_bytes = _load_from_bytes
+    install()
+
+
+def _load_from_bytes(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
+_load_from_bytes.__module__, _load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+
+
+def install() -> None:
+    """Answer for CUDA in this process, once."""
+    if torch.cuda.is_available() or torch.cuda.Stream is Stream:
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _answer_queries()
+    _answer_streams_and_generators()
+    _make_tensors_on_cpu()
+    _move_nowhere()
+    _group_by_gloo()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _answer_queries() -> None:
+    cuda: Any = torch.cuda
+    state = {"device": 0}
+    for name in [
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "ipc_collect",
+        "init",
+        "_lazy_init",
+    ]:
+        setattr(cuda, name, _nothing)
+    for name in ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]:
+        setattr(cuda, name, lambda *_, **__: 0)
+    cuda.set_device = lambda device: state.update(device=getattr(device, "index", device) or 0)
+    cuda.current_device = lambda: state["device"]
+    cuda.get_device_name = lambda *_: Properties.name
+    cuda.get_device_properties = lambda *_: Properties()
+    cuda.get_device_capability = lambda *_: (Properties.major, Properties.minor)
+    cuda.mem_get_info = lambda *_: (Properties.total_memory // 2, Properties.total_memory)
+    cuda.memory_stats = lambda *_: {}
+    cuda.is_available = lambda: _asks() == BELIEVES
+    cuda.device_count = lambda: int(_asks() == BELIEVES)
+
+
+def _asks() -> str:
+    return str(sys._getframe(2).f_globals.get("__name__"))
+
+
+def _answer_streams_and_generators() -> None:
+    cuda: Any = torch.cuda
+    stream = Stream()
+    cuda.Stream, cuda.Event, cuda.set_stream = Stream, Event, _nothing
+    cuda.current_stream = cuda.default_stream = lambda *_: stream
+    cuda.stream = lambda given: given or stream
+    cuda.device = lambda *_: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.manual_seed = torch.default_generator.manual_seed  # torch.manual_seed itself calls manual_seed_all
+    cuda.manual_seed_all = _nothing
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.profiler.start = cuda.profiler.stop = _nothing
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
+    cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
+
+
+def _make_tensors_on_cpu() -> None:
+    for owner, names in ((torch, FACTORIES), (torch.Tensor, NEW)):
+        for name in names:
+            setattr(owner, name, on_cpu(getattr(owner, name)))
+
+
+def _move_nowhere() -> None:
+    kind = torch.Tensor.type
+    for owner in (torch.Tensor, torch.nn.Module):
+        owner.to = _tohere(owner.to)  # type: ignore[method-assign]
+        owner.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+    def type_of(self: Any, dtype: Any = None, **further: Any) -> Any:
+        """megatron-core asks for torch.cuda.FloatTensor by name."""
+        return kind(self).replace("torch.", "torch.cuda.") if dtype is None else kind(self, dtype, **further)
+
+    torch.Tensor.type = type_of  # type: ignore[method-assign]
+    # A copy, as pinned memory is one: NeMo-RL frees the original when it moves a policy off the GPU.
+    torch.Tensor.pin_memory = lambda self, *_, **__: self.clone()  # type: ignore[method-assign]
+
+
+def _tohere(move: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(move)
+    def to(self: Any, *arguments: Any, **named: Any) -> Any:
+        if "device" in named:
+            named["device"] = here(named["device"])
+        return move(self, *map(here, arguments[:1]), *arguments[1:], **named)
+
+    return to
+
+
+def _group_by_gloo() -> None:
+    for name, position in GROUPS.items():
+        by_gloo = _with_gloo(getattr(c10d, name), position)
+        for module in (dist, c10d):
+            setattr(module, name, by_gloo)
+
+
+def _with_gloo(make: Callable[..., Any], position: int) -> Callable[..., Any]:
+    def gloo(backend: Any) -> Any:
+        return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
+
+    @functools.wraps(make)
+    def call(*given: Any, **named: Any) -> Any:
+        arguments = [gloo(a) if at == position else a for at, a in enumerate(given)]
+        if "backend" in named:
+            named["backend"] = gloo(named["backend"])
+        if "pg_options" in named:
+            named["pg_options"] = None
+        named.pop("device_id", None)
+        return make(*arguments, **named)
+
+    return call

