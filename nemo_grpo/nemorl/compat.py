@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from nemo_grpo.errors import UserError
@@ -153,6 +154,17 @@ def replace_global(name: str, new: Any, modules: tuple[str, ...]) -> None:
     for module in modules:
         if has_name(f"{module}:{name}"):
             setattr(importlib.import_module(module), name, new)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Within the block an attribute is another."""
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class Setup(NamedTuple):

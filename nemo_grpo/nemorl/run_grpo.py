@@ -25,6 +25,7 @@ from nemo_grpo.nemorl.compat import Setup, value
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
 
@@ -113,7 +114,7 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
             if exports is not None:
                 exports.after_every_save(parts.checkpointer)
                 exports.begin()
-            with stop_after_step(parts.logger) as stop:
+            with watch_rollouts(run.recipe, parts.logger), stop_after_step(parts.logger) as stop:
                 run_trainer(parts, loss_fn, tokenizer, processor, environments)
         finally:
             close(parts, environments)
