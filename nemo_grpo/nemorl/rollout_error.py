@@ -29,8 +29,8 @@ FP8_BOUND = 3e-2
 0.007 for normally distributed differences and several times that with tails; stale weights gave 0.046."""
 
 WARNING = (
-    "step %d: %s is %.2g, above %.2g: rollout and policy disagree about the same tokens, so that vLLM has other "
-    f"weights or computes otherwise. Look at {OVERLAP} (false), the messages of the refit, {VLLM}.precision and "
+    "step %d: %s is %.2g, above %.2g: rollout and policy disagree about the same tokens, so vLLM has other "
+    f"weights or computes otherwise. Look at {OVERLAP} (false), the messages of the refit, {VLLM}.precision, "
     "policy.megatron_cfg.fp8_cfg, and Megatron's fusions (policy.megatron_cfg.*_fusion)"
 )
 
