@@ -70,12 +70,15 @@ class Ready(NamedTuple):
 
 
 def set_up(run: ClusterRun) -> Ready:
-    """Start Ray, read the data, set NeMo-RL up, and put our parts into its trainer.
+    """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
 
     Raises: UserError: the task's files, how many problems they hold, where this package is installed,
             exports that are not possible, or too few epochs.
     """
+    from nemo_grpo.nemorl.environments import read_problems, setup_data
+
     share_sources()
+    problems = read_problems(run)
     hf_config = model_config(run)
     exports = exports_of(run, hf_config)
     config = run.master_config
@@ -84,10 +87,9 @@ def set_up(run: ClusterRun) -> Ready:
     )
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     processor, tokenizer = load_tokenizer(run)
-    from nemo_grpo.nemorl.environments import setup_data
     from nemo_grpo.nemorl.policy import policy_factory
 
-    dataset, val_dataset, *environments = setup_data(run, processor or tokenizer)
+    dataset, val_dataset, *environments = setup_data(run, problems, processor or tokenizer)
     exchange = StepExchange()
     parts = compat.unpack_setup(
         compat.import_name(f"{_GRPO}:setup")(
