@@ -48,6 +48,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.environments.utils:create_env": BOTH,
     "nemo_rl.models.generation:configure_generation_config": BOTH,
     "nemo_rl.models.policy.lm_policy:Policy": BOTH,
+    "nemo_rl.models.policy.utils:get_megatron_checkpoint_dir": BOTH,
     "nemo_rl.utils.checkpoint:CheckpointManager": BOTH,
     "nemo_rl.utils.config:load_config": BOTH,
     "nemo_rl.utils.config:register_omegaconf_resolvers": BOTH,

@@ -55,7 +55,7 @@ class TaskProblems(NamedTuple):
 def read_problems(run: ClusterRun) -> TaskProblems:
     """Read the task's files and check what can be checked without Ray, tokenizer and GPUs.
 
-    Raises: UserError: a file is missing, the task has fewer problems than asked for, or cannot run on NeMo-RL.
+    Raises: UserError: a file is missing, the task has too few problems, or it cannot run on NeMo-RL.
     """
     own, grpo = run.recipe.nemo_grpo, run.recipe.grpo
     task = own.task.build()
@@ -164,7 +164,7 @@ def check_image_prompt(prompt: Prompt) -> None:
 
 
 def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_length: int) -> Encode:
-    """The function that makes a prompt of a problem: the one of the embedded engine, or NeMo-RL's for images."""
+    """What makes a prompt of a problem: the function of the embedded engine, or NeMo-RL's for images."""
     if has_images:
         return lambda problem: image_prompt(prompt, encoder, problem, max_prompt_length)
     return lambda problem: text_prompt(prompt, encoder, problem, max_prompt_length)

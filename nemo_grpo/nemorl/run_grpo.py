@@ -23,6 +23,7 @@ from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, save_side_files
 from nemo_grpo.nemorl.compat import Setup, value
 from nemo_grpo.nemorl.config import ClusterRun, load_run
+from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
@@ -73,7 +74,8 @@ def set_up(run: ClusterRun) -> Ready:
     """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
 
     Raises: UserError: the task's files, how many problems they hold, where this package is installed,
-            exports that are not possible, or too few epochs.
+            exports that are not possible, remains of a conversion that cannot be removed, or too few
+            epochs.
     """
     from nemo_grpo.nemorl.environments import read_problems, setup_data
 
@@ -82,6 +84,7 @@ def set_up(run: ClusterRun) -> Ready:
     hf_config = model_config(run)
     exports = exports_of(run, hf_config)
     config = run.master_config
+    remove_remains(config.policy)
     config.logger["log_dir"] = compat.import_name("nemo_rl.utils.logger:get_next_experiment_dir")(
         config.logger["log_dir"]
     )
