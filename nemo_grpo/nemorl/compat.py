@@ -47,6 +47,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.environments.utils:ENV_REGISTRY": BOTH,
     "nemo_rl.environments.utils:create_env": BOTH,
     "nemo_rl.models.generation:configure_generation_config": BOTH,
+    "nemo_rl.models.generation.vllm.vllm_generation:VllmGeneration": BOTH,
     "nemo_rl.models.policy.lm_policy:Policy": BOTH,
     "nemo_rl.models.policy.utils:get_megatron_checkpoint_dir": BOTH,
     "nemo_rl.utils.checkpoint:CheckpointManager": BOTH,
@@ -54,6 +55,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.utils.config:register_omegaconf_resolvers": BOTH,
     "nemo_rl.utils.logger:get_next_experiment_dir": BOTH,
     "nemo_rl.utils.timer:TimeoutChecker": BOTH,
+    "nemo_rl.utils.venvs:DEFAULT_VENV_DIR": BOTH,
     "nemo_rl.utils.venvs:create_local_venv_on_each_node": BOTH,
 }
 """``module:name`` -> the versions that have it: what the driver's process imports."""
@@ -148,6 +150,20 @@ def set_value(config: Any, path: str, new: Any) -> None:
         node[name] = new
     else:
         setattr(node, name, new)
+
+
+def keep_tensor_pickles_plain() -> None:
+    """Let processes without Megatron read the tensors that this one sends.
+
+    Importing megatron.core replaces the function that torch's pickled tensors name by one of its own, and
+    the driver imports it without being asked: by reading what a Megatron worker returns. vLLM's workers may
+    have no megatron. Imported now, it is not imported again, and torch's own function is put back.
+    """
+    import torch
+
+    plain = torch.storage._load_from_bytes
+    if has_name("megatron.core:__version__"):
+        torch.storage._load_from_bytes = plain
 
 
 def replace_global(name: str, new: Any, modules: tuple[str, ...]) -> None:

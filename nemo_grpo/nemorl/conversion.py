@@ -91,7 +91,7 @@ def _remove(folder: Path) -> None:
         return
     except OSError as error:
         raise UserError(
-            f"{folder} is left of a killed conversion, and NeMo-RL would fail on it, but it cannot be removed "
+            f"{folder} is left of a killed conversion, and NeMo-RL would fail on it, but it cannot go "
             f"({error.strerror}); remove it, or set NRL_MEGATRON_CHECKPOINT_DIR to a folder of your own"
         ) from None
     shutil.rmtree(away, ignore_errors=True)

@@ -26,9 +26,11 @@ from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
+from nemo_grpo.nemorl.worker_python import check_async_save
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +75,16 @@ class Ready(NamedTuple):
 def set_up(run: ClusterRun) -> Ready:
     """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
 
-    Raises: UserError: the task's files, how many problems they hold, where this package is installed,
-            exports that are not possible, remains of a conversion that cannot be removed, or too few
-            epochs.
+    Raises: UserError: the task's files, how many problems they hold, where this package is installed, what
+            the workers' Python lacks, exports that are not possible, remains of a conversion that cannot be
+            removed, or too few epochs.
     """
     from nemo_grpo.nemorl.environments import read_problems, setup_data
 
     share_sources()
     problems = read_problems(run)
+    check_async_save(run.master_config)
+    compat.keep_tensor_pickles_plain()
     hf_config = model_config(run)
     exports = exports_of(run, hf_config)
     config = run.master_config
@@ -93,7 +97,8 @@ def set_up(run: ClusterRun) -> Ready:
     from nemo_grpo.nemorl.policy import policy_factory
 
     dataset, val_dataset, *environments = setup_data(run, problems, processor or tokenizer)
-    exchange = StepExchange()
+    exchange, refits = StepExchange(), Refits()
+    refits.install()
     parts = compat.unpack_setup(
         compat.import_name(f"{_GRPO}:setup")(
             config,
@@ -101,7 +106,7 @@ def set_up(run: ClusterRun) -> Ready:
             dataset,
             val_dataset,
             processor=processor,
-            policy_factory=policy_factory(run, exchange),
+            policy_factory=policy_factory(run, exchange, refits),
         )
     )
     check_epochs(run, parts)

@@ -1,4 +1,4 @@
-"""Remains of a killed conversion to Megatron, found where NeMo-RL would look and removed when nobody writes."""
+"""Remains of a killed conversion to Megatron are found where NeMo-RL looks, and go when nobody writes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_remains_that_cannot_be_removed_are_a_refusal(root, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(folder), "rename", refuse)
-    with pytest.raises(UserError, match="iter_0000000 is left of a killed conversion.*Permission denied"):
+    with pytest.raises(UserError, match=r"iter_0000000 is left of a killed conversion.*Permission denied"):
         Time().run({"model_name": "org/model"})
 
 
