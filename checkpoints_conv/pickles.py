@@ -26,6 +26,13 @@ class StoredStorage:
     num_elements: int
 
 
+def refused(where: str, what: str) -> UserError:
+    """The error of a pickle in the file ``where`` that asks for code."""
+    return UserError(
+        f"{where} asks for {what}, which no checkpoint needs; it may be malicious and was not read"
+    )
+
+
 class RefusingUnpickler(pickle.Unpickler):
     """An unpickler that knows the names it is given and refuses every other."""
 
@@ -41,10 +48,7 @@ class RefusingUnpickler(pickle.Unpickler):
         try:
             return self.allowed[module, name]
         except KeyError:
-            raise UserError(
-                f"{self.where} asks for {module}.{name}, which no checkpoint needs; "
-                "it may be malicious and was not read"
-            ) from None
+            raise refused(self.where, f"{module}.{name}") from None
 
     def persistent_load(self, pid: Any) -> Any:
         """Storages of a torch.save archive."""

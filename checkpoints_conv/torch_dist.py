@@ -14,12 +14,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.archive import SavedTensor
 from checkpoints_conv.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
-from checkpoints_conv.pickles import RefusingUnpickler
+from checkpoints_conv.pickles import RefusingUnpickler, refused
 from checkpoints_conv.pieces import Buffer, close_all, damaged, open_all
 from nemo_grpo.errors import UserError
 
@@ -36,27 +37,43 @@ _NO_WEIGHTS = re.compile(
 class _Record:
     """What the metadata's pickle holds of a class: its fields. Importing the classes would take a second."""
 
-    def __init__(self, *_values: Any) -> None:
-        """Enumerations are made with a value; none of them matters here."""
-
     def __setstate__(self, state: Any) -> None:
         # TensorProperties, whose dtype comes first, is the one class that keeps no names.
         self.__dict__.update(state if isinstance(state, dict) else {"dtype": state[0]})
 
 
-def _records(*names: str) -> dict[str, type[_Record]]:
-    return {name: type(name, (_Record,), {}) for name in names}
+class _Enumeration(_Record):
+    """An enumeration; which member of it does not matter here."""
+
+    def __init__(self, _member: Any) -> None:
+        """Made of the member's value, or of its name by `_member_of`."""
+
+
+def _records(*names: str, kind: type[_Record] = _Record) -> dict[str, type[_Record]]:
+    return {name: type(name, (kind,), {}) for name in names}
+
+
+def _member_of(where: str, owner: Any, name: Any) -> _Enumeration:
+    """In place of the ``getattr`` with which Python 3.11.2, Debian 12's, pickles an enumeration's member.
+
+    Raises: UserError: anything else's attribute is asked for.
+    """
+    if not (isinstance(owner, type) and issubclass(owner, _Enumeration)):
+        raise refused(where, f"an attribute ({name!r})")
+    return owner(name)
 
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": _records(
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    ),
+        *("TensorProperties", "TensorStorageMetadata"),
+    )
+    | _records("_MEM_FORMAT_ENCODING", kind=_Enumeration),
     "torch.distributed.checkpoint.filesystem": _records("_StorageInfo", "_StoragePrefix"),
     "torch.distributed.checkpoint.planner": _records(
-        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"
-    ),
+        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")
+    )
+    | _records("WriteItemType", kind=_Enumeration),
 }
 _STORED_METADATA: Any = _CLASSES["torch.distributed.checkpoint.metadata"]["Metadata"]
 _STORED_TENSOR: Any = _CLASSES["torch.distributed.checkpoint.metadata"]["TensorStorageMetadata"]
@@ -264,7 +281,8 @@ def _read_keys(folder: Path) -> dict[str, Key]:
     path = folder / METADATA
     try:
         with path.open("rb") as stream:
-            found = RefusingUnpickler(stream, _ALLOWED, str(path)).load()
+            allowed = _ALLOWED | {("builtins", "getattr"): partial(_member_of, str(path))}
+            found = RefusingUnpickler(stream, allowed, str(path)).load()
         assert isinstance(found, _STORED_METADATA)
         places = {(i.fqn, tuple(i.offset)): v for i, v in found.storage_data.items() if hasattr(i, "offset")}
         tensors = {

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from nemo_grpo.errors import UserError
@@ -46,12 +47,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.environments.utils:ENV_REGISTRY": BOTH,
     "nemo_rl.environments.utils:create_env": BOTH,
     "nemo_rl.models.generation:configure_generation_config": BOTH,
+    "nemo_rl.models.generation.vllm.vllm_generation:VllmGeneration": BOTH,
     "nemo_rl.models.policy.lm_policy:Policy": BOTH,
+    "nemo_rl.models.policy.utils:get_megatron_checkpoint_dir": BOTH,
     "nemo_rl.utils.checkpoint:CheckpointManager": BOTH,
     "nemo_rl.utils.config:load_config": BOTH,
     "nemo_rl.utils.config:register_omegaconf_resolvers": BOTH,
     "nemo_rl.utils.logger:get_next_experiment_dir": BOTH,
     "nemo_rl.utils.timer:TimeoutChecker": BOTH,
+    "nemo_rl.utils.venvs:DEFAULT_VENV_DIR": BOTH,
     "nemo_rl.utils.venvs:create_local_venv_on_each_node": BOTH,
 }
 """``module:name`` -> the versions that have it: what the driver's process imports."""
@@ -148,11 +152,36 @@ def set_value(config: Any, path: str, new: Any) -> None:
         setattr(node, name, new)
 
 
+def keep_tensor_pickles_plain() -> None:
+    """Let processes without Megatron read the tensors that this one sends.
+
+    Importing megatron.core replaces the function that torch's pickled tensors name by one of its own, and
+    the driver imports it without being asked: by reading what a Megatron worker returns. vLLM's workers may
+    have no megatron. Imported now, it is not imported again, and torch's own function is put back.
+    """
+    import torch
+
+    plain = torch.storage._load_from_bytes
+    if has_name("megatron.core:__version__"):
+        torch.storage._load_from_bytes = plain
+
+
 def replace_global(name: str, new: Any, modules: tuple[str, ...]) -> None:
     """Rebind a module's global in every module of ``modules`` that this version has."""
     for module in modules:
         if has_name(f"{module}:{name}"):
             setattr(importlib.import_module(module), name, new)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Within the block an attribute is another."""
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class Setup(NamedTuple):

@@ -22,6 +22,7 @@ VISION_PREFIX = "vision_"
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "grpo.val_num_generations_per_prompt": (1,),
     "grpo.val_start_at": (-1,),
+    "policy.megatron_cfg.checkpoint.async_save": (False,),
     "policy.megatron_cfg.fine_grained_activation_offloading": (False,),
     "policy.megatron_cfg.model_overrides": ({},),
     "policy.megatron_cfg.use_fused_linear_logprobs": (False,),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 import torch
@@ -45,7 +45,30 @@ EnvironmentInterface = compat.import_name(f"{_ENVIRONMENTS}.interfaces:Environme
 EnvironmentReturn = compat.import_name(f"{_ENVIRONMENTS}.interfaces:EnvironmentReturn")
 
 
-def setup_data(run: ClusterRun, encoder: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+class TaskProblems(NamedTuple):
+    """Attributes: task: the recipe's.  held_out: its validation problems; none if the run never validates."""
+
+    task: Any
+    held_out: list[Problem]
+
+
+def read_problems(run: ClusterRun) -> TaskProblems:
+    """Read the task's files and check what can be checked without Ray, tokenizer and GPUs.
+
+    Raises: UserError: a file is missing, the task has too few problems, or it cannot run on NeMo-RL.
+    """
+    own, grpo = run.recipe.nemo_grpo, run.recipe.grpo
+    task = own.task.build()
+    check_turns(task, compat.value(run.master_config, "grpo.max_rollout_turns"))
+    if run.has_images:
+        check_image_prompt(own.prompt)
+    task.train_problem(0, grpo.seed)
+    return TaskProblems(task, task.validation_problems(grpo.max_val_samples) if _validates(grpo) else [])
+
+
+def setup_data(
+    run: ClusterRun, problems: TaskProblems, encoder: Any
+) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """Training and validation data, and the environment of each.
 
     Training rewards are weighted as the recipe says. Validation gives the accuracy alone, so that what
@@ -53,16 +76,12 @@ def setup_data(run: ClusterRun, encoder: Any) -> tuple[Any, Any, dict[str, Any],
 
     Args:    encoder: the tokenizer, or the processor for tasks with images.
     Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it.
-    Raises:  UserError: the task has fewer problems than asked for, or cannot run on NeMo-RL.
     """
     recipe, config = run.recipe, run.master_config
-    own, grpo = recipe.nemo_grpo, recipe.grpo
-    task = own.task.build()
-    check_turns(task, compat.value(config, "grpo.max_rollout_turns"))
+    own, grpo, (task, held_out) = recipe.nemo_grpo, recipe.grpo, problems
     encode = prompt_encoder(own.prompt, encoder, run.has_images, config.data["max_input_seq_length"])
     config.data["shuffle"] = False  # a task's training stream is in random order by itself
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
-    held_out = task.validation_problems(grpo.max_val_samples) if _validates(grpo) else []
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
     reserved = list(reserved_texts(getattr(encoder, "tokenizer", encoder)))
     trained, validated = (
@@ -132,19 +151,23 @@ class TaskDataset(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
 
-def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_length: int) -> Encode:
-    """The function that makes a prompt of a problem: the one of the embedded engine, or NeMo-RL's for images.
+def check_image_prompt(prompt: Prompt) -> None:
+    """Raise for a prompt with parts that NeMo-RL's image prompts have no place for.
 
-    Raises: UserError: the recipe's prompt has parts that NeMo-RL's image prompts have no place for.
+    Raises: UserError: key and remedy.
     """
-    if not has_images:
-        return lambda problem: text_prompt(prompt, encoder, problem, max_prompt_length)
     if prompt.response_prefix or not prompt.use_chat_template:
         raise UserError(
             "nemo_grpo.prompt: a task with images has its processor's chat template and no response_prefix; "
             "leave response_prefix and use_chat_template out"
         )
-    return lambda problem: image_prompt(prompt, encoder, problem, max_prompt_length)
+
+
+def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_length: int) -> Encode:
+    """What makes a prompt of a problem: the function of the embedded engine, or NeMo-RL's for images."""
+    if has_images:
+        return lambda problem: image_prompt(prompt, encoder, problem, max_prompt_length)
+    return lambda problem: text_prompt(prompt, encoder, problem, max_prompt_length)
 
 
 def text_prompt(prompt: Prompt, tokenizer: Any, problem: Problem, max_length: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """NeMo-RL's policy with two more things passing through: entropies out, further tensors for the loss in.
 
 It also leaves out the update of a step that has no gradient: Adam's momentum and weight decay would make one.
+What it sends to vLLM is watched by `Refits`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import value
 from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
+from nemo_grpo.nemorl.refit import Refits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,10 +28,11 @@ WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
 _REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
 
 
-def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any]:
+def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> Callable[..., Any]:
     """What NeMo-RL's `setup` makes its policy with.
 
     Args: exchange: gets the entropies, where the variant needs them, and gives what the estimator has put.
+          refits: is told of every send of weights.
     """
     stock: Any = compat.import_name("nemo_rl.models.policy.lm_policy:Policy")
 
@@ -50,6 +53,12 @@ def policy_factory(run: ClusterRun, exchange: StepExchange) -> Callable[..., Any
                 log.info("no group carries signal: metrics only, no update")
                 further["eval_mode"] = True
             return super().train(data, loss_fn, **further)
+
+        def stream_weights_via_ipc_zmq(self, *args: Any, **further: Any) -> Any:
+            return refits.sends(self, super().stream_weights_via_ipc_zmq(*args, **further))
+
+        def broadcast_weights_for_collective(self, *args: Any, **further: Any) -> Any:
+            return refits.sends(self, super().broadcast_weights_for_collective(*args, **further))
 
     def make(**arguments: Any) -> Any:
         if run.recipe.loss_fn.needs_entropy:

@@ -23,11 +23,15 @@ from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, save_side_files
 from nemo_grpo.nemorl.compat import Setup, value
 from nemo_grpo.nemorl.config import ClusterRun, load_run
+from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.refit import Refits
+from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.run_record import record_run
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
+from nemo_grpo.nemorl.worker_python import check_async_save
 
 log = logging.getLogger(__name__)
 
@@ -70,25 +74,32 @@ class Ready(NamedTuple):
 
 
 def set_up(run: ClusterRun) -> Ready:
-    """Start Ray, read the data, set NeMo-RL up, and put our parts into its trainer.
+    """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
 
-    Raises: UserError: the task's files, how many problems they hold, where this package is installed,
-            exports that are not possible, or too few epochs.
+    Raises: UserError: the task's files, how many problems they hold, where this package is installed, what
+            the workers' Python lacks, exports that are not possible, remains of a conversion that cannot be
+            removed, or too few epochs.
     """
+    from nemo_grpo.nemorl.environments import read_problems, setup_data
+
     share_sources()
+    problems = read_problems(run)
+    check_async_save(run.master_config)
+    compat.keep_tensor_pickles_plain()
     hf_config = model_config(run)
     exports = exports_of(run, hf_config)
     config = run.master_config
+    remove_remains(config.policy)
     config.logger["log_dir"] = compat.import_name("nemo_rl.utils.logger:get_next_experiment_dir")(
         config.logger["log_dir"]
     )
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     processor, tokenizer = load_tokenizer(run)
-    from nemo_grpo.nemorl.environments import setup_data
     from nemo_grpo.nemorl.policy import policy_factory
 
-    dataset, val_dataset, *environments = setup_data(run, processor or tokenizer)
-    exchange = StepExchange()
+    dataset, val_dataset, *environments = setup_data(run, problems, processor or tokenizer)
+    exchange, refits = StepExchange(), Refits()
+    refits.install()
     parts = compat.unpack_setup(
         compat.import_name(f"{_GRPO}:setup")(
             config,
@@ -96,7 +107,7 @@ def set_up(run: ClusterRun) -> Ready:
             dataset,
             val_dataset,
             processor=processor,
-            policy_factory=policy_factory(run, exchange),
+            policy_factory=policy_factory(run, exchange, refits),
         )
     )
     check_epochs(run, parts)
@@ -114,7 +125,8 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
             if exports is not None:
                 exports.after_every_save(parts.checkpointer)
                 exports.begin()
-            with record_run(run.recipe, parts.logger), stop_after_step(parts.logger) as stop:
+            recipe, logger = run.recipe, parts.logger
+            with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
                 run_trainer(parts, loss_fn, tokenizer, processor, environments)
         finally:
             close(parts, environments)

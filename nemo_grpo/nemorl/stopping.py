@@ -56,7 +56,7 @@ def stop_after_step(logger: Any = None) -> Iterator[Stop]:
             stop.happened |= due
             return due
 
-        stack.enter_context(_replaced(checker, "check_save", check_save))
+        stack.enter_context(compat.replaced(checker, "check_save", check_save))
         _watch_threshold(stop, stack)
         if logger is not None:
             _watch_steps(logger, stop, stack)
@@ -74,7 +74,7 @@ def _watch_threshold(stop: Stop, stack: ExitStack) -> None:
                 return text
 
             owner = importlib.import_module(module)
-            stack.enter_context(_replaced(owner, THRESHOLD_FUNCTION, message))
+            stack.enter_context(compat.replaced(owner, THRESHOLD_FUNCTION, message))
 
 
 def _watch_steps(logger: Any, stop: Stop, stack: ExitStack) -> None:
@@ -86,14 +86,4 @@ def _watch_steps(logger: Any, stop: Stop, stack: ExitStack) -> None:
             stop.last_step = step
         return done
 
-    stack.enter_context(_replaced(logger, "log_metrics", watched))
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    stack.enter_context(compat.replaced(logger, "log_metrics", watched))

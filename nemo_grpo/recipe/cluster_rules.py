@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
 VLLM, PACKING = "policy.generation.vllm_cfg", "policy.sequence_packing"
+OVERLAP = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
 BLOCKWISE_ENV = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 RECOMPUTE_MODULES = frozenset(
     ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -27,6 +28,12 @@ def value_of(recipe: Recipe, key: str, default: Any = None) -> Any:
     for name in key.split("."):
         node = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
     return default if node is None else node
+
+
+def uses_fp8(recipe: Recipe) -> bool:
+    """True if the policy trains in FP8 or samples in it."""
+    fp8 = recipe.policy.megatron_cfg.fp8_cfg
+    return (fp8 is not None and fp8.enabled) or value_of(recipe, f"{VLLM}.precision") == "fp8"
 
 
 def model_comes_from_the_hub(recipe: Recipe) -> Iterator[str]:
@@ -114,16 +121,36 @@ def fused_logprobs_stand_alone(recipe: Recipe) -> Iterator[str]:
     if not value_of(recipe, f"{MEGATRON}.use_fused_linear_logprobs"):
         return
     g, m = recipe.policy.generation, recipe.policy.megatron_cfg
-    overlap = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
     clashes = {
         f"{PACKING}.enabled=true": recipe.policy.sequence_packing.enabled,
         f"{MEGATRON}.context_parallel_size={m.context_parallel_size}": m.context_parallel_size > 1,
         f"{GENERATION}.top_k={g.top_k}": g.top_k is not None,
         f"{GENERATION}.top_p={g.top_p}": g.top_p < 1,
-        f"{overlap}=true": value_of(recipe, overlap, True),
+        f"{OVERLAP}=true": overlaps_param_gather(recipe),
     }
     for setting in (setting for setting, clash in clashes.items() if clash):
         yield f"{MEGATRON}.use_fused_linear_logprobs=true does not work with {setting}; give up one of them"
+
+
+def overlaps_param_gather(recipe: Recipe) -> bool:
+    """NeMo-RL's own base configurations set it, so a recipe that leaves it out has it."""
+    return bool(value_of(recipe, OVERLAP, True))
+
+
+def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
+    m = recipe.policy.megatron_cfg
+    if not (overlaps_param_gather(recipe) and m.optimizer.use_distributed_optimizer):
+        return
+    shards = recipe.data_parallel_size * m.context_parallel_size  # megatron-core shards over both
+    if m.expert_model_parallel_size > 1:  # of the experts' parameters, over the ranks that EP and ETP leave
+        stage = recipe.world_size // m.pipeline_model_parallel_size
+        shards = max(shards, stage // (m.expert_model_parallel_size * expert_tensor_parallel_size(recipe)))
+    if shards > 1:
+        yield (
+            f"{OVERLAP}=true (NeMo-RL's default): each of the {shards} ranks that share the distributed "
+            "optimizer updates its own part of the weights, and the refit sends the others' as they were "
+            "before the step (NeMo-RL pull request 4086); set it to false"
+        )
 
 
 def chunked_logprobs_defer_the_cast(recipe: Recipe) -> Iterator[str]:
@@ -173,9 +200,14 @@ def optimizer_state_is_consistent(recipe: Recipe) -> Iterator[str]:
         yield f"{key}.optimizer_offload_fraction={fraction} must be above 0, at most 1, to offload; use 1.0"
 
 
+def expert_tensor_parallel_size(recipe: Recipe) -> int:
+    """ETP; NeMo-RL's default is 1."""
+    return int(value_of(recipe, f"{MEGATRON}.expert_tensor_parallel_size", 1))
+
+
 def experts_fit_the_ranks(recipe: Recipe) -> Iterator[str]:
     m = recipe.policy.megatron_cfg
-    etp = value_of(recipe, f"{MEGATRON}.expert_tensor_parallel_size", 1)
+    etp = expert_tensor_parallel_size(recipe)
     stage = recipe.world_size // m.pipeline_model_parallel_size
     if stage % (m.expert_model_parallel_size * etp):
         yield (
@@ -258,6 +290,7 @@ RULES = (
     batching_is_of_one_kind,
     lora_is_explicit,
     fused_logprobs_stand_alone,
+    refit_sends_updated_weights,
     chunked_logprobs_defer_the_cast,
     precision_is_bf16,
     fp8_training_is_complete,

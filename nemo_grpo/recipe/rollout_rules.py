@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_grpo.recipe.cluster_rules import GENERATION, VLLM, value_of
+from nemo_grpo.recipe.cluster_rules import GENERATION, VLLM, uses_fp8, value_of
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe.recipe import Recipe
@@ -59,9 +59,7 @@ def fp8_cache_has_fp8_weights(recipe: Recipe) -> Iterator[str]:
 
 
 def fp8_rollouts_are_corrected(recipe: Recipe) -> Iterator[str]:
-    fp8 = recipe.policy.megatron_cfg.fp8_cfg
-    trains, samples = fp8 is not None and fp8.enabled, value_of(recipe, f"{VLLM}.precision") == "fp8"
-    if (trains or samples) and not recipe.loss_fn.use_importance_sampling_correction:
+    if uses_fp8(recipe) and not recipe.loss_fn.use_importance_sampling_correction:
         yield (
             "loss_fn.use_importance_sampling_correction=false: FP8 rounds differently in rollouts and in "
             "training, which the correction makes up for; set it to true, or start from base/cluster-fp8.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import pickle
@@ -9,12 +10,18 @@ import resource
 import shutil
 import sys
 import types
+from collections import OrderedDict
 from pathlib import Path, PosixPath
 
 import pytest
 import torch
 from conv_models import names_in, save_model
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.job import check_sha256
@@ -100,6 +107,46 @@ def test_malicious_metadata_runs_nothing(source, checkpoint, tmp_path):
     pickle.loads(pickle.dumps(Malicious(marker)))
     assert marker.exists()  # the pickle would have worked
     marker.unlink()
+
+
+def test_enumerations_pickled_by_name_are_read(source, checkpoint, tmp_path, monkeypatch):
+    """Python 3.11.2, Debian 12's, writes ``builtins.getattr(cls, name)`` for a member."""
+    folder, _ = copy_of(checkpoint, tmp_path)
+    path = folder / "iter_0000000" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(enum.Enum, "__reduce_ex__", lambda self, _protocol: (getattr, (type(self), self.name)))
+        path.write_bytes(pickle.dumps(content))
+    assert b"getattr" in path.read_bytes()
+    by_name, by_value = TorchDistReader(folder), TorchDistReader(checkpoint)
+    assert by_name.keys == by_value.keys
+
+
+class Attribute:
+    """An attribute of something that a checkpoint may name, reached through ``getattr``."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        Attribute(PosixPath, "touch"),  # known, and no enumeration
+        Attribute(OrderedDict, "fromkeys"),
+        Attribute(TensorStorageMetadata, "__init__"),  # a record, and no enumeration
+        Attribute(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), "__class__"),  # a member
+        Attribute("text", "format"),
+    ],
+)
+def test_attributes_of_anything_but_an_enumeration_are_refused(source, checkpoint, tmp_path, attribute):
+    folder, _ = copy_of(checkpoint, tmp_path)
+    (folder / "iter_0000000" / ".metadata").write_bytes(pickle.dumps(attribute))
+    with pytest.raises(UserError, match=r"asks for an attribute .* may be malicious and was not read"):
+        TorchDistReader(folder)
 
 
 def test_malicious_chunk_runs_nothing(source, checkpoint, tmp_path):

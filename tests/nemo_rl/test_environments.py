@@ -14,7 +14,7 @@ from toy_training import toy_run
 from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import environments
+from nemo_grpo.nemorl import environments, run_grpo
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.own import Prompt
 from nemo_grpo.tasks import parse_task
@@ -169,7 +169,7 @@ def test_the_environments_are_told_the_tokenizers_marks(tokenizer, monkeypatch):
     config = types.SimpleNamespace(data={"max_input_seq_length": 500}, grpo={"max_rollout_turns": 4})
     run = types.SimpleNamespace(recipe=recipe, master_config=config, has_images=False)
     for encoder in (tokenizer, types.SimpleNamespace(tokenizer=tokenizer)):
-        environments.setup_data(run, encoder)
+        environments.setup_data(run, environments.read_problems(run), encoder)
     assert [made["reserved"] for made in started] == 4 * [["<eos>", "<pad>"]]
 
 
@@ -217,9 +217,37 @@ def test_fewer_turns_than_the_task_needs_are_refused():
     environments.check_turns(parse_task({"name": "arithmetic"}).build(), None)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["grpo.val_period=1", "grpo.max_val_samples=10000", "grpo.val_batch_size=10000"],
+            "10000 validation problems asked for",
+        ),
+        (["nemo_grpo.task={name: math, train_files: [absent.jsonl]}"], "absent.jsonl: No such file"),
+        (["nemo_grpo.task={name: math}"], "no training problems"),
+        (
+            ["nemo_grpo.task={name: search_qa, max_turns: 3, top_k: 1}", "grpo.max_rollout_turns=2",
+             "policy.generation.stop_strings=[</search>, </answer>]"],
+            r"max_rollout_turns=2.*max_turns=3",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_tasks_files_lack_is_refused_before_ray_starts(overrides, message, tmp_path, monkeypatch):
+    def start():
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr(run_grpo, "model_config", lambda _run: None)
+    monkeypatch.setattr("nemo_rl.distributed.virtual_cluster.init_ray", start)
+    run = toy_run(tmp_path, {"variant": "grpo"}, *overrides)
+    with pytest.raises(UserError, match=message):
+        run_grpo.set_up(run)
+
+
 def test_image_prompts_have_no_prefix():
     with pytest.raises(UserError, match="response_prefix"):
-        environments.prompt_encoder(Prompt(response_prefix="<think>"), None, True, 10)
+        environments.check_image_prompt(Prompt(response_prefix="<think>"))
 
 
 def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path: Path):

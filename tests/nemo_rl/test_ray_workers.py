@@ -15,6 +15,7 @@ from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, loss_data
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import build_loss
 from nemo_grpo.nemorl.policy import has_further_losses, has_no_gradient, policy_factory
+from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.variants import parse_loss_fn
 
 WORKER = "toy_worker.ToyWorker"
@@ -55,7 +56,7 @@ def policy(private_ray):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm_policy, "get_default_hf_config", no_model)
         patch.setitem(ACTOR_ENVIRONMENT_REGISTRY, WORKER, sys.executable)
-        made = policy_factory(run, StepExchange())(
+        made = policy_factory(run, StepExchange(), Refits())(
             cluster=cluster,
             config=CONFIG,
             tokenizer=None,
@@ -132,7 +133,7 @@ def test_a_step_without_signal_is_an_update_where_nemo_rl_adds_a_loss(monkeypatc
 
     def is_evaluated(draft):
         run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
-        return policy_factory(run, StepExchange())().train({"advantages": torch.zeros(2, 3)}, None)
+        return policy_factory(run, StepExchange(), Refits())().train({"advantages": torch.zeros(2, 3)}, None)
 
     assert is_evaluated(draft=False)
     assert not is_evaluated(draft=True)

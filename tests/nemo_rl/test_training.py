@@ -26,7 +26,7 @@ from toy_training import (
 from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import compat, run_grpo
+from nemo_grpo.nemorl import compat, rollout_error, run_grpo
 from nemo_grpo.nemorl.checkpoints import save_side_files
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
@@ -120,6 +120,16 @@ def test_metrics_of_estimator_and_loss_are_logged(tmp_path):
     assert metrics["loss"] == pytest.approx(run.policy.losses[-1], rel=1e-5)
     assert metrics["probs_ratio"] == pytest.approx(1.0, abs=1e-5)  # one update per step
     assert {"gen_kl_error", "token_mult_prob_error", "approx_entropy"} <= set(metrics)
+
+
+def test_rollouts_of_other_weights_are_warned_of_and_logged(tmp_path, caplog):
+    run = Run(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", "grpo.max_num_steps=1")
+    with rollout_error.watch_rollouts(run.run.recipe, run.logger):
+        run.train()
+    metrics = run.logged()  # the toy's rollouts are made up, not sampled from its policy
+    assert metrics[rollout_error.METRIC] > rollout_error.BF16_BOUND
+    assert metrics[rollout_error.EXCEEDS] == 1.0
+    assert "step 1: gen_kl_error" in caplog.text
 
 
 def test_learning_raises_the_right_responses(tmp_path):

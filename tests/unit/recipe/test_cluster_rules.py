@@ -21,7 +21,6 @@ FUSED, OVERLAP = (
     f"{M}.distributed_data_parallel_config.overlap_param_gather",
 )
 CORRECTED = "loss_fn.use_importance_sampling_correction=true"
-CORRECTED = "loss_fn.use_importance_sampling_correction=true"
 APART = f"{G}.colocated={{enabled: false, resources: {{gpus_per_node: 1, num_nodes: 1}}}}"
 ASYNC = [
     "grpo.async_grpo.enabled=true",
@@ -108,6 +107,33 @@ CASES: list[tuple[str, list[str], list[str], str]] = [
     ("fused_logprobs", [FUSED, f"{OVERLAP}=false", PACK], [f"{P}.sequence_packing.enabled=false"], "packing"),
     ("fused_logprobs", [FUSED, f"{OVERLAP}=true"], [f"{OVERLAP}=false"], "overlap_param_gather=true"),
     ("fused_logprobs", [FUSED, f"{OVERLAP}=false", f"{G}.top_k=5"], [f"{G}.top_k=null"], "top_k=5"),
+    (
+        "refit_sends_updated_weights",
+        ["cluster.gpus_per_node=2", f"~{OVERLAP}"],  # left out: NeMo-RL's base sets it
+        [f"{OVERLAP}=false"],
+        "overlap_param_gather=true .*each of the 2 ranks",
+    ),
+    (
+        "refit_sends_updated_weights",
+        ["cluster.gpus_per_node=2", f"{M}.distributed_data_parallel_config=null"],
+        [f"{OPT}.use_distributed_optimizer=false"],
+        "overlap_param_gather=true",
+    ),
+    (
+        "refit_sends_updated_weights",
+        [
+            *("cluster.gpus_per_node=2", f"{CP}=2", PACK, f"{OVERLAP}=true"),
+            f"{P}.make_sequence_length_divisible_by=4",
+        ],
+        [f"{OVERLAP}=false"],
+        "each of the 2 ranks",
+    ),
+    (
+        "refit_sends_updated_weights",  # one replica of the layers, two of each expert
+        ["cluster.gpus_per_node=4", f"{TP}=4", f"{M}.expert_model_parallel_size=2", f"{OVERLAP}=true"],
+        [f"{ETP}=2"],
+        "each of the 2 ranks",
+    ),
     (
         "chunked_logprobs",
         [f"{P}.logprob_chunk_size=64"],
@@ -278,6 +304,7 @@ def cluster_tree(tree: dict[str, Any]) -> dict[str, Any]:
     """The small recipe, on one GPU of a cluster."""
     tree["grpo"]["use_leave_one_out_baseline"] = False
     tree["policy"] |= {"precision": "bfloat16", "make_sequence_length_divisible_by": 2}
+    tree["policy"]["megatron_cfg"]["distributed_data_parallel_config"] = {"overlap_param_gather": False}
     tree["checkpointing"] = {"checkpoint_dir": "checkpoints"}
     tree["logger"] = {"log_dir": "logs"}
     tree["nemo_grpo"]["target"] = "cluster"

@@ -1,0 +1,97 @@
+"""What a killed conversion of the Hugging Face model to Megatron has left.
+
+NeMo-RL converts a model once, into a folder that its jobs share, and takes ``iter_0000000`` for a finished
+conversion. A killed one lacks ``run_config.yaml``, which is written last: every later start skips the
+conversion and fails with "Pretrained run config not found".
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.compat import value
+
+log = logging.getLogger(__name__)
+
+ITERATION, LAST_FILE = "iter_0000000", "run_config.yaml"
+STILL_S = 600.0
+"""An incomplete folder that nothing was written to for so long, in seconds, is of a job that is gone."""
+POLL_S = 30.0
+
+
+def conversions(policy: Any) -> list[Path]:
+    """Folders of this model's conversions, with any ``hf_config_overrides``; as NeMo-RL computes them.
+
+    Args:    policy: section of NeMo-RL's configuration.
+    Returns: none if NeMo-RL converts nothing, or whatever is there.
+    """
+    if value(policy, "pretrained_checkpoint") or value(policy, "megatron_cfg.force_reconvert_from_hf"):
+        return []
+    name = policy["model_name"]
+    if os.path.exists(name):
+        name = f"model_{name.replace('/', '_')}"
+    root = os.path.join(compat.import_name("nemo_rl.models.policy.utils:get_megatron_checkpoint_dir")(), name)
+    overridden = glob.glob(f"{glob.escape(root)}__hfovr_*")
+    return [Path(folder) / ITERATION for folder in (root, *sorted(overridden))]
+
+
+def remove_remains(
+    policy: Any, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Remove incomplete conversions, so that NeMo-RL converts again.
+
+    Another job may be converting at this moment: a folder that still changes is waited for, until it is
+    complete or nothing was written to it for `STILL_S`. It is moved away before it is deleted, so that no
+    job ever sees half of it. Not seen: a folder on other nodes only, where NRL_MEGATRON_CHECKPOINT_DIR is not
+    shared.
+
+    Args:   policy: section of NeMo-RL's configuration.
+    Raises: UserError: it cannot be moved.
+    """
+    for folder in conversions(policy):
+        while folder.is_dir() and not (folder / LAST_FILE).exists():
+            still = clock() - last_written(folder)
+            if still >= STILL_S:
+                _remove(folder)
+                break
+            log.warning(
+                "%s is incomplete and was written to %.0f s ago: waiting for the job that converts it; it is "
+                "removed when nothing was written for %.0f s",
+                *(folder, still, STILL_S),
+            )
+            sleep(min(POLL_S, STILL_S - still))
+
+
+def last_written(folder: Path) -> float:
+    """Time of the newest change within a folder, in seconds since the epoch."""
+    times = []
+    for path in (folder, *folder.rglob("*")):
+        try:
+            times.append(path.stat().st_mtime)
+        except FileNotFoundError:  # a file under a temporary name has got its own
+            continue
+    return max(times, default=0.0)
+
+
+def _remove(folder: Path) -> None:
+    log.warning("removing %s: a killed conversion has left it without %s", folder, LAST_FILE)
+    away = folder.with_name(f".{ITERATION}-incomplete-{os.getpid()}")
+    try:
+        folder.rename(away)
+    except FileNotFoundError:  # another job was first
+        return
+    except OSError as error:
+        raise UserError(
+            f"{folder} is left of a killed conversion, and NeMo-RL would fail on it, but it cannot go "
+            f"({error.strerror}); remove it, or set NRL_MEGATRON_CHECKPOINT_DIR to a folder of your own"
+        ) from None
+    shutil.rmtree(away, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""Do rollouts come from the weights that are trained? Watched by NeMo-RL's own metric.
+
+``gen_kl_error`` is the mean over tokens of k3 between the logprobs of the rollout and those that the policy
+gives the same tokens before its update. In synchronous training both are of the same weights, so that only
+rounding and kernels are left; a refit that sends old or wrong weights fails nowhere, and is seen here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_grpo.nemorl import compat
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.cluster_rules import OVERLAP, VLLM, uses_fp8, value_of
+
+log = logging.getLogger(__name__)
+
+METRIC = "gen_kl_error"
+EXCEEDS = "gen_kl_error_exceeds_bound"
+"""The driver's own metric: 1 for a step whose error is above the bound, else 0."""
+
+BF16_BOUND = 1e-2
+"""Rounding alone gives 1e-5 to 1e-3: NeMo-RL's tests of BF16 runs allow 0.002; stale weights gave 0.046."""
+FP8_BOUND = 3e-2
+"""Of FP8 training or rollouts. NeMo-RL's tests of such runs allow a token_mult_prob_error of 1.1, which is
+0.007 for normally distributed differences and several times that with tails; stale weights gave 0.046."""
+
+WARNING = (
+    "step %d: %s is %.2g, above %.2g: rollout and policy disagree about the same tokens, so vLLM has other "
+    f"weights or computes otherwise. Look at {OVERLAP} (false), the messages of the refit, {VLLM}.precision, "
+    "policy.megatron_cfg.fp8_cfg, and Megatron's fusions (policy.megatron_cfg.*_fusion)"
+)
+
+
+def bound(recipe: Recipe) -> float | None:
+    """The greatest healthy error of a step; None for asynchronous training, whose rollouts may be of older
+    weights.
+    """
+    if value_of(recipe, "grpo.async_grpo.enabled"):
+        return None
+    return FP8_BOUND if uses_fp8(recipe) else BF16_BOUND
+
+
+def per_update(recipe: Recipe, logged: float) -> float:
+    """The error of a logged value, which NeMo-RL adds up over the updates of a step."""
+    return logged / max(recipe.num_updates_per_step, 1)
+
+
+@contextmanager
+def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
+    """Within the block a step above the bound is warned of, and every step is logged with `EXCEEDS`.
+
+    Args: logger: NeMo-RL's.
+    """
+    limit = bound(recipe)
+    if limit is None:
+        yield
+        return
+    log_metrics = logger.log_metrics
+
+    def watched(metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
+        if METRIC in metrics:
+            error = per_update(recipe, float(metrics[METRIC]))
+            exceeds = not error <= limit  # nan does
+            if exceeds:
+                log.warning(WARNING, step, METRIC, error, limit)
+            metrics = {**metrics, EXCEEDS: float(exceeds)}
+        return log_metrics(metrics, step, *args, **kwargs)
+
+    with compat.replaced(logger, "log_metrics", watched):
+        yield

@@ -1,0 +1,79 @@
+"""The warning of rollouts that do not come from the weights that are trained."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Of
+
+import pytest
+
+from nemo_grpo.nemorl.rollout_error import BF16_BOUND, EXCEEDS, FP8_BOUND, bound, watch_rollouts
+
+
+def recipe(num_updates=1, precision="bfloat16", fp8=False, is_async=False):
+    megatron, vllm = {"fp8_cfg": Of(enabled=fp8)}, {"precision": precision}
+    policy = Of(megatron_cfg=Of(**megatron), generation={"vllm_cfg": vllm})
+    return Of(policy=policy, grpo={"async_grpo": {"enabled": is_async}}, num_updates_per_step=num_updates)
+
+
+class Logger:
+    """NeMo-RL's, as far as it is used."""
+
+    def __init__(self):
+        self.calls = []
+
+    def log_metrics(self, metrics, step, prefix="", step_finished=False):
+        self.calls.append((metrics, step, prefix, step_finished))
+
+
+def logged(recipe, error):
+    """The training metrics that reach the logger for a step."""
+    logger = Logger()
+    with watch_rollouts(recipe, logger):
+        logger.log_metrics({"gen_kl_error": error, "loss": 1.0}, 7, prefix="train", step_finished=True)
+    [(metrics, *where)] = logger.calls
+    assert where == [7, "train", True]
+    assert metrics.pop("loss") == 1.0
+    return metrics
+
+
+# 0.0456: stale weights, measured with two data-parallel ranks; 1.9e-5: the same run with fresh ones
+@pytest.mark.parametrize(
+    ("settings", "error", "exceeds"),
+    [
+        ({}, 0.0456, 1.0),
+        ({}, 1.9e-5, 0.0),
+        ({}, 0.0101, 1.0),
+        ({}, 0.0099, 0.0),
+        ({}, float("nan"), 1.0),
+        ({"num_updates": 4}, 0.039, 0.0),  # NeMo-RL adds up the updates' errors
+        ({"num_updates": 4}, 0.041, 1.0),
+        ({"precision": "fp8"}, 0.0456, 1.0),
+        ({"precision": "fp8"}, 0.029, 0.0),
+        ({"fp8": True}, 0.029, 0.0),
+    ],
+)
+def test_error_above_the_bound_is_warned_of_and_logged(settings, error, exceeds, caplog):
+    metrics = logged(recipe(**settings), error)
+    assert metrics[EXCEEDS] == exceeds
+    assert (metrics["gen_kl_error"] == error) or error != error
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == exceeds
+    assert all("step 7: gen_kl_error" in text and "overlap_param_gather" in text for text in messages)
+
+
+def test_asynchronous_rollouts_may_be_of_older_weights(caplog):
+    assert logged(recipe(is_async=True), 0.5) == {"gen_kl_error": 0.5}
+    assert caplog.records == []
+    assert bound(recipe(is_async=True)) is None
+
+
+def test_bounds_lie_below_what_stale_weights_gave():
+    assert bound(recipe()) == BF16_BOUND < bound(recipe(fp8=True)) == FP8_BOUND < 0.0456
+
+
+def test_other_metrics_pass_as_they_are():
+    logger = Logger()
+    with watch_rollouts(recipe(), logger):
+        logger.log_metrics({"total": 2.0}, 3, prefix="timing/train")
+    logger.log_metrics({"gen_kl_error": 1.0}, 4, prefix="train")
+    assert [metrics for metrics, *_ in logger.calls] == [{"total": 2.0}, {"gen_kl_error": 1.0}]
