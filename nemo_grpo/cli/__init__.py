@@ -18,6 +18,7 @@ from nemo_grpo.cli import (
     plan,
     preflight,
     recipe,
+    rehearse,
     report,
     retriever,
     train,
@@ -41,6 +42,7 @@ app.command("train")(train.train)
 app.command("eval")(eval.eval_command)
 app.command("preflight")(preflight.preflight)
 app.command("plan")(plan.plan)
+app.command("rehearse")(rehearse.rehearse)
 app.command("report")(report.report)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("compare")(compare.compare)

