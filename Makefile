@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NEMO_VENV := .venv-nemo-rl
+VLLM_VENV := .venv-vllm
 RUN ?= quickstart
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
-.PHONY: help venv venv-nemo-rl quickstart test test-nemo-rl test-slurm lint format bench clean
+.PHONY: help venv venv-nemo-rl venv-vllm quickstart test test-nemo-rl test-slurm test-vllm lint format bench clean
 
 help:            ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -32,7 +33,22 @@ $(NEMO_VENV)/.installed: requirements/nemo_rl.txt scripts/find_python.sh
 	@python=$$(bash scripts/find_python.sh) || exit 1; "$$python" -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/nemo_rl.txt
 	# NeMo-RL's Megatron modules want a megatron-core that asks for Python 3.12, and run on 3.11 all the same.
-	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0
+	# Megatron-Bridge would bring Transformer Engine and what else only a GPU has; its imports need the last three.
+	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	    megatron-core==0.19.2 megatron-bridge==0.6.2 triton==3.9.0 accelerate==1.15.0 einops==0.8.2 peft==0.21.2
+	@touch $@
+
+venv-vllm: $(VLLM_VENV)/.installed  ## create .venv-vllm, in which vLLM samples on a CPU
+
+$(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
+	@echo "creating $(VLLM_VENV): vLLM on a CPU, for rehearsals and tests/vllm; 3.7 GB"
+	@python=$$(bash scripts/find_python.sh) || exit 1; \
+	 wanted=$$($(NEMO_VENV)/bin/python --version 2>/dev/null) || wanted=$$("$$python" --version); \
+	 [ "$$("$$python" --version)" = "$$wanted" ] || { echo "error: $$python is $$("$$python" --version) and $(NEMO_VENV) has" \
+	     "$$wanted; Ray refuses workers of another patch version; make PYTHON=/path/to/that/python venv-vllm" >&2; exit 1; }; \
+	 "$$python" -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=--resume)
@@ -48,6 +64,10 @@ test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this mac
 test-nemo-rl: venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { echo "error: NEMO_RL_SRC=$(NEMO_RL_SRC) is no clone of NeMo-RL" >&2; exit 2; }
 	PYTHONPATH="$(CURDIR)" NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest -m nemo_rl -W ignore -o filterwarnings= tests/nemo_rl
+
+test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU
+	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	    $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore -o filterwarnings= tests/vllm
 
 lint: venv       ## ruff, mypy, shellcheck, recipe check
 	$(BIN)/ruff check .
