@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from nemo_grpo.diagnostics.runs import METRICS_FILE
 from nemo_grpo.engine.progress import progress
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.errors import EXIT_USAGE, UserError
-from nemo_grpo.diagnostics.runs import METRICS_FILE
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack, background, find_stack, ray_cluster
@@ -40,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal.run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--policy-of", type=Path, help="embedded recipe whose warm-started policy to begin with")
+    parser.add_argument(
+        "--policy-of", type=Path, help="embedded recipe whose warm-started policy to begin with"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
     parser.add_argument("--nemo-rl", type=Path, help="NeMo-RL's source; default: NEMO_RL_SRC")
     parser.add_argument("--python", type=Path, help="Python of .venv-nemo-rl")
@@ -69,7 +71,9 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
     """
     stages.refuse(recipe, path)
     if stack.vllm_python is None:
-        raise UserError("vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python")
+        raise UserError(
+            "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
+        )
     folder = recipe.run_dir.absolute()
     if (folder / METRICS_FILE).is_file() and not resume:
         raise UserError(
@@ -110,9 +114,12 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
     command += ["--config", str(folder / RECIPE)]
     log.info("starting Ray and NeMo-RL; its output: %s", folder / LOG)
-    with ray_cluster(stack, folder, recipe.cluster.gpus_per_node) as environment, (folder / LOG).open("ab") as out:
-        with background(command, environment, out) as process:
-            follow(process, recipe)
+    with (
+        ray_cluster(stack, folder, recipe.cluster.gpus_per_node) as environment,
+        (folder / LOG).open("ab") as out,
+        background(command, environment, out) as process,
+    ):
+        follow(process, recipe)
     code = process.returncode
     if code == EXIT_USAGE:
         raise UserError(f"the driver refuses the recipe:\n{stages.tail(folder / LOG)}")

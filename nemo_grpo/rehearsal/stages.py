@@ -15,8 +15,9 @@ from pathlib import Path
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.environment import Stack, background, ray_cluster
+from nemo_grpo.rehearsal.environment import Stack, background, ray_cluster, warm_command
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
 from nemo_grpo.rehearsal.refusal import refuse
@@ -110,8 +111,8 @@ def _driver(
 ) -> None:
     """Start NeMo-RL's driver as a job does, ask it to stop while it makes step ``stop_after``, and wait."""
     path = rehearsal.folder / name
-    command = [str(rehearsal.stack.python), "-W", "ignore", *rehearsal.driver]
-    command += ["--config", str(rehearsal.recipe_file)]
+    python = warm_command(str(rehearsal.stack.python), "policy", environment.get(WARM))
+    command = [*python, "-W", "ignore", *rehearsal.driver, "--config", str(rehearsal.recipe_file)]
     with path.open("wb") as out, background(command, environment, out) as process:
         is_told, deadline = stop_after is None, time.monotonic() + PATIENCE
         while process.poll() is None:

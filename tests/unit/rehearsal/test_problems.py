@@ -1,4 +1,4 @@
-"""A rehearsal's problems: made up where the recipe's files are missing, with demonstrations that are rewarded."""
+"""A rehearsal's problems: made up where its files are missing, with rewarded demonstrations."""
 
 from __future__ import annotations
 
