@@ -29,19 +29,16 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 
 venv-nemo-rl: $(NEMO_VENV)/.installed  ## create .venv-nemo-rl, in which NeMo-RL's source runs on a CPU
 
-$(NEMO_VENV)/.installed: requirements/nemo_rl.txt scripts/find_python.sh
+$(NEMO_VENV)/.installed: requirements/nemo_rl.txt requirements/nemo_rl_megatron.txt scripts/find_python.sh
 	@python=$$(bash scripts/find_python.sh) || exit 1; "$$python" -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/nemo_rl.txt
-	# NeMo-RL's Megatron modules want a megatron-core that asks for Python 3.12, and run on 3.11 all the same.
-	# Megatron-Bridge would bring Transformer Engine and what else only a GPU has; its imports need the last three.
-	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
-	    megatron-core==0.19.2 megatron-bridge==0.6.2 triton==3.9.0 accelerate==1.15.0 einops==0.8.2 peft==0.21.2
+	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/nemo_rl_megatron.txt
 	@touch $@
 
 venv-vllm: $(VLLM_VENV)/.installed  ## create .venv-vllm, in which vLLM samples on a CPU
 
 $(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
-	@echo "creating $(VLLM_VENV): vLLM on a CPU, for rehearsals and tests/vllm; 3.7 GB"
+	@echo "creating $(VLLM_VENV): vLLM on a CPU, for rehearsals and tests/vllm; 3.8 GB"
 	@python=$$(bash scripts/find_python.sh) || exit 1; \
 	 wanted=$$($(NEMO_VENV)/bin/python --version 2>/dev/null) || wanted=$$("$$python" --version); \
 	 [ "$$("$$python" --version)" = "$$wanted" ] || { echo "error: $$python is $$("$$python" --version) and $(NEMO_VENV) has" \
