@@ -1,4 +1,4 @@
-"""A report of runs of both engines: recorded on NeMo-RL with real vLLM, and as the embedded engine writes them."""
+"""A report of runs of both engines: one recorded on NeMo-RL, others as the embedded engine writes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,15 @@ def test_rows_of_a_step_on_nemo_rl_are_one_with_the_embedded_names(cluster_run: 
     run = read_run(cluster_run)
     assert list(run.rows) == [0, 1, 10]
     assert list(run.points("validation/accuracy")) == [0, 10]
-    for name in ("reward/mean", "loss/total", "grad_norm", "lr", "length/mean", "mismatch/kl", "covariance/p1"):
+    for name in (
+        "reward/mean",
+        "loss/total",
+        "grad_norm",
+        "lr",
+        "length/mean",
+        "mismatch/kl",
+        "covariance/p1",
+    ):
         assert list(run.points(name)) == [1, 10], name
     assert run.points("time/step").keys() == {1, 10}
 
@@ -60,7 +68,9 @@ def test_sampled_entropy_is_what_nemo_rl_estimates(cluster_run: Path) -> None:
     assert run.points("entropy/mean") == {}
 
 
-def test_groups_of_both_engines_are_named_by_engine_then_by_setting(cluster_run: Path, tmp_path: Path) -> None:
+def test_groups_of_both_engines_are_named_by_engine_then_by_setting(
+    cluster_run: Path, tmp_path: Path
+) -> None:
     fp32 = embedded_run(tmp_path / "a")
     bf16 = embedded_run(tmp_path / "b", "policy.precision=bfloat16")
     runs = [read_run(path) for path in (cluster_run, fp32, bf16)]

@@ -1,4 +1,4 @@
-"""metrics.jsonl and recipe.resolved.yaml of a run on NeMo-RL. NeMo-RL is not needed: its logger is one method."""
+"""metrics.jsonl and recipe.resolved.yaml of a run on NeMo-RL, of which the logger alone is needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe) -> None:
     logger = Logger()
     with record_run(recipe, logger):
         logger.log_metrics({"accuracy": 0.25}, 0, prefix="validation")
-        logger.log_metrics({"reward": torch.tensor(0.5), "texts": ["a"], "lr": 1}, 1, "train", step_metric="s")
+        logger.log_metrics(
+            {"reward": torch.tensor(0.5), "texts": ["a"], "lr": 1}, 1, "train", step_metric="s"
+        )
     assert rows(recipe) == [
         {"step": 0, "validation/accuracy": 0.25},
         {"step": 1, "reward/mean": 0.5, "lr": 1.0},
