@@ -6,14 +6,17 @@ STAMP := $(VENV)/.installed
 NEMO_VENV := .venv-nemo-rl
 VLLM_VENV := .venv-vllm
 RUN ?= quickstart
+SEEDS ?= 0
+CLUSTER_RUNS := runs/cluster-quickstart
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
-.PHONY: help venv venv-nemo-rl venv-vllm quickstart test test-nemo-rl test-slurm test-vllm lint format bench clean
+.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart nemo-rl-source \
+        test test-nemo-rl test-slurm test-vllm lint format bench clean
 
 help:            ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 venv: $(STAMP)   ## create .venv with the pinned versions
 
@@ -51,6 +54,20 @@ $(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
 quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=--resume)
 	$(BIN)/nemo-grpo train recipes/quickstart.yaml nemo_grpo.run_name=$(RUN) $(ARGS)
 
+cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart through NeMo-RL and vLLM on this machine, beside the embedded engine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
+	@for seed in $(SEEDS); do \
+	  run="grpo.seed=$$seed nemo_grpo.runs_dir=$(CLUSTER_RUNS)/runs nemo_grpo.run_name"; \
+	  [ -d $(CLUSTER_RUNS)/runs/nemo-rl-s$$seed/hf ] || $(BIN)/python -m nemo_grpo.rehearsal.run \
+	    recipes/cluster-quickstart.yaml --policy-of recipes/quickstart.yaml --nemo-rl "$(NEMO_RL_SRC)" \
+	    --python $(NEMO_VENV)/bin/python --vllm-python .venv-vllm/bin/python $$run=nemo-rl-s$$seed $(ARGS) || exit; \
+	  [ -d $(CLUSTER_RUNS)/runs/embedded-s$$seed/hf ] || $(BIN)/nemo-grpo train \
+	    recipes/cluster-quickstart-embedded.yaml $$run=embedded-s$$seed $(ARGS) || exit; \
+	done
+	$(BIN)/nemo-grpo report $(CLUSTER_RUNS) -o $(CLUSTER_RUNS)/report.html
+
+nemo-rl-source:
+	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }
+
 test: venv       ## the whole test suite (no GPU, no network)
 	$(BIN)/python -m pytest
 
@@ -58,8 +75,7 @@ test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this mac
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray
 	$(BIN)/python -m pytest -m slurm tests/slurm
 
-test-nemo-rl: venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
-	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { echo "error: NEMO_RL_SRC=$(NEMO_RL_SRC) is no clone of NeMo-RL" >&2; exit 2; }
+test-nemo-rl: nemo-rl-source venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
 	PYTHONPATH="$(CURDIR)" NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest -m nemo_rl -W ignore -o filterwarnings= tests/nemo_rl
 
 test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU

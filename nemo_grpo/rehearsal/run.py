@@ -1,14 +1,15 @@
-"""``python -m nemo_grpo.rehearsal.run RECIPE [key=value ...]``: a whole cluster run on a machine without a GPU.
+"""``python -m nemo_grpo.rehearsal.run RECIPE [key=value ...]``: a whole cluster run without a GPU.
 
 Unlike `nemo-grpo rehearse`, which makes a recipe small, this trains it as it is: its steps, its sizes, its
-problems and its model, which has to be small enough. The driver of a real job runs in a Ray of this run's own;
-only what a GPU host has and this machine lacks is replaced.
+problems and its model, which has to be small enough. The driver of a real job runs in a Ray of its own; only
+what a GPU host has and this machine lacks is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 900.0
 """Seconds without a new step after which the driver is taken for stuck."""
+POLL = 0.5
 RECIPE, LOG = "recipe.yaml", "driver.log"
 
 
@@ -77,8 +79,8 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
     folder = recipe.run_dir.absolute()
     if (folder / METRICS_FILE).is_file() and not resume:
         raise UserError(
-            f"nemo_grpo.run_name={recipe.nemo_grpo.run_name}: {folder} holds a run; go on with it by --resume, "
-            "remove it, or choose another name"
+            f"nemo_grpo.run_name={recipe.nemo_grpo.run_name}: {folder} holds a run; go on with it by "
+            "--resume, remove it, or choose another name"
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_recipe(folder / RECIPE, path, overrides, full_size_changes(recipe, uses_vllm=True))
@@ -91,7 +93,7 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
     Raises: UserError: the recipe has no warm start.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from nemo_grpo.engine.progress import no_transformers_bars
     from nemo_grpo.engine.setup import model_source
@@ -100,9 +102,9 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
         raise UserError("nemo_grpo.warm_start=null: --policy-of takes a recipe that makes its policy")
     torch.set_num_threads(embedded.nemo_grpo.engine.num_threads)
     source = model_source(embedded, embedded.nemo_grpo.task.build())
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     with no_transformers_bars():
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     log.info("policy: %s, in BF16 from %s", folder, source)
 
 
@@ -133,19 +135,20 @@ def follow(process: subprocess.Popen[bytes], recipe: Recipe) -> None:
 
     Raises: Failed: no new step within `PATIENCE`.
     """
-    done, is_told = stages.last_step(recipe), False
+    done, is_told, is_running = stages.last_step(recipe), False, True
     deadline = time.monotonic() + PATIENCE
     with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - done) as advance:
-        while process.poll() is None:
+        while is_running:
+            is_running = process.poll() is None  # before the look at the steps: none is missed
             for step in range(done, stages.last_step(recipe)):
                 done, deadline = step + 1, time.monotonic() + PATIENCE
                 advance(standing(recipe))
-            if stop.signal and not is_told:
+            if stop and not is_told:
                 process.send_signal(signal.SIGUSR1)
                 is_told = True
             if time.monotonic() > deadline:
                 raise stages.Failed(f"no step for {PATIENCE:.0f} s after step {done}; {recipe.run_dir / LOG}")
-            time.sleep(0.5)
+            time.sleep(POLL if is_running else 0)
 
 
 def standing(recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""A report of runs of both engines: recorded on NeMo-RL with real vLLM, and as the embedded engine writes them."""
+"""A report of runs of both engines: one recorded on NeMo-RL, others as the embedded engine writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl and recipe.resolved.yaml of a run on NeMo-RL. NeMo-RL is not needed: its logger is one method."""
+"""metrics.jsonl and recipe.resolved.yaml of a run on NeMo-RL, of which the logger alone is needed."""
 
 from __future__ import annotations
 
