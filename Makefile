@@ -13,7 +13,7 @@ CLUSTER_RUNS := runs/cluster-quickstart
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart nemo-rl-source \
-        test test-nemo-rl test-slurm test-vllm lint format bench clean
+        test test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
 
 help:            ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -73,10 +73,17 @@ test: venv       ## the whole test suite (no GPU, no network)
 
 test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray
-	$(BIN)/python -m pytest -m slurm tests/slurm
+	$(BIN)/python -m pytest -m "slurm and not slow" tests/slurm
+
+test-slurm-nemo-rl: nemo-rl-source venv venv-nemo-rl  ## the same Slurm with NeMo-RL's stack as the driver, nodes lost on the way (NEMO_RL_SRC=; half an hour)
+	NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(BIN)/python -m pytest -m "slurm and slow" tests/slurm
 
 test-nemo-rl: nemo-rl-source venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
 	PYTHONPATH="$(CURDIR)" NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest -m nemo_rl -W ignore -o filterwarnings= tests/nemo_rl
+
+test-end-to-end: nemo-rl-source venv-nemo-rl  ## two short runs of the whole NeMo-RL stack, the stand-in sampling (as test-nemo-rl)
+	PYTHONPATH="$(CURDIR)" NEMO_GRPO_TEST_SAMPLER=1 NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest \
+	    -m nemo_rl -W ignore -o filterwarnings= -v tests/nemo_rl/test_end_to_end.py -k "every_save or DP2-"
 
 test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \

