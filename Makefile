@@ -7,6 +7,7 @@ NEMO_VENV := .venv-nemo-rl
 VLLM_VENV := .venv-vllm
 RUN ?= quickstart
 SEEDS ?= 0
+WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
@@ -83,7 +84,7 @@ test-nemo-rl: nemo-rl-source venv-nemo-rl  ## our adapter on NeMo-RL's source (N
 
 test-end-to-end: nemo-rl-source venv-nemo-rl  ## two short runs of the whole NeMo-RL stack, the stand-in sampling (as test-nemo-rl)
 	PYTHONPATH="$(CURDIR)" NEMO_GRPO_TEST_SAMPLER=1 NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest \
-	    -m nemo_rl -W ignore -o filterwarnings= -v tests/nemo_rl/test_end_to_end.py -k "every_save or DP2-"
+	    -m nemo_rl -W ignore -o filterwarnings= -v "$(WHOLE)[export_at_every_save]" "$(WHOLE)[dp2]"
 
 test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \

@@ -33,22 +33,22 @@ GRPO = "cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 ERPO = "erpo/erpo-qwen2.5-7b-1n8g.yaml"
 
 WHOLE = {
-    "grpo, an export at every save": (GRPO, ONE, "nemo_grpo.export.at_every_save=true"),
-    "erpo, TP2 with sequence parallelism": (
+    "export_at_every_save": (GRPO, ONE, "nemo_grpo.export.at_every_save=true"),
+    "erpo_tp2_sp": (
         *(ERPO, TWO, TP2, "policy.megatron_cfg.sequence_parallel=true", *FULL),
     ),
     "cw_grpo": ("cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml", ONE),
-    "tr_grpo with KL, two updates a step": ("tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml", ONE),
-    "gpg, dynamic sampling": ("gpg/gpg-qwen2.5-math-7b-zero-1n8g.yaml", TWO),
-    "dapo, dynamic sampling": ("gpg/dapo-qwen2.5-math-7b-zero-6n8g.yaml", TWO, "cluster.num_nodes=1"),
-    "erpo, LoRA": (ERPO, ONE),
-    "PP2": (GRPO, TWO, PP2),
-    "DP2": (GRPO, TWO),
-    "CP2": (GRPO, TWO, CP2),
-    "TP2 x DP2": (GRPO, FOUR, TP2),
+    "tr_grpo_kl_two_updates": ("tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml", ONE),
+    "gpg_dynamic_sampling": ("gpg/gpg-qwen2.5-math-7b-zero-1n8g.yaml", TWO),
+    "dapo_dynamic_sampling": ("gpg/dapo-qwen2.5-math-7b-zero-6n8g.yaml", TWO, "cluster.num_nodes=1"),
+    "erpo_lora": (ERPO, ONE),
+    "pp2": (GRPO, TWO, PP2),
+    "dp2": (GRPO, TWO),
+    "cp2": (GRPO, TWO, CP2),
+    "tp2_dp2": (GRPO, FOUR, TP2),
     "search_qa": ("tr_grpo/tr_grpo-qwen2.5-3b-search-1n8g.yaml", ONE),
     "asynchronous": (GRPO, TWO, *ASYNC),
-    "asynchronous, DP2": (GRPO, "cluster.gpus_per_node=3", *ASYNC),
+    "asynchronous_dp2": (GRPO, "cluster.gpus_per_node=3", *ASYNC),
 }
 
 
