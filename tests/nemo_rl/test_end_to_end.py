@@ -34,9 +34,7 @@ ERPO = "erpo/erpo-qwen2.5-7b-1n8g.yaml"
 
 WHOLE = {
     "export_at_every_save": (GRPO, ONE, "nemo_grpo.export.at_every_save=true"),
-    "erpo_tp2_sp": (
-        *(ERPO, TWO, TP2, "policy.megatron_cfg.sequence_parallel=true", *FULL),
-    ),
+    "erpo_tp2_sp": (*(ERPO, TWO, TP2, "policy.megatron_cfg.sequence_parallel=true", *FULL),),
     "cw_grpo": ("cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml", ONE),
     "tr_grpo_kl_two_updates": ("tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml", ONE),
     "gpg_dynamic_sampling": ("gpg/gpg-qwen2.5-math-7b-zero-1n8g.yaml", TWO),

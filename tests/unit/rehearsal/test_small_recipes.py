@@ -68,6 +68,12 @@ def test_an_override_of_the_user_is_rehearsed(tmp_path):
     assert rehearsed.loss_fn.logprob_centering == "group"
 
 
+def test_a_task_with_images_is_refused():
+    path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
+    with pytest.raises(UserError, match="vision_grounding: a rehearsal has no small model"):
+        refuse(load_recipe(path), path)
+
+
 def test_an_embedded_recipe_is_sent_to_train():
     path = RECIPES / "quickstart.yaml"
     with pytest.raises(UserError, match="use nemo-grpo train"):
