@@ -33,7 +33,9 @@ GRPO = "cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 ERPO = "erpo/erpo-qwen2.5-7b-1n8g.yaml"
 
 WHOLE = {
-    "export_at_every_save": (GRPO, ONE, "nemo_grpo.export.at_every_save=true"),
+    "export_at_every_save": (
+        *(GRPO, ONE, "nemo_grpo.export.at_every_save=true", "nemo_grpo.export.dtype=bfloat16"),
+    ),
     "erpo_tp2_sp": (*(ERPO, TWO, TP2, "policy.megatron_cfg.sequence_parallel=true", *FULL),),
     "cw_grpo": ("cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml", ONE),
     "tr_grpo_kl_two_updates": ("tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml", ONE),
