@@ -4,15 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NEMO_VENV := .venv-nemo-rl
+VLLM_VENV := .venv-vllm
 RUN ?= quickstart
+SEEDS ?= 0
+WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
+CLUSTER_RUNS := runs/cluster-quickstart
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
-.PHONY: help venv venv-nemo-rl quickstart test test-nemo-rl test-slurm test-slurm-nemo-rl lint format bench clean
+.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart nemo-rl-source \
+        test test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
 
 help:            ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 venv: $(STAMP)   ## create .venv with the pinned versions
 
@@ -28,15 +33,41 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 
 venv-nemo-rl: $(NEMO_VENV)/.installed  ## create .venv-nemo-rl, in which NeMo-RL's source runs on a CPU
 
-$(NEMO_VENV)/.installed: requirements/nemo_rl.txt scripts/find_python.sh
+$(NEMO_VENV)/.installed: requirements/nemo_rl.txt requirements/nemo_rl_megatron.txt scripts/find_python.sh
 	@python=$$(bash scripts/find_python.sh) || exit 1; "$$python" -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/nemo_rl.txt
-	# NeMo-RL's Megatron modules want a megatron-core that asks for Python 3.12, and run on 3.11 all the same.
-	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0
+	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/nemo_rl_megatron.txt
+	@touch $@
+
+venv-vllm: $(VLLM_VENV)/.installed  ## create .venv-vllm, in which vLLM samples on a CPU
+
+$(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
+	@echo "creating $(VLLM_VENV): vLLM on a CPU, for rehearsals and tests/vllm; 3.8 GB"
+	@python=$$(bash scripts/find_python.sh) || exit 1; \
+	 wanted=$$($(NEMO_VENV)/bin/python --version 2>/dev/null) || wanted=$$("$$python" --version); \
+	 [ "$$("$$python" --version)" = "$$wanted" ] || { echo "error: $$python is $$("$$python" --version) and $(NEMO_VENV) has" \
+	     "$$wanted; Ray refuses workers of another patch version; make PYTHON=/path/to/that/python venv-vllm" >&2; exit 1; }; \
+	 "$$python" -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=--resume)
 	$(BIN)/nemo-grpo train recipes/quickstart.yaml nemo_grpo.run_name=$(RUN) $(ARGS)
+
+cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart through NeMo-RL and vLLM on this machine, beside the embedded engine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
+	@for seed in $(SEEDS); do \
+	  run="grpo.seed=$$seed nemo_grpo.runs_dir=$(CLUSTER_RUNS)/runs nemo_grpo.run_name"; \
+	  [ -d $(CLUSTER_RUNS)/runs/nemo-rl-s$$seed/hf ] || $(BIN)/python -m nemo_grpo.rehearsal.run \
+	    recipes/cluster-quickstart.yaml --policy-of recipes/quickstart.yaml --nemo-rl "$(NEMO_RL_SRC)" \
+	    --python $(NEMO_VENV)/bin/python --vllm-python .venv-vllm/bin/python $$run=nemo-rl-s$$seed $(ARGS) || exit; \
+	  [ -d $(CLUSTER_RUNS)/runs/embedded-s$$seed/hf ] || $(BIN)/nemo-grpo train \
+	    recipes/cluster-quickstart-embedded.yaml $$run=embedded-s$$seed $(ARGS) || exit; \
+	done
+	$(BIN)/nemo-grpo report $(CLUSTER_RUNS) -o $(CLUSTER_RUNS)/report.html
+
+nemo-rl-source:
+	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }
 
 test: venv       ## the whole test suite (no GPU, no network)
 	$(BIN)/python -m pytest
@@ -45,13 +76,19 @@ test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this mac
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray
 	$(BIN)/python -m pytest -m "slurm and not slow" tests/slurm
 
-test-slurm-nemo-rl: venv venv-nemo-rl  ## the same Slurm with NeMo-RL's stack as the driver, nodes lost on the way (NEMO_RL_SRC=; half an hour)
-	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { echo "error: NEMO_RL_SRC=$(NEMO_RL_SRC) is no clone of NeMo-RL" >&2; exit 2; }
+test-slurm-nemo-rl: nemo-rl-source venv venv-nemo-rl  ## the same Slurm with NeMo-RL's stack as the driver, nodes lost on the way (NEMO_RL_SRC=; half an hour)
 	NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(BIN)/python -m pytest -m "slurm and slow" tests/slurm
 
-test-nemo-rl: venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
-	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { echo "error: NEMO_RL_SRC=$(NEMO_RL_SRC) is no clone of NeMo-RL" >&2; exit 2; }
+test-nemo-rl: nemo-rl-source venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
 	PYTHONPATH="$(CURDIR)" NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest -m nemo_rl -W ignore -o filterwarnings= tests/nemo_rl
+
+test-end-to-end: nemo-rl-source venv-nemo-rl  ## two short runs of the whole NeMo-RL stack, the stand-in sampling (as test-nemo-rl)
+	PYTHONPATH="$(CURDIR)" NEMO_GRPO_TEST_SAMPLER=1 NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest \
+	    -m nemo_rl -W ignore -o filterwarnings= -v "$(WHOLE)[export_at_every_save]" "$(WHOLE)[dp2]"
+
+test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU
+	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	    $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore -o filterwarnings= tests/vllm
 
 lint: venv       ## ruff, mypy, shellcheck, recipe check
 	$(BIN)/ruff check .

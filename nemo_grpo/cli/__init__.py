@@ -56,7 +56,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO if leads else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    for chatty in ("megatron", "huggingface_hub", "matplotlib"):
+    for chatty in ("megatron", "huggingface_hub", "matplotlib", "vllm"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         app()

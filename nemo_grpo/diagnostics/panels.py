@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_grpo.diagnostics.plots import Panel, draw_percentiles, draw_training, draw_validation
+from nemo_grpo.diagnostics.runs import ENTROPY
 from nemo_grpo.diagnostics.token_plots import draw_bins, draw_cumulative
 
 PANELS: tuple[Panel, ...] = (
@@ -28,10 +29,11 @@ PANELS: tuple[Panel, ...] = (
         "entropy",
         "Policy entropy",
         "nats per token",
-        ("entropy/mean",),
+        ENTROPY,
         draw_training,
-        "Entropy of the next-token distribution at the sampled positions. A fall to 0 ends exploration; a "
-        "rise to more than twice its start is instability.",
+        "Entropy of the next-token distribution at the sampled positions; entropy/sampled estimates it by "
+        "the mean of -log p over the sampled tokens, for runs on NeMo-RL. A fall to 0 ends exploration; a rise "
+        "to more than twice its start is instability.",
         from_zero=True,
     ),
     Panel(

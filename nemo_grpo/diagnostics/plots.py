@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from nemo_grpo.diagnostics.runs import RunGroup, pass_key
+from nemo_grpo.diagnostics.runs import RunGroup, common_key, pass_key
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 """Okabe and Ito's colours for colour-blind readers; a brown in place of the yellow, too pale for lines."""
@@ -130,15 +130,6 @@ def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]
             axes.fill_between(steps, lowest, highest, color=style.color, alpha=0.1, lw=0)
     axes.set_yscale("symlog", linthresh=0.1)
     return " ".join([keys[0], *(key.rpartition("/")[2] for key in keys[1:])])
-
-
-def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """The first metric that every group has; failing that, the first that any has."""
-    for test in (all, any):
-        for key in keys:
-            if test(len(group.curve(key)[0]) > 0 for group in groups):
-                return key
-    return keys[0]
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:

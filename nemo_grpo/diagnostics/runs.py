@@ -31,6 +31,13 @@ NOT_A_SETTING = (
 )
 """Keys in which the runs of one group may differ."""
 
+ENGINES = {"embedded": "embedded", "cluster": "NeMo-RL"}
+"""nemo_grpo.target -> the engine's name in a label."""
+
+ENTROPY = ("entropy/mean", "entropy/sampled")
+"""The policy's entropy: exact, and estimated by the mean of -log p over the sampled tokens, which NeMo-RL's
+runs have too. Estimates fluctuate more; their mean is the same at temperature 1 with nothing cut off."""
+
 Points = dict[int, float]
 """A metric's values by step."""
 
@@ -55,6 +62,11 @@ class RunLog:
     def variant(self) -> str:
         """loss_fn.variant, or the folder's name for a run without a recipe."""
         return str(self.settings.get("loss_fn.variant", self.path.name))
+
+    @property
+    def engine(self) -> str:
+        """What trained it; runs without a recipe count as embedded."""
+        return ENGINES.get(str(self.settings.get("nemo_grpo.target")), ENGINES["embedded"])
 
     @property
     def seed(self) -> str:
@@ -128,6 +140,9 @@ def read_run(path: str | Path) -> RunLog:
     for row in _json_lines(file):
         if isinstance(row.get("step"), int):
             rows.setdefault(row["step"], {}).update(row)
+    for row in rows.values():
+        if _is_number(row.get("logprob/mean")):
+            row["entropy/sampled"] = -row["logprob/mean"]
     if not rows:
         raise UserError(f"{file} holds no step yet; let the run make at least one")
     looks_file = folder / DIAGNOSTICS_FILE
@@ -167,7 +182,8 @@ def _settings(file: Path) -> dict[str, Any]:
 def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
     """Gather runs whose settings differ in nothing but the seed; order of first appearance.
 
-    A group is labelled by its variant; where several groups have the same one, by what tells them apart.
+    A group is labelled by its variant; where several groups have the same one, by engine and by what else
+    tells them apart.
     """
     members: dict[str, list[RunLog]] = {}
     for run in runs:
@@ -184,6 +200,15 @@ def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
+def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
+    """The first metric that every group has; failing that, the first that any has."""
+    for test in (all, any):
+        for key in keys:
+            if test(len(group.curve(key)[0]) > 0 for group in groups):
+                return key
+    return keys[0]
+
+
 def pass_key(groups: Sequence[RunGroup]) -> str:
     """``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
     names = {name for group in groups for run in group.runs for row in run.rows.values() for name in row}
@@ -197,8 +222,11 @@ def _identity(run: RunLog) -> str:
 
 
 def _label(group: list[RunLog], groups: list[list[RunLog]]) -> str:
-    variant = group[0].variant
+    variant, engine = group[0].variant, group[0].engine
     rivals = [other for other in groups if other[0].variant == variant]
+    if len({other[0].engine for other in rivals}) > 1:
+        variant = f"{variant}, {engine}"
+        rivals = [other for other in rivals if other[0].engine == engine]
     if len(rivals) == 1:
         return variant
     differing = differing_settings(rivals)

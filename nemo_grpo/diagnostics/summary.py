@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_grpo.diagnostics.runs import RunGroup, RunLog, pass_key
+from nemo_grpo.diagnostics.runs import ENTROPY, RunGroup, RunLog, common_key, pass_key
 
 ACCURACY = "validation/accuracy"
 
@@ -37,7 +37,8 @@ class Column:
 
 def columns(groups: Sequence[RunGroup]) -> list[Column]:
     """What the table shows, left to right; columns that no group can fill are left out."""
-    passes = pass_key(groups)
+    passes, entropy = pass_key(groups), common_key(groups, ENTROPY)
+    entropy_name = "entropy" if entropy == ENTROPY[0] else "sampled entropy"
     found = [
         Column("start", lambda g: [points[0] for run in g.runs if 0 in (points := run.points(ACCURACY))]),
         Column("best", lambda g: g.each(ACCURACY, "best")),
@@ -47,8 +48,8 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
         Column("greedy", lambda g: g.each("validation/greedy", "last")),
         Column(passes.rpartition("/")[2], lambda g: g.each(passes, "last")),
         Column("tokens", lambda g: g.each("validation/num_tokens", "last"), digits=1),
-        Column("entropy, first", lambda g: g.each("entropy/mean", "first")),
-        Column("entropy, last", lambda g: g.each("entropy/mean", "last")),
+        Column(f"{entropy_name}, first", lambda g: g.each(entropy, "first")),
+        Column(f"{entropy_name}, last", lambda g: g.each(entropy, "last")),
         Column(
             "prompts", lambda g: [n for run in g.runs if (n := _sum(run, "rollout/num_prompts"))], digits=0
         ),

@@ -24,8 +24,11 @@ OUR_NAMES = {
     "train/lr": "lr",
     "train/mean_gen_tokens_per_sample": "length/mean",
     "train/gen_kl_error": "mismatch/kl",
+    "timing/train/total_step_time": "time/step",  # with the validation and the checkpoint after the step
+    "validation/avg_length": "validation/num_tokens",
 }
-"""NeMo-RL's names of what the embedded engine reports, too -> its names."""
+"""NeMo-RL's names of what the embedded engine reports, too -> its names. Its `train/approx_entropy` keeps its
+name: it is an estimate from the sampled tokens, not `entropy/mean`, the distributions' own."""
 
 
 def name_of(prefix: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -11,19 +12,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nemo_grpo
 from nemo_grpo.errors import UserError
-from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON
+from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
 
 HERE = Path(__file__).parent
 REPOSITORY = Path(nemo_grpo.__file__).parents[1]
 OF_THE_STACK = ("ray", "tensordict", "megatron.bridge")
 """Packages that tell the environment of `make venv-nemo-rl` from others."""
-NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON)
+NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM)
+WARM_MODULES = {
+    "policy": (
+        *("torch", "transformers.modeling_utils", "transformers.generation.utils"),
+        *("transformers.processing_utils", "transformers.models.auto.modeling_auto", "wandb", "mlflow"),
+        *("matplotlib.pyplot", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "tensordict"),
+        *("uvicorn", "zmq", "datasets", "math_verify"),
+        *("megatron.bridge.training.checkpointing", "megatron.bridge.training.setup"),
+    ),
+    "vllm": (
+        *("transformers.modeling_utils", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
+        *("vllm.v1.engine.core", "vllm.model_executor.models.registry", "vllm.model_executor.model_loader"),
+        *("fastapi", "openai"),
+    ),
+}
+"""Server -> what its forks import, without Ray and what imports it."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RAY_PATIENCE = 60.0
 """Seconds for Ray to come up."""
 
@@ -114,7 +131,6 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
 
     Raises: UserError: it does not come up.
     """
-    environment = stack.environment(folder)
     port = free_port()
     ray = [
         str(stack.python),
@@ -136,14 +152,39 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
         "metrics-export-port": free_port(),
     }
     with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch:
+        environment = {**stack.environment(folder), WARM: scratch}
         command = [*ray, *(f"--{name}={value}" for name, value in options.items()), f"--temp-dir={scratch}"]
-        with (folder / "ray.log").open("wb") as log, background(command, environment, log) as process:
+        with (
+            warm_interpreters(stack, folder, environment),
+            (folder / "ray.log").open("wb") as log,
+            background(command, environment, log) as process,
+        ):
             deadline = time.monotonic() + RAY_PATIENCE
             while not _answers(port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise UserError(f"Ray did not start; see {folder / 'ray.log'}")
                 time.sleep(0.2)
             yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+
+
+@contextmanager
+def warm_interpreters(stack: Stack, folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    """Interpreters that workers are forks of, as long as the block lasts."""
+    with ExitStack() as running:
+        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
+            if python is not None:
+                socket_path = str(Path(environment[WARM]) / name)
+                command = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve", socket_path]
+                log = running.enter_context((folder / f"warm-{name}.log").open("wb"))
+                running.enter_context(background([*command, *WARM_MODULES[name]], environment, log))
+        yield
+
+
+def warm_command(python: str, server: str, folder: str | None) -> list[str]:
+    """An interpreter, or a fork of the `warm` one that has its socket in ``folder``."""
+    if not folder:
+        return [python]
+    return [python, "-I", "-S", str(HERE / "warm.py"), "run", f"{folder}/{server}", python]
 
 
 def free_port() -> int:
@@ -159,6 +200,11 @@ def _answers(port: int) -> bool:
     return False
 
 
+def _die_with_the_parent() -> None:
+    """A rehearsal that is killed leaves nothing behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 @contextmanager
 def background(
     command: Sequence[str], environment: Mapping[str, str], log: object
@@ -167,9 +213,10 @@ def background(
     process = subprocess.Popen(
         command,
         env=dict(environment),
-        stdout=log,
+        stdout=log,  # type: ignore[call-overload]
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # type: ignore[call-overload]
+        start_new_session=True,
+        preexec_fn=_die_with_the_parent,
     )
     try:
         yield process

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from typing import Any
 
-from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON
+from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
+from nemo_grpo.rehearsal.environment import warm_command
 
 FREE_MEMORY = 1 << 28
 """Bytes that a logical GPU reports as free; sizes the buffers in which weights are sent."""
@@ -47,10 +49,12 @@ def choose_interpreters(module: Any) -> None:
     registry = module.ACTOR_ENVIRONMENT_REGISTRY
     for name in IN_THE_DRIVERS_PYTHON:
         registry[f"nemo_rl.algorithms.async_utils.{name}"] = sys.executable
-    python = os.environ.get(VLLM_PYTHON)
-    for name in registry:
-        if ".vllm." in name and python:
-            registry[name] = python
+    vllm = os.environ.get(VLLM_PYTHON)
+    for name, python in registry.items():
+        if ".vllm." in name and vllm:
+            registry[name] = shlex.join(warm_command(vllm, "vllm", os.environ.get(WARM)))
+        elif python == sys.executable:
+            registry[name] = shlex.join(warm_command(python, "policy", os.environ.get(WARM)))
 
 
 def pass_version_check(_module: Any) -> None:

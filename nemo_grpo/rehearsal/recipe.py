@@ -103,6 +103,24 @@ def changes(
     yield Change("logger.monitor_gpus", False)
 
 
+def full_size_changes(recipe: Recipe, uses_vllm: bool) -> Iterator[Change]:
+    """What a machine without a GPU asks for; steps, sizes, model and problems stay the recipe's.
+
+    Args: uses_vllm: the real vLLM samples.
+    """
+    response = recipe.policy.generation.max_new_tokens
+    prompt = recipe.policy.max_total_sequence_length - response
+    model = RehearsalModel(Path(recipe.policy.model_name or "").absolute(), "", "", prompt, response)
+    yield from _without_a_gpu(recipe)
+    yield from _rollouts(recipe, model, uses_vllm)
+    if uses_vllm:
+        yield Change(f"{GENERATION}.vllm_kwargs.max_num_seqs", recipe.num_sequences_per_step)
+    runs_dir = Path(recipe.nemo_grpo.runs_dir).absolute()
+    yield Change("policy.model_name", str(model.folder))
+    yield Change("nemo_grpo.runs_dir", str(runs_dir))
+    yield Change("logger.monitor_gpus", False)
+
+
 def _loop(recipe: Recipe) -> Iterator[Change]:
     g = recipe.grpo
     generations = min(g.num_generations_per_prompt, NUM_GENERATIONS)

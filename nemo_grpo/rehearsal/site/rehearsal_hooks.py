@@ -28,6 +28,8 @@ AFTER_IMPORT: dict[str, str] = {
     "nemo_rl.models.generation.vllm.vllm_backend": "vllm:prepare_backend",  # also in AsyncLLM's own process
     "vllm.entrypoints.llm": "vllm:never_sleep",
     "vllm.v1.engine.async_llm": "vllm:never_sleep_asynchronously",
+    "vllm.model_executor.models.registry": "vllm:inspect_here",
+    "vllm.platforms.cpu": "vllm:allow_ray",
     "vllm.model_executor.layers.utils": "vllm:keep_weights_in_place",
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""

@@ -173,6 +173,10 @@ class LLM:
         rows = [_Response(self, prompt["prompt_token_ids"], params) for prompt in prompts]
         random = torch.Generator().manual_seed(self._seed_of([row.prompt for row in rows]))
         width = max(len(row.prompt) for row in rows)
+        # Of the prompts alone, so that a resumed run samples what an unbroken one would.
+        random = torch.Generator().manual_seed(
+            zlib.crc32(repr([row.prompt for row in rows]).encode()) + self.seed
+        )
         given = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
         mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
         cache = None

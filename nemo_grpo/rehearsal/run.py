@@ -1,0 +1,164 @@
+"""``python -m nemo_grpo.rehearsal.run RECIPE [key=value ...]``: a whole cluster run without a GPU.
+
+Unlike `nemo-grpo rehearse`, which makes a recipe small, this trains it as it is: its steps, its sizes, its
+problems and its model, which has to be small enough. The driver of a real job runs in a Ray of its own; only
+what a GPU host has and this machine lacks is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from nemo_grpo.diagnostics.runs import METRICS_FILE
+from nemo_grpo.engine.progress import progress
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
+from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.rehearsal import stages
+from nemo_grpo.rehearsal.environment import Stack, background, find_stack, ray_cluster
+from nemo_grpo.rehearsal.recipe import full_size_changes, write_recipe
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 900.0
+"""Seconds without a new step after which the driver is taken for stuck."""
+POLL = 0.5
+RECIPE, LOG = "recipe.yaml", "driver.log"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one recipe.
+
+    Returns: the driver's exit code: 0 finished, 2 refused, 75 stopped with a checkpoint (--resume goes on).
+    """
+    parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal.run", description=__doc__)
+    parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "--policy-of", type=Path, help="embedded recipe whose warm-started policy to begin with"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    parser.add_argument("--nemo-rl", type=Path, help="NeMo-RL's source; default: NEMO_RL_SRC")
+    parser.add_argument("--python", type=Path, help="Python of .venv-nemo-rl")
+    parser.add_argument("--vllm-python", type=Path, help="Python of .venv-vllm")
+    given = parser.parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        stack = find_stack(given.nemo_rl, given.python, given.vllm_python)
+        recipe = load_recipe(given.recipe, given.overrides)
+        folder = prepare(recipe, given.recipe, given.overrides, stack, resume=given.resume)
+        if given.policy_of is not None:
+            write_policy(load_recipe(given.policy_of), Path(recipe.policy.model_name or ""))
+        return train(load_recipe(folder / RECIPE), stack, folder)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    except stages.Failed as error:
+        sys.stderr.write(f"failed: {error}\n")
+        return 1
+
+
+def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, *, resume: bool) -> Path:
+    """Write the recipe as the driver gets it into the run's folder, and return the folder.
+
+    Raises: UserError: an embedded recipe, no vLLM, or a run that is there already.
+    """
+    stages.refuse(recipe, path)
+    if stack.vllm_python is None:
+        raise UserError(
+            "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
+        )
+    folder = recipe.run_dir.absolute()
+    if (folder / METRICS_FILE).is_file() and not resume:
+        raise UserError(
+            f"nemo_grpo.run_name={recipe.nemo_grpo.run_name}: {folder} holds a run; go on with it by "
+            "--resume, remove it, or choose another name"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_recipe(folder / RECIPE, path, overrides, full_size_changes(recipe, uses_vllm=True))
+    return folder
+
+
+def write_policy(embedded: Recipe, folder: Path) -> None:
+    """Write an embedded recipe's warm-started policy in BF16, as NeMo-RL trains and vLLM samples.
+
+    Raises: UserError: the recipe has no warm start.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from nemo_grpo.engine.progress import no_transformers_bars
+    from nemo_grpo.engine.setup import model_source
+
+    if embedded.nemo_grpo.warm_start is None:
+        raise UserError("nemo_grpo.warm_start=null: --policy-of takes a recipe that makes its policy")
+    torch.set_num_threads(embedded.nemo_grpo.engine.num_threads)
+    source = model_source(embedded, embedded.nemo_grpo.task.build())
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    with no_transformers_bars():
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)
+    log.info("policy: %s, in BF16 from %s", folder, source)
+
+
+def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
+    """Run NeMo-RL's driver to its end in a Ray of its own; a signal stops it after a step, with a checkpoint.
+
+    Raises: UserError: the driver refuses.  Failed: it ends in any other way, or makes no step any more.
+    """
+    command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
+    command += ["--config", str(folder / RECIPE)]
+    log.info("starting Ray and NeMo-RL; its output: %s", folder / LOG)
+    with (
+        ray_cluster(stack, folder, recipe.cluster.gpus_per_node) as environment,
+        (folder / LOG).open("ab") as out,
+        background(command, environment, out) as process,
+    ):
+        follow(process, recipe)
+    code = process.returncode
+    if code == EXIT_USAGE:
+        raise UserError(f"the driver refuses the recipe:\n{stages.tail(folder / LOG)}")
+    if code not in (0, EXIT_INTERRUPTED):
+        raise stages.Failed(f"exit code {code}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
+    return int(code)
+
+
+def follow(process: subprocess.Popen[bytes], recipe: Recipe) -> None:
+    """Show a line per step until the process ends; pass a request to stop on.
+
+    Raises: Failed: no new step within `PATIENCE`.
+    """
+    done, is_told, is_running = stages.last_step(recipe), False, True
+    deadline = time.monotonic() + PATIENCE
+    with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - done) as advance:
+        while is_running:
+            is_running = process.poll() is None  # before the look at the steps: none is missed
+            for step in range(done, stages.last_step(recipe)):
+                done, deadline = step + 1, time.monotonic() + PATIENCE
+                advance(standing(recipe))
+            if stop and not is_told:
+                process.send_signal(signal.SIGUSR1)
+                is_told = True
+            if time.monotonic() > deadline:
+                raise stages.Failed(f"no step for {PATIENCE:.0f} s after step {done}; {recipe.run_dir / LOG}")
+            time.sleep(POLL if is_running else 0)
+
+
+def standing(recipe: Recipe) -> str:
+    """The newest reward and validation, in a few words."""
+    newest: dict[str, float] = {}
+    for row in stages.metrics(recipe):
+        newest |= row
+    shown = {"reward": "reward/mean", "validation": "validation/accuracy"}
+    return ", ".join(f"{name} {newest[key]:.3f}" for name, key in shown.items() if key in newest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The two recipes of make cluster-quickstart train the same thing on two engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe.keys import leaves
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+OF_THE_ENGINE = (
+    "checkpointing.",
+    "logger.",
+    "nemo_grpo.evaluation.",  # of nemo-grpo eval
+    "nemo_grpo.export.",
+    "nemo_grpo.run_name",
+    "nemo_grpo.target",
+    "grpo.max_num_epochs",
+    "grpo.val_batch_size",
+    "grpo.reward_shaping.",  # off
+    "policy.generation.vllm_cfg.",
+    "policy.make_sequence_length_divisible_by",
+    "policy.sequence_packing.",  # how many tokens a microbatch holds
+    "policy.megatron_cfg.distributed_data_parallel_config.",
+    "policy.megatron_cfg.optimizer.use_",  # where the optimizer's state is, and in what
+)
+"""Beginnings of keys in which they may differ: they change how an engine computes, not what."""
+
+
+def settings(name: str) -> dict[str, Any]:
+    return dict(leaves(load_recipe(RECIPES / name).to_dict()))
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
+    return {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+
+
+def test_both_engines_train_and_validate_alike() -> None:
+    cluster, embedded = settings("cluster-quickstart.yaml"), settings("cluster-quickstart-embedded.yaml")
+    assert not load_recipe(RECIPES / "cluster-quickstart.yaml").grpo.reward_shaping.enabled
+    assert embedded.pop("nemo_grpo.rewards.format") == 0.0  # NeMo-RL's environment leaves out what weighs 0
+    assert {key for key in differing(cluster, embedded) if not key.startswith(OF_THE_ENGINE)} == set()
+    assert {"policy.megatron_cfg.optimizer.lr", "policy.precision", "grpo.max_val_samples"} <= cluster.keys()
+
+
+def test_task_objective_and_optimizer_are_the_quickstarts() -> None:
+    embedded, quickstart = settings("cluster-quickstart-embedded.yaml"), settings("quickstart.yaml")
+    same = ("loss_fn.", "nemo_grpo.task.", "nemo_grpo.prompt.", "policy.megatron_cfg.optimizer.",
+            "policy.generation.", "grpo.num_")  # fmt: skip
+    assert not [key for key in differing(embedded, quickstart) if key.startswith(same)]
+
+
+def test_validation_samples_as_training_does_which_is_all_that_nemo_rl_can() -> None:
+    recipe = load_recipe(RECIPES / "cluster-quickstart-embedded.yaml")
+    generation = recipe.policy.generation
+    assert (generation.val_temperature, generation.val_top_p) == (generation.temperature, generation.top_p)
+    assert recipe.grpo.val_num_generations_per_prompt == 1
