@@ -22,8 +22,9 @@ def slurm(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     own_nodes = os.environ.get("NEMO_GRPO_SLURM") != "loopback" and cluster.namespaces_are_allowed()
     kind = cluster.Cluster if own_nodes else loopback.Loopback
-    sources = [Path(os.environ[name]).resolve() for name in ("NEMO_RL_SRC",) if os.environ.get(name)]
-    running = kind(tmp_path_factory.mktemp("slurm"), num_nodes=3, shared=[base, *sources])
+    source = os.environ.get("NEMO_RL_SRC")
+    shared = [base, *([Path(source).absolute()] if source else [])]
+    running = kind(tmp_path_factory.mktemp("slurm"), num_nodes=3, shared=shared)
     try:
         running.up()
         yield running
