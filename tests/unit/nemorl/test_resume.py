@@ -13,7 +13,9 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.resume import optimizer_of
 
 WEIGHT = "decoder.final_layernorm.weight"
-MOMENTS = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_0"
+MOMENTS = (
+    "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_0"
+)
 
 
 def saved(step, *keys):
@@ -52,7 +54,9 @@ def test_a_checkpoint_with_an_optimizer_resumes_with_it(tmp_path):
 
 def test_a_missing_optimizer_is_refused_where_the_recipe_saves_it(tmp_path):
     weights = saved(tmp_path, WEIGHT)
-    with pytest.raises(UserError, match=r"save_optimizer=true, but .*weights has no optimizer state.* set it to"):
+    with pytest.raises(
+        UserError, match=r"save_optimizer=true, but .*weights has no optimizer state.* set it to"
+    ):
         optimizer_of(weights, is_required=True)
 
 
