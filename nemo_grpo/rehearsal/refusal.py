@@ -24,6 +24,6 @@ def refuse(recipe: Recipe, path: Path) -> None:
     task = recipe.nemo_grpo.task
     if task.needs_images:
         raise UserError(
-            f"nemo_grpo.task.name={task.name}: a rehearsal has no small model that sees images; use recipe check "
-            "and plan, and look closely at the first step on a GPU"
+            f"nemo_grpo.task.name={task.name}: a rehearsal has no small model that sees images; use recipe "
+            "check and plan, and look closely at the first step on a GPU"
         )
