@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import subprocess
 import time
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 300.0
 """Seconds that one start of the driver may take."""
 LAST_LINES = 15
+NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped)|See https://nanobind")
 
 
 @dataclass
@@ -147,8 +149,9 @@ def metrics(recipe: Recipe) -> list[dict[str, float]]:
 
 
 def tail(path: Path, lines: int = LAST_LINES) -> str:
-    """The end of a log."""
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+    """The end of a log, without what Triton's bindings say when a process ends."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 
 def _last_error(path: Path) -> str:

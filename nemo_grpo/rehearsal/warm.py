@@ -167,7 +167,7 @@ def _fork(
 
 
 def become(arguments: list[str]) -> None:
-    """Do what an interpreter does with these arguments: options, then ``-m MODULE`` or ``SCRIPT``."""
+    """Do what an interpreter does with these arguments: options, then ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
     while arguments and arguments[0] in ("-u", "-W"):
         arguments = arguments[2 if arguments[0] == "-W" else 1 :]
     for entry in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
@@ -177,10 +177,15 @@ def become(arguments: list[str]) -> None:
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
+    main = sys.modules["__main__"]  # where a worker's classes are looked for
+    main.__dict__.update(__name__="__main__")
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], main.__dict__)
+        return
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(arguments[0]))
-    main = sys.modules["__main__"]  # where a worker's classes are looked for
-    main.__dict__.update(__file__=arguments[0], __name__="__main__")
+    main.__dict__.update(__file__=arguments[0])
     with open(arguments[0], "rb") as file:
         exec(compile(file.read(), arguments[0], "exec"), main.__dict__)
 

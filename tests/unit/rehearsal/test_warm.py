@@ -53,6 +53,7 @@ def test_a_fork_has_the_askers_arguments_environment_folder_and_streams(folder, 
 def test_a_fork_ends_with_its_own_status(folder, tmp_path):
     (tmp_path / "ends.py").write_text("import sys; sys.exit(75)")
     assert run(folder, "-m", "ends", env={**os.environ, "PYTHONPATH": str(tmp_path)}).returncode == 75
+    assert run(folder, "-c", "import sys; sys.exit(len(sys.argv))", "a", "b").returncode == 3
     (tmp_path / "fails.py").write_text("raise ValueError('told')")
     done = run(folder, str(tmp_path / "fails.py"))
     assert done.returncode == 1
