@@ -32,8 +32,8 @@ PANELS: tuple[Panel, ...] = (
         ENTROPY,
         draw_training,
         "Entropy of the next-token distribution at the sampled positions; entropy/sampled estimates it by "
-        "the mean of -log p over the sampled tokens, for runs on NeMo-RL. A fall to 0 ends exploration; a rise "
-        "to more than twice its start is instability.",
+        "the mean of -log p over the sampled tokens, for runs on NeMo-RL. A fall to 0 ends exploration; a "
+        "rise to more than twice its start is instability.",
         from_zero=True,
     ),
     Panel(

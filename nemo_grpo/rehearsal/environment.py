@@ -79,6 +79,7 @@ class Stack:
             "NO_VCS_VERSION": "1",
             "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",  # one Python for driver and workers, no uv
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
             "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"),
             "OMP_NUM_THREADS": "1",
             "TORCH_CUDA_ARCH_LIST": "9.0",
