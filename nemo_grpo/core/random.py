@@ -2,8 +2,8 @@
 
 A draw that depended on row order or padding would make the loss depend on them. Here a token's number is a
 hash of the step's seed, of its response (`response_ids`; without them the scored logprobs of all its tokens
-tell it) and of its position in it, so any permutation, padding or split of the batch gives every token the same
-number.
+tell it) and of its position in it, so any permutation, padding or split of the batch gives every token the
+same number.
 """
 
 from __future__ import annotations

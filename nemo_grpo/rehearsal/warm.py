@@ -167,7 +167,7 @@ def _fork(
 
 
 def become(arguments: list[str]) -> None:
-    """Do what an interpreter does with these arguments: options, then ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
+    """Do what an interpreter does with these arguments: options, ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
     while arguments and arguments[0] in ("-u", "-W"):
         arguments = arguments[2 if arguments[0] == "-W" else 1 :]
     for entry in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
