@@ -246,9 +246,7 @@ def _cuda(mode: FakeCuda) -> dict[str, Any]:
         **dict.fromkeys(("set_rng_state", "reset_peak_memory_stats"), nothing),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), always(True)),
         **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated"), always(0)),
-        **dict.fromkeys(
-            ("Stream", "current_stream", "default_stream", "stream"), lambda *_a, **_k: Stream()
-        ),
+        **dict.fromkeys(("Stream", "current_stream", "default_stream", "stream"), lambda *_a, **_k: Stream()),
         "device": lambda *_a: nullcontext(),
         "Event": Event,
         "device_count": always(1),

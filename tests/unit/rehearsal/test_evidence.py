@@ -59,13 +59,13 @@ def test_a_healthy_run_passes(run):
         assert check(found)
     assert evidence.stop_and_resume(found).endswith("exit 0")
     assert evidence.refit(found) == (
-        "gen_kl_error 2.0e-05, 2.0e-05, 2.0e-05; token_mult_prob_error at most 1.0020 (bound 0.01)"
+        "gen_kl_error 2.0e-05, 2.0e-05, 2.0e-05; token_mult_prob_error at most 1.0020 (bound 0.001)"
     )
 
 
 UNHEALTHY = {
-    "stale weights": (evidence.refit, {"mismatch/kl": 0.046}, "the bound is 0.01"),
-    "weights that are no numbers": (evidence.refit, {"mismatch/kl": float("nan")}, "the bound is 0.01"),
+    "stale weights": (evidence.refit, {"mismatch/kl": 0.0027}, "the bound is 0.001"),
+    "weights that are no numbers": (evidence.refit, {"mismatch/kl": float("nan")}, "the bound is 0.001"),
     "a loss that is no number": (evidence.update, {"loss/total": float("nan")}, "loss 0.0100, nan"),
 }
 
@@ -92,9 +92,9 @@ def test_what_never_happens_fails_and_what_happens_once_passes(run, check, step,
 def test_several_updates_share_the_bound(run):
     """NeMo-RL adds the error up over a step's updates."""
     two = ("policy.train_global_batch_size=96",)
-    assert evidence.refit(run({"mismatch/kl": 0.015}, overrides=two))
+    assert evidence.refit(run({"mismatch/kl": 0.0015}, overrides=two))
     with pytest.raises(Failed):
-        evidence.refit(run({"mismatch/kl": 0.025}, overrides=two))
+        evidence.refit(run({"mismatch/kl": 0.0025}, overrides=two))
 
 
 def test_a_step_that_is_missing_after_the_resume_is_seen(run):
