@@ -41,7 +41,9 @@ WARM_MODULES = {
 }
 """Server -> what its forks import, without Ray and what imports it."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-RAY_PATIENCE = 60.0
+RAY_IS_UP = b"will now block forever"
+"""What `ray start --block` prints once all parts of it run; its port answers before."""
+RAY_PATIENCE = 180.0
 """Seconds for Ray to come up."""
 
 
@@ -155,17 +157,14 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
     with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch:
         environment = {**stack.environment(folder), WARM: scratch}
         command = [*ray, *(f"--{name}={value}" for name, value in options.items()), f"--temp-dir={scratch}"]
-        with (
-            warm_interpreters(stack, folder, environment),
-            (folder / "ray.log").open("wb") as log,
-            background(command, environment, log) as process,
-        ):
+        with (folder / "ray.log").open("wb") as log, background(command, environment, log) as process:
             deadline = time.monotonic() + RAY_PATIENCE
-            while not _answers(port):
+            while RAY_IS_UP not in (folder / "ray.log").read_bytes():
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise UserError(f"Ray did not start; see {folder / 'ray.log'}")
                 time.sleep(0.2)
-            yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+            with warm_interpreters(stack, folder, environment):  # later: Ray gives its parts 30 s to start
+                yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
 
 
 @contextmanager
@@ -193,12 +192,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _answers(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
 
 
 def _die_with_the_parent() -> None:
