@@ -76,7 +76,7 @@ test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this mac
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray
 	$(BIN)/python -m pytest -m "slurm and not slow" tests/slurm
 
-test-slurm-nemo-rl: nemo-rl-source venv venv-nemo-rl  ## the same Slurm with NeMo-RL's stack as the driver, nodes lost on the way (NEMO_RL_SRC=; half an hour)
+test-slurm-nemo-rl: nemo-rl-source venv venv-nemo-rl  ## the same Slurm with NeMo-RL's stack as the driver, nodes lost on the way (NEMO_RL_SRC=; up to half an hour)
 	NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(BIN)/python -m pytest -m "slurm and slow" tests/slurm
 
 test-nemo-rl: nemo-rl-source venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
