@@ -4,14 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NEMO_VENV := .venv-nemo-rl
+VLLM_VENV := .venv-vllm
 RUN ?= quickstart
 SEEDS ?= 0
+WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
-.PHONY: help venv venv-nemo-rl quickstart cluster-quickstart nemo-rl-source test test-nemo-rl test-slurm lint format bench clean
+.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart nemo-rl-source \
+        test test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
 
 help:            ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -30,11 +33,23 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 
 venv-nemo-rl: $(NEMO_VENV)/.installed  ## create .venv-nemo-rl, in which NeMo-RL's source runs on a CPU
 
-$(NEMO_VENV)/.installed: requirements/nemo_rl.txt scripts/find_python.sh
+$(NEMO_VENV)/.installed: requirements/nemo_rl.txt requirements/nemo_rl_megatron.txt scripts/find_python.sh
 	@python=$$(bash scripts/find_python.sh) || exit 1; "$$python" -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/nemo_rl.txt
-	# NeMo-RL's Megatron modules want a megatron-core that asks for Python 3.12, and run on 3.11 all the same.
-	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0
+	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/nemo_rl_megatron.txt
+	@touch $@
+
+venv-vllm: $(VLLM_VENV)/.installed  ## create .venv-vllm, in which vLLM samples on a CPU
+
+$(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
+	@echo "creating $(VLLM_VENV): vLLM on a CPU, for rehearsals and tests/vllm; 3.8 GB"
+	@python=$$(bash scripts/find_python.sh) || exit 1; \
+	 wanted=$$($(NEMO_VENV)/bin/python --version 2>/dev/null) || wanted=$$("$$python" --version); \
+	 [ "$$("$$python" --version)" = "$$wanted" ] || { echo "error: $$python is $$("$$python" --version) and $(NEMO_VENV) has" \
+	     "$$wanted; Ray refuses workers of another patch version; make PYTHON=/path/to/that/python venv-vllm" >&2; exit 1; }; \
+	 "$$python" -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=--resume)
@@ -59,10 +74,21 @@ test: venv       ## the whole test suite (no GPU, no network)
 
 test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray
-	$(BIN)/python -m pytest -m slurm tests/slurm
+	$(BIN)/python -m pytest -m "slurm and not slow" tests/slurm
+
+test-slurm-nemo-rl: nemo-rl-source venv venv-nemo-rl  ## the same Slurm with NeMo-RL's stack as the driver, nodes lost on the way (NEMO_RL_SRC=; half an hour)
+	NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(BIN)/python -m pytest -m "slurm and slow" tests/slurm
 
 test-nemo-rl: nemo-rl-source venv-nemo-rl  ## our adapter on NeMo-RL's source (NEMO_RL_SRC=its clone, 0.7.0 or 7ea279abf)
 	PYTHONPATH="$(CURDIR)" NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest -m nemo_rl -W ignore -o filterwarnings= tests/nemo_rl
+
+test-end-to-end: nemo-rl-source venv-nemo-rl  ## two short runs of the whole NeMo-RL stack, the stand-in sampling (as test-nemo-rl)
+	PYTHONPATH="$(CURDIR)" NEMO_GRPO_TEST_SAMPLER=1 NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest \
+	    -m nemo_rl -W ignore -o filterwarnings= -v "$(WHOLE)[export_at_every_save]" "$(WHOLE)[dp2]"
+
+test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU
+	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	    $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore -o filterwarnings= tests/vllm
 
 lint: venv       ## ruff, mypy, shellcheck, recipe check
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 _NO_WEIGHTS = re.compile(
     r"(optimizer|chained_\d+|rng_state|rerun_state|common_state|opt_param)\b.*|.*_extra_state.*"
 )
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
 
 
 class _Record:
@@ -172,6 +173,11 @@ class TorchDistReader:
     def weights(self) -> dict[str, Key]:
         """The model's tensors, without optimizer, random state and scales."""
         return {name: key for name, key in self.keys.items() if not _NO_WEIGHTS.fullmatch(name)}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if the optimizer's state was saved with the weights."""
+        return any(_OPTIMIZER.fullmatch(name) for name in self.keys)
 
     @contextmanager
     def block(self, name: str, start: Sequence[int], sizes: Sequence[int], axis: int) -> Iterator[Block]:

@@ -18,6 +18,7 @@ from nemo_grpo.cli import (
     plan,
     preflight,
     recipe,
+    rehearse,
     report,
     retriever,
     train,
@@ -41,6 +42,7 @@ app.command("train")(train.train)
 app.command("eval")(eval.eval_command)
 app.command("preflight")(preflight.preflight)
 app.command("plan")(plan.plan)
+app.command("rehearse")(rehearse.rehearse)
 app.command("report")(report.report)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("compare")(compare.compare)
@@ -54,7 +56,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO if leads else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    for chatty in ("megatron", "huggingface_hub", "matplotlib"):
+    for chatty in ("megatron", "huggingface_hub", "matplotlib", "vllm"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         app()

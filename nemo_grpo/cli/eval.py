@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nemo_grpo.cli.eval_benchmarks import Lazy, Order, describe, evaluate_benchmarks
+from nemo_grpo.cli.eval_benchmarks import (
+    RESPONSES_PER_CALL,
+    Lazy,
+    Order,
+    describe,
+    evaluate_benchmarks,
+    vllm_generator,
+)
 from nemo_grpo.cli.model_folder import check_place, finite_logits, model_limits, result_name, tokenizer_of
 from nemo_grpo.errors import UserError
 
@@ -68,6 +75,14 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where.")]
 BatchSize = Annotated[int, typer.Option(help="Responses sampled together; not for vllm.", min=1)]
 BATCH_SIZE = 256
 TensorParallel = Annotated[int, typer.Option(help="GPUs that share the model, for vllm.", min=1)]
+CacheGib = Annotated[
+    float | None,
+    typer.Option(
+        help="Memory of vllm's keys and values, GiB. Default: 90 % of each GPU less the weights; 1 on a CPU.",
+        min=0.01,
+        show_default=False,
+    ),
+]
 
 
 def eval_command(
@@ -87,6 +102,7 @@ def eval_command(
     device: Device = "auto",
     batch_size: BatchSize = BATCH_SIZE,
     tensor_parallel: TensorParallel = 1,
+    cache_gib: CacheGib = None,
     seed: Seed = 0,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -118,7 +134,7 @@ def eval_command(
     if benchmarks is not None:
         order = Order(
             model, benchmarks, data_dir, out, generator, k, temperature, top_p, max_tokens, num_problems,
-            prompt, task, dtype, device, batch_size, tensor_parallel, seed, overwrite, loaded,
+            prompt, task, dtype, device, batch_size, tensor_parallel, cache_gib, seed, overwrite, loaded,
         )  # fmt: skip
         tokenizer = tokenizer_of(model)
         check_place(out)
@@ -135,6 +151,7 @@ def eval_command(
         "--device": device != "auto",
         "--batch-size": batch_size != BATCH_SIZE,
         "--tensor-parallel": tensor_parallel != 1,
+        "--cache-gib": cache_gib is not None,
     })  # fmt: skip
     with finite_logits(model):
         _evaluate_recipe(loaded, model, out, seed, overwrite)
@@ -175,8 +192,8 @@ def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrit
     if not overwrite:
         _check_results(out, described, problems)
     max_tokens = conditions.sampling.max_new_tokens
-    longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, *model_limits(model))
-    generator = Lazy(lambda: _load_generator(model, recipe, conditions))
+    longest = longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, *model_limits(model))
+    generator = Lazy(lambda: _load_generator(model, recipe, conditions, longest))
     if not (out / RESPONSES).exists():
         generator.load()  # what is wrong with the model is said before anything is made
     check_place(out)
@@ -212,18 +229,24 @@ def _conditions(recipe: Recipe, tokenizer: Any, seed: int, model: Path) -> Condi
         top_p=evaluation.top_p,
         stop_token_ids=(tokenizer.eos_token_id, *(generation.stop_token_ids or ())),
     )
-    device = recipe.nemo_grpo.engine.device
+    engine = recipe.nemo_grpo.engine
+    if engine.generator == "vllm":
+        from nemo_grpo.engine.generate_vllm import vllm_device
+
+        chosen, device = "vllm", vllm_device(engine.device)
+    else:
+        chosen, device = choose(engine.generator, model), engine.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted, dtype = recipe.nemo_grpo.engine.generator, recipe.policy.precision
-    if wanted == "vllm":
-        raise UserError("nemo_grpo.engine.generator=vllm samples --benchmarks only; use auto")
-    chosen = choose(wanted, model)
+    dtype = recipe.policy.precision
     return Conditions(fingerprint(model), chosen, dtype, device, sampling, evaluation.num_samples, seed)
 
 
-def _load_generator(model: Path, recipe: Recipe, conditions: Conditions) -> Generator:
+def _load_generator(model: Path, recipe: Recipe, conditions: Conditions, longest: int) -> Generator:
     import torch
+
+    if conditions.generator == "vllm":
+        return vllm_generator(model, conditions, longest)
 
     from nemo_grpo.engine.generators import build_local
 
@@ -247,6 +270,7 @@ def _evaluate(
     from nemo_grpo.evaluate.suite import RESPONSES, tool_conditions
 
     section, k = recipe.nemo_grpo, conditions.num_samples
+    per_call = max(recipe.policy.generation_batch_size, RESPONSES_PER_CALL[conditions.generator])
     with ResponseLog(out / RESPONSES) as log, progress("evaluate", len(problems)) as advance:
         return evaluate(
             generator,
@@ -259,7 +283,7 @@ def _evaluate(
             seed=conditions.seed,
             on_progress=advance,
             recall=Resumable(log, section.task.name, {**conditions.to_dict(), **tool_conditions(task)}),
-            problems_per_call=max(1, recipe.policy.generation_batch_size // k),
+            problems_per_call=max(1, per_call // k),
         )
 
 

@@ -44,6 +44,7 @@ class Order:
     device: str
     batch_size: int
     tensor_parallel: int
+    cache_gib: float | None
     seed: int
     overwrite: bool
     recipe: Recipe | None
@@ -159,9 +160,14 @@ def _place(order: Order) -> tuple[str, str]:
     """Device by its name, as results differ between kinds; dtype."""
     import torch
 
-    if order.device != "cpu" and torch.cuda.is_available():
+    device = order.device
+    if order.generator == "vllm":
+        from nemo_grpo.engine.generate_vllm import vllm_device
+
+        device = vllm_device(device)
+    if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name(), order.dtype if order.dtype != "auto" else "bfloat16"
-    if order.device == "cuda":
+    if device == "cuda":
         raise UserError("--device cuda: no CUDA device here; use cpu or auto")
     return f"cpu ({platform.machine()})", order.dtype if order.dtype != "auto" else "float32"
 
@@ -196,14 +202,7 @@ def _generator(order: Order, conditions: Conditions, longest: int) -> Generator:
     import torch
 
     if order.generator == "vllm":
-        from nemo_grpo.engine.generate_vllm import VLLMGenerator
-
-        return VLLMGenerator(
-            order.model,
-            conditions.dtype,
-            max_model_len=longest + conditions.sampling.max_new_tokens,
-            tensor_parallel_size=order.tensor_parallel,
-        )
+        return vllm_generator(order.model, conditions, longest, order.tensor_parallel, order.cache_gib)
     from nemo_grpo.engine.generators import build_local
 
     cpu = conditions.device.startswith("cpu")
@@ -212,6 +211,26 @@ def _generator(order: Order, conditions: Conditions, longest: int) -> Generator:
     )
     name, dtype = conditions.generator, getattr(torch, conditions.dtype)
     return build_local(name, order.model, dtype, "cpu" if cpu else "cuda", order.batch_size)
+
+
+def vllm_generator(
+    model: Path,
+    conditions: Conditions,
+    longest: int,
+    tensor_parallel: int = 1,
+    cache_gib: float | None = None,
+) -> Generator:
+    """Args: longest: tokens of the longest prompt."""
+    from nemo_grpo.engine.generate_vllm import VLLMGenerator, check_sampling
+
+    check_sampling(conditions.sampling)  # loading takes longer
+    return VLLMGenerator(
+        model,
+        conditions.dtype,
+        max_model_len=longest + conditions.sampling.max_new_tokens,
+        tensor_parallel_size=tensor_parallel,
+        cache_bytes=None if cache_gib is None else int(cache_gib * (1 << 30)),
+    )
 
 
 def _finish(order: Order, result: SuiteResult) -> None:

@@ -48,6 +48,9 @@ def submit(
     sbatch: Annotated[
         list[str] | None, typer.Option(help="Another option of sbatch: --sbatch qos=high. May be repeated.")
     ] = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Rehearse it here first; submit only if every stage passes.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; submit nothing.")] = False,
 ) -> None:
     """Plan a recipe, then submit it; nodes, GPUs and the job's name come from the recipe.
@@ -63,6 +66,8 @@ def submit(
     overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
     loaded = load_recipe(recipe, overrides)
     _plan(loaded, gpu)
+    if rehearse:
+        _rehearse(recipe, overrides)
     options = {"time": time, "account": account, "partition": partition, **_pairs(sbatch or [])}
     environment = {"CONTAINER": container, "MOUNTS": mounts, "LOGS": str(logs.absolute()) if logs else None}
     submission = prepare(loaded, recipe.absolute(), overrides, options, environment)
@@ -83,6 +88,13 @@ def _plan(recipe: Recipe, gpu: str) -> None:
     typer.echo(f"plan: {sentence}", err=True)
     if not accepted:
         raise UserError("the plan refuses; nothing was submitted")
+
+
+def _rehearse(recipe: Path, overrides: list[str]) -> None:
+    from nemo_grpo.cli.rehearse import run_rehearsal
+
+    if run_rehearsal(recipe, overrides):
+        raise UserError("the rehearsal has failed; nothing was submitted")
 
 
 def _pairs(options: list[str]) -> dict[str, str]:

@@ -1,12 +1,16 @@
 """Random numbers that belong to a token, not to its place in a tensor.
 
 A draw that depended on row order or padding would make the loss depend on them. Here a token's number is a
-hash of the step's seed, of its response (recognised by the scored logprobs of all its tokens) and of its
-position in it, so any permutation, padding or split of the batch gives every token the same number.
+hash of the step's seed, of its response (`response_ids`; without them the scored logprobs of all its tokens
+tell it) and of its position in it, so any permutation, padding or split of the batch gives every token the
+same number.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from nemo_grpo.core.batch import TokenBatch
@@ -32,6 +36,21 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ _logical_shift_right(x, 30)) * _MIX_1
     x = (x ^ _logical_shift_right(x, 27)) * _MIX_2
     return x ^ _logical_shift_right(x, 31)
+
+
+def response_ids(responses: Iterable[tuple[list[int], list[int]]]) -> Tensor:
+    """Numbers that tell a step's responses apart, the same on every engine.
+
+    Args:    responses: tokens of the prompt, tokens that the policy wrote.
+    Returns: [B] int64, of both and of how many equal responses stand before it.
+    """
+    seen: Counter[str] = Counter()
+    ids = []
+    for tokens in map(repr, responses):
+        digest = hashlib.sha256(f"{tokens} {seen[tokens]}".encode()).digest()
+        ids.append(int.from_bytes(digest[:8], "big", signed=True))
+        seen[tokens] += 1
+    return torch.tensor(ids)
 
 
 def response_positions(mask: Tensor) -> Tensor:

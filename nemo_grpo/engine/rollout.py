@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.random import response_ids
 from nemo_grpo.core.resampling import rewards_differ
 from nemo_grpo.core.reward_shaping import overlong_penalty
 from nemo_grpo.engine.episodes import sample_responses
@@ -210,16 +209,11 @@ def assemble(
         generation_logprobs=generation_logprobs,
         rewards=rewards,
         group_ids=group_ids,
-        response_ids=torch.tensor(_response_ids([(prompt, r.tokens.tolist()) for _, prompt, r in flat])),
+        response_ids=response_ids([(prompt, _written(response)) for _, prompt, response in flat]),
     )
 
 
-def _response_ids(responses: list[tuple[list[int], list[int]]]) -> list[int]:
-    """A number per response, from its prompt, its tokens, and its how manyth occurrence in the step it is."""
-    seen: Counter[str] = Counter()
-    ids = []
-    for tokens in map(repr, responses):
-        digest = hashlib.sha256(f"{tokens} {seen[tokens]}".encode()).digest()
-        ids.append(int.from_bytes(digest[:8], "big", signed=True))
-        seen[tokens] += 1
-    return ids
+def _written(response: Response) -> list[int]:
+    """The tokens of a response that the policy wrote."""
+    mask = response.token_mask
+    return (response.tokens if mask is None else response.tokens[mask]).tolist()

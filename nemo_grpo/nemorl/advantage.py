@@ -6,13 +6,16 @@ The driver is the only place that sees whole groups: the workers get rows in any
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.variants.base import VariantConfig
@@ -78,12 +81,14 @@ class VariantEstimator:
         """Advantages of the step's tokens.
 
         Args:    prompt_ids: [B, P].  rewards: [B].  mask: [B, S], token_mask x sample_mask.
+                 repeated_batch: its conversations tell responses apart for random draws.
                  logprobs_policy, logprobs_reference: [B, S], nats; index t speaks of token t.
                  further: what asynchronous training gives besides; ``generation_logprobs`` is used.
         Returns: [B, S] float32 on the CPU; exactly 0 where the mask is 0.
         Raises:  UserError: the variant needs logprobs that NeMo-RL was configured not to compute.
         """
         batch = self._batch(prompt_ids, rewards, mask, logprobs_policy, logprobs_reference, further)
+        batch = replace(batch, response_ids=_response_ids((repeated_batch or {}).get("message_log")))
         prepared = self.objective.prepare(batch, seed=self.seed * SEED_STRIDE + self.step)
         self.step += 1
         if prepared.token_weights is not None:
@@ -131,6 +136,22 @@ class VariantEstimator:
             rewards=rewards.detach().float().cpu(),
             group_ids=group_ids(prompt_ids, self.num_generations),
         )
+
+
+def _response_ids(message_log: Sequence[Sequence[Mapping[str, Any]]] | None) -> Tensor | None:
+    """[B], as the embedded engine numbers them; None without conversations."""
+    if message_log is None:
+        return None
+    return response_ids(map(_tokens, message_log))
+
+
+def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """(prompt's, policy's) of a conversation: what stands before the first answer, and all answers."""
+    is_answer = [message["role"] == "assistant" for message in messages]
+    first = is_answer.index(True) if any(is_answer) else len(messages)
+    tokens = [torch.as_tensor(message["token_ids"]).tolist() for message in messages]
+    answers = [part for part, by_policy in zip(tokens, is_answer, strict=True) if by_policy]
+    return list(chain.from_iterable(tokens[:first])), list(chain.from_iterable(answers))
 
 
 def _aligned(tokens: Tensor | None) -> Any:

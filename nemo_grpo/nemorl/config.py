@@ -86,6 +86,8 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
     scheduler = tree["policy"]["megatron_cfg"]["scheduler"]
     if scheduler.get("lr_decay_iters") is None:
         scheduler["lr_decay_iters"] = recipe.grpo.max_num_steps  # NeMo-RL moves the rate once per step
+    # A resumed run follows the recipe; megatron-core would refuse a schedule that is not the checkpoint's.
+    scheduler["override_opt_param_scheduler"] = True
     # The base's limit is the longest sequence, which no response reaches, and no penalty would be given.
     tree["grpo"]["reward_shaping"] |= recipe.grpo.reward_shaping.model_dump()
     if recipe.grpo.stop_at_validation_metric is not None:

@@ -27,6 +27,7 @@ from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.refit import Refits
+from nemo_grpo.nemorl.resume import resume_with_optimizer
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.run_record import record_run
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
@@ -90,6 +91,7 @@ def set_up(run: ClusterRun) -> Ready:
     exports = exports_of(run, hf_config)
     config = run.master_config
     remove_remains(config.policy)
+    resume_with_optimizer(run.recipe)
     config.logger["log_dir"] = compat.import_name("nemo_rl.utils.logger:get_next_experiment_dir")(
         config.logger["log_dir"]
     )

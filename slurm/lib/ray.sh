@@ -40,15 +40,25 @@ answers() {
 # ray_node OPTION...: the command of one Ray node. It registers under its Slurm name, as a resource.
 # When Slurm preempts a job all its steps get SIGTERM, and the driver needs Ray for its last checkpoint: so Ray has a
 # process group of its own (set -m) and ends when `stop_parts` says so. However its shell ends, it ends too (pdeathsig).
+# Ray gives a node 15 s for its agents and 30 s in all, which nothing changes and a busy or cold file system exceeds. As
+# long as no driver runs nothing is lost by another try.
 ray_node() {
     # shellcheck disable=SC2016  # expands on the node
     printf '%s' 'set -m; with=; if setpriv --pdeathsig KILL true 2>/dev/null; then with="setpriv --pdeathsig KILL"; fi
-        $with ' "$PYTHON -m ray.scripts.scripts start $* --num-gpus=$GPUS_PER_NODE --block" \
+        is_late() { [ -e "' "$LOG" '/driver.log" ] || [ -e "' "$LOG" '/ending" ]; }
+        ' "trap 'if [ -e \"$LOG/ending\" ]; then kill -TERM -- -\$ray; fi' TERM
+        " 'for try in 1 2 3; do
+            $with ' "$PYTHON -m ray.scripts.scripts start $* --num-gpus=$GPUS_PER_NODE --block" \
         "${RAY_CPUS:+ --num-cpus=$RAY_CPUS}${RAY_OBJECT_STORE_BYTES:+ --object-store-memory=$RAY_OBJECT_STORE_BYTES}" \
         ' --resources="{\"slurm-node-$SLURMD_NODENAME\": 1}" &
-        ray=$!
-        ' "trap 'if [ -e \"$LOG/ending\" ]; then kill -TERM -- -\$ray; fi' TERM
-        " 'while :; do wait $ray; rc=$?; if ! kill -0 $ray 2>/dev/null; then exit $rc; fi; done'
+            ray=$!
+            while :; do wait $ray; rc=$?; if ! kill -0 $ray 2>/dev/null; then break; fi; done
+            if is_late; then break; fi
+            echo "ray start ended with exit code $rc in try $try of 3"
+            sleep 2
+            if is_late; then break; fi
+        done
+        exit $rc'
 }
 
 # Starts head and workers; returns when the head listens, 1 when the job has to end.

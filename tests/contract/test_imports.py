@@ -14,6 +14,7 @@ ALLOWED_ENGINES = {
     "nemo_grpo/engine/megatron": {"megatron", "transformer_engine"},
     "nemo_grpo/engine/generate_vllm.py": {"vllm"},
     "nemo_grpo/nemorl": {"nemo_rl", "ray", "megatron"},
+    "nemo_grpo/rehearsal": {"nemo_rl", "ray", "megatron", "vllm"},
 }
 ALLOWED_OWN = {
     "core": {"core"},

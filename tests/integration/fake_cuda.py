@@ -229,7 +229,7 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
 
 
 def _cuda(mode: FakeCuda) -> dict[str, Any]:
-    from nemo_grpo.engine.megatron.cpu import _Event, _Stream
+    from nemo_grpo.engine.cuda_stand_ins import Event, Stream
 
     def nothing(*_args: Any, **_kwargs: Any) -> None:
         return None
@@ -246,11 +246,9 @@ def _cuda(mode: FakeCuda) -> dict[str, Any]:
         **dict.fromkeys(("set_rng_state", "reset_peak_memory_stats"), nothing),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), always(True)),
         **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated"), always(0)),
-        **dict.fromkeys(
-            ("Stream", "current_stream", "default_stream", "stream"), lambda *_a, **_k: _Stream()
-        ),
+        **dict.fromkeys(("Stream", "current_stream", "default_stream", "stream"), lambda *_a, **_k: Stream()),
         "device": lambda *_a: nullcontext(),
-        "Event": _Event,
+        "Event": Event,
         "device_count": always(1),
         "get_device_capability": always((9, 0)),
         "get_device_name": always("a GPU that is not there"),

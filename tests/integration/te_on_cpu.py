@@ -254,8 +254,8 @@ def _cuda(cpu: types.ModuleType) -> dict[str, Any]:
     names = ("current_device", "current_stream", "stream", "is_current_stream_capturing")
     return {
         **{name: for_cpu[name] for name in names},
-        "Stream": cpu._Stream,
-        "Event": cpu._Event,
+        "Stream": cpu.Stream,
+        "Event": cpu.Event,
         "get_device_properties": lambda _device=None: hopper,
         "get_device_capability": lambda _device=None: (9, 0),
     }

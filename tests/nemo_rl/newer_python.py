@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import typing
+from pathlib import Path
 
-import typing_extensions
+sys.path.append(str(Path(__file__).parents[2] / "nemo_grpo" / "rehearsal" / "site"))
 
-if sys.version_info < (3, 12):
-    for name in ("TypedDict", "NotRequired", "Required", "override"):
-        setattr(typing, name, getattr(typing_extensions, name))
+from rehearsal_hooks import use_newer_typing
+
+use_newer_typing()

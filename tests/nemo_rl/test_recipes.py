@@ -109,6 +109,7 @@ def said(num_tokens):
     "override",
     [
         "grpo.val_num_generations_per_prompt=4",
+        "++policy.megatron_cfg.checkpoint.async_save=true",
         "++policy.megatron_cfg.model_overrides={first_last_layers_bf16: true}",
         "++reward_penalties.penalize_empty_final_answer=true",
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import cluster
 import loopback
@@ -21,7 +22,9 @@ def slurm(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     own_nodes = os.environ.get("NEMO_GRPO_SLURM") != "loopback" and cluster.namespaces_are_allowed()
     kind = cluster.Cluster if own_nodes else loopback.Loopback
-    running = kind(tmp_path_factory.mktemp("slurm"), num_nodes=3, shared=[base])
+    source = os.environ.get("NEMO_RL_SRC")
+    shared = [base, *([Path(source).absolute()] if source else [])]
+    running = kind(tmp_path_factory.mktemp("slurm"), num_nodes=3, shared=shared)
     try:
         running.up()
         yield running

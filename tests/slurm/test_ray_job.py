@@ -140,6 +140,24 @@ def test_missing_worker_is_named_with_the_end_of_its_log(start, tmp_path):
     assert "waits for ever" in job.output.split("missing: n2")[1]
 
 
+def test_ray_that_does_not_start_at_once_is_started_again(slurm, start, tmp_path):
+    hesitant = tmp_path / "python"
+    hesitant.write_text(
+        "#!/bin/bash\n"
+        f"failed={tmp_path}/failed-$SLURMD_NODENAME\n"
+        "if [[ $* = *ray.scripts* && ! -e $failed ]]; then touch $failed; exit 1; fi\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    hesitant.chmod(0o755)
+    job = start(PYTHON=str(hesitant))
+    assert job.wait(3 * MINUTE) == "COMPLETED"
+    assert sorted(path.name for path in tmp_path.glob("failed-*")) == ["failed-n1", "failed-n2"]
+    assert job.field("Restarts") == "0"
+    for name in ("ray-head", "ray-worker-n2"):
+        assert "in try 1 of 3" in (job.logs / f"attempt-0/{name}.log").read_text()
+    assert left_over(slurm) == []
+
+
 def test_running_job_lets_no_stranger_in_and_cancelled_does_not_come_back(slurm, start):
     job = start(STEPS="1000", PACE="0.5")
     job.wait_for_output("start from step 0", 2 * MINUTE)

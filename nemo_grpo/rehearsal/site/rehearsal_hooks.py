@@ -28,6 +28,8 @@ AFTER_IMPORT: dict[str, str] = {
     "nemo_rl.models.generation.vllm.vllm_backend": "vllm:prepare_backend",  # also in AsyncLLM's own process
     "vllm.entrypoints.llm": "vllm:never_sleep",
     "vllm.v1.engine.async_llm": "vllm:never_sleep_asynchronously",
+    "vllm.model_executor.models.registry": "vllm:inspect_here",
+    "vllm.platforms.cpu": "vllm:allow_ray",
     "vllm.model_executor.layers.utils": "vllm:keep_weights_in_place",
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
@@ -41,12 +43,17 @@ OPTIONAL = ("nvidia_resiliency_ext.checkpointing",)
 
 def install() -> None:
     """Put the hooks into this process."""
-    if sys.version_info < (3, 12):  # NeMo-RL is for 3.13; below 3.12 pydantic refuses typing's own
+    use_newer_typing()
+    sys.meta_path.insert(0, AfterImport())
+    sys.meta_path.append(EmptyModules())  # last: a package that is there wins
+
+
+def use_newer_typing() -> None:
+    """NeMo-RL is for Python 3.13; below 3.12 pydantic refuses typing's own typed dictionaries."""
+    if sys.version_info < (3, 12):
         typing_extensions = importlib.import_module("typing_extensions")
         for name in ("TypedDict", "NotRequired", "Required", "override"):
             setattr(typing, name, getattr(typing_extensions, name))
-    sys.meta_path.insert(0, AfterImport())
-    sys.meta_path.append(EmptyModules())  # last: a package that is there wins
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -74,13 +81,19 @@ def _then_replace(execute: Any, name: str) -> Any:
 
 
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules without content, every name of which is a class, below `ABSENT`."""
+    """Modules without content, every name of which is a class.
+
+    Args: absent: the packages.  importer: whose imports of them succeed, and its parts'; "": everybody's.
+    """
+
+    def __init__(self, absent: tuple[str, ...] = ABSENT, importer: str = "megatron.bridge") -> None:
+        self.absent, self.importer = absent, importer
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        root = next((r for r in ABSENT if name == r or name.startswith(f"{r}.")), None)
+        root = next((r for r in self.absent if name == r or name.startswith(f"{r}.")), None)
         if root is None or name.startswith(OPTIONAL):
             return None
-        if root not in sys.modules and not _importer().startswith("megatron.bridge"):
+        if root not in sys.modules and not _importer().startswith(self.importer):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 

@@ -9,7 +9,7 @@ from nemo_grpo.engine.generate_decoder import DecoderGenerator
 from nemo_grpo.engine.generate_hf import HFGenerator
 from nemo_grpo.engine.protocols import Rollout, SamplingParams, Turn
 from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
-from nemo_grpo.engine.warm_start import NO_LOSS, render_example, build_tokenizer
+from nemo_grpo.engine.warm_start import NO_LOSS, build_tokenizer, render_example
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, Observed

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from nemo_grpo.engine.generate_vllm import VLLMGenerator
+from nemo_grpo.engine.generate_vllm import VLLMGenerator, vllm_device
 from nemo_grpo.engine.protocols import SamplingParams, Turn
 from nemo_grpo.errors import UserError
 
@@ -31,6 +31,7 @@ class Params:
     detokenize: bool = True
     stop: list[str] | None = None
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 class LLM:
@@ -42,7 +43,12 @@ class LLM:
     def __init__(
         self, model, *, tensor_parallel_size=1, dtype="auto", seed=None, gpu_memory_utilization=0.9, **kwargs
     ):
-        assert set(kwargs) <= {"max_model_len", "logprobs_mode", "generation_config"}
+        assert set(kwargs) <= {
+            "max_model_len", "logprobs_mode", "generation_config", "kv_cache_memory_bytes", "enforce_eager",
+            "enable_chunked_prefill",
+        }  # fmt: skip
+        if model == "too/large":
+            raise ValueError("\nNo available memory for the cache blocks.\n  Lower max_model_len.\n")
         self.options = {"model": model, "dtype": dtype, **kwargs}
         self.calls = []
         LLM.last = self
@@ -66,12 +72,22 @@ class LLM:
         return SimpleNamespace(outputs=outputs)
 
 
-@pytest.fixture
-def generator(monkeypatch):
-    module = ModuleType("vllm")
+@pytest.fixture(params=["cuda"])
+def platform(request, monkeypatch):
+    module, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
     module.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     module.LLM, module.SamplingParams = LLM, Params
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: request.param == "cpu")
     monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "")  # what the generator sets goes with the test
+        monkeypatch.delenv(name)
+    return request.param
+
+
+@pytest.fixture
+def generator(platform):
     return VLLMGenerator("some/model", "bfloat16", max_model_len=32)
 
 
@@ -95,8 +111,41 @@ def test_what_is_asked_of_vllm(generator):
     assert (params.max_tokens, params.stop_token_ids, params.ignore_eos) == (7, [END, 8], True)
     assert LLM.last.options == {
         "model": "some/model", "dtype": "bfloat16", "max_model_len": 32,
-        "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "kv_cache_memory_bytes": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("platform", ["cpu"], indirect=True)
+def test_a_cpu_gets_a_cache_of_1_gib_and_whole_prompts(generator):
+    options = LLM.last.options
+    assert (options["kv_cache_memory_bytes"], options["enable_chunked_prefill"]) == (2**30, False)
+    VLLMGenerator("some/model", max_model_len=32, cache_bytes=5)
+    assert LLM.last.options["kv_cache_memory_bytes"] == 5
+
+
+def test_what_vllm_says_of_a_model_is_one_line(platform):
+    with pytest.raises(UserError, match=r"too/large: No available memory .* blocks\. Lower max_model_len\.$"):
+        VLLMGenerator("too/large", max_model_len=32)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"], indirect=True)
+def test_the_device_is_what_vllm_is_built_for(platform):
+    other = {"cpu": "cuda", "cuda": "cpu"}[platform]
+    assert vllm_device("auto") == vllm_device(platform) == platform
+    with pytest.raises(UserError, match=f"device={other}.* on {platform} only"):
+        vllm_device(other)
+
+
+@pytest.mark.parametrize("temperature", [0.009, 2.1])
+def test_temperatures_that_vllm_replaces_or_refuses_are_user_errors(generator, temperature):
+    with pytest.raises(UserError, match=f"temperature={temperature}: .* between 0.01 and 2"):
+        generator.generate([[3]], 1, SamplingParams(2, temperature), seed=1)
+    generator.generate([[3]], 1, SamplingParams(2, temperature, greedy=True), seed=1)
+
+
+def test_stop_texts_may_be_special_tokens(generator):
+    generator.generate([[3]], 1, SAMPLING, 1, Turn([2], SimpleNamespace(texts=("<|end|>",))))
+    assert not LLM.last.calls[0][1][0].skip_special_tokens
 
 
 def test_greedy_is_temperature_0_without_filters(generator):

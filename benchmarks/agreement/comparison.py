@@ -1,0 +1,133 @@
+"""How far two engines' results of the same steps are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.agreement.recording import StepResult
+
+KL = "kl/reference"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Greatest differences over the steps.
+
+    Attributes: advantages, token_weights, logprobs, reference, entropies: of tokens that count, absolute;
+                    NaN where there are none.
+                loss, grad_norm, kl: relative to the greatest of the steps.
+                first, last: distance of the weights relative to the way that they have gone, after the first
+                update and after the last.
+    """
+
+    advantages: float
+    token_weights: float
+    logprobs: float
+    reference: float
+    entropies: float
+    loss: float
+    grad_norm: float
+    kl: float
+    first: float
+    last: float
+
+
+def compare(ours: Sequence[StepResult], theirs: Sequence[StepResult]) -> Differences:
+    """Of a case's steps."""
+
+    def greatest(name: str) -> float:
+        found = [
+            (a.tensors[name] - b.tensors[name])[a.tensors["mask"].bool()].abs().max().item()
+            for a, b in zip(ours, theirs, strict=True)
+            if name in a.tensors and name in b.tensors
+        ]
+        return max(found, default=math.nan)
+
+    steps = list(zip(ours, theirs, strict=True))
+    losses = [pair for a, b in steps for pair in zip(a.losses, b.losses, strict=True)]
+    norms = [(a.grad_norm, b.grad_norm) for a, b in steps]
+    return Differences(
+        advantages=greatest("advantages"),
+        token_weights=greatest("token_weights"),
+        logprobs=greatest("logprobs"),
+        reference=greatest("reference"),
+        entropies=greatest("entropies"),
+        loss=relative(losses),
+        grad_norm=relative(norms),
+        kl=relative([(a.metrics.get(KL, 0.0), b.metrics.get(KL, 0.0)) for a, b in steps]),
+        first=way_apart(ours[0].weights, theirs[0].weights, ours[0].start),
+        last=way_apart(ours[-1].weights, theirs[-1].weights, ours[0].start),
+    )
+
+
+def relative(pairs: Sequence[tuple[float, float]]) -> float:
+    """Greatest difference, relative to the greatest number."""
+    return max(abs(a - b) for a, b in pairs) / (max(max(abs(a), abs(b)) for a, b in pairs) or 1.0)
+
+
+def way_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """|ours - theirs| / |ours - start|, Euclidean over all weights."""
+    assert set(ours) == set(theirs) == set(start), set(ours) ^ set(theirs)
+    apart = torch.stack([(ours[name] - theirs[name]).norm() for name in ours]).norm()
+    gone = torch.stack([(ours[name] - start[name]).norm() for name in ours]).norm()
+    return float(apart / gone)
+
+
+HEADER = (
+    "| variant | layout | advantages | token weights | logprobs | reference | entropies | loss | KL "
+    "| gradient norm | weights after 1 | after 5 |"
+)
+
+
+def table(rows: Mapping[tuple[str, str], Differences]) -> str:
+    """Markdown."""
+    lines = [HEADER, "|---|---|" + "---|" * 10]
+    for (variant, layout), d in rows.items():
+        numbers = (
+            d.advantages, d.token_weights, d.logprobs, d.reference, d.entropies, d.loss, d.kl, d.grad_norm,
+            d.first, d.last,
+        )  # fmt: skip
+        lines.append(f"| {variant} | {layout} | " + " | ".join(map(_number, numbers)) + " |")
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else "0" if value == 0 else f"{value:.1e}"
+
+
+def drift_table(
+    fp32: tuple[Sequence[StepResult], Sequence[StepResult]],
+    bf16: tuple[Sequence[StepResult], Sequence[StepResult]],
+) -> str:
+    """GRPO over many steps: each pair of engines and precisions, by step."""
+    pairs = {
+        "embedded FP32, NeMo-RL FP32": fp32,
+        "embedded BF16, NeMo-RL BF16": bf16,
+        "embedded FP32, embedded BF16": (fp32[0], bf16[0]),
+        "embedded FP32, NeMo-RL BF16": (fp32[0], bf16[1]),
+    }
+    steps = [number for number in (1, 2, 3, 5, 8, 10, 12, 16, 20) if number <= len(fp32[0])]
+    lines = [
+        "| pair | number | " + " | ".join(f"step {number}" for number in steps) + " |",
+        "|---|---|" + "---|" * len(steps),
+    ]
+    for name, (ours, theirs) in pairs.items():
+        for what in ("logprobs, mean", "gradient norm", "weights"):
+            numbers = [_number(_drift(what, ours, theirs, number - 1)) for number in steps]
+            lines.append(f"| {name} | {what} | " + " | ".join(numbers) + " |")
+    return "\n".join(lines)
+
+
+def _drift(what: str, ours: Sequence[StepResult], theirs: Sequence[StepResult], index: int) -> float:
+    a, b = ours[index], theirs[index]
+    if what == "weights":
+        return way_apart(a.weights, b.weights, ours[0].start)
+    if what == "gradient norm":
+        return relative([(a.grad_norm, b.grad_norm)])
+    mask = a.tensors["mask"].bool()
+    return (a.tensors["logprobs"] - b.tensors["logprobs"])[mask].abs().mean().item()

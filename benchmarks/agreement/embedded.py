@@ -1,0 +1,78 @@
+"""The embedded engine's side: ``python -m benchmarks.agreement.embedded FOLDER OUTPUT``, once per rank.
+
+FOLDER/cases.pt lists the cases; all have one layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.agreement.recording import Case, StepResult, batches
+from nemo_grpo.engine import setup
+from nemo_grpo.engine.learning import Learner, TrainingState
+from nemo_grpo.engine.megatron.parallel import is_rank_zero
+from nemo_grpo.engine.megatron.policy import MegatronPolicy, UpdateResult
+from nemo_grpo.engine.records import Clock
+
+
+def main(folder: Path, output: Path) -> None:
+    """Run every case; rank 0 writes the results."""
+    torch.set_num_threads(1)
+    cases: list[Case] = torch.load(folder / "cases.pt", weights_only=False)
+    results = {case: run(case, folder) for case in cases}
+    if is_rank_zero():
+        torch.save(results, output)
+
+
+def run(case: Case, folder: Path) -> list[StepResult]:
+    """The trainer's own way from a batch to updated weights, step by step."""
+    recipe = case.recipe(folder)
+    policy = setup.build_policy(recipe, Path(recipe.policy.model_name or ""), keep_reference=True)
+    start = hf_tensors(policy)
+    objective, state, steps = recipe.loss_fn.build(), TrainingState(), batches(folder)
+    results = []
+    for number, num_updates in enumerate(case.updates):
+        learner = Learner(
+            case.recipe(folder, num_updates), objective, policy, recipe.policy.generation.temperature
+        )
+        prepared, updates = learner.learn(steps[number % len(steps)], state, Clock())
+        state.step += 1
+        batch = prepared.batch
+        tensors = {
+            "advantages": prepared.advantages,
+            "token_weights": prepared.token_weights,
+            "logprobs": batch.prev_logprobs,
+            "reference": batch.reference_policy_logprobs,
+            "entropies": batch.entropies,
+            "mask": batch.mask,
+        }
+        results.append(
+            StepResult(
+                {name: tensor.float().cpu() for name, tensor in tensors.items() if tensor is not None},
+                [update.metrics["loss/total"] for update in updates],
+                updates[-1].grad_norm,
+                {name: float(value) for name, value in prepared.metrics.items()} | means(updates),
+                hf_tensors(policy),
+                {} if results else start,
+            )
+        )
+    return results
+
+
+def hf_tensors(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    """The weights by their Hugging Face names."""
+    return {name: tensor.detach().float().cpu().clone() for name, tensor in policy.named_tensors()}
+
+
+def means(updates: list[UpdateResult]) -> dict[str, float]:
+    """Of every metric."""
+    return {
+        name: sum(update.metrics[name] for update in updates) / len(updates) for name in updates[0].metrics
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

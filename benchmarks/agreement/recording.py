@@ -1,0 +1,183 @@
+"""What both engines are given (a small model, recorded responses, recipes) and what they give back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from nemo_grpo.engine import setup
+from nemo_grpo.engine.hf_folder import load_config, load_tokenizer, load_weights
+from nemo_grpo.engine.prompting import encode_prompts
+from nemo_grpo.engine.rollout import Step, assemble, sample_groups
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.rehearsal import stages
+from nemo_grpo.rehearsal.environment import Stack
+
+ROOT = Path(__file__).parents[2]
+NUM_PROMPTS, NUM_GENERATIONS, NUM_BATCHES = 4, 4, 3
+NUM_ROWS = NUM_PROMPTS * NUM_GENERATIONS
+RECIPE = {
+    "defaults": str(ROOT / "recipes" / "base" / "cluster.yaml"),
+    "grpo": {
+        "num_prompts_per_step": NUM_PROMPTS,
+        "num_generations_per_prompt": NUM_GENERATIONS,
+        "max_num_steps": 3,
+        "val_at_start": False,
+        "val_at_end": False,
+        "val_period": 0,
+    },
+    "loss_fn": {"variant": "grpo", "reference_policy_kl_penalty": 0.05},
+    "policy": {
+        "model_name": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        "max_total_sequence_length": 256,
+        "megatron_cfg": {
+            "optimizer": {"weight_decay": 0.01},
+            # 0.7.0's base adds up a BF16 model's gradients in BF16, the embedded engine in FP32
+            "distributed_data_parallel_config": {"grad_reduce_in_fp32": True},
+        },
+        "generation": {"max_new_tokens": 64},
+    },
+    "checkpointing": {"metric_name": None},
+    "cluster": {"gpus_per_node": 1},
+    "nemo_grpo": {"run_name": "agree", "task": {"name": "knights_knaves"}},
+}
+"""Made small by a rehearsal: two layers."""
+
+LEARNING_RATE = 2e-4
+KL = {"reference_policy_kl_penalty": 0.05}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"variant": "grpo", **KL},
+    "dr_grpo": {"variant": "dr_grpo"},
+    "dapo": {"variant": "dapo"},
+    "clip_cov": {"variant": "clip_cov", "covariance_min": 0.01, "clip_fraction": 0.02},
+    "cw_grpo": {"variant": "cw_grpo", **KL},
+    "tr_grpo": {"variant": "tr_grpo", **KL},
+    "erpo": {"variant": "erpo", **KL},
+    "gpg": {"variant": "gpg"},
+    "gspo": {
+        "variant": "grpo",
+        "sequence_level_importance_ratios": True,
+        "aggregation": "sequence_mean",
+        "ratio_clip_min": 3e-4,
+        "ratio_clip_max": 4e-4,
+    },
+    "grpo_tis": {
+        "variant": "grpo",
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 2.0,
+        **KL,
+        "kl_score_function_gradient": True,
+    },
+    "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random", **KL},
+}
+"""Name in the table -> ``loss_fn``. KL penalties are large, so that the term shows."""
+
+LAYOUTS = {
+    "TP1": {"tensor_model_parallel_size": 1, "ranks": 1},
+    "TP2": {"tensor_model_parallel_size": 2, "ranks": 2},
+    "DP2": {"tensor_model_parallel_size": 1, "ranks": 2},
+}
+UPDATES = (1, 2, 2)
+"""Updates of each step: one alone, then off-policy ones of a policy that has left the reference."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a few steps on one engine. Attributes: updates: of each step."""
+
+    variant: str
+    layout: str
+    precision: str
+    updates: tuple[int, ...] = UPDATES
+
+    def recipe(self, folder: Path, num_updates: int = 1) -> Recipe:
+        """The recipe of a step with so many updates."""
+        recipe = load_recipe(folder / "recipe.yaml", self.overrides(num_updates))
+        policy = recipe.policy.model_copy(update={"precision": self.precision})  # FP32: refused in a recipe
+        return recipe.model_copy(update={"policy": policy})
+
+    def overrides(self, num_updates: int = 1) -> list[str]:
+        """What it sets, besides the precision."""
+        layout = LAYOUTS[self.layout]
+        loss_fn = yaml.safe_dump(VARIANTS[self.variant], default_flow_style=True, width=1000)
+        return [
+            f"loss_fn={loss_fn.strip()}",
+            f"policy.megatron_cfg.tensor_model_parallel_size={layout['tensor_model_parallel_size']}",
+            f"cluster.gpus_per_node={layout['ranks']}",
+            f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}",
+            f"policy.train_global_batch_size={NUM_ROWS // num_updates}",
+        ]
+
+
+@dataclass
+class StepResult:
+    """What a step gave. Token tensors are [B, S - 1], aligned as in `TokenBatch`.
+
+    Attributes: losses: one per update.  grad_norm: before clipping, of the last update.
+                metrics: means over the step's updates.
+                weights: after the step.  start: before the first one, in the first step's result.
+    """
+
+    tensors: dict[str, Tensor]
+    losses: list[float]
+    grad_norm: float
+    metrics: dict[str, float]
+    weights: dict[str, Tensor]
+    start: dict[str, Tensor] = field(default_factory=dict)
+
+
+def record(stack: Stack, folder: Path) -> None:
+    """Make the model and sample the responses, with the embedded engine's decoder; writes into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source.yaml"
+    source.write_text(yaml.safe_dump(RECIPE))
+    made = stages.prepare(source, [], stack, folder / "rehearsal", 1)
+    (folder / "recipe.yaml").write_text(made.recipe_file.read_text())
+    torch.save(sample(made.small), folder / "batches.pt")
+
+
+def sample(recipe: Recipe) -> list[Step]:
+    """Groups of some responses each, no two alike."""
+    model = Path(recipe.policy.model_name or "")
+    tokenizer, task = load_tokenizer(model), recipe.nemo_grpo.task.build()
+    sampling = setup.training_sampling(recipe, tokenizer)
+    generator = setup.build_generator(recipe, model)
+    generator.update_weights(load_weights(model).items())
+    steps = []
+    for number in range(NUM_BATCHES):
+        problems = [
+            task.train_problem(NUM_PROMPTS * number + i, recipe.grpo.seed) for i in range(NUM_PROMPTS)
+        ]
+        prompts = encode_prompts(
+            problems,
+            tokenizer,
+            recipe.nemo_grpo.prompt,
+            limit=recipe.policy.max_total_sequence_length,
+            max_new_tokens=sampling.max_new_tokens,
+            vocab_size=load_config(model).vocab_size,
+        )
+        groups = sample_groups(
+            generator,
+            tokenizer,
+            task,
+            problems,
+            prompts,
+            num_generations=NUM_GENERATIONS,
+            sampling=sampling,
+            reward_weights=recipe.nemo_grpo.rewards,
+            seed=number,
+        )
+        steps.append(assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=True))
+    return steps
+
+
+def batches(folder: Path) -> list[Step]:
+    """The recorded steps."""
+    found: list[Step] = torch.load(folder / "batches.pt", weights_only=False)
+    return found

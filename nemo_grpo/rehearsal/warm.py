@@ -1,0 +1,196 @@
+"""Warm interpreters: processes that have a worker's modules imported, and fork into it.
+
+NeMo-RL starts a dozen processes, each of which imports torch, transformers, megatron-core or vLLM for ten
+seconds; a fork starts in one. Two commands, of the standard library alone:
+
+    python warm.py serve SOCKET MODULE...                     imports the modules, then waits for requests
+    python -I -S warm.py run SOCKET PYTHON ARGUMENTS...       stands for ``PYTHON ARGUMENTS...``
+
+What `run` asks for is carried out by a fork of the server with the asker's arguments, environment, folder and
+standard streams; `run` stays, passes signals on, and ends as the fork does. Without a server it becomes
+``PYTHON ARGUMENTS...`` itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+HEADER = 8
+"""Bytes of a number in the protocol."""
+PATIENCE = 180.0
+"""Seconds for which `run` waits while a server imports."""
+NOT_BEFORE_THE_FORK = "ray"
+"""Ray's C++ part reads a worker's environment when it is imported."""
+
+
+def run(path: str, python: str, arguments: list[str]) -> None:
+    """Have the arguments carried out, and end as that process does."""
+    connection = _connected(path)
+    if connection is None:
+        os.execv(python, [python, *arguments])
+    request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
+    socket.send_fds(connection, [len(request).to_bytes(HEADER, "big")], [0, 1, 2])
+    connection.sendall(request)
+    pid = int.from_bytes(_read(connection, HEADER), "big")
+
+    def forward(number: int, _frame: Any) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, forward)
+    try:
+        status = int.from_bytes(_read(connection, HEADER), "big")
+    except EOFError:  # the server is gone, and its forks with it
+        status = 1
+    os._exit(status)
+
+
+def _connected(path: str) -> socket.socket | None:
+    connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            connection.connect(path)
+            return connection
+        if os.path.exists(f"{path}.failed"):
+            return None
+        time.sleep(0.1)
+    return None
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+class NotYet:
+    """Hides Ray from the server; its forks import it, and reload whoever asked for it in vain."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == NOT_BEFORE_THE_FORK:
+            frame: Any = sys._getframe(1)
+            while "importlib" in frame.f_code.co_filename:
+                frame = frame.f_back
+            self.asked.append(frame.f_globals["__name__"])
+            raise ModuleNotFoundError(f"{name} is imported by forks only", name=name)
+
+    def end(self) -> None:
+        """From now on Ray can be imported."""
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        for name in dict.fromkeys(self.asked):
+            if name in sys.modules:
+                importlib.reload(sys.modules[name])
+
+
+def serve(path: str, modules: list[str]) -> list[str]:
+    """Import, and answer requests until the parent has gone; returns in every fork, with its arguments."""
+    parent, not_yet = os.getppid(), NotYet()
+    sys.meta_path.insert(0, not_yet)  # type: ignore[arg-type]
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except Exception:
+        open(f"{path}.failed", "w").close()
+        raise
+    gc.collect()
+    gc.freeze()  # forks share these pages, and their collections do not walk through all the modules
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{path}.new")
+    listener.listen(64)
+    listener.settimeout(0.1)
+    os.rename(f"{path}.new", path)
+    running: dict[int, socket.socket] = {}
+    while os.getppid() == parent:
+        _report_ends(running)
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            arguments = _fork(connection, listener, running, not_yet)
+            if arguments is not None:
+                return arguments
+    os._exit(0)
+
+
+def _report_ends(running: dict[int, socket.socket]) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        with running.pop(pid) as connection, suppress(OSError):
+            connection.sendall((code if code >= 0 else 128 - code).to_bytes(HEADER, "big"))
+
+
+def _fork(
+    connection: socket.socket, listener: socket.socket, running: dict[int, socket.socket], not_yet: NotYet
+) -> list[str] | None:
+    """In the fork the request's arguments; in the server None."""
+    connection.settimeout(None)
+    size, streams, _, _ = socket.recv_fds(connection, HEADER, 3)
+    request = json.loads(_read(connection, int.from_bytes(size, "big")))
+    pid = os.fork()
+    if pid:
+        connection.sendall(pid.to_bytes(HEADER, "big"))
+        for stream in streams:
+            os.close(stream)
+        running[pid] = connection
+        return None
+    os.setpgid(0, 0)  # Ray kills the whole group of a worker that has died
+    for other in (listener, connection, *running.values()):
+        other.close()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    arguments, environment, folder = request
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    not_yet.end()
+    return list(arguments)
+
+
+def become(arguments: list[str]) -> None:
+    """Do what an interpreter does with these arguments: options, ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
+    while arguments and arguments[0] in ("-u", "-W"):
+        arguments = arguments[2 if arguments[0] == "-W" else 1 :]
+    for entry in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if entry and entry not in sys.path:
+            sys.path.insert(0, entry)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"]  # where a worker's classes are looked for
+    main.__dict__.update(__name__="__main__")
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], main.__dict__)
+        return
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(arguments[0]))
+    main.__dict__.update(__file__=arguments[0])
+    with open(arguments[0], "rb") as file:
+        exec(compile(file.read(), arguments[0], "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        run(sys.argv[2], sys.argv[3], sys.argv[4:])
+    become(serve(sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,69 @@
+"""A run resumes with the optimizer that its checkpoint holds, or says that there is none."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from checkpoints_conv.torch_dist import TorchDistReader
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl.resume import optimizer_of
+
+WEIGHT = "decoder.final_layernorm.weight"
+MOMENTS = (
+    "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_0"
+)
+
+
+def saved(step, *keys):
+    """``step/policy/weights`` with one iteration that has these tensors."""
+    weights = step / "policy" / "weights"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            dict.fromkeys(keys, torch.ones(4)),
+            storage_writer=dcp.FileSystemWriter(weights / "iter_0000000"),
+            no_dist=True,
+        )
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ([WEIGHT, f"{MOMENTS}.exp_avg"], True),
+        ([WEIGHT, "optimizer.state.exp_avg.output_layer.weight"], True),
+        ([WEIGHT, "chained_1.optimizer.state.exp_avg.output_layer.weight"], True),  # experts
+        ([WEIGHT, "optimizer_like.weight"], False),
+        ([WEIGHT], False),
+    ],
+)
+def test_an_optimizer_is_found_by_its_tensors(keys, found, tmp_path):
+    reader = TorchDistReader(saved(tmp_path, *keys))
+    assert reader.has_optimizer is found
+    reader.close()
+
+
+def test_a_checkpoint_with_an_optimizer_resumes_with_it(tmp_path):
+    weights = saved(tmp_path, WEIGHT, f"{MOMENTS}.exp_avg")
+    assert optimizer_of(weights, is_required=True) == tmp_path / "policy" / "optimizer"
+
+
+def test_a_missing_optimizer_is_refused_where_the_recipe_saves_it(tmp_path):
+    weights = saved(tmp_path, WEIGHT)
+    with pytest.raises(
+        UserError, match=r"save_optimizer=true, but .*weights has no optimizer state.* set it to"
+    ):
+        optimizer_of(weights, is_required=True)
+
+
+def test_a_missing_optimizer_is_accepted_where_the_recipe_does_not_save_it(tmp_path, caplog):
+    assert optimizer_of(saved(tmp_path, WEIGHT), is_required=False) is None
+    assert "optimizer and schedule start anew" in caplog.text
+
+
+def test_a_run_that_begins_has_none():
+    assert optimizer_of(None, is_required=True) is None

@@ -1,0 +1,121 @@
+"""What makes a stage pass or fail, on the metrics of runs that went well and of runs that did not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.rehearsal import evidence
+from nemo_grpo.rehearsal.evidence import Evidence, Stage
+from nemo_grpo.rehearsal.problems import problems_of
+from nemo_grpo.rehearsal.recipe import Layout
+from nemo_grpo.rehearsal.stages import Failed
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
+HEALTHY = {
+    "loss/total": 0.01,
+    "grad_norm": 0.2,
+    "reward/mean": 0.5,
+    "groups/valid_fraction": 0.75,
+    "mismatch/kl": 2e-5,
+    "train/token_mult_prob_error": 1.002,
+    "length/mean": 8.0,
+    "train/truncation_rate": 0.0,
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Evidence of a run whose steps had these metrics; each step may differ from `HEALTHY`."""
+
+    def make(*steps: dict[str, float], overrides: tuple[str, ...] = ()) -> Evidence:
+        settings = [f"nemo_grpo.runs_dir={tmp_path}", f"logger.log_dir={tmp_path}/logs", *overrides]
+        recipe = load_recipe(RECIPE, settings)
+        recipe.run_dir.mkdir(parents=True, exist_ok=True)
+        rows = [{"step": n, **HEALTHY, **step} for n, step in enumerate(steps, 1)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (recipe.run_dir / "metrics.jsonl").write_text(text + '{"step": 3, "valid')  # killed while writing
+        rehearsal: Any = SimpleNamespace(
+            small=recipe,
+            recipe=recipe,
+            folder=tmp_path,
+            problems=problems_of(recipe, tmp_path / "problems"),
+            layout=Layout(1, 1, 1, 1, 1),
+            stack=SimpleNamespace(vllm_python=None),
+        )
+        return Evidence(rehearsal)
+
+    return make
+
+
+def test_a_healthy_run_passes(run):
+    found = run({}, {}, {})
+    for check in (evidence.setup, evidence.refit, evidence.rollout, evidence.advantage, evidence.update):
+        assert check(found)
+    assert evidence.stop_and_resume(found).endswith("exit 0")
+    assert evidence.refit(found) == (
+        "gen_kl_error 2.0e-05, 2.0e-05, 2.0e-05; token_mult_prob_error at most 1.0020 (bound 0.001)"
+    )
+
+
+UNHEALTHY = {
+    "stale weights": (evidence.refit, {"mismatch/kl": 0.0027}, "the bound is 0.001"),
+    "weights that are no numbers": (evidence.refit, {"mismatch/kl": float("nan")}, "the bound is 0.001"),
+    "a loss that is no number": (evidence.update, {"loss/total": float("nan")}, "loss 0.0100, nan"),
+}
+
+
+@pytest.mark.parametrize(("check", "step", "reason"), UNHEALTHY.values(), ids=UNHEALTHY)
+def test_one_bad_step_is_enough(run, check, step, reason):
+    with pytest.raises(Failed, match=reason):
+        check(run({}, step, {}))
+
+
+NEVER = {
+    "no signal": (evidence.advantage, {"groups/valid_fraction": 0.0}, "nothing is learnt"),
+    "no update": (evidence.update, {"grad_norm": 0.0}, "no step moved the weights"),
+}
+
+
+@pytest.mark.parametrize(("check", "step", "reason"), NEVER.values(), ids=NEVER)
+def test_what_never_happens_fails_and_what_happens_once_passes(run, check, step, reason):
+    with pytest.raises(Failed, match=reason):
+        check(run(step, step, step))
+    assert check(run(step, {}, step))
+
+
+def test_several_updates_share_the_bound(run):
+    """NeMo-RL adds the error up over a step's updates."""
+    two = ("policy.train_global_batch_size=96",)
+    assert evidence.refit(run({"mismatch/kl": 0.0015}, overrides=two))
+    with pytest.raises(Failed):
+        evidence.refit(run({"mismatch/kl": 0.0025}, overrides=two))
+
+
+def test_a_step_that_is_missing_after_the_resume_is_seen(run):
+    with pytest.raises(Failed, match=r"steps \[1, 2\] are logged"):
+        evidence.stop_and_resume(run({}, {}))
+
+
+def test_a_driver_that_failed_is_told_at_the_first_stage_that_lacks_something(run):
+    found = run({"groups/valid_fraction": 0.0}).rehearsal
+    stages = evidence.stages(found, "exit code 1 where 75 was expected")
+    assert stages[-1] == Stage("advantage", False, "exit code 1 where 75 was expected")
+    assert [stage.name for stage in stages] == ["setup", "refit", "rollout", "reward", "advantage"]
+
+
+def test_responses_are_scored_as_the_recipe_weights_them(run, tmp_path):
+    found = run({})
+    problem = found.rehearsal.problems.task.build().train_problem(0, found.recipe.grpo.seed)
+    right = f"so</think><answer>\\boxed{{{problem.answer}}}</answer>"
+    folder = tmp_path / "logs" / "exp_001"
+    folder.mkdir(parents=True)
+    lines = [{"content": [[f"user: {problem.question}", text]]} for text in (right, "no", "no", right)]
+    (folder / "train_data_step1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert evidence.reward_components(found) == {"accuracy": 0.5, "format": 0.5}
+    assert "reward 2 (accuracy 1.00, format 1.00)" in evidence.sample(found)

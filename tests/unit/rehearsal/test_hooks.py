@@ -1,0 +1,72 @@
+"""The import hooks: they act in a rehearsal alone, and replace what they say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.rehearsal import SWITCH
+
+PACKAGE = Path(importlib.import_module("nemo_grpo.rehearsal").__file__ or "").parent
+SITE = PACKAGE / "site"
+ROOT = PACKAGE.parents[1]
+
+
+def python(code: str, *paths: Path, switch: str | None = "test") -> str:
+    environment = {name: value for name, value in os.environ.items() if name != SWITCH}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (SITE, ROOT, *paths)))
+    if switch is not None:
+        environment[SWITCH] = switch
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_nothing_is_hooked_without_the_switch():
+    code = "import sys; print('rehearsal_hooks' in sys.modules)"
+    assert python(code, switch=None) == "False"
+    assert python(code) == "True"
+
+
+def test_a_module_is_replaced_once_it_has_been_imported(tmp_path):
+    package = tmp_path / "nemo_rl" / "utils"
+    package.mkdir(parents=True)
+    (package / "nvml.py").write_text("def get_device_uuid(index): return 'asked the driver'\n")
+    code = (
+        "import sys, types; ray = sys.modules['ray'] = types.ModuleType('ray')\n"
+        "ray.get_gpu_ids = lambda: [3]\n"
+        "from nemo_rl.utils import nvml; print(nvml.get_device_uuid(0))"
+    )
+    assert python(code, tmp_path, switch=None) == "asked the driver"
+    assert python(code, tmp_path, switch="7").startswith("GPU-7-")
+
+
+def test_packages_of_a_gpu_host_are_there_for_bridge_alone(tmp_path):
+    (tmp_path / "megatron" / "bridge").mkdir(parents=True)
+    (tmp_path / "megatron" / "bridge" / "uses.py").write_text("import modelopt.torch as found\n")
+    refused = (
+        "try:\n    import modelopt\n    print('found')\nexcept ModuleNotFoundError:\n    print('absent')"
+    )
+    assert python(refused, tmp_path) == "absent"
+    assert python("from megatron.bridge import uses; print(uses.found.Anything.deeper)", tmp_path).startswith(
+        "<class"
+    )
+
+
+@pytest.mark.parametrize("name", ["cuda", "megatron", "nemo_rl", "vllm"])
+def test_every_replacement_exists(name):
+    hooks = ast.literal_eval(
+        python("import rehearsal_hooks; print(list(rehearsal_hooks.AFTER_IMPORT.values()))")
+    )
+    named = {hook.partition(":")[2] for hook in hooks if hook.startswith(f"{name}:")}
+    source = (PACKAGE / f"{name}.py").read_text()
+    assert named
+    assert all(f"def {function}(" in source for function in named)

@@ -1,0 +1,58 @@
+"""A rehearsal's problems: made up where its files are missing, with rewarded demonstrations."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.rehearsal.problems import NUM_KNOWN, RehearsedTask, problems_of
+from nemo_grpo.tasks.jsonl import write_problems
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+OF_EACH_TASK = [
+    "cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml",
+    "erpo/erpo-qwen2.5-7b-1n8g.yaml",
+    "tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml",
+    "tr_grpo/tr_grpo-qwen2.5-3b-search-1n8g.yaml",
+    "gpg/gpg-qwen2.5-vl-3b-lisa-1n8g.yaml",
+    "gpg/gpg-qwen2.5-vl-3b-few-shot-1n8g.yaml",
+    "gpg/gpg-qwen2.5-vl-3b-geoqa-1n8g.yaml",
+]
+
+
+@pytest.mark.parametrize("name", OF_EACH_TASK)
+def test_made_up_problems_can_be_answered_rightly_and_wrongly(name, tmp_path):
+    recipe = load_recipe(RECIPES / name)
+    problems = problems_of(recipe, tmp_path)
+    assert not problems.are_real
+    assert "is not here" in problems.origin
+    task = RehearsedTask(recipe, problems.task)
+    assert len(task.known) == NUM_KNOWN
+    rng = random.Random(0)
+    for problem in task.known:
+        score = task.score(problem, task.best_response(problem, rng))
+        assert score["accuracy"] == 1, "the demonstration is right"
+    rewards = {
+        task.reward(task.score(problem, task.demonstration(problem, rng)))
+        for problem in task.known
+        for _ in range(4)
+    }
+    assert len(rewards) > 1, "and as often it is the answer to another problem"
+
+
+def test_a_recipe_whose_files_are_here_is_rehearsed_on_them(tmp_path):
+    recipe = load_recipe(RECIPES / "erpo" / "erpo-qwen2.5-7b-1n8g.yaml")
+    made = problems_of(recipe, tmp_path).task
+    train = write_problems(tmp_path / "own.jsonl", made.build().train)
+    overrides = [
+        f"nemo_grpo.task.train_files=[{train}]",
+        f"nemo_grpo.task.validation_files={list(made.validation_files)}",
+    ]
+    own = load_recipe(RECIPES / "erpo" / "erpo-qwen2.5-7b-1n8g.yaml", overrides)
+    problems = problems_of(own, tmp_path / "unused")
+    assert problems.are_real
+    assert problems.task.train_files == (train,)
+    assert not (tmp_path / "unused").exists()

@@ -1,0 +1,80 @@
+"""Every shipped cluster recipe can be made small, and is then a recipe that no rule refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.rehearsal.problems import problems_of
+from nemo_grpo.rehearsal.refusal import refuse
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+CLUSTER = sorted(
+    path for folder in ("cw_grpo", "erpo", "gpg", "tr_grpo") for path in (RECIPES / folder).glob("*.yaml")
+)
+MODEL = RehearsalModel(
+    Path("/models/small"), "made on the spot", "qwen2", longest_prompt=100, longest_response=12
+)
+
+
+def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
+    recipe = load_recipe(path, overrides)
+    task = problems_of(recipe, folder / "problems").task
+    layout = small.reduced_layout(small.layout_of(recipe), max_ranks)
+    changed = list(small.changes(recipe, task, MODEL, layout, folder / "runs", uses_vllm=True))
+    small.write_recipe(folder / "recipe.yaml", path, overrides, changed)
+    return recipe, load_recipe(folder / "recipe.yaml"), layout, changed
+
+
+@pytest.mark.parametrize("path", CLUSTER, ids=[path.stem for path in CLUSTER])
+def test_a_shipped_recipe_stays_one_when_made_small(path, tmp_path):
+    recipe, rehearsed, layout, changed = made_small(path, tmp_path)
+    assert rehearsed.loss_fn.variant == recipe.loss_fn.variant
+    assert rehearsed.nemo_grpo.rewards == recipe.nemo_grpo.rewards
+    assert rehearsed.nemo_grpo.prompt == recipe.nemo_grpo.prompt
+    assert rehearsed.grpo.use_dynamic_sampling == recipe.grpo.use_dynamic_sampling
+    assert rehearsed.policy.sequence_packing.enabled == recipe.policy.sequence_packing.enabled
+    assert rehearsed.world_size == layout.ranks <= 4
+    assert rehearsed.num_updates_per_step == min(recipe.num_updates_per_step, 2)
+    fp8 = rehearsed.policy.megatron_cfg.fp8_cfg
+    assert fp8 is None or not fp8.enabled
+    if "fp8" in path.stem:
+        assert any("FP8" in change.reason for change in changed), "what is left out is said"
+
+
+LAYOUTS = [
+    (small.Layout(8, 4, 1, 2, 1), 4, small.Layout(2, 2, 1, 1, 1)),
+    (small.Layout(2, 1, 2, 8, 8), 4, small.Layout(2, 1, 2, 1, 2)),
+    (small.Layout(1, 1, 1, 8, 1), 4, small.Layout(1, 1, 1, 2, 1)),
+    (small.Layout(2, 1, 1, 4, 1), 4, small.Layout(2, 1, 1, 2, 1)),
+    (small.Layout(2, 1, 1, 4, 1), 2, small.Layout(2, 1, 1, 1, 1)),
+    (small.Layout(1, 1, 1, 1, 1), 1, small.Layout(1, 1, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks", "expected"), LAYOUTS)
+def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, expected):
+    assert small.reduced_layout(layout, ranks) == expected
+
+
+def test_an_override_of_the_user_is_rehearsed(tmp_path):
+    path = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
+    _, rehearsed, _, _ = made_small(path, tmp_path, "loss_fn.logprob_centering=group")
+    assert rehearsed.loss_fn.logprob_centering == "group"
+
+
+def test_a_task_with_images_is_refused():
+    path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
+    with pytest.raises(UserError, match="vision_grounding: a rehearsal has no small model"):
+        refuse(load_recipe(path), path)
+
+
+def test_an_embedded_recipe_is_sent_to_train():
+    path = RECIPES / "quickstart.yaml"
+    with pytest.raises(UserError, match="use nemo-grpo train"):
+        refuse(load_recipe(path), path)

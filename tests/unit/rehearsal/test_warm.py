@@ -1,0 +1,113 @@
+"""Warm interpreters: a fork does what the asked-for interpreter would, and ends as it would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.rehearsal import environment
+from nemo_grpo.rehearsal.environment import background, warm_command
+
+WARM = Path(environment.__file__).with_name("warm.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """With the socket of a server that has imported decimal."""
+    folder = tmp_path_factory.mktemp("w")
+    command = [sys.executable, "-P", str(WARM), "serve", str(folder / "policy"), "decimal"]
+    with background(command, dict(os.environ), subprocess.DEVNULL):
+        yield folder
+
+
+def run(folder: Path | None, *arguments: str, **further: object) -> subprocess.CompletedProcess[str]:
+    command = [*warm_command(sys.executable, "policy", str(folder) if folder else None), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **further)  # type: ignore[call-overload]
+
+
+def test_a_fork_has_the_askers_arguments_environment_folder_and_streams(folder, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "print('decimal' in sys.modules, sys.argv[1:], os.environ['ASKED'], os.getcwd(), sys.stdin.read())\n"
+    )
+    done = run(
+        folder, "-u", str(script), "a", "b c", env={**os.environ, "ASKED": "x"}, cwd=tmp_path, input="in"
+    )
+    assert done.stdout == f"True ['a', 'b c'] x {tmp_path} in\n"
+    cold = run(
+        None, "-u", str(script), "a", "b c", env={**os.environ, "ASKED": "x"}, cwd=tmp_path, input="in"
+    )
+    assert cold.stdout == done.stdout.replace("True", "False"), (
+        "an interpreter without a server says the same"
+    )
+
+
+def test_a_fork_ends_with_its_own_status(folder, tmp_path):
+    (tmp_path / "ends.py").write_text("import sys; sys.exit(75)")
+    assert run(folder, "-m", "ends", env={**os.environ, "PYTHONPATH": str(tmp_path)}).returncode == 75
+    assert run(folder, "-c", "import sys; sys.exit(len(sys.argv))", "a", "b").returncode == 3
+    (tmp_path / "fails.py").write_text("raise ValueError('told')")
+    done = run(folder, str(tmp_path / "fails.py"))
+    assert done.returncode == 1
+    assert "ValueError: told" in done.stderr
+
+
+def test_signals_reach_the_fork(folder, tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    command = [*warm_command(sys.executable, "policy", str(folder)), str(script), str(tmp_path / "ready")]
+    with subprocess.Popen(command) as process:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(30) == 75
+
+
+def test_a_server_that_cannot_import_is_left_out(tmp_path):
+    command = [sys.executable, "-P", str(WARM), "serve", str(tmp_path / "policy"), "no_such_module"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 1
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1])")
+    assert run(tmp_path, str(tmp_path / "script.py"), "alone").stdout == "alone\n"
+
+
+def test_a_background_process_ends_with_the_one_that_started_it(tmp_path):
+    """Also when that one is killed."""
+    pid_file = tmp_path / "pid"
+    starter = (
+        "import os, subprocess, sys, time\n"
+        "from nemo_grpo.rehearsal.environment import background\n"
+        "with background(['sleep', '60'], dict(os.environ), subprocess.DEVNULL) as process:\n"
+        f"    open({str(pid_file)!r}, 'w').write(str(process.pid))\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", starter]) as process:
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    pid = int(pid_file.read_text())
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and _is_alive(pid):
+        time.sleep(0.05)
+    assert not _is_alive(pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

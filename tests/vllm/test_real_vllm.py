@@ -1,0 +1,129 @@
+"""The vLLM generator with the real vLLM, against the engine's decoder; one engine for all, as vLLM has it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_grpo.engine.generate_decoder import DecoderGenerator
+from nemo_grpo.engine.generate_vllm import VLLMGenerator, vllm_device
+from nemo_grpo.engine.hf_folder import load_tokenizer
+from nemo_grpo.engine.protocols import SamplingParams, Turn
+from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
+
+pytestmark = pytest.mark.vllm
+
+TASK = {"name": "arithmetic", "num_digits": 2}
+MAX_MODEL_LEN = 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Heads of 32, the smallest that vLLM's attention on a CPU takes."""
+    settings = SimpleNamespace(
+        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=96, max_position_embeddings=512, num_steps=40, batch_size=16, lr=3e-3, seed=0,
+        cache_dir=str(tmp_path_factory.mktemp("cache")),
+    )  # fmt: skip
+    return warm_start(settings, parse_task(TASK).build(), Prompt())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return load_tokenizer(model)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    return [encode_prompt(tokenizer, Prompt(), p) for p in parse_task(TASK).build().validation_problems(32)]
+
+
+@pytest.fixture(scope="module")
+def vllm(model):
+    return VLLMGenerator(model, "float32", max_model_len=MAX_MODEL_LEN, cache_bytes=64 << 20)
+
+
+def rows(rollout):
+    return [tokens[:n].tolist() for tokens, n in zip(rollout.tokens, rollout.lengths.tolist(), strict=True)]
+
+
+def test_greedy_responses_and_logprobs_are_the_decoders(model, vllm, tokenizer, prompts):
+    greedy = SamplingParams(24, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
+    ours, theirs = (
+        DecoderGenerator(model).generate(prompts, 1, greedy, 0),
+        vllm.generate(prompts, 1, greedy, 0),
+    )
+    assert rows(theirs) == rows(ours)
+    assert torch.equal(theirs.truncated, ours.truncated)
+    torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=1e-4, rtol=0)
+
+
+def test_a_seed_stays_with_its_prompt_whatever_is_beside_it(vllm, tokenizer, prompts):
+    """More prompt tokens than one step of vLLM takes: seeded requests must not be split on a CPU."""
+    sampling = SamplingParams(12, 0.8, stop_token_ids=(tokenizer.eos_token_id,))
+    many = [prompts[i % 32] + [5] * (MAX_MODEL_LEN - 12 - len(prompts[i % 32])) for i in range(64)]
+    distinct = many[:32]
+    forwards, backwards = vllm.generate(many, 2, sampling, 3), vllm.generate(distinct[::-1], 2, sampling, 3)
+    pairs = [rows(backwards)[2 * i : 2 * i + 2] for i in range(32)]
+    assert [response for pair in pairs[::-1] for response in pair] == rows(forwards)[:64]
+    assert rows(vllm.generate(distinct, 2, sampling, 4)) != rows(forwards)[:64]
+
+
+def test_a_turn_ends_at_a_special_token(vllm, tokenizer, prompts):
+    end = SimpleNamespace(texts=(tokenizer.eos_token,))
+    rollout = vllm.generate(prompts, 4, SamplingParams(24), 5, Turn([24] * len(prompts), end))
+    ended = [tokenizer.eos_token_id in row for row in rows(rollout)]
+    assert any(ended)
+    assert [row.index(tokenizer.eos_token_id) for row in rows(rollout) if tokenizer.eos_token_id in row] == [
+        len(row) - 1 for row, is_ended in zip(rows(rollout), ended, strict=True) if is_ended
+    ]
+    assert rollout.truncated.tolist() == [not is_ended for is_ended in ended]
+
+
+def test_sampling_logprobs_are_those_of_the_filtered_distribution(model, vllm, prompts):
+    rollout = vllm.generate(prompts[:8], 4, SamplingParams(16, 0.7, top_k=3), 1)
+    decoder = DecoderGenerator(model)
+    for i, row in enumerate(rows(rollout)):
+        prompt = prompts[i // 4]
+        logits = decoder.logits([prompt + row])[0, len(prompt) - 1 : len(prompt) - 1 + len(row)].float() / 0.7
+        top = logits.topk(3).values
+        expected = (logits.gather(-1, torch.tensor(row)[:, None])[:, 0]) - top.logsumexp(-1)
+        torch.testing.assert_close(rollout.sampling_logprobs[i, : len(row)], expected, atol=1e-4, rtol=0)
+
+
+def test_the_other_device_is_refused():
+    other = {"cpu": "cuda", "cuda": "cpu"}[vllm_device("auto")]
+    with pytest.raises(UserError, match=f"device={other}"):
+        vllm_device(other)
+
+
+def evaluate(model, out, *arguments):
+    """In a process of its own: vLLM has one engine in each."""
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable, "-c", "from nemo_grpo.cli import main; main()", "eval", "--model", model,
+        "--recipe", root / "recipes/quickstart.yaml", "--k", "2", "--num-problems", "4", "--out", out,
+        "nemo_grpo.engine.generator=vllm", *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=500)
+
+
+def test_a_recipes_own_problems_are_evaluated_and_vllm_is_quiet(model, tmp_path):
+    result = evaluate(model, tmp_path / "out", "policy.generation.max_new_tokens=16")
+    assert result.returncode == 0, result.stderr
+    assert "accuracy = avg@2" in result.stdout
+    assert '"generator": "vllm"' in (tmp_path / "out/summary.json").read_text()
+    assert "MainProcess" not in result.stdout + result.stderr  # vLLM's log begins so
+
+
+def test_a_cache_that_does_not_hold_one_response_is_one_line(model):
+    with pytest.raises(UserError, match="vLLM cannot load") as error:
+        VLLMGenerator(model, "float32", max_model_len=MAX_MODEL_LEN, cache_bytes=1 << 50)
+    assert "\n" not in str(error.value)
