@@ -27,6 +27,9 @@ MAX_BANDS = 5
 MAX_PALE = 2
 """With more groups than this, single steps behind the running means are left out."""
 
+LEGEND_LETTERS, LEGEND_HANDLE = 12, 9
+"""Letters of a legend that an inch holds, and how many the line before a label takes."""
+
 Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
 """Draws and returns the metric that it has drawn, as the picture shall name it; empty: not at all."""
 
@@ -186,7 +189,8 @@ def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> Non
         for s, group in zip(styles, groups, strict=True)
     ]
     place: Any = "outside lower center"
-    columns = min(columns, len(groups))
+    longest = max(len(handle.get_label()) for handle in handles) + LEGEND_HANDLE
+    columns = max(1, min(columns, len(groups), int(LEGEND_LETTERS * figure.get_figwidth() / longest)))
     figure.legend(handles=handles, loc=place, ncols=columns, handlelength=3, fontsize=9, frameon=False)
 
 

@@ -125,6 +125,10 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     code = process.returncode
     if code == EXIT_USAGE:
         raise UserError(f"the driver refuses the recipe:\n{stages.tail(folder / LOG)}")
+    if code == -signal.SIGUSR1:
+        raise stages.Failed(
+            "stopped before the driver listens to signals, without a checkpoint; start it again"
+        )
     if code not in (0, EXIT_INTERRUPTED):
         raise stages.Failed(f"exit code {code}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
     return int(code)

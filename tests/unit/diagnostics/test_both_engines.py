@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.diagnostics import group_runs, read_run, write_report
-from nemo_grpo.diagnostics.runs import ENTROPY, common_key
+from nemo_grpo.diagnostics.plots import _add_legend, new_figure
+from nemo_grpo.diagnostics.runs import ENTROPY, RunGroup, common_key
 from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.nemorl.run_record import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.recipe import load_recipe
@@ -104,3 +105,18 @@ def test_report_overlays_both_engines(cluster_run: Path, tmp_path: Path) -> None
     assert "nemo_grpo.target" in page  # among the settings that differ
     drawn = {path.stem for path in (tmp_path / "out" / "plots").glob("*.png")}
     assert {"learning_curve", "reward", "entropy", "length", "grad_norm", "overview"} <= drawn
+
+
+def test_long_labels_stay_within_the_picture() -> None:
+    labels = [
+        "grpo, NeMo-RL",
+        'grpo, embedded (precision "bfloat16")',
+        'grpo, embedded (precision "float32")',
+    ]
+    figure = new_figure(7.2, 4.4)
+    figure.add_subplot()
+    _add_legend(figure, [RunGroup(label, ()) for label in labels], columns=4)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1

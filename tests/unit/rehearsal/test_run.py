@@ -148,6 +148,8 @@ def test_refusal_stop_and_failure_are_told_apart(driver: Callable[[str], tuple[i
     with pytest.raises(UserError, match=r"(?s)refuses the recipe.*grpo\.seed is odd"):
         driver("print('error: grpo.seed is odd', flush=True); exit(2)")
     assert driver("exit(75)")[0] == 75
+    with pytest.raises(stages.Failed, match="stopped before"):
+        driver("import os, signal; os.kill(os.getpid(), signal.SIGUSR1)")
     with pytest.raises(stages.Failed, match=r"(?s)exit code 3.*no more memory"):
         driver("print('no more memory', flush=True); exit(3)")
 
