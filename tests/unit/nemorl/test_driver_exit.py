@@ -71,7 +71,8 @@ def trained(monkeypatch):
     closed = []
     monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))
     monkeypatch.setattr(run_grpo, "run_trainer", lambda *_: None)
-    monkeypatch.setattr(run_grpo, "watch_rollouts", lambda *_: nullcontext())
+    for name in ("record_run", "watch_rollouts"):
+        monkeypatch.setattr(run_grpo, name, lambda *_: nullcontext())
 
     def train(parts, how, exports):
         monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
