@@ -189,7 +189,7 @@ def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> Non
         for s, group in zip(styles, groups, strict=True)
     ]
     place: Any = "outside lower center"
-    longest = max(len(handle.get_label()) for handle in handles) + LEGEND_HANDLE
+    longest = max(len(_seeds_label(group)) for group in groups) + LEGEND_HANDLE
     columns = max(1, min(columns, len(groups), int(LEGEND_LETTERS * figure.get_figwidth() / longest)))
     figure.legend(handles=handles, loc=place, ncols=columns, handlelength=3, fontsize=9, frameon=False)
 
