@@ -209,9 +209,11 @@ class _Response:
         self.ends = set(params.stop_token_ids or [])
         if not params.ignore_eos and engine.tokenizer.eos_token_id is not None:
             self.ends.add(engine.tokenizer.eos_token_id)
+        longest = engine.llm_engine.model_config.max_model_len or len(prompt) + params.max_tokens
+        self.room = longest - len(prompt)
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, SimpleNamespace]] = []
-        self.is_over = False
+        self.is_over = self.has_ended = False
 
     def take(self, token: int, logprob: float) -> None:
         """Append a token, unless the response is over."""
@@ -220,14 +222,15 @@ class _Response:
         self.tokens.append(token)
         self.logprobs.append({token: SimpleNamespace(logprob=logprob)})
         text = self.tokenizer.decode(self.tokens) if self.params.stop else ""
-        self.is_over = token in self.ends or any(stop in text for stop in self.params.stop or [])
+        self.has_ended = token in self.ends or any(stop in text for stop in self.params.stop or [])
+        self.is_over = self.has_ended or len(self.tokens) >= self.room
 
     def output(self) -> SimpleNamespace:
         """As vLLM's RequestOutput."""
         completion = SimpleNamespace(
             token_ids=self.tokens,
             logprobs=self.logprobs,
-            finish_reason="stop" if self.is_over else "length",
+            finish_reason="stop" if self.has_ended else "length",
             text="",
             routed_experts=None,
         )
