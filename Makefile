@@ -9,12 +9,13 @@ RUN ?= quickstart
 SEEDS ?= 0
 WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
+SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart nemo-rl-source \
-        test test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
+        test test-slow test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
 
 help:            ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -69,8 +70,11 @@ cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart
 nemo-rl-source:
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }
 
-test: venv       ## the whole test suite (no GPU, no network)
-	$(BIN)/python -m pytest
+test: venv       ## the tests, side by side (no GPU, no network)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+test-slow: venv  ## the tests marked slow: every layout, kill and resume, stand-ins for Transformer Engine and CUDA
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and not gpu and not nemo_rl and not slurm and not vllm"
 
 test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray

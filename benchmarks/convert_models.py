@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_conv.dtypes import DTYPES, byte_view
 from checkpoints_conv.families import family_for
-from checkpoints_conv.safetensors_io import SafetensorsWriter
+from checkpoints_conv.formats.dtypes import DTYPES, byte_view
+from checkpoints_conv.formats.safetensors_io import SafetensorsWriter
 
 HIDDEN, FFN, VOCAB, SHARD_BYTES = 2048, 11008, 151936, 2_000_000_000
 

@@ -55,16 +55,18 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def empty_model(hf: Path) -> Any:
     """The model in bf16 on megatron-core, its weights not set."""
     import torch
-    from transformers import AutoConfig
 
+    from checkpoints_conv.families import read_spec
+    from checkpoints_conv.formats.model_folder import hf_config
     from nemo_grpo.engine.megatron import cpu, parallel
     from nemo_grpo.engine.megatron.model import build_model, transformer_config
+    from nemo_grpo.recipe.layout import Layout
 
     cpu.install()
-    layout = parallel.Layout()
+    layout = Layout()
     parallel.initialize(layout, torch.device("cpu"), seed=0)
-    config = AutoConfig.from_pretrained(hf)
-    return build_model(config, transformer_config(config, layout, torch.bfloat16))
+    spec = read_spec(hf_config(hf))
+    return build_model(spec, transformer_config(spec, layout, torch.bfloat16))
 
 
 def mbridge(hf: Path) -> tuple[Callable[[Any], None], Callable[[Any], Iterable[Any]]]:
@@ -161,7 +163,7 @@ def same_bits(a: Path, b: Path) -> bool:
     """Two model folders hold the same tensors."""
     import torch
 
-    from checkpoints_conv.safetensors_io import SafetensorsFolder
+    from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 
     first, second = SafetensorsFolder(a), SafetensorsFolder(b)
     return first.tensors.keys() == second.tensors.keys() and all(

@@ -249,8 +249,8 @@ class Side:
 
 def prepare(name: str, folder: Path) -> None:
     """Leave in ``folder`` what TRL's side needs: the model's folder, and prompts as our side encodes them."""
-    from nemo_grpo.engine.hf_folder import load_tokenizer
     from nemo_grpo.engine.setup import model_source
+    from nemo_grpo.hf_folder import load_tokenizer
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.tasks import encode_prompt
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--precisions", default="float32,bfloat16")
-    parser.add_argument("--drift", type=int, default=0, metavar="STEPS", help="also: GRPO for so many steps")
+    parser.add_argument("--drift", type=int, default=0, metavar="STEPS", help="also GRPO, for STEPS steps")
     parser.add_argument("--folder", type=Path, help="keeps what is recorded; default: a temporary one")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args(argv)

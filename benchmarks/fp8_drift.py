@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "gpu")]
+sys.path[:0] = [str(ROOT / part) for part in (".", "tests", "tests/integration", "tests/gpu")]
 
 import te_cases  # noqa: E402  # it makes Transformer Engine importable
 

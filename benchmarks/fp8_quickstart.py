@@ -17,7 +17,7 @@ from statistics import mean
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "integration")]
+sys.path[:0] = [str(ROOT / part) for part in (".", "tests", "tests/integration")]
 
 import te_on_cpu  # noqa: E402
 

@@ -17,10 +17,11 @@ import torch
 
 from benchmarks.engine_vs_trl import CONFIGS, overrides
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.generate_decoder import DecoderGenerator
-from nemo_grpo.engine.generate_hf import HFGenerator
-from nemo_grpo.engine.hf_folder import load_tokenizer
+from nemo_grpo.hf_folder import load_tokenizer
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.sampling.generate_decoder import DecoderGenerator
+from nemo_grpo.sampling.generate_hf import HFGenerator
+from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import encode_prompt
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,9 @@ def measure(name: str, repetitions: int) -> None:
     for turn in range(repetitions + 1):
         for label, generator in generators.items():
             start = time.process_time()
-            rollout = generator.generate(prompts, recipe.grpo.num_generations_per_prompt, sampling, seed=turn)
+            rollout = generator.generate(
+                Request(prompts, recipe.grpo.num_generations_per_prompt, sampling, seed=turn)
+            )
             if turn:  # the first warms up
                 seconds[label].append(time.process_time() - start)
             tokens[label] = int(rollout.lengths.sum())

@@ -101,7 +101,8 @@ def make_policy(shape: Shape, fields: dict[str, Any], device: torch.device, max_
     """A BF16 policy with random weights, the same for every call with this shape."""
     from transformers import Qwen2Config
 
-    from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+    from nemo_grpo.engine.megatron.policy import MegatronPolicy
+    from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
     config = Qwen2Config(
         vocab_size=shape.vocab,
@@ -113,7 +114,7 @@ def make_policy(shape: Shape, fields: dict[str, Any], device: torch.device, max_
         max_position_embeddings=max_length,
         tie_word_embeddings=shape.tied,
     )
-    settings = OptimizerSettings(lr=1e-5, weight_decay=0.01)
+    settings = MegatronOptimizer(lr=1e-5, weight_decay=0.01)
     policy = MegatronPolicy(config, settings, dtype=torch.bfloat16, device=device, config_fields=fields)
     generator = torch.Generator(device).manual_seed(0)
 

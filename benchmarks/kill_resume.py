@@ -47,6 +47,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from nemo_grpo.dotted import leaves
 from nemo_grpo.engine import checkpoint as checkpoints
 from nemo_grpo.engine.megatron import cpu
 from nemo_grpo.engine.trainer import Trainer
@@ -371,17 +372,9 @@ def final_state(run: Path) -> dict[str, str]:
     _load_state_dict(
         state, storage_reader=FileSystemReader(weights), planner=_EmptyStateDictLoadPlanner(), no_dist=True
     )
-    return {name: _content(value) for name, value in _flat(state)} | {
+    return {name: _content(value) for name, value in leaves(state)} | {
         "common": repr(load_common_state_dict(str(weights)))
     }
-
-
-def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(state, dict):
-        yield prefix, state
-        return
-    for key, value in state.items():
-        yield from _flat(value, f"{prefix}.{key}")
 
 
 def _content(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""Rehearse every shipped cluster recipe, one after the other, and write a table.
+"""Rehearse every shipped cluster recipe, one after the other, and print a table.
 
-    python benchmarks/rehearse_all.py --nemo-rl DIR [--folder rehearsals/all] [RECIPE...]
+    python benchmarks/rehearse_all.py --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
 
 Resumable: a recipe whose result is in the folder is left out. About two minutes each on two cores.
 """
@@ -14,11 +14,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("cw_grpo", "erpo", "tr_grpo", "gpg")
 PATIENCE = 900
-ROW = re.compile(r"^│ (?P<stage>[a-z ]+?) +│ (?P<verdict>ok|failed) +│ (?P<proof>.*?) +│$", re.MULTILINE)
+VERDICTS = {0: "all stages", 1: "failed", 2: "refused"}
+ERROR = re.compile(r"^\w*(?:Error|Exception|Failed)\b.*", re.MULTILINE)
+COLUMNS = ("recipe", "verdict", "layout", "gen_kl_error by step", "groups with signal", "seconds", "said")
 
 
 def main() -> int:
@@ -36,14 +39,14 @@ def main() -> int:
         result = given.folder / f"{recipe.stem}.json"
         if not result.exists():
             result.write_text(json.dumps(rehearse(recipe, given), indent=1))
-            print(line(json.loads(result.read_text())), flush=True)
+            print(row(json.loads(result.read_text())), flush=True)
     results = [json.loads(path.read_text()) for path in sorted(given.folder.glob("*.json"))]
-    print(table(results))
-    return int(any(result["code"] == 1 for result in results))
+    print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(row, results), sep="\n")
+    return int(any(result["code"] not in (0, 2) for result in results))
 
 
-def rehearse(recipe: Path, given: argparse.Namespace) -> dict[str, object]:
-    """Exit code, seconds, verdict of each stage, and what the command said."""
+def rehearse(recipe: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Exit code, seconds, the rehearsal's own record, and the last line that the command wrote."""
     folder = given.folder / f"{recipe.stem}-{int(time.time())}"
     command = [
         sys.executable,
@@ -57,41 +60,34 @@ def rehearse(recipe: Path, given: argparse.Namespace) -> dict[str, object]:
     command += ["--folder", str(folder), *(["--sampler"] if given.sampler else [])]
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    stages = {found["stage"]: [found["verdict"], found["proof"]] for found in ROW.finditer(done.stdout)}
+    record = folder / "rehearsal.json"
     return {
-        "recipe": recipe.stem,
+        "name": recipe.stem,
         "code": done.returncode,
-        "seconds": round(time.monotonic() - start),
-        "stages": stages,
-        "error": done.stderr.strip().splitlines()[-1:] if done.returncode == 2 else [],
-        "layout": next((x for x in done.stdout.splitlines() if x.startswith("layout: ")), ""),
-        "rollouts": "the stand-in" if given.sampler else "vLLM",
+        "took": round(time.monotonic() - start),
+        "error": done.stderr.strip().rpartition("\n")[2],
+        **(json.loads(record.read_text()) if record.exists() else {"stages": [], "layout": ""}),
     }
 
 
-def line(result: dict[str, object]) -> str:
-    """One row of the table."""
-    stages = result["stages"]
-    assert isinstance(stages, dict)
-    verdict = {0: "all stages", 1: "failed", 2: "refused"}.get(int(str(result["code"])), "?")
-    failed = next((f"{name}: {proof}" for name, (how, proof) in stages.items() if how == "failed"), "")
-    refit = stages.get("refit", ["", ""])[1].partition(";")[0].removeprefix("gen_kl_error ")
-    signal = stages.get("advantage", ["", ""])[1].removeprefix("groups with signal ")
-    layout = str(result["layout"]).rpartition("rehearsed as ")[2] or "as it is"
-    said = failed or " ".join(map(str, result["error"]))  # type: ignore[call-overload]
-    return (
-        f"| {result['recipe']} | {verdict} | {layout} | {refit} | {signal} | {result['seconds']} | {said} |"
+def row(result: dict[str, Any]) -> str:
+    """One line of the table."""
+    proofs = {stage["name"]: stage["proof"] for stage in result["stages"]}
+    failed = [stage for stage in result["stages"] if not stage["ok"]]
+    said = result["error"] if result["code"] == 2 else ""
+    if failed:
+        reasons = ERROR.findall(failed[0]["proof"]) or failed[0]["proof"].splitlines()
+        said = f"{failed[0]['name']}: {reasons[-1]}"
+    cells = (
+        result["name"],
+        VERDICTS.get(result["code"], f"exit code {result['code']}"),
+        result["layout"],
+        proofs.get("refit", "").partition(";")[0].removeprefix("gen_kl_error ") if not failed else "",
+        proofs.get("advantage", "").removeprefix("groups with signal ") if not failed else "",
+        str(result["took"]),
+        said.replace("|", "/"),
     )
-
-
-def table(results: list[dict[str, object]]) -> str:
-    """All rows, with what stands above them."""
-    head = (
-        "| recipe | verdict | layout | gen_kl_error by step | groups with signal | seconds | said |\n"
-        + "|---" * 7
-        + "|"
-    )
-    return "\n".join([head, *map(line, results)])
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

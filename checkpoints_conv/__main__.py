@@ -1,5 +1,5 @@
-"""``python -m checkpoints_conv``."""
+"""``python -m checkpoints_conv``: the command ``nemo-grpo convert``."""
 
-from checkpoints_conv.cli import main
+from nemo_grpo.cli import convert, main
 
-main()
+main(convert.app)

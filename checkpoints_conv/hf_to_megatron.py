@@ -6,21 +6,22 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.dtypes import WEIGHT_DTYPES, Dtype, cast, dtype_for
 from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit, refuse_untied
+from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES, Dtype, cast, dtype_for
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.pieces import Buffer, same
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
+from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
 from checkpoints_conv.job import Job, flush_behind, run_parallel
-from checkpoints_conv.model_folder import hf_config
-from checkpoints_conv.pieces import Buffer, same
-from checkpoints_conv.progress import Advance, byte_progress
 from checkpoints_conv.run_config import write_bridge_files
-from checkpoints_conv.safetensors_io import SafetensorsFolder
-from checkpoints_conv.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
 from nemo_grpo.errors import UserError
+from nemo_grpo.progress import Advance, progress
 
 if TYPE_CHECKING:
     import torch
@@ -85,10 +86,7 @@ class _Conversion:
     ) -> None:
         self.family, self.weights = family, weights
         self.units = list(family.units())
-        expected = {
-            name: shape for unit in self.units for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
-        }
-        family.check_hf(weights.shapes, expected)
+        family.check_hf(weights.shapes)
         if family.tied and "lm_head.weight" in weights.tensors:
             _check_tied(weights)
         self.dtypes = _dtypes(self.units, weights, dtype)
@@ -112,8 +110,8 @@ class _Conversion:
         job.need_space(left)
         writer = TorchDistWriter(folder, num_workers)
         try:
-            progress = byte_progress("hf-to-megatron", total, total - left)
-            with progress as advance, flush_behind(writer.descriptors):
+            shown = progress("hf-to-megatron", total, done=total - left, in_bytes=True)
+            with shown as advance, flush_behind(writer.descriptors):
                 run_parallel(
                     todo, lambda unit: self._convert(unit, writer, job, written, advance), num_workers
                 )
@@ -128,9 +126,9 @@ class _Conversion:
         sizes = (*(1 for _ in unit.index), self._num_rows(unit), *unit.shape[1:])
         for key in (*unit.twins, unit.key):  # the unit's own key, which comes last, says that all are there
             one = writer.write(key, shape, dtype, self._offsets(unit), sizes, self._pieces(unit))
-            job.record(one.to_json())
+            job.record(asdict(one))
             written.append(one)
-        advance(self._num_bytes(unit))
+        advance(amount=self._num_bytes(unit))
 
     def _pieces(self, unit: Unit) -> Iterator[bytes | memoryview]:
         """The bytes of a unit in its Megatron tensor; each piece is valid until the next."""

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import flush, flush_tree, sha256_of
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -174,15 +175,13 @@ class Job:
         """
         if sha256:
             write_sha256(self.data)
-        for path in sorted(self.data.rglob("*"), reverse=True):
-            _flush(path)
-        _flush(self.data)
+        flush_tree(self.data)
         replaced = self.output.with_name(f".{self.output.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if self.output.exists():
             self.output.rename(replaced)
         self.data.rename(self.output)
-        _flush(self.output.parent)
+        flush(self.output.parent)
         shutil.rmtree(replaced, ignore_errors=True)
         os.close(self._file)
         shutil.rmtree(self.partial)
@@ -259,7 +258,7 @@ def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iter
 def write_sha256(folder: Path) -> None:
     """Write ``SHA256SUMS`` over all files below a folder, in the form of the sha256sum command."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SHA256SUMS)
-    lines = [f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in files]
+    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files]
     (folder / SHA256SUMS).write_text("".join(lines))
 
 
@@ -273,14 +272,9 @@ def check_sha256(folder: Path) -> int:
         return 0
     lines = [line.partition("  ") for line in path.read_text().splitlines() if line]
     for expected, _, name in lines:
-        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+        if not (folder / name).is_file() or sha256_of(folder / name) != expected:
             raise UserError(f"{folder / name} does not match {path}; copy or download it again")
     return len(lines)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _fingerprint(source: Path) -> dict[str, Any]:
@@ -290,14 +284,6 @@ def _fingerprint(source: Path) -> dict[str, Any]:
         status = path.stat()
         digest.update(f"{path.relative_to(source)} {status.st_size} {status.st_mtime_ns}\n".encode())
     return {"folder": str(source.resolve()), "files": digest.hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _RESULTS = (

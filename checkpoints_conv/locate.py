@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.dtypes import WEIGHT_DTYPES
 from checkpoints_conv.families import Family
 from checkpoints_conv.families.family import Unit, refuse_unmatched, refuse_untied
-from checkpoints_conv.pieces import same
-from checkpoints_conv.torch_dist import Block, TorchDistReader
+from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES
+from checkpoints_conv.formats.pieces import same
+from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
+from checkpoints_conv.run_config import RUN_CONFIG, check_run_config
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 ADAPTER = ".adapter."
-RUN_CONFIG = "run_config.yaml"
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
 
     Raises: UserError: tensors are missing or left over, or sizes differ from config.json.
     """
-    _check_run_config(family, reader.folder / RUN_CONFIG)
+    check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
     if any(ADAPTER in name for name in stored):
         raise UserError(f"{reader.folder} has LoRA adapters; use --lora merge or --lora adapter")
@@ -101,30 +99,3 @@ def _check_shape(family: Family, unit: Unit, name: str, found: tuple[int, ...]) 
             f"{name} is {list(found)}, config.json says {list(expected)}; are the checkpoint and "
             "config.json of the same model?"
         )
-
-
-def _check_run_config(family: Family, path: Path) -> None:
-    """Compare what the checkpoint says of its model; shapes alone do not tell 8 heads of 64 from 4 of 128."""
-    settings = run_config_numbers(path, "model")
-    config, dims = family.config, family.dims
-    expected = {
-        "num_layers": ("num_hidden_layers", family.num_layers),
-        "num_attention_heads": ("num_attention_heads", config["num_attention_heads"]),
-        "num_query_groups": ("num_key_value_heads", dims["groups"]),
-        "kv_channels": ("head_dim", dims["d"]),
-        "hidden_size": ("hidden_size", dims["h"]),
-    }
-    for key, (hf_key, value) in expected.items():
-        if key in settings and settings[key] != value:
-            raise UserError(
-                f"{path.name} has {key}={settings[key]:g}, config.json has {hf_key}={value}; are the "
-                "checkpoint and config.json of the same model?"
-            )
-
-
-def run_config_numbers(path: Path, section: str) -> dict[str, float]:
-    """The numbers directly in a section of run_config.yaml; empty if there is no such file or section."""
-    text = path.read_text() if path.exists() else ""
-    found = re.search(rf"^{section}:\n((?: .*\n?|\n)*)", text, re.MULTILINE)
-    lines = re.findall(r"^  (\w+): *(\d+(?:\.\d*)?) *$", found[1], re.MULTILINE) if found else []
-    return {key: float(value) for key, value in lines}

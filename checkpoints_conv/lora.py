@@ -15,17 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_conv.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
 from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit
+from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsFolder, SafetensorsWriter
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, run_parallel
-from checkpoints_conv.locate import ADAPTER, RUN_CONFIG, run_config_numbers
+from checkpoints_conv.locate import ADAPTER
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files
-from checkpoints_conv.model_folder import hf_config
-from checkpoints_conv.progress import byte_progress
-from checkpoints_conv.safetensors_io import Planned, SafetensorsFolder, SafetensorsWriter
-from checkpoints_conv.torch_dist import TorchDistReader
+from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from nemo_grpo.errors import UserError
+from nemo_grpo.progress import progress
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,14 @@ def merge_lora(
     family = family_for(hf_config(base))
     weights = SafetensorsFolder(base)
     units = list(family.units())
-    expected = {name: shape for unit in units for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)}
-    family.check_hf(weights.shapes, expected)
+    family.check_hf(weights.shapes)
     reader = TorchDistReader(megatron_checkpoint)
     adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
     scale = _alpha(reader, alpha)
     wanted = dtype_for(dtype)
-    planned = [(name, wanted or weights.tensors[name].dtype, shape) for name, shape in expected.items()]
+    planned = [
+        (name, wanted or weights.tensors[name].dtype, shape) for name, shape in family.hf_shapes.items()
+    ]
 
     def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
         bases = [weights.read(name) for name in unit.hf]
@@ -189,10 +191,10 @@ def find_adapters(family: Family, reader: TorchDistReader) -> list[Adapter]:
 def _alpha(reader: TorchDistReader, given: float | None) -> float:
     if given is not None:
         return given
-    numbers = run_config_numbers(reader.folder / RUN_CONFIG, "peft")
-    if "alpha" not in numbers:
+    alpha = read_section(reader.folder / RUN_CONFIG, "peft").get("alpha")
+    if alpha is None:
         raise UserError(f"{reader.folder / RUN_CONFIG} does not say peft.alpha; give it with --lora-alpha")
-    return numbers["alpha"]
+    return float(alpha)
 
 
 def _write(
@@ -214,11 +216,11 @@ def _write(
                 rounded = cast_tensor(tensor, writer.tensors[tensor_name].dtype, tensor_name)
                 checksum = writer.write(tensor_name, byte_view(rounded.contiguous()))
                 job.record({"name": tensor_name, "crc32": checksum})
-                advance(writer.tensors[tensor_name].num_bytes)
+                advance(amount=writer.tensors[tensor_name].num_bytes)
 
     try:
         done = sum(writer.tensors[tensor_name].num_bytes for tensor_name in kept)
-        with byte_progress("lora", writer.num_bytes, done) as advance:
+        with progress("lora", writer.num_bytes, done=done, in_bytes=True) as advance:
             run_parallel(units, work, num_workers)
         writer.write_index()
     finally:

@@ -10,14 +10,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.dtypes import Dtype, cast, dtype_for, num_bytes_of
 from checkpoints_conv.families import family_for
+from checkpoints_conv.formats.dtypes import Dtype, cast, dtype_for, num_bytes_of
+from checkpoints_conv.formats.model_folder import hf_config, side_files
+from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsWriter
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
-from checkpoints_conv.model_folder import hf_config, side_files
-from checkpoints_conv.progress import Advance, byte_progress
-from checkpoints_conv.safetensors_io import Planned, SafetensorsWriter
-from checkpoints_conv.torch_dist import TorchDistReader
+from nemo_grpo.progress import Advance, progress
 
 if TYPE_CHECKING:
     import torch
@@ -96,13 +96,13 @@ def _convert_all(
         for part in parts:
             assert part.is_full, part.name
             job.record({"name": part.name, "crc32": part.crc32})
-            advance(part.stored.num_bytes)
+            advance(amount=part.stored.num_bytes)
 
     finished = {entry["name"] for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
     todo = [place for place in places if not finished.issuperset(place.unit.hf)]
     left = sum(writer.tensors[name].num_bytes for place in todo for name in place.unit.hf)
-    progress = byte_progress("megatron-to-hf", writer.num_bytes, writer.num_bytes - left)
-    with progress as advance, flush_behind(list(writer.descriptors.values())):
+    shown = progress("megatron-to-hf", writer.num_bytes, done=writer.num_bytes - left, in_bytes=True)
+    with shown as advance, flush_behind(list(writer.descriptors.values())):
         run_parallel(todo, lambda place: convert(place, advance), num_workers)
 
 

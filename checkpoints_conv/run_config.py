@@ -7,13 +7,40 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from checkpoints_conv.archive import save, tensor_reference
-from checkpoints_conv.dtypes import DTYPES, Dtype
-from checkpoints_conv.families import Family
-from checkpoints_conv.locate import RUN_CONFIG
-from checkpoints_conv.torch_dist import LATEST
+import yaml
+
+from checkpoints_conv.families import Family, ModelSpec
+from checkpoints_conv.formats.archive import save, tensor_reference
+from checkpoints_conv.formats.dtypes import DTYPES, Dtype
+from checkpoints_conv.formats.torch_dist import LATEST
+from nemo_grpo.errors import UserError
 
 log = logging.getLogger(__name__)
+
+RUN_CONFIG = "run_config.yaml"
+COMPARED = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "vocab_size": "vocab_size",
+    "layernorm_epsilon": "rms_norm_eps",
+    "activation_func": "hidden_act",
+    "add_qkv_bias": "attention_bias",
+    "qk_layernorm": "model_type",
+    "rotary_base": "rope_theta",
+    "rope_scaling": "rope_type",
+    "rope_scaling_factor": "factor of rope_parameters",
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "num_experts_per_tok",
+}
+"""What changes the model's function: Megatron's key -> where config.json says the same."""
+_ACTIVATIONS = {
+    "silu": "torch.nn.functional.silu",
+    "swish": "torch.nn.functional.silu",
+    "gelu": "torch.nn.functional.gelu",
+}
 
 # What megatron-core computes with wherever rope_scaling is true.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -23,16 +50,14 @@ _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: int) -> None:
     """Write run_config.yaml, train_state.pt and the trackers that name the latest iteration."""
     inner = folder / f"iter_{iteration:07d}"
-    for lost in unsaid(family.config):
+    for lost in unsaid(family.spec):
         log.warning("%s of config.json is not in %s: a model built from that alone differs", lost, RUN_CONFIG)
-    (inner / RUN_CONFIG).write_text(to_yaml({"model": model_section(family, dtype), **_run_sections()}))
+    saving = {"save_optim": False, "save_rng": False, "fully_parallel_save": False}
+    sections = {"model": model_section(family, dtype), "checkpoint": saving}
+    (inner / RUN_CONFIG).write_text(yaml.safe_dump(sections, sort_keys=False))
     (folder / LATEST).write_text(str(iteration))
     for path in (inner / "train_state.pt", folder / "latest_train_state.pt"):
         _write_train_state(path, iteration)
-
-
-def _run_sections() -> dict[str, Any]:
-    return {"checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False}}
 
 
 def _write_train_state(path: Path, iteration: int) -> None:
@@ -49,51 +74,91 @@ def _write_train_state(path: Path, iteration: int) -> None:
         save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
 
 
-def unsaid(config: dict[str, Any]) -> list[str]:
+def unsaid(spec: ModelSpec) -> list[str]:
     """What shapes the model's attention, and `model_section` has no words for."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind, found = rope.get("rope_type", rope.get("type")) or "default", []
-    if kind not in ("default", "llama3"):
-        found.append(f"rope_type {kind}")
-    if kind == "llama3":
+    rope, found = spec.rope, []
+    if rope["rope_type"] not in ("default", "llama3"):
+        found.append(f"rope_type {rope['rope_type']}")
+    if rope["rope_type"] == "llama3":
         given = {key: rope.get(key, value) for key, value in _LLAMA3_ROPE.items()}
         found += [f"{key} {value:g}" for key, value in given.items() if value != _LLAMA3_ROPE[key]]
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        found.append(f"sliding_window {config['sliding_window']}")
+    if spec.sliding_window:
+        found.append(f"sliding_window {spec.sliding_window}")
     return found
+
+
+def check_run_config(family: Family, path: Path) -> None:
+    """Compare what the checkpoint says of its model with config.json, where shapes do not tell.
+
+    Raises: UserError: they differ.
+    """
+    stated = read_section(path, "model")
+    expected = model_section(family, DTYPES["float32"])
+    if not expected["rope_scaling"]:
+        del expected["rope_scaling_factor"]  # without effect
+    for key, hf_key in COMPARED.items():
+        found, wanted = (_plain(values.get(key)) for values in (stated, expected))
+        if found is not None and wanted is not None and found != wanted:
+            raise UserError(
+                f"{path.name} has {key}={found}, config.json gives {wanted} ({hf_key}); are the checkpoint "
+                "and config.json of the same model?"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A function by its name, and a number that YAML 1.1 takes for a text (1e-06) as a number."""
+    if isinstance(value, dict):
+        return value.get("_target_")
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def read_section(path: Path, section: str) -> dict[str, Any]:
+    """A section of run_config.yaml; empty if there is no such file or section.
+
+    Raises: UserError: the file is not YAML.
+    """
+    try:
+        sections = yaml.safe_load(path.read_text()) if path.exists() else None
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{path} is not YAML ({error}); restore it, or remove it to convert without it"
+        ) from None
+    found = sections.get(section) if isinstance(sections, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
     """What Megatron-Bridge's provider needs to build the model, from config.json."""
-    config, dims = family.config, family.dims
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    names = {entry.megatron for entry in family.entries}
+    config, spec = family.config, family.spec
     return {
         "_target_": _PROVIDER,
-        "num_layers": family.num_layers,
-        "hidden_size": dims["h"],
-        "ffn_hidden_size": config.get("intermediate_size", dims["f"]),
-        "num_attention_heads": config["num_attention_heads"],
-        "num_query_groups": dims["groups"],
-        "kv_channels": dims["d"],
-        "vocab_size": dims["v"],
-        "seq_length": config.get("max_position_embeddings", 4096),
-        "share_embeddings_and_output_weights": family.tied,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": config.get("intermediate_size", spec.ffn_size),
+        "num_attention_heads": spec.num_attention_heads,
+        "num_query_groups": spec.num_key_value_heads,
+        "kv_channels": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "seq_length": spec.max_position_embeddings,
+        "share_embeddings_and_output_weights": spec.tied_embeddings,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": spec.norm_eps,
         "init_method_std": config.get("initializer_range", 0.02),
         "gated_linear_unit": True,
-        "activation_func": _reference("torch.nn.functional.silu"),
+        "activation_func": _reference(_activation(spec)),
         "add_bias_linear": False,
-        "add_qkv_bias": any(name.endswith("linear_qkv.bias") for name in names),
-        "qk_layernorm": any(name.endswith("q_layernorm.weight") for name in names),
+        "add_qkv_bias": spec.has_qkv_bias,
+        "qk_layernorm": spec.has_qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": config.get("attention_dropout", 0.0),
         "position_embedding_type": "rope",
-        "rotary_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        "rotary_base": spec.rope["rope_theta"],
         "rotary_percent": 1.0,
-        "rope_scaling": rope.get("rope_type", rope.get("type")) == "llama3",
-        "rope_scaling_factor": float(rope.get("factor") or 1.0),
+        "rope_scaling": spec.rope["rope_type"] == "llama3",
+        "rope_scaling_factor": float(spec.rope.get("factor") or 1.0),
         "make_vocab_size_divisible_by": 1,
         "should_pad_vocab": False,
         "tensor_model_parallel_size": 1,
@@ -102,16 +167,16 @@ def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
         "pipeline_dtype": _reference(str(dtype)),
         "bf16": dtype.name == "bfloat16",
         "fp16": dtype.name == "float16",
-        **(_experts(family) if dims["e"] else {}),
+        **(_experts(family) if spec.num_experts else {}),
     }
 
 
 def _experts(family: Family) -> dict[str, Any]:
-    config = family.config
+    config, spec = family.config, family.spec
     return {
-        "num_moe_experts": family.dims["e"],
-        "moe_ffn_hidden_size": family.dims["f"],
-        "moe_router_topk": config["num_experts_per_tok"],
+        "num_moe_experts": spec.num_experts,
+        "moe_ffn_hidden_size": spec.ffn_size,
+        "moe_router_topk": spec.num_experts_per_token,
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": config.get("router_aux_loss_coef", 0.001),
@@ -120,26 +185,14 @@ def _experts(family: Family) -> dict[str, Any]:
     }
 
 
+def _activation(spec: ModelSpec) -> str:
+    if spec.hidden_act not in _ACTIVATIONS:
+        raise UserError(
+            f"hidden_act={spec.hidden_act!r} of config.json is not one of {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[spec.hidden_act]
+
+
 def _reference(name: str) -> dict[str, Any]:
     """A Python object by name, as Megatron-Bridge writes it."""
     return {"_target_": name, "_call_": False}
-
-
-def to_yaml(tree: dict[str, Any], indent: int = 0) -> str:
-    """Nested dicts of plain values as block YAML; the subset that every YAML reader agrees on."""
-    lines = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            lines.append(f"{' ' * indent}{key}:\n{to_yaml(value, indent + 2)}")
-        else:
-            lines.append(f"{' ' * indent}{key}: {_scalar(value)}\n")
-    return "".join(lines)
-
-
-def _scalar(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and "e" in (text := repr(value)) and "." not in text:
-        mantissa, _, exponent = text.partition("e")  # YAML 1.1 takes 1e-06 for a string
-        return f"{mantissa}.0e{exponent}"
-    return "null" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""The one exception type for mistakes that a user can mend, and the search for the name that was meant."""
+"""The one exception type for mistakes that a user can correct, and the search for the name that was meant."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ EXIT_USAGE = 2
 
 class UserError(ValueError):
     """Input that a rule refuses. The message says the rule, the value and the remedy, in one line."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, without its further lines and full stop; else the error's name."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def as_yaml(value: object) -> str:
+    """A scalar as a recipe spells it: ``null``, ``true``, ``0.5``, ``text``."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -24,9 +24,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories  # noqa: E402
 from transformers import Qwen2Config, Qwen3Config  # noqa: E402
 
+from checkpoints_conv.families import read_spec  # noqa: E402
 from nemo_grpo.engine.megatron import parallel  # noqa: E402
 from nemo_grpo.engine.megatron.model import build_model, transformer_config  # noqa: E402
 from nemo_grpo.engine.megatron.optimizer import SHARDING  # noqa: E402
+from nemo_grpo.recipe.layout import Layout  # noqa: E402
 
 SIZES = {
     "vocab_size": 500,
@@ -55,12 +57,13 @@ def model_of(hf: Any, tensor_parallel: int, fields: dict[str, Any]) -> dict[str,
              object, without shape.
     """
     with fake_cuda(tensor_parallel):
-        layout = parallel.Layout(tensor=tensor_parallel, sequence_parallel=tensor_parallel > 1)
+        layout = Layout(tensor=tensor_parallel, sequence_parallel=tensor_parallel > 1)
         parallel.initialize(layout, torch.device("cuda", 0), seed=0)
-        config = transformer_config(hf, layout, torch.bfloat16, **fields)
+        spec = read_spec(hf.to_dict())
+        config = transformer_config(spec, layout, torch.bfloat16, **fields)
         if config.transformer_impl != "transformer_engine":
             raise SystemExit("megatron-core finds no Transformer Engine in this environment")
-        model = build_model(hf, config)
+        model = build_model(spec, config)
         state = model.sharded_state_dict(metadata=SHARDING)
         extra_states = sorted(name for name in state if name.endswith("._extra_state"))
         apply_factories(state)

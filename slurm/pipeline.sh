@@ -1,5 +1,5 @@
 #!/bin/bash
-# Submits training, conversion and evaluation, each after the one before has succeeded.
+# Submits training, conversion and evaluation, each to start after the previous one succeeded.
 #
 #   slurm/pipeline.sh recipes/x.yaml aime24,math500 [key=value ...]
 #

@@ -11,12 +11,13 @@ import yaml
 from torch import Tensor
 
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.hf_folder import load_config, load_tokenizer, load_weights
-from nemo_grpo.engine.prompting import encode_prompts
 from nemo_grpo.engine.rollout import Step, assemble, sample_groups
+from nemo_grpo.hf_folder import load_config, load_tokenizer, load_weights
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
+from nemo_grpo.sampling.prompting import encode_prompts
+from nemo_grpo.sampling.requests import Request
 
 ROOT = Path(__file__).parents[2]
 NUM_PROMPTS, NUM_GENERATIONS, NUM_BATCHES = 4, 4, 3
@@ -97,7 +98,7 @@ class Case:
     updates: tuple[int, ...] = UPDATES
 
     def recipe(self, folder: Path, num_updates: int = 1) -> Recipe:
-        """The recipe of a step with so many updates."""
+        """The recipe of a step with this number of updates."""
         recipe = load_recipe(folder / "recipe.yaml", self.overrides(num_updates))
         policy = recipe.policy.model_copy(update={"precision": self.precision})  # FP32: refused in a recipe
         return recipe.model_copy(update={"policy": policy})
@@ -167,11 +168,8 @@ def sample(recipe: Recipe) -> list[Step]:
             tokenizer,
             task,
             problems,
-            prompts,
-            num_generations=NUM_GENERATIONS,
-            sampling=sampling,
-            reward_weights=recipe.nemo_grpo.rewards,
-            seed=number,
+            Request(prompts, NUM_GENERATIONS, sampling, number),
+            recipe.nemo_grpo.rewards,
         )
         steps.append(assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=True))
     return steps

@@ -1,34 +1,63 @@
-"""Model families: which Hugging Face tensors make up which Megatron tensor, one short table each.
+"""Model families: what sets each apart, and which Hugging Face tensors make up which Megatron tensor.
 
-To add one, write a module like `qwen2` (a name, a table from `parts`) and list it in `FAMILIES`.
+To add one, write a module like `qwen2` and list its declaration in `FAMILIES`; converters, planner, embedded
+engine and decoder all read it from there.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoints_conv.families import llama, mistral, qwen2, qwen3, qwen3_moe
+from checkpoints_conv.families import llama, mistral, qwen2, qwen2_vl, qwen3, qwen3_moe
+from checkpoints_conv.families.declaration import Declaration
 from checkpoints_conv.families.family import Family
+from checkpoints_conv.families.spec import ModelSpec
 from nemo_grpo.errors import UserError
 
-__all__ = ["FAMILIES", "Family", "family_for"]
+__all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec"]
 
-FAMILIES: tuple[ModuleType, ...] = (llama, mistral, qwen2, qwen3, qwen3_moe)
+FAMILIES: tuple[Declaration, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    qwen2_vl.QWEN2_VL,
+    qwen2_vl.QWEN2_5_VL,
+)
+CONVERTED = tuple(family for family in FAMILIES if family.table)
+COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
+"""Those that the embedded engine and the decoder compute."""
 
 
-def family_for(hf_config: dict[str, Any]) -> Family:
+def read_spec(
+    config: Mapping[str, Any], name: str = "the model", among: Sequence[Declaration] = FAMILIES
+) -> ModelSpec:
+    """The model of a config.json's content.
+
+    Raises: UserError: its family is not among these, or the config lacks a size.
+    """
+    return _declared(config, name, among).read(config, name)
+
+
+def family_for(config: dict[str, Any]) -> Family:
     """The two-way table of a model, from the content of its config.json.
 
-    Raises: UserError: the architecture is not supported, or a size is missing from the config.
+    Raises: UserError: see `read_spec`.
     """
-    architectures = hf_config.get("architectures") or []
-    model_type = hf_config.get("model_type")
-    for module in FAMILIES:
-        if (architectures and architectures[0] == module.ARCHITECTURE) or (
-            not architectures and model_type == module.MODEL_TYPE
-        ):
-            return Family(hf_config, module.table(hf_config))
-    found = architectures[0] if architectures else f"model_type={model_type!r}"
-    supported = ", ".join(module.ARCHITECTURE for module in FAMILIES)
-    raise UserError(f"config.json: architecture {found} is not supported; supported: {supported}")
+    declaration = _declared(config, "the model", CONVERTED)
+    spec = declaration.read(config, "the model")
+    assert declaration.table is not None
+    return Family(config, spec, declaration.table(spec))
+
+
+def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:
+    """By the architecture, or by the model type where the config names none."""
+    key = "architecture" if config.get("architectures") else "model_type"
+    wanted = config["architectures"][0] if key == "architecture" else config.get(key)
+    for declaration in among:
+        if getattr(declaration, key) == wanted:
+            return declaration
+    supported = ", ".join(getattr(declaration, key) for declaration in among)
+    raise UserError(f"config.json of {name}: {key}={wanted} is not supported; supported: {supported}")

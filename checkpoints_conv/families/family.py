@@ -6,19 +6,16 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from checkpoints_conv.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
 from checkpoints_conv.families.parts import Entry
-from checkpoints_conv.pieces import PIECE_BYTES
+from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.formats.pieces import PIECE_BYTES
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 _IGNORED_HF = re.compile(r".*\.rotary_emb\.inv_freq$")  # buffers in old exports; recomputed from the config
 _IGNORED_MEGATRON = re.compile(r".*\._extra_state(/.*)?$")  # Transformer Engine's FP8 scales; no weights
@@ -63,38 +60,27 @@ class Unit:
 class Family:
     """The two-way mapping of one model.
 
-    Attributes: config: config.json's content.  dims: sizes by letter.  entries: the table.
-                num_layers, tied: from the config.
+    Attributes: config: config.json's content.  spec: what it says.  dims: sizes by letter.
+                entries: the table.  num_layers, tied: from the spec.
     """
 
-    def __init__(self, config: dict[str, Any], entries: Sequence[Entry]) -> None:
-        self.config = config
-        self.entries = tuple(entries)
-        self.dims = model_dims(config)
-        self.num_layers = int(config["num_hidden_layers"])
-        self.tied = bool(config.get("tie_word_embeddings", False))
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, entries: Sequence[Entry]) -> None:
+        self.config, self.spec, self.entries = config, spec, tuple(entries)
+        self.dims = dims_of(spec)
+        self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
 
-    def to_megatron(
-        self, hf: Mapping[str, Tensor], padded_vocab_size: int | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def to_megatron(self, hf: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(local-spec name, full tensor) with global layer numbers; shares memory where it can.
 
         Args:   hf: every tensor of the model by its Hugging Face name.
-                padded_vocab_size: rows of the embeddings in Megatron; zeros are added.  None: no padding.
         Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
         """
-        expected = {
-            name: shape for unit in self.units() for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
-        }
-        self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()}, expected)
+        self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()})
         if self.tied and "lm_head.weight" in hf:
             check_tied(hf["model.embed_tokens.weight"], hf["lm_head.weight"])
         for entry, numbers in self._instances():
             names = [name.format(**numbers) for name, _ in entry.hf]
-            whole = entry.op.join([hf[name] for name in names], self.dims)
-            if entry.padded:
-                whole = pad_rows(whole, padded_vocab_size)
-            yield entry.megatron.format(**numbers), whole
+            yield entry.megatron.format(**numbers), entry.op.join([hf[name] for name in names], self.dims)
 
     def to_hf(self, megatron: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor); views of the input where possible.
@@ -173,11 +159,17 @@ class Family:
         """The shape that letters such as ``"q h"`` stand for."""
         return tuple(self.dims[letter] for letter in letters.split())
 
-    def check_hf(self, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    @cached_property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by its Hugging Face name, in the order of the layers."""
+        return {n: shape for unit in self.units() for n, shape in zip(unit.hf, unit.hf_shapes, strict=True)}
+
+    def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes of a Hugging Face checkpoint with the table.
 
         Raises: UserError: listing what is missing, left over, or of another shape.
         """
+        expected = self.hf_shapes
         extra = {name for name in found if name not in expected and not _IGNORED_HF.match(name)}
         if self.tied:
             extra -= {"lm_head.weight"}
@@ -203,47 +195,12 @@ class Family:
                 yield entry, {"layer": layer, "expert": expert}
 
 
-def model_dims(config: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes by the letters of the tables, plus ``groups`` (key-value heads).
-
-    Raises: UserError: config.json lacks a size, or has biases that the tables do not know.
-    """
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        head = int(config.get("head_dim") or hidden // heads)
-        groups = int(config.get("num_key_value_heads") or heads)
-        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-        ffn = int(config["moe_intermediate_size"] if experts else config["intermediate_size"])
-        vocab = int(config["vocab_size"])
-        int(config["num_hidden_layers"])
-    except KeyError as error:
-        raise UserError(f"config.json has no {error.args[0]}; is it a language model's config?") from None
-    if heads % groups:
-        raise UserError(
-            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={groups}"
-        )
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            raise UserError(
-                f"config.json: {key}=true is not supported; Megatron has them on all linear layers or none"
-            )
+def dims_of(spec: ModelSpec) -> dict[str, int]:
+    """Sizes by the letters of the tables, plus ``groups`` (key-value heads)."""
     return {
-        "h": hidden, "q": heads * head, "kv": groups * head, "d": head, "f": ffn, "v": vocab, "e": experts,
-        "groups": groups,
+        "h": spec.hidden_size, "q": spec.query_size, "kv": spec.key_value_size, "d": spec.head_dim,
+        "f": spec.ffn_size, "v": spec.vocab_size, "e": spec.num_experts, "groups": spec.num_key_value_heads,
     }  # fmt: skip
-
-
-def pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
-    """[n, ...] -> [rows, ...] with zeros below; None or n leave it as it is.
-
-    Raises: UserError: fewer rows than there are.
-    """
-    if rows is None or rows == tensor.shape[0]:
-        return tensor
-    if rows < tensor.shape[0]:
-        raise UserError(f"padded_vocab_size={rows} is below the vocabulary of {tensor.shape[0]}; raise it")
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 def check_tied(embedding: Tensor, output: Tensor) -> None:

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
+from nemo_grpo.core.lazy import Tensor, torch
 
 Dims = Mapping[str, int]
 """Sizes of one model by their letters; `families.family` lists the letters."""

@@ -1,7 +1,7 @@
 """Table rows that several model families share.
 
 An `Entry` ties one Megatron tensor to the Hugging Face tensors it is made of. Names hold ``{layer}`` and
-``{expert}``; shapes are letters of `family.model_dims`: h hidden, q all queries, kv all keys, d head, f MLP,
+``{expert}``; shapes are letters of `family.dims_of`: h hidden, q all queries, kv all keys, d head, f MLP,
 v vocabulary, e experts.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
+from checkpoints_conv.families.spec import ModelSpec
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -111,4 +112,13 @@ def gated_experts() -> tuple[Entry, ...]:
         layer_copy("mlp.router.weight", "mlp.gate.weight", "e h"),
         Entry(f"{megatron}linear_fc1.weight", gate_up),
         copy(f"{megatron}linear_fc2.weight", f"{hf}down_proj.weight", "h f"),
+    )
+
+
+def decoder_table(spec: ModelSpec) -> tuple[Entry, ...]:
+    """Every tensor of a decoder that consists of the parts above."""
+    return (
+        *embeddings(spec.tied_embeddings),
+        *attention(spec.has_qkv_bias, spec.has_qk_norm),
+        *(gated_experts() if spec.num_experts else gated_mlp()),
     )

@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
+from checkpoints_conv.families.declaration import Declaration
 
-from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_mlp
-
-ARCHITECTURE = "Qwen3ForCausalLM"
-MODEL_TYPE = "qwen3"
-
-
-def table(config: dict[str, Any]) -> tuple[Entry, ...]:
-    """Every tensor of the model."""
-    return (
-        *embeddings(tied=config.get("tie_word_embeddings", False)),
-        *attention(qk_norm=True),
-        *gated_mlp(),
-    )
+FAMILY = Declaration("Qwen3ForCausalLM", "qwen3", has_qk_norm=True)

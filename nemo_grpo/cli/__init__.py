@@ -8,9 +8,9 @@ import sys
 
 import typer
 
-from checkpoints_conv.cli import app as convert_app
 from nemo_grpo.cli import (
     compare,
+    convert,
     data,
     diagnose,
     eval,
@@ -34,7 +34,7 @@ app = typer.Typer(
     help="Train reasoning policies with GRPO and its variants, from one recipe.",
 )
 app.add_typer(recipe.app, name="recipe")
-app.add_typer(convert_app, name="convert")
+app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(launch.app, name="launch")
 app.add_typer(retriever.app, name="retriever")
@@ -50,7 +50,7 @@ app.command("sweep")(compare.sweep)
 app.command("variants")(variants.variants)
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
     leads = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
@@ -59,7 +59,7 @@ def main() -> None:
     for chatty in ("megatron", "huggingface_hub", "matplotlib", "vllm"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
-        app()
+        commands()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)

@@ -68,7 +68,8 @@ def sweep(
 ) -> None:
     """Train one recipe under several settings over seeds: ablations and sensitivity sweeps.
 
-    Presets: tr_grpo-weighting, tr_grpo-sensitivity, gpg-normalization, gpg-group_size, gpg-threshold.
+    Presets: tr_grpo-weighting, tr_grpo-sensitivity, gpg-components, gpg-normalization, gpg-group_size,
+    gpg-threshold.
 
     Example: nemo-grpo sweep tr_grpo-weighting --seeds 3 --jobs 2
 

@@ -1,4 +1,4 @@
-"""Where tables go."""
+"""The console that tables are printed on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 from rich.console import Console
 
 WIDTH = 200
-"""Columns where there is no terminal that has some."""
+"""Columns if there is no terminal."""
 
 
 def wide_console() -> Console:
-    """As wide as the terminal, or COLUMNS; in a pipe or a file so wide that names stay whole."""
+    """As wide as the terminal or COLUMNS; in a pipe or file wide enough for whole names."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)

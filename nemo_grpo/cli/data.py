@@ -33,13 +33,13 @@ def prepare(
         ),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="Folder or hub name; counts tokens where a rule of the paper asks for it.")
+        str, typer.Option(help="Folder or hub name; used by filters that count tokens.")
     ] = "Qwen/Qwen2.5-7B",
     generate: Annotated[
         bool,
-        typer.Option("--generate", help="Make problems here instead: kk-3to7, kk-3to7-test. No network."),
+        typer.Option("--generate", help="Generate the problems: kk-3to7, kk-3to7-test. No network."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Also where the files are up to date.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Prepare again even if up to date.")] = False,
 ) -> None:
     """Write data sets as JSONL, with manifests of sources, rules, counts and hashes.
 
@@ -49,7 +49,7 @@ def prepare(
     from nemo_grpo.data import prepare as prepare_one
 
     for name in names:
-        found = find_source(name)  # a typo in the last name stops before the first download
+        found = find_source(name)  # a typo in any name stops it before the first download
         if generate:
             found.generate()
     request = Request(
@@ -73,7 +73,7 @@ def _show(done: Prepared) -> None:
 
 @app.command("list")
 def list_() -> None:
-    """Show every data set: what for, where from, which paper.
+    """List every data set with its use, source and paper.
 
     Example: nemo-grpo data list
     """

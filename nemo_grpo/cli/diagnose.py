@@ -35,14 +35,16 @@ def pivots(
         Path | None, typer.Option(help="Recipe whose task and prompt are used.", show_default=False)
     ] = None,
     num_problems: Annotated[int, typer.Option(min=2, help="Solved problems to study.")] = 50,
-    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of a response's tokens, per kind.")] = 0.05,
-    max_positions: Annotated[int, typer.Option(min=1, help="Most positions per kind and response.")] = 4,
+    share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of a response's tokens, per kind.")
+    ] = 0.05,
+    max_positions: Annotated[int, typer.Option(min=1, help="Maximum positions per kind and response.")] = 4,
     k: Annotated[int, typer.Option(min=1, help="Continuations per position.")] = 4,
     replacement: Annotated[
         Literal["uniform", "policy"],
-        typer.Option(help="Any other token, or what the policy would have said instead."),
+        typer.Option(help="Any other token, or another one drawn from the policy."),
     ] = "uniform",
-    seed: Annotated[int, typer.Option(help="Of positions, replacements, continuations.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of positions, replacements, continuations.", min=0)] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder of pivots.json and pivots.png.", show_default=False)
     ] = None,
@@ -51,7 +53,7 @@ def pivots(
         typer.Argument(metavar="[KEY=VALUE]...", help="Recipe overrides.", show_default=False),
     ] = None,
 ) -> None:
-    """Perturb solved responses at decision pivots and elsewhere, sample on, and compare accuracies.
+    """Perturb solved responses at decision pivots and elsewhere, resample the rest, and compare accuracies.
 
     Examples:
 
@@ -81,7 +83,7 @@ def pivots(
 
 
 def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple[Path, Path]:
-    """Model folder and recipe; a run has both, and either may be given beside it."""
+    """Model folder and recipe: the run's, or those given."""
     if run is not None:
         model, recipe = model or run / "hf", recipe or run / "recipe.resolved.yaml"
     if model is None or recipe is None:
@@ -97,9 +99,9 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     import torch
 
     from nemo_grpo.engine import setup
-    from nemo_grpo.engine.generators import build_local
-    from nemo_grpo.engine.hf_folder import load_tokenizer
     from nemo_grpo.evaluate.pivots import study_pivots
+    from nemo_grpo.hf_folder import load_tokenizer
+    from nemo_grpo.sampling.generators import build_local
     from nemo_grpo.tasks.environment import MultiTurnTask
 
     section = recipe.nemo_grpo
@@ -111,7 +113,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     if isinstance(task, MultiTurnTask):
         raise UserError(
             f"nemo_grpo.task.name={section.task.name}: responses have several turns, which the study cannot "
-            "go on from; give a run of another task"
+            "continue; choose a run of another task"
         )
     torch.set_num_threads(section.engine.num_threads)
     tokenizer = load_tokenizer(model)

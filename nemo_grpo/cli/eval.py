@@ -1,42 +1,23 @@
-"""``nemo-grpo eval``: a Hugging Face model folder on a recipe's task, or on benchmarks."""
+"""``nemo-grpo eval``: a Hugging Face model folder on benchmarks, a recipe's own problems among them."""
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nemo_grpo.cli.eval_benchmarks import (
-    RESPONSES_PER_CALL,
-    Lazy,
-    Order,
-    describe,
-    evaluate_benchmarks,
-    vllm_generator,
-)
 from nemo_grpo.cli.model_folder import check_place, finite_logits, model_limits, result_name, tokenizer_of
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from nemo_grpo.engine.protocols import Generator
-    from nemo_grpo.evaluate import EvalResult
-    from nemo_grpo.evaluate.suite import Conditions
-    from nemo_grpo.recipe import Recipe
-    from nemo_grpo.tasks import Problem, Task
+    from nemo_grpo.evaluate.benchmarks import Benchmark
+    from nemo_grpo.evaluate.protocols import Protocol
+    from nemo_grpo.evaluate.settings import Settings
+    from nemo_grpo.evaluate.suite import SuiteResult
 
-SUMMARY, SAMPLES = "summary.json", "samples.jsonl"
-OPTION_KEYS = (
-    "nemo_grpo.evaluation.num_samples",
-    "nemo_grpo.evaluation.num_problems",
-    "nemo_grpo.evaluation.temperature",
-    "nemo_grpo.evaluation.top_p",
-    "policy.generation.max_new_tokens",
-)
-"""The recipe keys that --k, --num-problems, --temperature, --top-p and --max-tokens stand for."""
-
-
+PICTURE = "scores.png"
 Model = Annotated[Path, typer.Option(help="Hugging Face folder: config, weights, tokenizer.")]
 RecipeOption = Annotated[
     Path | None,
@@ -45,40 +26,58 @@ RecipeOption = Annotated[
 Benchmarks = Annotated[
     str | None,
     typer.Option(
-        help="Prepared data sets and JSONL files, comma-separated: aime24,math500,my.jsonl.",
+        help="Prepared data sets, JSONL files, recipe (its own problems), comma-separated: aime24,my.jsonl.",
         show_default=False,
     ),
 ]
 K = Annotated[int | None, typer.Option(help="Samples per problem. Default: the recipe's, or 16.")]
-Temperature = Annotated[float | None, typer.Option(help="Of the samples. Default: the recipe's, or 1.")]
-TopP = Annotated[float | None, typer.Option(help="Of the samples. Default: the recipe's, or 0.95.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. Default: the recipe's, or 1.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus of the samples. Default: the recipe's, or 0.95.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest response. Default: the recipe's, or 2048.")]
 NumProblems = Annotated[
-    int | None, typer.Option(help="First so many problems. Default: the recipe's, or all.", min=1)
+    int | None, typer.Option(help="Number of problems, from the first. Default: the recipe's, or all.", min=1)
 ]
-Seed = Annotated[int, typer.Option(help="Of the samples.", min=0)]
+Seed = Annotated[int, typer.Option(help="Seed of the samples.", min=0)]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results. Default: runs/eval-NAME.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results in --out.")]
 DataDir = Annotated[Path, typer.Option(help="Folder of `nemo-grpo data prepare`.")]
 GeneratorName = Annotated[
-    Literal["auto", "decoder", "hf", "vllm"],
+    Literal["auto", "decoder", "hf", "vllm"] | None,
     typer.Option(
-        help="What samples: own decoder, transformers (hf) or vLLM; auto: decoder if it knows the model."
+        help="Sampler: own decoder, transformers (hf) or vLLM; auto: decoder if it supports the model. "
+        "Default: the recipe's, or auto."
     ),
 ]
 PromptName = Annotated[
     str | None, typer.Option(help="A paper's prompt, such as gpg_7b. Default: the recipe's, or the task's.")
 ]
+ProtocolName = Annotated[
+    str | None,
+    typer.Option(
+        help="A paper's evaluation: cw_grpo, erpo, tr_grpo, gpg, r1, qwen-math or greedy set k, sampling, "
+        "length and, without --recipe, the prompt; options override it.",
+        show_default=False,
+    ),
+]
 TaskName = Annotated[str | None, typer.Option(help="Task of JSONL files without manifest. Default: math.")]
-DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where.")]
-BatchSize = Annotated[int, typer.Option(help="Responses sampled together; not for vllm.", min=1)]
-BATCH_SIZE = 256
+DType = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"] | None,
+    typer.Option(
+        help="Dtype of the weights. Default: the recipe's, or auto: bfloat16 on a GPU, else float32."
+    ),
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Device. Default: the recipe's, or auto.")
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(help="Responses sampled together; not for vllm. Default: the recipe's, or 256.", min=1),
+]
 TensorParallel = Annotated[int, typer.Option(help="GPUs that share the model, for vllm.", min=1)]
 CacheGib = Annotated[
     float | None,
     typer.Option(
-        help="Memory of vllm's keys and values, GiB. Default: 90 % of each GPU less the weights; 1 on a CPU.",
+        help="Memory of vllm's KV cache, GiB. Default: 90 % of each GPU less the weights; 1 on a CPU.",
         min=0.01,
         show_default=False,
     ),
@@ -95,12 +94,13 @@ def eval_command(
     max_tokens: MaxTokens = None,
     num_problems: NumProblems = None,
     data_dir: DataDir = Path("data"),
-    generator: GeneratorName = "auto",
+    generator: GeneratorName = None,
     prompt: PromptName = None,
+    protocol: ProtocolName = None,
     task: TaskName = None,
-    dtype: DType = "auto",
-    device: Device = "auto",
-    batch_size: BatchSize = BATCH_SIZE,
+    dtype: DType = None,
+    device: Device = None,
+    batch_size: BatchSize = None,
     tensor_parallel: TensorParallel = 1,
     cache_gib: CacheGib = None,
     seed: Seed = 0,
@@ -113,211 +113,122 @@ def eval_command(
 ) -> None:
     """Evaluate a model folder: greedy, avg@k, pass@k, maj@k, with standard errors.
 
-    Either on benchmarks, or on the held-out problems of a recipe's task. With both, the recipe gives prompt
-    and task parameters, so that benchmarks are asked as in training. Killed? Repeat the command:
-    responses that are in --out already are not sampled again.
+    Benchmarks are prepared data sets, JSONL files, and "recipe", which is the held-out problems of --recipe
+    and the default. A recipe sets prompt, task parameters and settings, so that benchmarks are asked as in
+    training; options override it. Killed? Repeat the command: responses already in --out are not sampled
+    again.
 
     Examples:
 
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --k 16 --temperature 1 --top-p 0.95
 
+      nemo-grpo eval --model MODEL --benchmarks aime24,math500 --protocol cw_grpo --generator vllm
+
       nemo-grpo eval --model runs/quickstart/hf --recipe recipes/quickstart.yaml --k 16
     """
-    options = dict(zip(OPTION_KEYS, (k, num_problems, temperature, top_p, max_tokens), strict=True))
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
     if recipe is None and overrides:
         raise UserError(
-            f"{overrides[0]} overrides a recipe's key, and there is no --recipe; add one, or use the options"
+            f"{overrides[0]} overrides a recipe's key, but there is no --recipe; add one, or use the options"
         )
-    loaded = _load_recipe(recipe, [*(overrides or []), *given])
-    out = out or Path(loaded.nemo_grpo.runs_dir if loaded else "runs") / f"eval-{result_name(model)}"
-    if benchmarks is not None:
-        order = Order(
-            model, benchmarks, data_dir, out, generator, k, temperature, top_p, max_tokens, num_problems,
-            prompt, task, dtype, device, batch_size, tensor_parallel, cache_gib, seed, overwrite, loaded,
-        )  # fmt: skip
-        tokenizer = tokenizer_of(model)
-        check_place(out)
-        with finite_logits(model):
-            evaluate_benchmarks(order, tokenizer)
-        return
-    if loaded is None:
-        raise UserError("nemo-grpo eval needs --benchmarks, --recipe, or both")
-    _refuse({
-        "--generator": generator != "auto",
-        "--prompt": prompt is not None,
-        "--task": task is not None,
-        "--dtype": dtype != "auto",
-        "--device": device != "auto",
-        "--batch-size": batch_size != BATCH_SIZE,
-        "--tensor-parallel": tensor_parallel != 1,
-        "--cache-gib": cache_gib is not None,
-    })  # fmt: skip
-    with finite_logits(model):
-        _evaluate_recipe(loaded, model, out, seed, overwrite)
-
-
-def _refuse(given: dict[str, bool]) -> None:
-    """Raises UserError if options are given that mean nothing for a recipe's own problems."""
-    ignored = [option for option, is_given in given.items() if is_given]
-    if ignored:
-        raise UserError(
-            f"{', '.join(ignored)}: only with --benchmarks; for a recipe's own problems set its keys "
-            "(nemo_grpo.prompt, nemo_grpo.task, policy.precision, nemo_grpo.engine.device, "
-            "nemo_grpo.engine.generator, policy.generation_batch_size)"
-        )
-
-
-def _load_recipe(path: Path | None, overrides: list[str]) -> Recipe | None:
-    if path is None:
-        return None
     from nemo_grpo.recipe import load_recipe
 
-    return load_recipe(path, overrides)
+    loaded = load_recipe(recipe, overrides or []) if recipe else None
+    section = loaded.nemo_grpo if loaded else None
 
+    from nemo_grpo.evaluate.benchmarks import Choice, load_benchmarks
+    from nemo_grpo.evaluate.protocols import find_protocol
+    from nemo_grpo.evaluate.settings import Settings
 
-def _evaluate_recipe(recipe: Recipe, model: Path, out: Path, seed: int, overwrite: bool) -> None:
-    from nemo_grpo.evaluate.responses import problems_digest
-    from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt
-
-    tokenizer, section = tokenizer_of(model), recipe.nemo_grpo
-    conditions = _conditions(recipe, tokenizer, seed, model)
-    task = section.task.build()
-    problems = task.validation_problems(section.evaluation.num_problems)
-    described = {
-        **conditions.to_dict(),
-        "task": section.task.model_dump(mode="json"),
-        "prompt": section.prompt.model_dump(mode="json"),
+    tokenizer, asked = tokenizer_of(model), find_protocol(protocol) if protocol else None
+    prompts = asked.prompts if asked else {}
+    chosen = load_benchmarks(benchmarks, Choice(data_dir, num_problems, task, prompt, section, prompts))
+    options = {
+        "k": k,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+        "generator": generator,
+        "dtype": dtype,
+        "device": device,
+        "batch_size": batch_size,
+        "tensor_parallel": tensor_parallel,
+        "cache_gib": cache_gib,
+        "seed": seed,
     }
-    if not overwrite:
-        _check_results(out, described, problems)
-    max_tokens = conditions.sampling.max_new_tokens
-    longest = longest_prompt([(section.prompt, problems)], tokenizer, max_tokens, *model_limits(model))
-    generator = Lazy(lambda: _load_generator(model, recipe, conditions, longest))
-    if not (out / RESPONSES).exists():
-        generator.load()  # what is wrong with the model is said before anything is made
+    if asked is not None:
+        given = {name: value for name, value in options.items() if value is not None}
+        options |= {**_fitting(asked, chosen, tokenizer, model), **given}
+    out = out or Path(section.runs_dir if section else "runs") / f"eval-{result_name(model)}"
     check_place(out)
-    result = _evaluate(recipe, task, generator, tokenizer, problems, conditions, out)
-    _write(result, model, out, {**described, "problems": problems_digest(problems)})
-    _show(result, model, out)
+    with finite_logits(model):
+        result = _evaluate(model, tokenizer, chosen, Settings.of(loaded, options), out, overwrite)
+    if asked is not None:
+        result = replace(result, protocol={"name": str(protocol), "source": asked.source})
+    _finish(result, model, out)
 
 
-def _check_results(out: Path, described: dict[str, Any], problems: list[Problem]) -> None:
-    """Results of other conditions or problems stay unless asked otherwise; more problems may follow them."""
-    from nemo_grpo.evaluate.responses import problems_digest
-    from nemo_grpo.evaluate.summary import check_number, check_summary, read_summary
+def _fitting(asked: Protocol, chosen: list[Benchmark], tokenizer: Any, model: Path) -> dict[str, Any]:
+    """The protocol's options, its length cut to what the model reads behind the longest prompt."""
+    from nemo_grpo.evaluate.suite import longest_prompt
 
-    num_before = (read_summary(out) or {}).get("num_problems", len(problems))
-    check_number(out, num_before, len(problems))
-    described = {**described, "problems": problems_digest(problems[:num_before])}
-    check_summary(out, described, of_benchmarks=False)
-
-
-def _conditions(recipe: Recipe, tokenizer: Any, seed: int, model: Path) -> Conditions:
-    import torch
-
-    from nemo_grpo.engine.generators import choose
-    from nemo_grpo.engine.protocols import SamplingParams
-    from nemo_grpo.evaluate.responses import fingerprint
-    from nemo_grpo.evaluate.suite import Conditions
-
-    evaluation, generation = recipe.nemo_grpo.evaluation, recipe.policy.generation
-    sampling = SamplingParams(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=evaluation.temperature or 1.0,
-        greedy=evaluation.temperature == 0,
-        top_p=evaluation.top_p,
-        stop_token_ids=(tokenizer.eos_token_id, *(generation.stop_token_ids or ())),
-    )
-    engine = recipe.nemo_grpo.engine
-    if engine.generator == "vllm":
-        from nemo_grpo.engine.generate_vllm import vllm_device
-
-        chosen, device = "vllm", vllm_device(engine.device)
-    else:
-        chosen, device = choose(engine.generator, model), engine.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = recipe.policy.precision
-    return Conditions(fingerprint(model), chosen, dtype, device, sampling, evaluation.num_samples, seed)
-
-
-def _load_generator(model: Path, recipe: Recipe, conditions: Conditions, longest: int) -> Generator:
-    import torch
-
-    if conditions.generator == "vllm":
-        return vllm_generator(model, conditions, longest)
-
-    from nemo_grpo.engine.generators import build_local
-
-    torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
-    name, device, dtype = conditions.generator, conditions.device, getattr(torch, conditions.dtype)
-    return build_local(name, model, dtype, device, recipe.policy.generation_batch_size)
+    options, (limit, vocab_size) = asked.options(), model_limits(model)
+    if limit is not None:
+        left = limit - longest_prompt(chosen, tokenizer, 0, None, vocab_size)
+        options["max_tokens"] = max(1, min(asked.max_tokens, left))
+    return options
 
 
 def _evaluate(
-    recipe: Recipe,
-    task: Task,
-    generator: Generator,
+    model: Path,
     tokenizer: Any,
-    problems: list[Problem],
-    conditions: Conditions,
+    benchmarks: list[Benchmark],
+    settings: Settings,
     out: Path,
-) -> EvalResult:
-    from nemo_grpo.engine.progress import progress
-    from nemo_grpo.evaluate import evaluate
-    from nemo_grpo.evaluate.responses import ResponseLog, Resumable
-    from nemo_grpo.evaluate.suite import RESPONSES, tool_conditions
+    overwrite: bool,
+) -> SuiteResult:
+    """Raises: UserError: before anything is loaded or written, where possible."""
+    from nemo_grpo.evaluate.responses import ResponseLog
+    from nemo_grpo.evaluate.settings import LazyGenerator
+    from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt, run_suite
+    from nemo_grpo.evaluate.summary import check_summary
+    from nemo_grpo.progress import progress
 
-    section, k = recipe.nemo_grpo, conditions.num_samples
-    per_call = max(recipe.policy.generation_batch_size, RESPONSES_PER_CALL[conditions.generator])
-    with ResponseLog(out / RESPONSES) as log, progress("evaluate", len(problems)) as advance:
-        return evaluate(
+    conditions = settings.conditions(model, tokenizer)
+    longest = longest_prompt(benchmarks, tokenizer, settings.max_tokens, *model_limits(model))
+    if not overwrite:
+        check_summary(out, conditions.to_dict(), benchmarks)
+    generator = LazyGenerator(lambda: settings.build_generator(model, conditions, longest))
+    if not (out / RESPONSES).exists():
+        generator.load()  # a broken model is reported before anything is created
+    total = sum(len(benchmark.problems) for benchmark in benchmarks)
+    with ResponseLog(out / RESPONSES) as log, progress("evaluate", total) as advance:
+        return run_suite(
             generator,
             tokenizer,
-            task,
-            section.prompt,
-            problems,
-            num_samples=k,
-            sampling=conditions.sampling,
-            seed=conditions.seed,
+            benchmarks,
+            conditions,
+            log,
+            problems_per_call=settings.problems_per_call(conditions.generator),
             on_progress=advance,
-            recall=Resumable(log, section.task.name, {**conditions.to_dict(), **tool_conditions(task)}),
-            problems_per_call=max(1, per_call // k),
         )
 
 
-def _write(result: EvalResult, model: Path, out: Path, conditions: dict[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    result.write_samples(out / SAMPLES)
-    summary = {"model": str(model), "conditions": conditions, **result.to_dict()}
-    (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
-def _show(result: EvalResult, model: Path, out: Path) -> None:
+def _finish(result: SuiteResult, model: Path, out: Path) -> None:
+    """Write the results and show them."""
     from rich.console import Console
-    from rich.table import Table
 
-    metrics = result.metrics()
-    sampling = result.sampling
-    table = Table()
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    table.add_column("stderr", justify="right")
-    for name, value in metrics.items():
-        if name.endswith("_stderr"):
-            continue
-        stderr = metrics.get(f"{name}_stderr")
-        label = f"accuracy = avg@{result.num_samples}" if name == "accuracy" else name
-        number = f"{value:.1f}" if name == "num_tokens" else f"{value:.3f}"
-        table.add_row(label, number, "" if stderr is None else f"{stderr:.3f}")
+    from nemo_grpo.evaluate.show import groups, plot, table
+    from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY
+
+    described = result.conditions.describe()
+    summary = result.write(out, model)
+    plot(summary, out / PICTURE, f"{model.resolve().name}: {described}")
+    prompts = ", ".join(f"{name}: {entry['prompt']}" for name, entry in summary[BENCHMARKS].items())
     console = Console()
-    console.print(f"{model} on {result.task['name']}", highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(
-        f"{len(result.problems)} problems x {result.num_samples} samples, "
-        f"{describe(sampling)}, at most {sampling.max_new_tokens} tokens, "
-        f"seed {result.seed}",
-        highlight=False,
-    )
-    console.print(f"{out / SUMMARY}, {out / SAMPLES}", highlight=False, soft_wrap=True)
+    console.print(f"{model}; per cent +- standard error over problems", highlight=False, soft_wrap=True)
+    console.print(table(summary))
+    for line in groups(summary):
+        console.print(line, highlight=False, soft_wrap=True)
+    followed = f"; protocol {result.protocol['name']}" if result.protocol else ""
+    console.print(f"{described}; prompts {prompts}{followed}", highlight=False)
+    console.print(f"{out / SUMMARY}, {out / PICTURE}", highlight=False, soft_wrap=True)

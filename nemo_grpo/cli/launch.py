@@ -38,7 +38,7 @@ def submit(
     recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
     overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: the recipe's.")] = None,
-    time: Annotated[str | None, typer.Option(help="Of one attempt, such as 04:00:00.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
     gpu: Annotated[str, typer.Option(help="GPU that the plan is for: h100 or h200.")] = "h100",
@@ -87,14 +87,14 @@ def _plan(recipe: Recipe, gpu: str) -> None:
     accepted, sentence = plan_verdict(recipe, gpu)
     typer.echo(f"plan: {sentence}", err=True)
     if not accepted:
-        raise UserError("the plan refuses; nothing was submitted")
+        raise UserError("the plan refuses the recipe; nothing was submitted")
 
 
 def _rehearse(recipe: Path, overrides: list[str]) -> None:
     from nemo_grpo.cli.rehearse import run_rehearsal
 
     if run_rehearsal(recipe, overrides):
-        raise UserError("the rehearsal has failed; nothing was submitted")
+        raise UserError("the rehearsal failed; nothing was submitted")
 
 
 def _pairs(options: list[str]) -> dict[str, str]:

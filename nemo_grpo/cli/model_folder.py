@@ -8,35 +8,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints_conv.model_folder import hf_config
+from checkpoints_conv.formats.model_folder import hf_config
 from nemo_grpo.errors import UserError
 
 
 @contextmanager
 def finite_logits(model: Path) -> Iterator[None]:
-    """Raises UserError where sampling from the model meets NaN or inf."""
+    """Raise UserError if sampling from the model meets NaN or inf."""
     try:
         yield
     except FloatingPointError as error:
-        raise UserError(f"--model {model}: {error}; give a sound checkpoint, or another dtype") from error
+        raise UserError(f"--model {model}: {error}; use another checkpoint or dtype") from error
 
 
 def result_name(model: Path) -> str:
-    """The folder's name; of a run's folder hf, the run's: every run has one of that name."""
+    """The folder's name, or the run's for a run's folder hf, a name that every run has."""
     folder = model.resolve()
     return folder.parent.name if folder.name == "hf" and folder.parent.name else folder.name
 
 
 def check_place(out: Path) -> None:
-    """Before the work: its results must not be lost for want of a place. Makes nothing yet."""
+    """Check before the work that results can be written; creates nothing yet."""
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--out {out} cannot be made: {existing} cannot be written; choose another folder")
 
 
 def tokenizer_of(model: Path) -> Any:
-    """Its tokenizer.  Raises: UserError: there is none, or none that can end a response."""
-    from nemo_grpo.engine.hf_folder import load_tokenizer
+    """The model's tokenizer.  Raises: UserError: it is missing or has no end-of-sequence token."""
+    from nemo_grpo.hf_folder import load_tokenizer
 
     if not model.is_dir():
         raise UserError(f"--model {model} is not a folder; give a Hugging Face model folder on this machine")
@@ -50,15 +50,15 @@ def tokenizer_of(model: Path) -> Any:
 
 
 def _remedy(model: Path) -> str:
-    """What to do with a folder that is no model folder."""
+    """The remedy for a folder that is not a model folder."""
     if (model / "recipe.resolved.yaml").is_file():
         return f"this is a run's folder: give its model, {model / 'hf'}"
     if (model / "policy").is_dir() or (model / ".metadata").is_file():
-        return "this is a Megatron checkpoint: `nemo-grpo convert megatron-to-hf` makes a model folder of it"
+        return "this is a Megatron checkpoint: convert it with `nemo-grpo convert megatron-to-hf`"
     return "save the tokenizer there"
 
 
 def model_limits(model: Path) -> tuple[int | None, int | None]:
-    """Longest sequence and vocabulary of the model in this folder; None where its config does not say."""
+    """Longest sequence and vocabulary of the model in this folder; None if its config does not say."""
     config = hf_config(model) if (model / "config.json").is_file() else {}
     return config.get("max_position_embeddings"), config.get("vocab_size")

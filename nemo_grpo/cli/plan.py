@@ -20,7 +20,7 @@ EMBEDDED = (
     "counted as NeMo-RL lays it out, in BF16; the embedded engine needs more: twice the weights under "
     "policy.precision=float32, FP32 gradients, and the sampler's own copy of the model"
 )
-"""What a plan of a recipe for the embedded engine leaves out."""
+"""Note on plans of embedded recipes: what they leave out."""
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
         Path | None, typer.Option(help="config.json of a model that the planner does not know.")
     ] = None,
 ) -> None:
-    """Estimate memory per GPU, check what must divide what, and name the nearest layout that fits.
+    """Estimate memory per GPU, check divisibility, and name the nearest layout that fits.
 
     Needs neither a GPU nor NeMo-RL. Exit code 0: every recipe fits; 2: one does not, or is wrong.
 
@@ -72,7 +72,7 @@ def plan(
 
 
 def details(one: Plan) -> Table:
-    """All about one recipe."""
+    """Full table of one recipe."""
     from rich.table import Table
 
     layout, setup = one.setup.layout, one.setup

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nemo_grpo.launch.preflight import Job
 
 EXIT_REFUSED = 69
-"""Exit code when a check refuses; slurm/lib/job.sh knows it, too."""
+"""Exit code when a check refuses; also in slurm/lib/job.sh."""
 COLOURS = {"ok": "green", "note": "yellow", "refused": "red"}
 
 
@@ -34,9 +34,9 @@ def preflight(
         Path | None, typer.Option(help="File to write: where the run's folders are, for a shell.")
     ] = None,
 ) -> None:
-    """Check what can be known before GPUs start to cost: nodes, folders, clocks, space, versions, NCCL.
+    """Check nodes, folders, clocks, space, versions and NCCL before a job uses its GPUs.
 
-    Jobs run it before anything else. Without options it looks at this machine alone.
+    Jobs run it before anything else. Without options it checks this machine alone.
 
     Example: nemo-grpo preflight recipes/quickstart.yaml
 

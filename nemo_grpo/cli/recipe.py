@@ -50,18 +50,20 @@ def check(
 
 def _check_one(path: Path, overrides: list[str]) -> bool:
     from nemo_grpo.experiments.sweep import is_sweep
-    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe import advice, load_recipe, refuse_unsupported
 
     try:
         if is_sweep(path):
             typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_sweep_summary(path, overrides)}")
             return True
         recipe = load_recipe(path, overrides)
+        if recipe.nemo_grpo.target == "embedded":
+            refuse_unsupported(recipe)
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}")
         return False
     typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
-    for sentence in recipe.advice():
+    for sentence in advice(recipe):
         typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
     return True
 
@@ -108,8 +110,8 @@ def diff(
 
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
     """
+    from nemo_grpo.dotted import leaves
     from nemo_grpo.recipe import load_recipe
-    from nemo_grpo.recipe.keys import leaves
 
     a, b = (dict(leaves(load_recipe(path).to_dict())) for path in (first, second))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
@@ -117,7 +119,7 @@ def diff(
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The coloured line that tells how ``key`` differs, or nothing."""
+    """A coloured line showing how ``key`` differs, or nothing."""
     from nemo_grpo.recipe.keys import shown
 
     if key not in b:
@@ -141,12 +143,12 @@ def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
 
 
 def is_override(item: str) -> bool:
-    """True for what is an override rather than a path."""
+    """True for an override, False for a path."""
     return item.startswith(("~", "++")) or ("=" in item and not Path(item).exists())
 
 
 def recipe_files(path: Path) -> list[Path]:
-    """The file itself, or every recipe below a folder; what lies in a folder base is no recipe."""
+    """The file itself, or every recipe below a folder, except in folders named base."""
     if not path.is_dir():
         return [path]
     return sorted(file for file in path.rglob("*.yaml") if "base" not in file.relative_to(path).parts[:-1])

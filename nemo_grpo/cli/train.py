@@ -35,10 +35,10 @@ def train(
     Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 stopped by SIGINT, SIGTERM or
     SIGUSR1 with a checkpoint saved, run again with --resume; 1 anything else.
     """
-    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe import advice, load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # before the imports below, which take seconds
-    for sentence in loaded.advice():
+    for sentence in advice(loaded):
         log.warning("%s", sentence)
 
     from nemo_grpo.engine.run_command import run_recipe

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UserError, as_yaml, did_you_mean
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +39,7 @@ def variants(
 
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:
-    """One row per variant, with the parameters that tell it from GRPO."""
+    """One row per variant, with the parameters that differ from GRPO's."""
     from rich.table import Table
 
     common = _defaults(configs["grpo"])
@@ -49,7 +49,7 @@ def overview(configs: dict[str, type[VariantConfig]]) -> Table:
     table.add_column("differs from grpo in", overflow="fold")
     for name, config in configs.items():
         own = [
-            f"{key}={_yaml(value)}"
+            f"{key}={as_yaml(value)}"
             for key, value in _defaults(config).items()
             if common.get(key, ...) != value
         ]
@@ -64,7 +64,7 @@ def parameters(name: str, config: type[VariantConfig]) -> Table:
     table = Table("loss_fn key", "default", "meaning", title=f"{config.title}: {config.paper}")
     table.caption = "needs: " + _needs(config).replace("\n", ", ")
     for key, value in _defaults(config).items():
-        table.add_row(key, _yaml(value), config.model_fields[key].description or "")
+        table.add_row(key, as_yaml(value), config.model_fields[key].description or "")
     return table
 
 
@@ -82,7 +82,3 @@ def _needs(config: type[VariantConfig]) -> str:
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:
     return {key: field.default for key, field in config.model_fields.items() if key != "variant"}
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.statistics import Groups
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 RewardNormalization = Literal["none", "group", "batch"]
 
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """Per-sequence advantages and what they were made of.
+    """Per-sequence advantages and the groups behind them.
 
     Attributes:
         values: [B], the rewards' dtype; exactly 0 without signal and where sample_mask is False.
@@ -49,8 +44,8 @@ def group_advantages(
 
     A_i = (r_i - mean_g r) / F,   F = 1 | std_g(r) + eps | std_batch(r) + eps   (std with ddof 1)
 
-    With ``leave_one_out`` mean and std are those of the *other* responses of the group, and a zero std
-    divides by 1: NeMo-RL's default estimator, kept for comparison; none of the papers uses it.
+    With ``leave_one_out`` mean and std are those of the *other* responses of the group, and a std of 0
+    becomes 1: NeMo-RL's default estimator, kept for comparison; none of the papers uses it.
 
     Args:    batch: the whole step, cleaned under the mask.
     Returns: `GroupAdvantages`.  Equal rewards within a group give exactly 0, whatever eps.

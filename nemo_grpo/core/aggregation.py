@@ -1,17 +1,17 @@
-"""From per-token terms to one number, by global counts, so sums over microbatches and ranks are exact."""
+"""Reduce per-token terms to one number by global counts, so that microbatches and ranks simply add up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
+from nemo_grpo.core.lazy import Tensor, torch
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+if TYPE_CHECKING:
+    from nemo_grpo.core.batch import TokenBatch
+    from nemo_grpo.core.statistics import Groups
+
+Aggregation = Literal["token_mean", "group_token_mean", "sequence_mean", "constant"]
 
 
 def aggregate(
@@ -22,28 +22,51 @@ def aggregate(
     global_valid_toks: Tensor | float,
     global_valid_seqs: Tensor | float,
     max_response_length: int | None = None,
+    row_factors: Tensor | None = None,
 ) -> Tensor:
     """This part's contribution to the step's aggregate; contributions of all parts add up to the whole.
 
-    token_mean:     sum / N
-    sequence_mean:  sum over sequences of (sum of its tokens / its number of tokens), / number of valid
+    token_mean:        sum / N
+    group_token_mean:  mean over prompt groups of (sum of the group's tokens / their number)
+    sequence_mean:     sum over sequences of (sum of its tokens / its number of tokens), / number of valid
         sequences
-    constant:       sum / (number of valid sequences x max_response_length)      (Dr.GRPO)
+    constant:          sum / (number of valid sequences x max_response_length)      (Dr.GRPO)
 
-    Args:    terms: [B, T]; finite where nothing counts, because they are made of a clean batch (then a
+    Args:    terms: [B, T]; finite off the mask too, because the batch is clean (then a
              product is exact).  counts: [B, T], 1 for the tokens that count, else 0.
              global_valid_*: counts over the whole step, all microbatches and ranks.
+             row_factors: [B], of `group_mean_factors`; for group_token_mean.
     Returns: 0-d; 0 if nothing counts.  An empty response adds 0 and still counts as a sequence.
-    Raises:  ValueError: constant without max_response_length.
+    Raises:  ValueError: constant without max_response_length, group_token_mean without row_factors.
     """
     counted = terms * counts
     if how == "token_mean":
         return counted.sum() / _at_least_one(global_valid_toks)
+    if how == "group_token_mean":
+        if row_factors is None:
+            raise ValueError("aggregation='group_token_mean' needs the step's row_factors; prepare the batch")
+        return (counted.sum(1) * row_factors).sum() / _at_least_one(global_valid_seqs)
     if how == "sequence_mean":
         return (counted.sum(1) / counts.sum(1).clamp(min=1)).sum() / _at_least_one(global_valid_seqs)
     if max_response_length is None:
         raise ValueError("aggregation='constant' divides by max_response_length; set it")
     return counted.sum() / (_at_least_one(global_valid_seqs) * max_response_length)
+
+
+def group_mean_factors(batch: TokenBatch, groups: Groups) -> Tensor:
+    """What a token of each row weighs in a mean over groups: (sequences / groups) / tokens of its group.
+
+    Divided by the number of sequences, the weighted tokens add up to the mean over groups, and a loss that
+    knows only the step's counts of tokens and sequences can take it. Several updates per step, each of whole
+    groups of the same size, get the mean over their own groups.
+
+    Args:    batch: the whole step.  groups: of its rows.
+    Returns: [B], the logprobs' dtype. A group without a valid token does not count.
+    """
+    tokens = groups.sum(batch.mask.sum(1))
+    num_groups = (tokens > 0).sum().clamp(min=1)
+    factors = batch.sample_mask.sum().double() / num_groups / tokens.clamp(min=1)
+    return groups.spread(factors).to(batch.prev_logprobs.dtype)
 
 
 def metric_shares(
@@ -54,8 +77,8 @@ def metric_shares(
 ) -> dict[str, Tensor]:
     """This part's share of each metric's mean over the step's tokens ([B, T]) or sequences ([B]).
 
-    Args:    metrics: without gradient; finite where nothing counts, as in `aggregate`. What is 0-d already
-             stays.  counts: as in `aggregate`.
+    Args:    metrics: without gradient; finite off the mask, as in `aggregate`. A 0-d metric is
+                 returned unchanged.  counts: as in `aggregate`.
     Returns: name -> 0-d.
     """
     shares = {name: value for name, value in metrics.items() if value.dim() == 0}

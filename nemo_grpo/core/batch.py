@@ -1,24 +1,20 @@
 """`TokenBatch`: a rollout step as aligned ``[B, T]`` tensors; `PreparedBatch`: the same with its advantages.
 
-All token tensors are already shifted: column ``t`` of logprobs, masks and advantages speaks of one predicted
-token.
+All token tensors are already shifted: column ``t`` of logprobs, masks and advantages belongs to one
+predicted token.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
-
-
-from nemo_grpo.core.masking import zeros_outside
+from nemo_grpo.core.checks import require
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.masking import zero_outside
 
 _TOKEN_FIELDS = (
     "next_token_logprobs",
@@ -40,17 +36,18 @@ class TokenBatch:
         sample_mask: [B]; False removes the sequence from every statistic and from the loss.
         rewards: [B]; the scalar reward of each sequence.
         group_ids: [B] integers; equal for the responses to one prompt.
-        next_token_logprobs: [B, T], nats; the current policy, with gradient. Default: ``prev_logprobs``,
-            which is what it is before the first update of a step.
+        next_token_logprobs: [B, T], nats; the current policy, with gradient; the loss needs them.
         generation_logprobs: [B, T], nats; the sampler's own. Default: ``prev_logprobs``.
         reference_policy_logprobs: [B, T], nats; needed by a KL penalty and by ERPO.
         unfiltered_logprobs: [B, T], nats; the current policy without top-k and top-p, with gradient, where
-            ``next_token_logprobs`` are those of the filtered distribution; the KL penalty is taken of it.
+            ``next_token_logprobs`` come from the filtered distribution; the KL penalty uses these.
         entropies: [B, T], nats; full-vocabulary entropy when the rollout was scored; needed by ERPO.
-        response_ids: [B] integers that tell the step's responses apart wherever they stand (a hash of their
-            tokens); variants that draw per token key the draw by them. Default: the bits of prev_logprobs,
+        response_ids: [B] integers that identify the step's responses in any row order (a hash of their
+            tokens); variants that draw per token seed the draw with them. Default: the bits of prev_logprobs,
             which differ in the last digit between layouts.
-    Raises: ValueError: shapes, dtypes or devices that do not fit together.
+        carried: what `PreparedBatch.carried` of the step before says; empty before the first.
+    Raises: ValueError: shapes, dtypes or devices disagree, or a mask holds something besides 0 and 1.
+            TypeError: something other than a tensor.
     """
 
     prev_logprobs: Tensor
@@ -58,20 +55,39 @@ class TokenBatch:
     sample_mask: Tensor
     rewards: Tensor
     group_ids: Tensor
-    next_token_logprobs: Tensor = None  # type: ignore[assignment]  # filled below, so readers see a Tensor
-    generation_logprobs: Tensor = None  # type: ignore[assignment]
+    next_token_logprobs: Tensor = None  # type: ignore[assignment]  # `Objective.loss` asks for it
+    generation_logprobs: Tensor = None  # type: ignore[assignment]  # filled below, so readers see a Tensor
     reference_policy_logprobs: Tensor | None = None
     unfiltered_logprobs: Tensor | None = None
     entropies: Tensor | None = None
     response_ids: Tensor | None = None
+    carried: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("next_token_logprobs", "generation_logprobs"):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, self.prev_logprobs)
+        if self.generation_logprobs is None:
+            object.__setattr__(self, "generation_logprobs", self.prev_logprobs)
+        self._check_types()
         self._check_shapes()
-        object.__setattr__(self, "token_mask", self.token_mask.bool())
-        object.__setattr__(self, "sample_mask", self.sample_mask.bool())
+        for name in ("token_mask", "sample_mask"):
+            mask = getattr(self, name)
+            if mask.dtype != torch.bool:
+                require((mask == 0) | (mask == 1), mask, name, "a mask is 0 or 1; weights go into rewards")
+                object.__setattr__(self, name, mask.bool())
+
+    def _check_types(self) -> None:
+        for name in (each.name for each in fields(self) if each.name != "carried"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} is a {type(value).__name__}; give a tensor")
+        dtype = self.prev_logprobs.dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"prev_logprobs is {dtype}; use float32 or float64")
+        for name in _TOKEN_FIELDS:
+            value = getattr(self, name)
+            if value is not None and value.dtype != dtype:
+                raise ValueError(f"{name} is {value.dtype} and prev_logprobs is {dtype}; use one of them")
+        if self.group_ids.is_floating_point():
+            raise ValueError(f"group_ids is {self.group_ids.dtype}; it must be an integer tensor")
 
     def _check_shapes(self) -> None:
         shape = tuple(self.prev_logprobs.shape)
@@ -91,10 +107,6 @@ class TokenBatch:
                 raise ValueError(
                     f"{name} is on {value.device}; prev_logprobs is on {self.prev_logprobs.device}"
                 )
-            if name in _TOKEN_FIELDS and value.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{name} is {value.dtype}; use float32 or float64")
-        if self.group_ids.is_floating_point():
-            raise ValueError(f"group_ids is {self.group_ids.dtype}; it must be an integer tensor")
 
     @property
     def kl_logprobs(self) -> Tensor:
@@ -115,7 +127,7 @@ class TokenBatch:
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
     ) -> TokenBatch:
         """The given rows, cut to ``length`` columns, optionally with the current policy's logprobs."""
-        changes: dict[str, Tensor] = {
+        changes: dict[str, Any] = {
             name: getattr(self, name)[rows] for name in ("sample_mask", "rewards", "group_ids")
         }
         if self.response_ids is not None:
@@ -131,7 +143,7 @@ class TokenBatch:
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on another device."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        moved: dict[str, Tensor] = {name: v.to(device) for name, v in values if v is not None}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in values if isinstance(v, torch.Tensor)}
         return replace(self, **moved)
 
     def clean(self) -> TokenBatch:
@@ -140,11 +152,11 @@ class TokenBatch:
         NaN, infinity or garbage there reaches neither a value nor a gradient.
         """
         mask = self.mask
-        names = [name for name in _TOKEN_FIELDS if getattr(self, name) is not None]
-        values = zeros_outside((getattr(self, name) for name in names), mask)
+        tokens = {name: x for name in _TOKEN_FIELDS if (x := getattr(self, name)) is not None}
         rewards = torch.where(self.sample_mask, self.rewards.to(self.prev_logprobs.dtype), 0.0)
         clean = copy.copy(self)  # with its masks; shapes stay as they are and need no second check
-        vars(clean).update(zip(names, values, strict=True), token_mask=mask, rewards=rewards)
+        vars(clean).update({name: zero_outside(x, mask) for name, x in tokens.items()})
+        vars(clean).update(token_mask=mask, rewards=rewards)
         return clean
 
 
@@ -155,21 +167,26 @@ def global_counts(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """What `Objective.prepare` returns: all that spans sequences is decided, the rest is a sum over tokens.
+    """What `Objective.prepare` returns: only sums over tokens remain.
 
     Attributes:
         batch: the tokens, cleaned under the mask.
         advantages: [B, T]; weights folded in where the equations allow it; exactly 0 where the mask is False.
-        token_weights: [B, T] or None; step-level weights that the token terms need apart from the advantages.
+        token_weights: [B, T] or None; step-level weights that the token terms need in addition.
+        row_factors: [B] or None; what `aggregation.group_mean_factors` says of the whole step.
         group_sizes: [B] int64; sequences of the row's group that count, over the whole step.
         metrics: 0-d tensors, of the whole step; empty after `select`.
+        carried: what the variant hands to the next step's batch, such as moving statistics; a checkpoint
+            keeps it. Empty after `select`.
     """
 
     batch: TokenBatch
     advantages: Tensor
     group_sizes: Tensor
     token_weights: Tensor | None = None
+    row_factors: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    carried: dict[str, float] = field(default_factory=dict)
 
     def select(
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
@@ -180,6 +197,7 @@ class PreparedBatch:
             advantages=self.advantages[rows, :length],
             group_sizes=self.group_sizes[rows],
             token_weights=None if self.token_weights is None else self.token_weights[rows, :length],
+            row_factors=None if self.row_factors is None else self.row_factors[rows],
         )
 
     def on_policy(self) -> PreparedBatch:
@@ -189,11 +207,12 @@ class PreparedBatch:
 
     def to(self, device: torch.device | str) -> PreparedBatch:
         """The same part of the step on another device; the metrics stay where they are."""
-        weights = self.token_weights
+        weights, factors = self.token_weights, self.row_factors
         return replace(
             self,
             batch=self.batch.to(device),
             advantages=self.advantages.to(device),
             group_sizes=self.group_sizes.to(device),
             token_weights=None if weights is None else weights.to(device),
+            row_factors=None if factors is None else factors.to(device),
         )

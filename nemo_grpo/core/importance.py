@@ -12,15 +12,10 @@ The two differ by kernels, precision (FP8 or BF16 rollouts) and, with asynchrono
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nemo_grpo.core.batch import TokenBatch
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
+from nemo_grpo.core.lazy import Tensor, torch
 
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
-
+from nemo_grpo.core.lazy import Tensor, torch
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -52,15 +47,9 @@ def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
     Args:    kl, next_token_logprobs: [B, T].
     Returns: [B, T].
     """
-    from nemo_grpo.core.gradients import WithScoreFunction
-
-    value: Tensor = WithScoreFunction.apply(kl, next_token_logprobs)
-    return value
+    return kl * torch.exp(next_token_logprobs - next_token_logprobs.detach())
 
 
 def _excess_of_exp(x: Tensor) -> Tensor:
-    """exp(x) - x - 1."""
-    from nemo_grpo.core.gradients import ExcessOfExp
-
-    value: Tensor = ExcessOfExp.apply(x)
-    return value
+    """exp(x) - x - 1, accurate near 0, where the plain sum would cancel."""
+    return torch.expm1(x) - x

@@ -1,14 +1,14 @@
-"""``torch``, imported at its first use.
+"""``torch``, imported on first use, and ``Tensor`` for annotations.
 
 Configurations, rules and the planner need the variants' classes but no tensor, and torch takes seconds to
-import. Modules that only use torch inside functions therefore write ``from nemo_grpo.core.lazy import torch``
-(and ``import torch`` for type checkers).
+import. Modules that use torch inside functions only therefore write
+``from nemo_grpo.core.lazy import Tensor, torch``.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class LazyModule:
@@ -23,4 +23,9 @@ class LazyModule:
         return found
 
 
-torch: Any = LazyModule("torch")
+if TYPE_CHECKING:
+    import torch as torch
+    from torch import Tensor as Tensor
+else:
+    torch = LazyModule("torch")
+    Tensor = Any

@@ -14,11 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_grpo.core.checks import require
+
+IGNORED = -100
+"""The target of a position that predicts nothing, as in transformers and in torch's cross entropy."""
+
 
 def _chunk_elements(device: torch.device) -> int:
-    """Of the default chunk: in fp32 4 MiB, and 0.5 MiB on a CPU.
+    """Size of the default chunk: 4 MiB of fp32, and 0.5 MiB on a CPU.
 
-    There an allocator hands large blocks back to the system, and each comes again page by page.
+    A CPU allocator returns large blocks to the system, so every new one costs page faults.
     """
     return 2**17 if device.type == "cpu" else 2**20
 
@@ -38,41 +43,32 @@ def logprobs_and_entropy(
     d logp / d z_v = 1[v=y] - p_v,   d H / d z_v = -p_v (log p_v + H)
 
     Args:    logits: [..., V] of any floating dtype; under ``group`` this rank's columns of the vocabulary.
-             targets: [...] int64, global token ids; column t is the token that logits t predict.
+             targets: [...] int64, global token ids; column t is the token that logits t predict. Where it is
+                 `IGNORED` the logprob is 0 without gradient; the entropy is that of the distribution.
              temperature: > 0.
-             chunk_size: tokens per fp32 chunk, default 2^17 / V, on a GPU 2^20 / V. Extra memory: some 4.
+             chunk_size: tokens per fp32 chunk, default 2^17 / V, on a GPU 2^20 / V. Takes about 4 chunks.
              group: the ranks that share the vocabulary (tensor parallel); all of them get the result.
-             vocab_size: token ids from here on are padding and have probability 0. Default: no padding.
+             vocab_size: token ids >= this are padding and have probability 0. Default: no padding.
     Returns: (logprobs [...], entropies [...]), nats; float32, float64 for float64 logits; both with gradient.
-    Raises:  ValueError: shapes that do not fit, temperature or chunk_size <= 0.
+    Raises:  ValueError: shapes that do not fit, temperature or chunk_size <= 0, a target that is no token.
     """
-    logprobs, entropies = _apply(logits, targets, temperature, chunk_size, group, vocab_size, True)
-    assert entropies is not None
-    return logprobs, entropies
+    return _apply(logits, targets, True, temperature, chunk_size, group, vocab_size)
 
 
-def next_token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """The first result of `logprobs_and_entropy`, without the second one's cost."""
-    return _apply(logits, targets, temperature, chunk_size, group, vocab_size, False)[0]
+def next_token_logprobs(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """The first result of `logprobs_and_entropy`, with its options, without the second one's cost."""
+    return _apply(logits, targets, False, **options)[0]
 
 
 def _apply(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
-    chunk_size: int | None,
-    group: dist.ProcessGroup | None,
-    vocab_size: int | None,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Any]:
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"targets has shape {list(targets.shape)}; it must be {list(logits.shape[:-1])}, as the logits"
@@ -83,11 +79,15 @@ def _apply(
     if temperature <= 0 or chunk_size <= 0:
         raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be positive")
     shard = _Shard(group, vocab, vocab_size)
+    counted = targets != IGNORED
+    rule = f"a target is 0 to {shard.num_tokens - 1}, or {IGNORED} to ignore the position"
+    require((targets >= 0) & (targets < shard.num_tokens) | ~counted, targets, "targets", rule)
     flat = logits.reshape(-1, vocab)
     logprobs, entropies = _ChunkedLogprobs.apply(
         flat, targets.reshape(-1), temperature, chunk_size, shard, with_entropy
     )
-    return logprobs.view(targets.shape), entropies.view(targets.shape) if with_entropy else None
+    logprobs = torch.where(counted, logprobs.view(targets.shape), 0.0)
+    return logprobs, entropies.view(targets.shape) if with_entropy else None
 
 
 class _Shard:
@@ -98,6 +98,8 @@ class _Shard:
         self.first = 0 if self.group is None else self.group.rank() * columns
         self.columns = columns
         self.num_real = columns if vocab_size is None else min(max(vocab_size - self.first, 0), columns)
+        all_columns = columns if self.group is None else columns * self.group.size()
+        self.num_tokens = all_columns if vocab_size is None else min(vocab_size, all_columns)
 
     def scaled(self, logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
         """A chunk of logits in the accumulation dtype, padding at -inf."""

@@ -1,19 +1,12 @@
-"""What a step looked like: 0-d tensors from whole tensors, so that a step costs one copy to the host."""
+"""Metrics of a whole step as 0-d tensors, so that a step costs one copy to the host."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.statistics import percentiles, token_mean, token_std
 from nemo_grpo.core.token_weights import step_covariance
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 COVARIANCE_SHARES = {
     "p0.01": 0.0001,

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from nemo_grpo.core.advantages import GroupAdvantages
-from nemo_grpo.core.aggregation import Aggregation, aggregate, metric_shares
+from nemo_grpo.core.aggregation import Aggregation, aggregate, group_mean_factors, metric_shares
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.checks import require
 from nemo_grpo.core.importance import ImportanceCorrection
+from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.metrics import step_metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """What a variant makes of a step: advantages, optional token weights [B, T], from group advantages."""
+    """A variant's step-level result: advantages, optional token weights [B, T], group advantages.
+
+    Attributes: carried: see `PreparedBatch`.
+    """
 
     advantages: Tensor
     base: GroupAdvantages
     token_weights: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    carried: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class Objective:
         aggregation, max_response_length: see `aggregate`.
         kl_penalty: beta, the factor of the KL term.
         correction: reweighting of the policy term by policy over sampler, or None.
-        needs_entropy, needs_reference: which optional tensors of `TokenBatch` must be given.
-        needs_prev_logprobs: ``shape`` reads the logprobs or entropies of scoring. Where it does not, the
-            advantages follow from rewards alone, and the forward pass of a step's only update can score.
+        needs_entropy, needs_reference: which optional tensors of `TokenBatch` are required.
+        needs_prev_logprobs: ``shape`` reads logprobs or entropies from the scoring pass. If it does not,
+            advantages follow from rewards alone, and a step's only update can score in its own forward pass.
         whole_groups_per_loss_call: the loss needs exactly one complete group per call (CW-GRPO's
             author_compat).
     """
@@ -78,11 +80,11 @@ class Objective:
     whole_groups_per_loss_call: bool = False
 
     def prepare(self, batch: TokenBatch, *, seed: int = 0) -> PreparedBatch:
-        """Decide everything that spans sequences. Once per step, with whole groups; no gradient flows here.
+        """Compute everything that spans sequences: once per step, on whole groups, without gradient.
 
         Args:   batch: every sequence of the step.  seed: the step's, for variants that draw (Clip-Cov, random
                 weights).
-        Raises: ValueError: an optional tensor is missing that the variant needs.
+        Raises: ValueError: an optional tensor is missing that the variant needs, or a reward is not finite.
         """
         if self.needs_entropy and batch.entropies is None:
             raise ValueError(
@@ -91,10 +93,20 @@ class Objective:
         if self.needs_reference and batch.reference_policy_logprobs is None:
             raise ValueError(f"{self.name} needs TokenBatch.reference_policy_logprobs")
         clean = batch.clean()
+        rule = "leave a response out with sample_mask, or give it a finite reward"
+        require(clean.rewards.isfinite(), clean.rewards, "rewards", rule)
         scored = replace(clean, next_token_logprobs=clean.prev_logprobs.detach())
         shaped = self.shape(scored, seed)
-        metrics = step_metrics(scored, shaped.advantages, shaped.base) | shaped.metrics
-        return PreparedBatch(clean, shaped.advantages, shaped.base.sizes, shaped.token_weights, metrics)
+        by_group = self.aggregation == "group_token_mean"
+        return PreparedBatch(
+            batch=clean,
+            advantages=shaped.advantages,
+            group_sizes=shaped.base.sizes,
+            token_weights=shaped.token_weights,
+            row_factors=group_mean_factors(clean, shaped.base.groups) if by_group else None,
+            metrics=step_metrics(scored, shaped.advantages, shaped.base) | shaped.metrics,
+            carried=shaped.carried,
+        )
 
     def loss(
         self,
@@ -110,9 +122,16 @@ class Objective:
 
         Args:    prepared: any rows of the prepared step, with the current policy's logprobs.
                  global_valid_toks, global_valid_seqs: counts over the whole step (`global_counts`).
-                 further: (rows, metrics of the terms) -> more metrics of the same kind.
+                 further: (rows, the terms' metrics) -> additional metrics of the same shapes.
         Returns: 0-d loss with gradient; metrics, each a share of a mean over the step (sum them over parts).
+        Raises:  ValueError: ``prepared`` has no next_token_logprobs.  TypeError: it is not prepared.
         """
+        if not isinstance(prepared, PreparedBatch):
+            raise TypeError(f"loss takes what prepare returns, not a {type(prepared).__name__}")
+        if prepared.batch.next_token_logprobs is None:
+            raise ValueError(
+                "next_token_logprobs is missing: give the current policy's, as in PreparedBatch.select"
+            )
         terms, metrics = self.token_terms(prepared)
         counts, beta = prepared.batch.counts, self.kl_penalty
         loss = -aggregate(
@@ -122,6 +141,7 @@ class Objective:
             global_valid_toks=global_valid_toks,
             global_valid_seqs=global_valid_seqs,
             max_response_length=self.max_response_length,
+            row_factors=prepared.row_factors,
         )
         if further is not None:
             metrics |= further(prepared, metrics)

@@ -1,9 +1,8 @@
 """Random numbers that belong to a token, not to its place in a tensor.
 
 A draw that depended on row order or padding would make the loss depend on them. Here a token's number is a
-hash of the step's seed, of its response (`response_ids`; without them the scored logprobs of all its tokens
-tell it) and of its position in it, so any permutation, padding or split of the batch gives every token the
-same number.
+hash of the step's seed, its response (`response_ids`, or the scored logprobs of all its tokens) and its
+position in the response, so any permutation, padding or split of the batch gives every token the same number.
 """
 
 from __future__ import annotations
@@ -11,15 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from nemo_grpo.core.batch import TokenBatch
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
+from nemo_grpo.core.lazy import Tensor, torch
 
 # splitmix64 (Steele, Lea, Flood 2014); constants written as signed 64-bit integers, arithmetic wraps.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -39,10 +32,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def response_ids(responses: Iterable[tuple[list[int], list[int]]]) -> Tensor:
-    """Numbers that tell a step's responses apart, the same on every engine.
+    """Ids that distinguish a step's responses, the same on every engine.
 
-    Args:    responses: tokens of the prompt, tokens that the policy wrote.
-    Returns: [B] int64, of both and of how many equal responses stand before it.
+    Args:    responses: (prompt tokens, policy tokens) of each.
+    Returns: [B] int64; a hash of both and of the number of identical responses before it.
     """
     seen: Counter[str] = Counter()
     ids = []
@@ -59,7 +52,7 @@ def response_positions(mask: Tensor) -> Tensor:
 
 
 def token_uniforms(batch: TokenBatch, seed: int) -> Tensor:
-    """[B, T] float64, uniform in [0, 1): one number per token, the same wherever the token stands."""
+    """[B, T] float64, uniform in [0, 1): one number per token, independent of its row and column."""
     positions = response_positions(batch.mask)
     if batch.response_ids is not None:
         response = batch.response_ids[:, None]

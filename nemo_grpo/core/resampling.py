@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """True where a group carries signal: max differs from min (a std would call float noise a signal)."""
+    """True if a group carries signal: max differs from min (a std sees signal in float noise)."""
     return len(rewards) > 0 and max(rewards) != min(rewards)
 
 
@@ -18,8 +18,8 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
 class Accumulation(Generic[T]):
     """Groups gathered so far for one step.
 
-    Attributes: valid: groups with signal, in the order drawn.  invalid: those of the last draw without.
-                draws: draws seen.
+    Attributes: valid: groups with signal, in the order drawn.  draws: draws seen.
+                invalid: the last draw's groups without signal.
     """
 
     valid: tuple[T, ...] = ()
@@ -33,7 +33,7 @@ class Accumulation(Generic[T]):
         return Accumulation(self.valid + kept, rest, self.draws + 1)
 
     def is_complete(self, num_groups: int, valid_fraction_threshold: float, max_draws: int) -> bool:
-        """True when the share of valid groups is reached or ``max_draws`` draws were made."""
+        """True once the share of valid groups is reached or ``max_draws`` draws have been made."""
         return len(self.valid) >= valid_fraction_threshold * num_groups or self.draws >= max_draws
 
     def take(self, num_groups: int) -> tuple[T, ...]:
@@ -55,11 +55,12 @@ def accumulate_groups(
     DAPO's dynamic sampling is the threshold 1.0: every group of the step carries signal.
 
     Args:    draw: returns the groups of one more batch of prompts.  num_groups: B, in groups.
-             max_draws: stop after so many draws whatever the share is (the first draw counts).
-    Returns: the accumulation; its ``take(num_groups)`` is the step. With ``max_draws`` reached it may hold
-             groups without signal, never fewer than ``num_groups`` groups if each draw brings that many.
+             max_draws: maximum number of draws, including the first.
+    Returns: the accumulation of at least one draw; its ``take(num_groups)`` is the step. After ``max_draws``
+             draws it may hold groups without signal, but never fewer than ``num_groups`` if each draw brings
+             that many.
     """
-    gathered: Accumulation[T] = Accumulation()
+    gathered = Accumulation[T]().add(draw(), is_valid)
     while not gathered.is_complete(num_groups, valid_fraction_threshold, max_draws):
         gathered = gathered.add(draw(), is_valid)
     return gathered

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from nemo_grpo.core.lazy import Tensor
 
 
 def overlong_penalty(

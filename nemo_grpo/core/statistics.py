@@ -1,16 +1,12 @@
-"""Sums, means and z-scores over groups, buckets and whole steps. Accumulated in float64, whatever goes in."""
+"""Sums, means and z-scores over groups, buckets and whole steps. Accumulated in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
-
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.masking import zero_outside
 
 # Spread below this share of the magnitude is rounding, not signal (float64 accumulation keeps about 1e-16).
 _NO_SPREAD = 1e-10
@@ -52,7 +48,7 @@ class Groups:
 
 def row_sum(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> [B] float64: sum over the tokens that count."""
-    return torch.where(mask, x, x.new_zeros(())).sum(1, dtype=torch.float64)
+    return zero_outside(x, mask).sum(1, dtype=torch.float64)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -94,6 +90,20 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
     std = (torch.bincount(where, weights=centred.square(), minlength=num_segments) / count).sqrt()
     z = torch.where((std > _NO_SPREAD * (1 + mean.abs()))[where], centred / (std + delta)[where], 0.0)
     return torch.zeros_like(x).masked_scatter(mask, z.to(x.dtype))
+
+
+def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentum: float) -> dict[str, float]:
+    """Exponentially weighted mean and mean square of tokens over steps.
+
+    moving = momentum moving_before + (1 - momentum) moments of this step's tokens
+
+    Args:    x, mask: [B, T], the whole step.  before: what the previous step returned; empty: none.
+    Returns: ``mean`` and ``square``; after the first step its own, unchanged by a step without tokens.
+    """
+    if not mask.any():
+        return dict(before)
+    now = {"mean": float(token_mean(x, mask)), "square": float(token_mean(x.double().square(), mask))}
+    return {key: momentum * before.get(key, value) + (1 - momentum) * value for key, value in now.items()}
 
 
 def percentiles(values: Tensor, shares: tuple[float, ...]) -> list[Tensor]:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
+from nemo_grpo.core.lazy import Tensor, torch
 
 
 def importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor) -> Tensor:
@@ -49,10 +43,13 @@ def clipped_policy_gradient(
     Args:    ratio, advantages: [B, T].  ratio_clip_min/max: distances from 1.  ratio_clip_c: > 1, or None.
     Returns: [B, T]; and 1 at the tokens whose gradient a clip removes, else 0, [B, T] without gradient.
     """
-    from nemo_grpo.core.gradients import Clipped
-
-    value, is_clipped = Clipped.apply(ratio, advantages, ratio_clip_min, ratio_clip_max, ratio_clip_c)
-    return value, is_clipped
+    unclipped = ratio * advantages
+    with torch.no_grad():
+        value = torch.minimum(unclipped, ratio.clamp(1 - ratio_clip_min, 1 + ratio_clip_max) * advantages)
+        if ratio_clip_c is not None:  # the bound is 0 where A >= 0, and the value is not below 0 there
+            value = torch.maximum(value, advantages.clamp(max=0) * ratio_clip_c)
+        is_clipped = value != unclipped
+    return torch.where(is_clipped, value, unclipped), is_clipped.to(ratio.dtype)
 
 
 def reinforce(next_token_logprobs: Tensor, advantages: Tensor) -> Tensor:

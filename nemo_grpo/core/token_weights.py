@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.random import token_uniforms
 from nemo_grpo.core.statistics import (
     Groups,
@@ -14,12 +15,6 @@ from nemo_grpo.core.statistics import (
     token_mean,
     token_std,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 Scope = Literal["group", "batch"]
 Centring = Literal["response", "group"]

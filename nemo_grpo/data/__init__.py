@@ -1,4 +1,4 @@
-"""Data sets: where the papers' problems come from, and their preparation as JSONL files."""
+"""Data sets: sources of the papers' problems, and their preparation as JSONL files."""
 
 from nemo_grpo.data.preparation import Prepared, Request, check_copies, prepare
 from nemo_grpo.data.sources import ALIASES, SOURCES, Source, find_source

@@ -1,4 +1,4 @@
-"""From a row as its publisher wrote it to an entry: question, answer, metadata.
+"""From a published row to an entry: question, answer, metadata.
 
 Every function here makes a ``Mapping``: row -> `Entry`, or None for a row that is not a problem at all.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from nemo_grpo.tasks.rewards.final_answer import last_boxed
 
 Row = Mapping[str, Any]
 
@@ -38,24 +40,7 @@ def text(value: Any) -> str:
 
 def boxed(solution: str) -> str:
     r"""The content of the last complete ``\boxed{..}`` (or ``\fbox``); empty if there is none."""
-    for start in _starts(solution):
-        depth = 0
-        for position in range(start, len(solution)):
-            depth += (solution[position] == "{") - (solution[position] == "}")
-            if depth == 0:
-                return solution[start + 1 : position].strip()
-    return ""
-
-
-def _starts(solution: str) -> list[int]:
-    """Where the brace of each box opens, last box first."""
-    found = [
-        position + len(macro) - 1
-        for macro in (r"\boxed{", r"\fbox{")
-        for position in range(len(solution))
-        if solution.startswith(macro, position)
-    ]
-    return sorted(found, reverse=True)
+    return last_boxed(solution) or ""
 
 
 def tagged(solution: str) -> str:
@@ -82,7 +67,7 @@ def columns(
 def chat_row(*, prefix: str = "", suffix: str = "", keep: Sequence[str] = ()) -> FieldMapping:
     """Rows for verl: ``prompt`` is a conversation, ``reward_model.ground_truth`` the answer.
 
-    Args: prefix, suffix: instructions around the question, taken off where they are there.
+    Args: prefix, suffix: instructions around the question, removed if present.
           keep: keys of ``extra_info`` that go to the metadata.
     """
 
@@ -103,7 +88,7 @@ def dialogue(row: Row) -> Entry:
 
 
 def short_answers(row: Row) -> Entry:
-    """Open-domain questions: any of ``golden_answers`` is right; the first one is the answer shown."""
+    """Open-domain questions: any of ``golden_answers`` is correct; the first is the answer shown."""
     answers = [text(answer) for answer in row["golden_answers"] if text(answer)]
     return Entry(text(row["question"]), answers[0] if answers else "", {"answers": answers})
 

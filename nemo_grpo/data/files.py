@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from nemo_grpo.data.fields import Entry, FieldMapping, Row
 from nemo_grpo.data.filters import Filter, Options, complete
 from nemo_grpo.data.sources import Source
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import flush
 
 SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
 
@@ -36,8 +36,7 @@ def write_problems(
                 num_images += len(names)
                 where = {"images": [f"{images.name}/{name}" for name in names]} if names else {}
                 file.write(_line(f"{source.name}-{number}", entry, where))
-            file.flush()
-            os.fsync(file.fileno())
+        flush(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
         shutil.rmtree(new_images, ignore_errors=True)
@@ -71,7 +70,7 @@ def _entries(name: str, mapping: FieldMapping, rows: Iterable[Row]) -> Iterator[
 
 
 class _Chain:
-    """Filters in their order; counts what each of them meets and keeps."""
+    """Filters in order, with counts of the entries before and after each."""
 
     def __init__(self, filters: tuple[Filter, ...], options: Options) -> None:
         self._filters = filters
@@ -96,7 +95,7 @@ class _Chain:
 
 
 def _write_image(image: Any, folder: Path, stem: str) -> str:
-    """Write the picture as it came. Returns: its file name."""
+    """Write the picture unchanged. Returns: its file name."""
     if isinstance(image, dict):
         content = image.get("bytes") or Path(image["path"]).read_bytes()
     else:

@@ -1,4 +1,4 @@
-"""Which rows stay. Every rule names the place in a paper that asks for it."""
+"""Filters of rows. Every rule cites the passage of a paper that asks for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Keep = Callable[[Entry], bool]
 
 @dataclass(frozen=True)
 class Options:
-    """What a filter may need to know.
+    """Inputs that a filter may need.
 
     Attributes:
         count_tokens: length of a text in tokens; None where no filter needs it.
@@ -28,10 +28,10 @@ class Filter:
     """A rule over entries, in their order.
 
     Attributes:
-        rule: what stays, in words; part of the manifest.
-        cited: paper and place, or why else.
-        build: makes the test; called once per run, so that it may remember what it has seen.
-        needs_tokens: wants `Options.count_tokens`.
+        rule: what is kept, in words; part of the manifest.
+        cited: paper and passage, or another reason.
+        build: makes the test; called once per run, so that the test may keep state.
+        needs_tokens: needs `Options.count_tokens`.
     """
 
     rule: str
@@ -46,7 +46,7 @@ def same_question(question: str) -> str:
 
 
 def complete() -> Filter:
-    """Question and answer are not empty; comes first, always."""
+    """Question and answer are not empty; always the first filter."""
     return Filter("question and answer are not empty", "file format", lambda _: _is_complete)
 
 
@@ -62,7 +62,7 @@ def levels(wanted: Iterable[str], cited: str) -> Filter:
 
 
 def short_solution(max_tokens: int, cited: str) -> Filter:
-    """The metadata's ``solution`` has at most so many tokens."""
+    """The metadata's ``solution`` has at most ``max_tokens`` tokens."""
 
     def build(options: Options) -> Keep:
         count = options.count_tokens

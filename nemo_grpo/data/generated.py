@@ -1,4 +1,4 @@
-"""Problems that this package makes itself: no network needed."""
+"""Problems that this package generates: no network needed."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ class Generated:
 
 
 def generated(row: Row) -> Entry:
-    """A problem as it was made."""
+    """A problem as it was generated."""
     return Entry(row["question"], row["answer"], dict(row["metadata"]))

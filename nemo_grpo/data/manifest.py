@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.files import write_atomically
+
 SUFFIX = ".manifest.json"
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def manifest_path(path: Path) -> Path:
@@ -32,7 +27,4 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a data file, under a temporary name first."""
-    target = manifest_path(path)
-    temporary = target.with_suffix(".tmp")
-    temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(target)
+    write_atomically(manifest_path(path), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")

@@ -42,9 +42,9 @@ class Origin(Protocol):
         ...
 
     def rows(self, revision: str, folder: Path | None) -> Iterator[Row]:
-        """All rows in order, from the net or from a local copy.
+        """All rows in order, from the network or a local copy.
 
-        Raises: whatever the libraries raise for a net, a repository or files that are not as they should be.
+        Raises: the libraries' errors for a failing network, repository or file.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A data set as one JSONL file and a manifest that says what is in it and where it came from."""
+"""Prepares a data set as one JSONL file and a manifest of its content and source."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from nemo_grpo.data.fields import Row
 from nemo_grpo.data.files import write_problems
 from nemo_grpo.data.filters import Options, complete, same_question
 from nemo_grpo.data.generated import Generated
-from nemo_grpo.data.manifest import read_manifest, sha256, write_manifest
+from nemo_grpo.data.manifest import read_manifest, write_manifest
 from nemo_grpo.data.sources import SOURCES, Source, find_source
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.files import sha256_of
 from nemo_grpo.tasks.jsonl import read_problems
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of the files; another number makes every file be prepared anew."""
+"""Format version; a new number makes every file be prepared again."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Request:
         out: folder of the files.  revision: branch, tag or commit; None: the table's pin, or the newest.
         source: local copy of the repository, or a folder that holds such copies by data set name.
         tokenizer: a folder or hub name; counts tokens where a filter asks for it.
-        generate: problems made here, where the data set has a generator, instead of published ones.
-        force: also where the manifest says that nothing would change.
+        generate: generate problems instead of reading published ones, if the data set has a generator.
+        force: prepare even if the manifest says that nothing would change.
     """
 
     out: Path
@@ -47,7 +48,7 @@ class Request:
     def copy_of(self, source: Source, *, alone: bool) -> Path | None:
         """The local copy for this set; a folder without one counts only for the set that was asked for.
 
-        Raises: UserError: the folder holds copies of other repositories, which would be read in its place.
+        Raises: UserError: the folder holds copies of other repositories, which would be read instead.
         """
         if self.source is None or isinstance(source.origin, Generated):
             return None
@@ -92,7 +93,7 @@ def check_copies(names: Sequence[str], request: Request) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What there is now. ``fresh``: it was written by this call."""
+    """The prepared data set. ``fresh``: written by this call."""
 
     path: Path
     manifest: dict[str, Any]
@@ -102,7 +103,8 @@ class Prepared:
 def prepare(name: str, request: Request) -> Prepared:
     """Write ``<out>/<name>.jsonl`` and ``<out>/<name>.manifest.json``, or find them up to date.
 
-    The manifest comes last: where it matches the file, the file is whole. Pictures go to ``<name>.images``.
+    The manifest is written last: if it matches the file, the file is complete. Pictures go to
+    ``<name>.images``.
 
     Raises: UserError: unknown name; the source cannot be reached or read (says what to download where); rows
             lack a column.
@@ -137,7 +139,7 @@ def _prepare(source: Source, request: Request, *, alone: bool) -> Prepared:
         "filters": counts,
         "num_problems": counts[-1]["after"],
         "num_images": num_images,
-        "sha256": sha256(path),
+        "sha256": sha256_of(path),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_manifest(path, manifest)
@@ -146,7 +148,7 @@ def _prepare(source: Source, request: Request, *, alone: bool) -> Prepared:
 
 
 def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, Any]:
-    """What decides about the file's content, as far as it is known beforehand."""
+    """What determines the file's content, as far as it is known in advance."""
     chain = (complete(), *source.filters)
     return {
         "format": FORMAT,
@@ -163,7 +165,7 @@ def _up_to_date(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
     manifest = read_manifest(path)
     if manifest is None or any(manifest.get(key) != value for key, value in wanted.items()):
         return None
-    return manifest if path.is_file() and sha256(path) == manifest.get("sha256") else None
+    return manifest if path.is_file() and sha256_of(path) == manifest.get("sha256") else None
 
 
 def _resolve(source: Source, request: Request, folder: Path | None) -> str:
@@ -172,7 +174,7 @@ def _resolve(source: Source, request: Request, folder: Path | None) -> str:
         return requested or "unknown (local copy)"
     try:
         return source.origin.resolve(requested)
-    except Exception as error:  # each version of the client libraries has exceptions of its own
+    except Exception as error:  # exceptions differ between versions of the client libraries
         raise _unreachable(source, requested, None, error) from error
 
 
@@ -186,12 +188,11 @@ def _rows(source: Source, request: Request, revision: str, folder: Path | None) 
 
 
 def _unreachable(source: Source, revision: str | None, folder: Path | None, error: Exception) -> UserError:
-    lines = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    reason = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
     place = f"in --source {folder}" if folder else "from here"
     return UserError(
-        f"{source.name}: {source.origin.label} cannot be read {place} ({reason}); where there is a network, "
-        f"{source.origin.instructions(revision)}, then give --source DIR (or set "
+        f"{source.name}: {source.origin.label} cannot be read {place} ({reason}); on a machine with a "
+        f"network, {source.origin.instructions(revision)}, then pass --source DIR (or set "
         "NEMO_GRPO_DATA_SOURCE=DIR)"
     )
 
@@ -213,7 +214,7 @@ def _token_counter(name: str) -> Callable[[str], int]:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--tokenizer {name} cannot be loaded ({str(error).splitlines()[0]}); give the folder of a model "
+            f"--tokenizer {name} cannot be loaded ({first_line(error)}); give the folder of a model "
             "of the Qwen2.5 series, whose tokenizer the paper's lengths are counted with"
         ) from error
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])

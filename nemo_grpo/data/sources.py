@@ -1,7 +1,6 @@
-"""Every training and evaluation set that the papers name: where it lies, what its columns mean, what
-stays.
+"""Every training and evaluation set of the papers: location, meaning of the columns, filters.
 
-The table is data; `Source` says what its fields mean.
+`Source` explains the table's fields.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from nemo_grpo.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Expected:
-    """How many problems there should be.
+    """Expected number of problems.
 
     Attributes: about: the text that states it rounds; 5 % off is fine.
     """
@@ -47,7 +46,7 @@ class Source:
 
     Attributes:
         task: name of the task that scores it.
-        paper: who uses it, and where that is said.
+        paper: the papers that use it, with the passage.
         schema: how its columns are known. ``files``: seen in the published files; ``readers``: from public
             programs or cards that read it; ``assumed``: by analogy.
         made_here: another origin for the same kind of problems, by `generate`; its mapping is `generated`.

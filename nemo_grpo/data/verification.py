@@ -1,12 +1,13 @@
-"""Are prepared files still what their manifests say?"""
+"""Checks prepared files against their manifests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.data.manifest import SUFFIX, read_manifest, sha256
+from nemo_grpo.data.manifest import SUFFIX, read_manifest
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import sha256_of
 from nemo_grpo.tasks.jsonl import read_problems
 
 
@@ -31,8 +32,8 @@ def _complaint(path: Path) -> str | None:
         return "the manifest cannot be read"
     if not path.is_file():
         return f"{path.name} is missing"
-    if sha256(path) != manifest.get("sha256"):
-        return f"{path.name} has another sha256 than its manifest says"
+    if sha256_of(path) != manifest.get("sha256"):
+        return f"{path.name} has a sha256 other than its manifest's"
     return _content(path, manifest)
 
 

@@ -1,4 +1,4 @@
-"""Which metrics are drawn. To add one, add a row."""
+"""The metrics that are drawn. To add one, add a row."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PANELS: tuple[Panel, ...] = (
         "mean over rollouts",
         ("reward/accuracy", "reward/mean"),
         draw_training,
-        "Accuracy component of the rollouts' reward, by which runs with other reward weights compare; the "
-        "whole reward if a run does not have it.",
+        "Accuracy component of the rollouts' reward, comparable between runs with different reward weights; "
+        "the whole reward if a run lacks it.",
     ),
     Panel(
         "entropy",
@@ -84,7 +84,7 @@ PANELS: tuple[Panel, ...] = (
         "share of groups",
         ("groups/valid_fraction",),
         draw_training,
-        "Groups whose rewards are not all equal; only they teach anything.",
+        "Groups whose rewards are not all equal; only these have a gradient.",
         from_zero=True,
     ),
     Panel(
@@ -121,7 +121,7 @@ PANELS: tuple[Panel, ...] = (
         "B / (B - M)",
         ("gpg/alpha",),
         draw_training,
-        "Factor by which GPG makes up for groups without signal; 1 where every group has some.",
+        "Factor by which GPG compensates for groups without signal; 1 if every group has signal.",
     ),
     Panel(
         "cumulative_covariance",
@@ -129,10 +129,10 @@ PANELS: tuple[Panel, ...] = (
         "share of the sum of |c|",
         ("cumulative", "covariance"),
         draw_cumulative,
-        "How much of all covariance the tokens of largest covariance make up (CW-GRPO Figure 3), mean over "
-        "the steps that were looked at. Few tokens with much of it: the curve starts high.",
+        "Share of all covariance held by the tokens of largest covariance (CW-GRPO Figure 3), mean over "
+        "the measured steps. If few tokens hold most of it, the curve starts high.",
         xlabel="% of tokens, largest first",
-        of_looks=True,
+        of_diagnostics=True,
     ),
     Panel(
         "gradient_share",
@@ -140,12 +140,12 @@ PANELS: tuple[Panel, ...] = (
         "share of the sum of g (1 - pi)",
         ("probability", "gradient"),
         draw_bins,
-        "Which tokens move the policy: share of the summed gradient bound g (1 - pi) by the probability that "
-        "the policy gave the token. g is the size of the loss's derivative by the token's log-probability, "
+        "Which tokens move the policy: share of the summed gradient bound g (1 - pi) by the token's "
+        "probability. g is the size of the loss's derivative by the token's log-probability, "
         "with every weight, clip and KL of the variant.",
         from_zero=True,
         xlabel="probability of the token",
-        of_looks=True,
+        of_diagnostics=True,
     ),
     Panel(
         "token_coefficient",
@@ -153,10 +153,10 @@ PANELS: tuple[Panel, ...] = (
         "mean g",
         ("probability", "coefficient"),
         draw_bins,
-        "Mean g of the tokens of like probability: what a variant's token weights do, advantages included.",
+        "Mean g by probability: the effect of a variant's token weights, advantages included.",
         from_zero=True,
         xlabel="probability of the token",
-        of_looks=True,
+        of_diagnostics=True,
     ),
     Panel(
         "gradient_cv",

@@ -28,10 +28,10 @@ MAX_PALE = 2
 """With more groups than this, single steps behind the running means are left out."""
 
 LEGEND_LETTERS, LEGEND_HANDLE = 12, 9
-"""Letters of a legend that an inch holds, and how many the line before a label takes."""
+"""Letters per inch of a legend, and the width of a label's line in letters."""
 
 Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
-"""Draws and returns the metric that it has drawn, as the picture shall name it; empty: not at all."""
+"""Draws a panel and returns the name of the metric for its title; empty: no name."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Panel:
     Attributes:
         name: file name of its PNG.
         title, unit: what is drawn, and the y axis.
-        keys: metrics of metrics.jsonl; to `draw_training` they are alternatives.
+        keys: metrics of metrics.jsonl; alternatives for `draw_training`.
         draw: how.
         explanation: a sentence for the report.
         from_zero: the y axis starts at 0.
         xlabel: the x axis.
-        of_looks: drawn from diagnostics.jsonl; ``keys`` name its parts.
+        of_diagnostics: drawn from diagnostics.jsonl; ``keys`` name its parts.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Panel:
     explanation: str
     from_zero: bool = False
     xlabel: str = "training step"
-    of_looks: bool = False
+    of_diagnostics: bool = False
 
     def is_filled(self, groups: Sequence[RunGroup]) -> bool:
         """True if any run has a value to draw."""
-        if self.of_looks:
-            return any(run.looks for group in groups for run in group.runs)
+        if self.of_diagnostics:
+            return any(run.diagnostics for group in groups for run in group.runs)
         return any(run.points(key) for group in groups for run in group.runs for key in self.keys)
 
 
@@ -76,7 +76,7 @@ class Style:
 
 
 def style_of(index: int) -> Style:
-    """Colour, dash and marker of the group number ``index``; no two of the first 32 are alike."""
+    """Colour, dash and marker of group number ``index``; the first 32 are distinct."""
     dash = DASHES[(index + index // len(COLORS)) % len(DASHES)]
     return Style(COLORS[index % len(COLORS)], dash, MARKERS[index % len(MARKERS)])
 
@@ -174,7 +174,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_png(figure: Figure, path: Path, dpi: int) -> None:
-    """Save the figure. Its own savefig draws everything twice, once for the layout alone."""
+    """Save the figure; `Figure.savefig` would draw everything twice, once for the layout."""
     figure.dpi = dpi
     FigureCanvasAgg(figure).print_png(path)
 
@@ -203,7 +203,7 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     axes.set_title(metric, loc="right", fontsize=7.5, color=COMPANION)
     axes.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
-    if not panel.of_looks:
+    if not panel.of_diagnostics:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.margins(x=0.02)
     if panel.from_zero:

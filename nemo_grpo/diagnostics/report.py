@@ -1,4 +1,4 @@
-"""One HTML file, complete in itself, that shows a run or compares several."""
+"""One self-contained HTML file that shows a run or compares several."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
 
 
 def write_group_report(groups: Sequence[RunGroup], output: str | Path) -> Path:
-    """As `write_report`, for groups that have their labels already."""
+    """As `write_report`, for labelled groups."""
     output = Path(output)
     try:
         if output.is_file() and not _is_report(output):
-            raise UserError(f"{output} exists and is no report; remove it, or choose another -o")
+            raise UserError(f"{output} exists and is not a report; remove it, or choose another -o")
         draw(groups, output.parent / PLOTS)
         output.write_text(render(groups, output.parent / PLOTS))
     except OSError as error:
@@ -63,14 +63,14 @@ def write_group_report(groups: Sequence[RunGroup], output: str | Path) -> Path:
 
 
 def _is_report(file: Path) -> bool:
-    """True for what `render` made, and for an empty file."""
+    """True for an output of `render` and for an empty file."""
     head = _PAGE.partition("{title}")[0].encode()
     with file.open("rb") as opened:
         return opened.read(len(head)) in (head, b"")
 
 
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:
-    """Write every panel that has data, and all of them in ``overview.png``; older pictures of others go."""
+    """Write every panel that has data, and all of them in ``overview.png``; remove outdated pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     filled = [panel for panel in PANELS if panel.is_filled(groups)]
     for panel in PANELS:
@@ -83,7 +83,7 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
 
 
 def render(groups: Sequence[RunGroup], plots: Path) -> str:
-    """The HTML text; the pictures in ``plots`` are put into it."""
+    """The HTML text with the pictures of ``plots`` embedded."""
     title = " vs ".join(group.label for group in groups) if len(groups) <= 4 else f"{len(groups)} settings"
     runs = [run for group in groups for run in group.runs]
     paths = ", ".join(str(run.path) for run in runs)
@@ -125,7 +125,7 @@ def _token_tables(groups: Sequence[RunGroup]) -> str:
         text += f"<h2>Covariance that a share of the tokens reaches</h2>{_table(head, rows)}"
         text += (
             "<p class=note>Of the tokens with positive and with negative covariance, the most extreme share "
-            "reaches this value; mean over the steps that were looked at and over seeds.</p>"
+            "reaches this value; mean over measured steps and seeds.</p>"
         )
     lists = [(title, *token_plots.token_rows(groups, name)) for name, title in _TOKEN_LISTS.items()]
     folded = [
@@ -135,7 +135,7 @@ def _token_tables(groups: Sequence[RunGroup]) -> str:
     ]
     if folded:
         text += f"<h2>Tokens that stand out</h2>{''.join(folded)}"
-        text += "<p class=note>Tokens that came five times or more; share: of the sum over all tokens.</p>"
+        text += "<p class=note>Tokens that occur at least five times; share: of the sum over all tokens.</p>"
     return text
 
 
@@ -153,7 +153,7 @@ def _explanations(groups: Sequence[RunGroup]) -> str:
 
 
 def _settings(groups: Sequence[RunGroup]) -> str:
-    """What tells the groups apart; for a single group the whole recipe."""
+    """Settings that differ between groups; for a single group the whole recipe."""
     if len(groups) == 1:
         rows = [[key, shown(value)] for key, value in groups[0].runs[0].settings.items()]
         table = _table(["key", "value"], rows)

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
+from nemo_grpo.dotted import leaves
 from nemo_grpo.errors import UserError
-from nemo_grpo.recipe.keys import leaves, shown
+from nemo_grpo.recipe.keys import shown
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ ENGINES = {"embedded": "embedded", "cluster": "NeMo-RL"}
 
 ENTROPY = ("entropy/mean", "entropy/sampled")
 """The policy's entropy: exact, and estimated by the mean of -log p over the sampled tokens, which NeMo-RL's
-runs have too. Estimates fluctuate more; their mean is the same at temperature 1 with nothing cut off."""
+runs have too. Estimates are noisier; their mean is the same at temperature 1 without top-k or top-p."""
 
 Points = dict[int, float]
 """A metric's values by step."""
@@ -44,19 +45,19 @@ Points = dict[int, float]
 
 @dataclass(frozen=True)
 class RunLog:
-    """One run, as far as it has come.
+    """One run, finished or not.
 
     Attributes:
         path: its folder.
         rows: metrics by step, ascending.
         settings: dotted keys and values of the resolved recipe; empty if the folder has none.
-        looks: objects of diagnostics.jsonl, in the order of steps; empty if the folder has none.
+        diagnostics: objects of diagnostics.jsonl, in the order of steps; empty if the folder has none.
     """
 
     path: Path
     rows: dict[int, dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
-    looks: tuple[dict[str, Any], ...] = ()
+    diagnostics: tuple[dict[str, Any], ...] = ()
 
     @property
     def variant(self) -> str:
@@ -65,7 +66,7 @@ class RunLog:
 
     @property
     def engine(self) -> str:
-        """What trained it; runs without a recipe count as embedded."""
+        """The engine that trained it; runs without a recipe count as embedded."""
         return ENGINES.get(str(self.settings.get("nemo_grpo.target")), ENGINES["embedded"])
 
     @property
@@ -82,7 +83,7 @@ class RunLog:
 class RunGroup:
     """Runs of one setting with different seeds.
 
-    Attributes: label: what tells the group from the others.  runs: at least one.
+    Attributes: label: distinguishes the group from the others.  runs: at least one.
     """
 
     label: str
@@ -91,7 +92,7 @@ class RunGroup:
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Steps, mean over the runs, and sample standard deviation (0 for one run).
 
-        Only steps that every run with this metric has are used: a run that ends early makes no jump.
+        Uses only steps that all runs with this metric have, so that a run that ends early causes no jump.
         """
         curves = [points for run in self.runs if (points := run.points(key))]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
@@ -115,7 +116,7 @@ class RunGroup:
 
 
 def run_folders(path: str | Path) -> list[Path]:
-    """The folder itself, or, of a comparison's or a sweep's folder, those of its runs that made a step."""
+    """The folder itself; for a comparison or sweep, the folders of its runs that made a step."""
     folder = Path(path)
     if (folder / METRICS_FILE).is_file() or not (folder / "runs").is_dir():
         return [folder]
@@ -125,8 +126,8 @@ def run_folders(path: str | Path) -> list[Path]:
 def read_run(path: str | Path) -> RunLog:
     """Read a run's folder.
 
-    A line that is not JSON (the last one, if the run was killed while writing it) is left out; rows of the
-    same step are joined, the later one wins.
+    A line that is not JSON (the last one, if the run was killed while writing it) is skipped; rows of the
+    same step are merged, and later values win.
 
     Raises: UserError: the folder has no metrics.jsonl, or no step in it.
     """
@@ -137,7 +138,7 @@ def read_run(path: str | Path) -> RunLog:
             f"{folder} holds no {METRICS_FILE}; give the folder of a run, such as runs/quickstart"
         )
     rows: dict[int, dict[str, Any]] = {}
-    for row in _json_lines(file):
+    for row in json_lines(file):
         if isinstance(row.get("step"), int):
             rows.setdefault(row["step"], {}).update(row)
     for row in rows.values():
@@ -145,23 +146,24 @@ def read_run(path: str | Path) -> RunLog:
             row["entropy/sampled"] = -row["logprob/mean"]
     if not rows:
         raise UserError(f"{file} holds no step yet; let the run make at least one")
-    looks_file = folder / DIAGNOSTICS_FILE
-    looks = (
-        tuple(look for look in _json_lines(looks_file) if look.keys() >= {"step", "num_tokens", "tokens"})
-        if looks_file.is_file()
+    diagnostics_file = folder / DIAGNOSTICS_FILE
+    diagnostics = (
+        tuple(row for row in json_lines(diagnostics_file) if row.keys() >= {"step", "num_tokens", "tokens"})
+        if diagnostics_file.is_file()
         else ()
     )
-    return RunLog(folder, dict(sorted(rows.items())), _settings(folder / RECIPE_FILE), looks)
+    return RunLog(folder, dict(sorted(rows.items())), _settings(folder / RECIPE_FILE), diagnostics)
 
 
-def _json_lines(file: Path) -> Iterable[dict[str, Any]]:
+def json_lines(file: Path) -> Iterable[dict[str, Any]]:
+    """The objects of a JSONL file. Lines that are not JSON are skipped; the last one, if cut, silently."""
     lines = file.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            if line.strip() and number < len(lines):  # the last line may still be being written
-                log.warning("%s line %d is not JSON and is left out", file, number)
+            if line.strip() and number < len(lines):  # the last line may be incomplete
+                log.warning("%s line %d is not JSON and is skipped", file, number)
             continue
         if isinstance(row, dict):
             yield row
@@ -182,8 +184,8 @@ def _settings(file: Path) -> dict[str, Any]:
 def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
     """Gather runs whose settings differ in nothing but the seed; order of first appearance.
 
-    A group is labelled by its variant; where several groups have the same one, by engine and by what else
-    tells them apart.
+    A group is labelled by its variant; if several groups share one, also by engine and by the settings
+    that differ.
     """
     members: dict[str, list[RunLog]] = {}
     for run in runs:
@@ -193,7 +195,7 @@ def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
 
 
 def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any]]:
-    """Keys whose values are not the same in all groups, with each group's value (None: not there)."""
+    """Keys whose values differ between groups, with each group's value (None: missing)."""
     settings = [group[0].settings for group in groups]
     keys = sorted({key for one in settings for key in one} - set(NOT_A_SETTING))
     values = {key: [one.get(key) for one in settings] for key in keys}
@@ -201,7 +203,7 @@ def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any
 
 
 def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """The first metric that every group has; failing that, the first that any has."""
+    """The first metric that every group has, else the first that any has."""
     for test in (all, any):
         for key in keys:
             if test(len(group.curve(key)[0]) > 0 for group in groups):

@@ -36,7 +36,7 @@ class Column:
 
 
 def columns(groups: Sequence[RunGroup]) -> list[Column]:
-    """What the table shows, left to right; columns that no group can fill are left out."""
+    """Columns of the table, left to right, without those that no group can fill."""
     passes, entropy = pass_key(groups), common_key(groups, ENTROPY)
     entropy_name = "entropy" if entropy == ENTROPY[0] else "sampled entropy"
     found = [

@@ -16,8 +16,8 @@ MAX_LISTED = 4
 
 
 def run_mean(run: RunLog, part: str, name: str) -> np.ndarray | None:
-    """Mean over a run's looks of one list of numbers; None if it has none."""
-    lists = [look[part][name] for look in run.looks if name in look.get(part, {})]
+    """Mean of one list of numbers over a run's measured steps; None if it has none."""
+    lists = [look[part][name] for look in run.diagnostics if name in look.get(part, {})]
     return np.mean(lists, axis=0) if lists else None
 
 
@@ -60,7 +60,7 @@ def _line(axes: Axes, x: Any, mean: np.ndarray, spread: np.ndarray, index: int, 
 
 
 def covariance_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """CW-GRPO Table 1, mean over looks and seeds: a row per group and sign."""
+    """CW-GRPO Table 1, mean over steps and seeds: a row per group and sign."""
     head, rows = ["setting", "covariance"], []
     for group in groups:
         shares = group_mean(group, "covariance", "share")
@@ -107,7 +107,7 @@ def token_rows(groups: Sequence[RunGroup], name: str) -> tuple[list[str], list[l
     """One of `tokens.token_tables` at the last look of each group's first run, groups side by side."""
     head, columns = ["rank"], []
     for group in groups[:MAX_LISTED]:
-        look = next((run.looks[-1] for run in group.runs if run.looks), None)
+        look = next((run.diagnostics[-1] for run in group.runs if run.diagnostics), None)
         if look is None:
             continue
         head += [f"{group.label}, step {look['step']}", "count", "probability", "share"]

@@ -5,9 +5,9 @@ Four quantities of every token that counts:
     c_it  = (logp_it - mean_t logp_i)(A_i - mean_g A)      CW-GRPO section 2.3; A over the group's std
     g_it  = N |d loss / d logp_it|                         the variant's own loss, its weights and KL included
     g_it (1 - pi_it)                                       bounds the token's gradient (TR-GRPO Theorem 3.2)
-    H_it                                                   entropy of the policy where it chose the token
+    H_it      entropy of the policy at the token
 
-N tokens per step; for GRPO g is |A|. c is the same for all variants, so that it compares them.
+N tokens per step; for GRPO g is |A|. c has one definition for all variants, so that it compares them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from nemo_grpo.core.statistics import percentiles
 from nemo_grpo.core.token_weights import group_covariance
 
 TABLE_SHARES = (0.0001, 0.01, 0.2, 0.4, 1.0)
-"""Of the positive and of the negative tokens: CW-GRPO Table 1."""
+"""Shares of the positive and of the negative tokens: CW-GRPO Table 1."""
 CURVE_SHARES = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0)
-"""Of all tokens: CW-GRPO Figure 3."""
+"""Shares of all tokens: CW-GRPO Figure 3."""
 ENTROPIES = {"p5": 0.05, "p50": 0.5, "p80": 0.8, "p95": 0.95}
 NUM_BINS = 10
-"""Of the tokens' probability."""
+"""Bins of the tokens' probability."""
 NUM_TOKENS, MIN_COUNT = 100, 5
-"""Length of each table of tokens, and how often a token must have come to be in one."""
+"""Length of each token table, and minimum count of a token in it."""
 
 
 def token_diagnostics(
     objective: Objective, prepared: PreparedBatch, token_ids: Tensor, decode: Callable[[int], str]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Sum up a prepared step. Draws nothing and changes nothing.
+    """Summarise a prepared step. Draws no random numbers and changes nothing.
 
-    Args:    prepared: the whole step.  token_ids: [B, T], of the tokens that its columns speak of.
+    Args:    prepared: the whole step.  token_ids: [B, T], the tokens that its columns belong to.
              decode: a token's text.
     Returns: numbers for metrics.jsonl, ``tokens/*``; an object for diagnostics.jsonl. Both empty for a step
              without a token.
@@ -107,7 +107,7 @@ def loss_gradients(objective: Objective, prepared: PreparedBatch) -> Tensor:
 
 
 def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
-    """How much of the total the largest values make up, for each share of their number (at least one).
+    """Share of the total held by the largest values, for each share of their number (at least one).
 
     Args: values: [N], >= 0, N >= 1.
     """
@@ -119,8 +119,8 @@ def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
 def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
     """CW-GRPO Table 1: the covariance that a share of the positive (negative) tokens reaches or exceeds.
 
-    Returns: ``share``, ``positive``, ``negative``: as `TABLE_SHARES`, outermost first; the last share is all
-             of them: their smallest magnitude. 0 where there is none of that sign.
+    Returns: ``share``, ``positive``, ``negative``: as `TABLE_SHARES`, most extreme first; the last share
+             is all of them: their smallest magnitude. 0 if there is none of that sign.
     """
     table: dict[str, list[float]] = {"share": list(TABLE_SHARES)}
     for name, sign in (("positive", 1), ("negative", -1)):
@@ -131,7 +131,7 @@ def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
 
 
 def probability_bins(probability: Tensor, coefficient: Tensor, gradient: Tensor) -> dict[str, list[float]]:
-    """What tokens of like probability do, in `NUM_BINS` bins of equal width from 0 to 1.
+    """Statistics by probability, in `NUM_BINS` bins of equal width from 0 to 1.
 
     Returns: ``tokens``: share of the tokens; ``coefficient``: mean g; ``gradient``: share of the sum of
              g (1 - pi).
@@ -153,7 +153,7 @@ def token_tables(
 
     Returns: ``likely`` and ``unlikely``: largest and smallest mean probability (TR-GRPO section 3.3), share
              of the sum of g (1 - pi); ``covariance``: largest share of the sum of |c|; ``gradient``: largest
-             share of the sum of g (1 - pi). Entries that came `MIN_COUNT` times or more.
+             share of the sum of g (1 - pi). Only entries that occur at least `MIN_COUNT` times.
     """
     entries, where, count = ids.unique(return_inverse=True, return_counts=True)
     mean = torch.bincount(where, weights=probability) / count
@@ -185,7 +185,7 @@ def _index(share: float, number: int) -> int:
 
 
 def _floats(values: Sequence[Tensor] | Tensor) -> list[float]:
-    """Six digits of each: enough for a picture."""
+    """Six digits of each, enough for a plot."""
     if not isinstance(values, Tensor):
         values = torch.stack(list(values)) if values else torch.zeros(0)
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import flush_tree, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
         (temporary / INFO).write_text(json.dumps(info, indent=2))
-        _flush_tree(temporary)
+        flush_tree(temporary)
         if final.exists():
             self._remove(final)
         temporary.rename(final)
@@ -146,26 +146,3 @@ def read_info(checkpoint: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: {error}; the checkpoint is incomplete, remove its folder and resume again"
         ) from None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A kill or a full disk leaves the file as it was, or whole."""
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    temporary.write_text(text)
-    _flush(temporary)
-    temporary.rename(path)
-    _flush(path.parent)
-
-
-def _flush_tree(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        _flush(path)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,12 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
+FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor"),
+    *("triu", "zeros", "zeros_like"),
+)
+"""torch's functions that make tensors and take a device."""
 
 
 def here(device: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class TrainingState:
     Attributes: step: finished steps.  next_problem: position in the stream of training problems.
                 skipped_in_a_row, skipped: steps without an update because something was not finite.
                 no_signal: steps without an update because no group's rewards differed.  tokens: trained on so
-                    far.  reached_goal: grpo.stop_at_validation_metric has ended the run.
+                    far.  reached_goal: grpo.stop_at_validation_metric has ended the run.  carried: see
+                `PreparedBatch`.
     """
 
     step: int = 0
@@ -36,6 +37,7 @@ class TrainingState:
     no_signal: int = 0
     tokens: int = 0
     reached_goal: bool = False
+    carried: dict[str, float] = field(default_factory=dict)
 
     def count(self, updates: list[UpdateResult]) -> None:
         """Count a step by its updates."""
@@ -69,6 +71,7 @@ class Learner:
         """
         if self.objective.needs_prev_logprobs or self.recipe.num_updates_per_step > 1:
             prepared = self.prepare(step, state, self.score(step), self.reference(step))
+            state.carried = prepared.carried
             clock.lap("time/score")
             updates = self.update(prepared, step, state)
             clock.lap("time/update")
@@ -105,6 +108,7 @@ class Learner:
     ) -> PreparedBatch:
         """Decide advantages and weights on whole groups."""
         batch = step.token_batch(scores.logprobs, scores.entropies, reference)
+        batch = replace(batch, carried=state.carried)
         return self.objective.prepare(batch, seed=self.recipe.grpo.seed * 1_000_003 + state.step)
 
     def update(

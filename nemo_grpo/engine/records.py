@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_grpo.engine.megatron.policy import UpdateResult
 from nemo_grpo.engine.rollout import Group
+from nemo_grpo.tasks.base import NOT_FINITE
 
 
 class Clock:
@@ -25,10 +26,13 @@ class Clock:
 
 
 def mean_scores(groups: list[Group]) -> dict[str, float]:
-    """Means over the step's responses: each reward component, whether it was cut off, its turns if any."""
+    """Means over the step's responses: each reward component, whether one was not finite, whether it was cut
+    off, its turns if any.
+    """
     responses = [response for group in groups for response in group.responses]
-    names = responses[0].scores
-    means = {f"reward/{name}": sum(r.scores[name] for r in responses) / len(responses) for name in names}
+    names = (*responses[0].scores, NOT_FINITE)
+    sums = {name: sum(r.scores.get(name, 0.0) for r in responses) for name in names}
+    means = {f"reward/{name}": total / len(responses) for name, total in sums.items()}
     means["length/truncated"] = sum(r.truncated for r in responses) / len(responses)
     episodes = [asdict(r.episode) for r in responses if r.episode is not None]
     counts = episodes[0] if episodes else ()

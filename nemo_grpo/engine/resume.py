@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from nemo_grpo.dotted import leaves
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
@@ -50,7 +49,7 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
     if not resolved.exists():
         return
     first = load_recipe(resolved)
-    before, now = _leaves(first.to_dict()), _leaves(recipe.to_dict())
+    before, now = dict(leaves(first.to_dict())), dict(leaves(recipe.to_dict()))
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
@@ -67,13 +66,3 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
             f"--resume: checkpointing.checkpoint_dir={recipe.checkpoint_dir} has no checkpoint, "
             f"{first.checkpoint_dir} has {left.name}; move them, or undo that"
         )
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= _leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

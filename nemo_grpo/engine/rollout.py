@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,30 +12,19 @@ from torch import Tensor
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.core.resampling import rewards_differ
-from nemo_grpo.core.reward_shaping import overlong_penalty
-from nemo_grpo.engine.episodes import sample_responses
-from nemo_grpo.engine.generate_distributed import from_first_rank
-from nemo_grpo.engine.protocols import Generator, SamplingParams
+from nemo_grpo.sampling.episodes import Sampled, sample_responses
+from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.sampling.requests import Generator, Request
 from nemo_grpo.tasks import Problem, Task
-from nemo_grpo.tasks.environment import Episode
+from nemo_grpo.tasks.base import checked_score, reward_of
 
 
-@dataclass(frozen=True)
-class Response:
-    """One sampled response: tokens, the sampler's logprobs (nats), reward components, weighted reward.
+@dataclass(frozen=True, kw_only=True)
+class Response(Sampled):
+    """A sampled response with its reward components and their weighted sum."""
 
-    Attributes: token_mask: [T] bool; False where an environment spoke. None: the policy wrote every token.
-                episode: the turns of a task that has some.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    truncated: bool
-    text: str
     scores: dict[str, float]
     reward: float
-    token_mask: Tensor | None = None
-    episode: Episode | None = None
 
 
 @dataclass(frozen=True)
@@ -119,70 +108,44 @@ def sample_groups(
     tokenizer: Any,
     task: Task,
     problems: Sequence[Problem],
-    prompts: Sequence[list[int]],
-    *,
-    num_generations: int,
-    sampling: SamplingParams,
+    request: Request,
     reward_weights: Mapping[str, float],
-    seed: int,
 ) -> list[Group]:
-    """Sample ``num_generations`` responses to each problem and score them.
+    """Sample the responses that are asked for, to a prompt per problem, and score them.
 
     The first rank scores for all: a verdict at a grader's time limit may differ between two calls.
     """
-    sampled = sample_responses(generator, tokenizer, task, prompts, num_generations, sampling, seed)
+    sampled = sample_responses(generator, tokenizer, task, request)
+    num_generations = request.num_generations
+    rows = [problem for problem in problems for _ in range(num_generations)]
     scored = from_first_rank(
-        lambda: [task.score(problems[i // num_generations], one.text) for i, one in enumerate(sampled)]
+        lambda: [checked_score(task, problem, one.text) for problem, one in zip(rows, sampled, strict=True)]
     )
     groups = []
     for index, problem in enumerate(problems):
-        rows = slice(index * num_generations, (index + 1) * num_generations)
-        responses = []
-        for one, scores in zip(sampled[rows], scored[rows], strict=True):
-            reward = sum(weight * scores[name] for name, weight in reward_weights.items())
-            responses.append(
-                Response(
-                    one.tokens,
-                    one.logprobs,
-                    one.truncated,
-                    one.text,
-                    scores,
-                    reward,
-                    token_mask=one.token_mask,
-                    episode=one.episode,
-                )
-            )
-        groups.append(Group(problem, prompts[index], responses))
+        part = slice(index * num_generations, (index + 1) * num_generations)
+        responses = [
+            Response(**vars(one), scores=scores, reward=reward_of(scores, reward_weights))
+            for one, scores in zip(sampled[part], scored[part], strict=True)
+        ]
+        groups.append(Group(problem, request.prompts[index], responses))
     return groups
 
 
-@dataclass(frozen=True)
-class OverlongPenalty:
-    """DAPO's soft length penalty; see `overlong_penalty`."""
-
-    max_response_length: int
-    buffer_length: int
-    penalty: float
-
-    def __call__(self, lengths: Tensor) -> Tensor:
-        return overlong_penalty(
-            lengths,
-            max_response_length=self.max_response_length,
-            buffer_length=self.buffer_length,
-            penalty=self.penalty,
-        )
-
-
 def assemble(
-    groups: Sequence[Group], *, pad_id: int, overlong: OverlongPenalty | None, drop_truncated: bool
+    groups: Sequence[Group],
+    *,
+    pad_id: int,
+    overlong: Callable[[Tensor], Tensor] | None,
+    drop_truncated: bool,
 ) -> Step:
     """Lay a step's groups out as tensors.
 
     Token column t speaks of input_ids[:, t + 1], so a response that starts at position p is counted from
     column p - 1. What an environment said is context: its columns are False in the mask.
 
-    Args: overlong: added to the rewards.  drop_truncated: leave truncated responses out of loss and
-          statistics.
+    Args: overlong: of response lengths, added to the rewards.
+          drop_truncated: leave truncated responses out of loss and statistics.
     """
     flat = [(g, group.prompt, response) for g, group in enumerate(groups) for response in group.responses]
     prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
@@ -196,7 +159,7 @@ def assemble(
         ids[row, :start] = torch.tensor(prompt)
         ids[row, start:end] = response.tokens
         generation_logprobs[row, start - 1 : end - 1] = response.logprobs
-        token_mask[row, start - 1 : end - 1] = True if response.token_mask is None else response.token_mask
+        token_mask[row, start - 1 : end - 1] = response.token_mask
     rewards = torch.tensor([response.reward for _, _, response in flat], dtype=torch.float32)
     if overlong is not None:
         rewards = rewards + overlong(response_lengths)
@@ -209,11 +172,7 @@ def assemble(
         generation_logprobs=generation_logprobs,
         rewards=rewards,
         group_ids=group_ids,
-        response_ids=response_ids([(prompt, _written(response)) for _, prompt, response in flat]),
+        response_ids=response_ids(
+            (prompt, response.tokens[response.token_mask].tolist()) for _, prompt, response in flat
+        ),
     )
-
-
-def _written(response: Response) -> list[int]:
-    """The tokens of a response that the policy wrote."""
-    mask = response.token_mask
-    return (response.tokens if mask is None else response.tokens[mask]).tolist()

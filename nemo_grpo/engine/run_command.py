@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from nemo_grpo.diagnostics.report import plot_run
 from nemo_grpo.engine.launch import is_launched, launch
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
@@ -32,6 +31,8 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     finally:
         parallel.shut_down()
     if trainer.run.leads:
+        from nemo_grpo.diagnostics.report import plot_run  # draws, which the other ranks need not load
+
         plot_run(recipe.run_dir)
         log.info("run folder: %s", recipe.run_dir)
     if finished:

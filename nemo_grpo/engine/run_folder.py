@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_grpo.engine.checkpoint import write_atomically
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import write_atomically
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
-from nemo_grpo.engine.hf_folder import copy_side_files, export, export_adapter
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import begin_save
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
 from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.hf_folder import copy_side_files, export, export_adapter
 
 
 @dataclass

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nemo_grpo.engine.generate_distributed import DistributedGenerator
-from nemo_grpo.engine.generators import build_local
-from nemo_grpo.engine.hf_folder import load_config, load_weights
+from nemo_grpo.core.reward_shaping import overlong_penalty
+from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
-from nemo_grpo.engine.megatron.parallel import Layout, is_rank_zero
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
-from nemo_grpo.engine.protocols import Generator, SamplingParams
-from nemo_grpo.engine.rollout import OverlongPenalty
+from nemo_grpo.engine.megatron.parallel import is_rank_zero
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.errors import UserError
+from nemo_grpo.hf_folder import load_config, load_weights
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.cluster_rules import value_of
+from nemo_grpo.sampling.generate_distributed import DistributedGenerator
+from nemo_grpo.sampling.generators import build_local
+from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -34,24 +37,10 @@ def lora_of(recipe: Recipe) -> LoRASettings | None:
 
     Raises: UserError: layers that cannot be adapted.
     """
-    peft = recipe.policy.megatron_cfg.peft
-    if peft is None or not peft.enabled:
+    peft = recipe.policy.megatron_cfg.lora_in_use
+    if peft is None:
         return None
     return LoRASettings(peft.dim, peft.alpha, choose_targets(peft.target_modules, peft.exclude_modules))
-
-
-def layout_of(recipe: Recipe) -> Layout:
-    """The recipe's model-parallel layout."""
-    m = recipe.policy.megatron_cfg
-    extra = m.model_extra or {}
-    return Layout(
-        tensor=m.tensor_model_parallel_size,
-        pipeline=m.pipeline_model_parallel_size,
-        context=m.context_parallel_size,
-        sequence_parallel=m.sequence_parallel,
-        num_layers_in_first_stage=extra.get("num_layers_in_first_pipeline_stage"),
-        num_layers_in_last_stage=extra.get("num_layers_in_last_pipeline_stage"),
-    )
 
 
 def choose_device(recipe: Recipe) -> torch.device:
@@ -89,33 +78,24 @@ def model_source(recipe: Recipe, task: Task) -> Path:
 
 def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:
     """The policy with the source's weights."""
-    optimizer, scheduler = recipe.policy.megatron_cfg.optimizer, recipe.policy.megatron_cfg.scheduler
-    if (hint := options.fp8_hint(recipe.policy.megatron_cfg)) and is_rank_zero():
+    megatron = recipe.policy.megatron_cfg
+    if (hint := options.fp8_hint(megatron)) and is_rank_zero():
         log.warning("%s", hint)
-    num_updates = recipe.grpo.max_num_steps * recipe.num_updates_per_step
-    settings = OptimizerSettings(
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_eps,
-        clip_grad=optimizer.clip_grad,
-        use_distributed_optimizer=optimizer.use_distributed_optimizer,
-        lr_decay_style=scheduler.lr_decay_style,
-        lr_decay_iters=scheduler.lr_decay_iters or max(num_updates, scheduler.lr_warmup_iters + 1),
-        lr_warmup_iters=scheduler.lr_warmup_iters,
-        lr_warmup_init=scheduler.lr_warmup_init,
-    )
+    schedule = megatron.scheduler
+    if schedule.lr_decay_iters is None:
+        num_updates = recipe.grpo.max_num_steps * recipe.num_updates_per_step
+        decay = max(num_updates, schedule.lr_warmup_iters + 1)
+        schedule = schedule.model_copy(update={"lr_decay_iters": decay})
     policy = MegatronPolicy(
         load_config(source),
-        settings,
-        layout=layout_of(recipe),
+        megatron.optimizer,
+        schedule,
+        layout=megatron.layout,
         dtype=DTYPES[recipe.policy.precision],
         device=choose_device(recipe),
         seed=recipe.grpo.seed,
         lora=lora_of(recipe),
-        config_fields=options.config_fields(recipe.policy.megatron_cfg),
+        config_fields=options.config_fields(megatron),
     )
     policy.load_weights(load_weights(source), keep_reference=keep_reference)
     return policy
@@ -164,12 +144,13 @@ def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:
     return (tokenizer.eos_token_id, *(recipe.policy.generation.stop_token_ids or ()))
 
 
-def overlong_penalty_of(recipe: Recipe) -> OverlongPenalty | None:
+def overlong_penalty_of(recipe: Recipe) -> Callable[[Tensor], Tensor] | None:
     """The recipe's soft length penalty, or None."""
     shaping = recipe.grpo.reward_shaping
     if not shaping.enabled:
         return None
-    return OverlongPenalty(
+    return partial(
+        overlong_penalty,
         max_response_length=shaping.max_response_length,
         buffer_length=shaping.overlong_buffer_length,
         penalty=shaping.overlong_buffer_penalty,

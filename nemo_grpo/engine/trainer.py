@@ -17,18 +17,19 @@ from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.engine import setup, validation
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check, check_ranks
-from nemo_grpo.engine.hf_folder import load_config, load_tokenizer
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
-from nemo_grpo.engine.progress import Advance, progress
-from nemo_grpo.engine.prompting import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver, export_policy
 from nemo_grpo.engine.signals import stop_on_signals
+from nemo_grpo.hf_folder import load_config, load_tokenizer
+from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.sampling.prompting import PROMPTS_CHECKED, encode_prompts
+from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Trainer:
         check_ranks(recipe)
         torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
         self.device = setup.choose_device(recipe)
-        parallel.initialize(setup.layout_of(recipe), self.device, recipe.grpo.seed)
+        parallel.initialize(recipe.policy.megatron_cfg.layout, self.device, recipe.grpo.seed)
         leads = parallel.is_rank_zero()
         self.run = RunFolder(recipe.run_dir, leads=leads, resume=resume)
         self.objective = recipe.loss_fn.build()
@@ -256,19 +257,11 @@ class Trainer:
         recipe, first = self.recipe, self.state.next_problem
         numbers = range(first, first + recipe.grpo.num_prompts_per_step)
         problems = [self.task.train_problem(number, recipe.grpo.seed) for number in numbers]
-        prompts = self._encode(problems)
+        seed, number = recipe.grpo.seed * 1_000_003 + first, recipe.grpo.num_generations_per_prompt
+        request = Request(self._encode(problems), number, self.sampling, seed)
         self.state.next_problem += len(problems)
-        return sample_groups(
-            self.generator,
-            self.tokenizer,
-            self.task,
-            problems,
-            prompts,
-            num_generations=recipe.grpo.num_generations_per_prompt,
-            sampling=self.sampling,
-            reward_weights=recipe.nemo_grpo.rewards,
-            seed=recipe.grpo.seed * 1_000_003 + first,
-        )
+        rewards = recipe.nemo_grpo.rewards
+        return sample_groups(self.generator, self.tokenizer, self.task, problems, request, rewards)
 
     # ------------------------------------------------------------------ validation, saving, the end
 

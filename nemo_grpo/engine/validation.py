@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.protocols import Generator
 from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
+from nemo_grpo.sampling.requests import Generator
 from nemo_grpo.tasks import Problem, Task
 
 log = logging.getLogger(__name__)

@@ -10,23 +10,28 @@ import hashlib
 import json
 import logging
 import math
-import os
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from nemo_grpo.engine.progress import no_transformers_bars, progress
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
+from nemo_grpo.files import flush
+from nemo_grpo.hf_folder import no_transformers_bars
+from nemo_grpo.progress import progress
+from nemo_grpo.recipe.own import WarmStart
+from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
+
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
 
 log = logging.getLogger(__name__)
 
@@ -44,41 +49,18 @@ NO_LOSS = -100
 """A label that cross-entropy leaves out."""
 
 
-class WarmStartLike(Protocol):
-    """The recipe's ``nemo_grpo.warm_start`` section."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    max_position_embeddings: int
-    num_steps: int
-    batch_size: int
-    lr: float
-    seed: int | None
-    cache_dir: str | Path
-
-
-SETTINGS = tuple(name for name in WarmStartLike.__annotations__ if name not in ("seed", "cache_dir"))
-"""What the result depends on, beside task, prompt and seed."""
-
-
-def warm_start(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int | None = None) -> Path:
+def warm_start(config: WarmStart, task: Task, prompt: Prompt) -> Path:
     """The folder with the warm-started policy; made if the cache has none with these settings.
 
     Cross-entropy on the responses of TRAINING demonstrations (prompts carry no loss), AdamW, linear warm-up,
     cosine decay to a tenth. The same settings, seed, thread count and torch version give the same weights.
 
-    Args:    prompt: as in training and evaluation.  seed: None takes ``config.seed``.
+    Args:    prompt: as in training and evaluation.
     Returns: folder: config.json, model.safetensors (float32), tokenizer, chat template and generation config.
-    Raises:  UserError: the task has no demonstrations, they do not fit into the context, the architecture is
-             impossible, or the cache cannot be written.
+    Raises:  UserError: the task has no demonstrations, they do not fit into the context, or the cache cannot
+             be written.
     """
-    _check_architecture(config)
-    seed = (config.seed or 0) if seed is None else seed
-    target = Path(config.cache_dir).expanduser() / cache_key(config, task, prompt, seed)
+    target = Path(config.cache_dir).expanduser() / cache_key(config, task, prompt)
     if target.is_dir():
         log.info("warm start: using %s", target)
         return target
@@ -89,9 +71,9 @@ def warm_start(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int 
         where = f"nemo_grpo.warm_start.cache_dir={config.cache_dir}"
         raise UserError(f"{where} cannot be written: {error.strerror}; choose another folder") from error
     try:
-        tokenizer = build_tokenizer(task, config.vocab_size, seed)
-        model = build_model(config, tokenizer, seed)
-        fine_tune(model, tokenizer, config, task, prompt, seed)
+        tokenizer = build_tokenizer(task, config.vocab_size, config.seed)
+        model = build_model(config, tokenizer)
+        fine_tune(model, tokenizer, config, task, prompt)
         with no_transformers_bars():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
@@ -101,31 +83,16 @@ def warm_start(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int 
     return target
 
 
-def _check_architecture(config: WarmStartLike) -> None:
-    """Raises UserError unless heads divide the width into even parts and key-value heads divide heads."""
-    width, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    if width % (2 * heads):
-        raise UserError(
-            f"nemo_grpo.warm_start.hidden_size={width} is not a multiple of 2 x num_attention_heads={heads}; "
-            f"use {-(-width // (2 * heads)) * 2 * heads}"
-        )
-    if heads % kv_heads:
-        raise UserError(
-            f"nemo_grpo.warm_start.num_key_value_heads={kv_heads} does not divide "
-            f"num_attention_heads={heads}; use {math.gcd(heads, kv_heads)}"
-        )
-
-
-def cache_key(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int) -> str:
+def cache_key(config: WarmStart, task: Task, prompt: Prompt) -> str:
     """Name of the cached folder: the task's name and a hash of all that the weights depend on.
 
     Of the task's code and files it sees the first training problems with their demonstrations.
     """
-    rng = random.Random(seed)
-    problems = [task.train_problem(index, SEED_OFFSET + seed) for index in range(NUM_KEY_PROBLEMS)]
+    rng = random.Random(config.seed)
+    problems = [task.train_problem(index, SEED_OFFSET + config.seed) for index in range(NUM_KEY_PROBLEMS)]
     content = {
         "format": FORMAT_VERSION,
-        "settings": {name: getattr(config, name) for name in SETTINGS},
+        "settings": config.model_dump(exclude={"seed", "cache_dir"}),
         "task": task.config.model_dump(mode="json"),
         "shown": [[problem.question, task.demonstration(problem, rng)] for problem in problems],
         "prompt": {
@@ -134,13 +101,13 @@ def cache_key(config: WarmStartLike, task: Task, prompt: PromptLike, seed: int) 
             "use_chat_template": prompt.use_chat_template,
             "response_prefix": prompt.response_prefix,
         },
-        "seed": seed,
+        "seed": config.seed,
     }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return f"{task.config.name}-{digest[:16]}"
 
 
-def build_model(config: WarmStartLike, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def build_model(config: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """A Qwen2 with tied embeddings and random weights; the vocabulary is the tokenizer's, rounded up to 8."""
     architecture = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 8) * 8,
@@ -156,22 +123,23 @@ def build_model(config: WarmStartLike, tokenizer: PreTrainedTokenizerFast, seed:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    from transformers import Qwen2ForCausalLM  # takes a second, and most runs find the model made
+
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(config.seed)
         return Qwen2ForCausalLM(architecture)
 
 
 def fine_tune(
     model: Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    config: WarmStartLike,
+    config: WarmStart,
     task: Task,
-    prompt: PromptLike,
-    seed: int,
+    prompt: Prompt,
 ) -> None:
     """Train the model in place on ``num_steps`` batches of demonstrations."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    batches = _batches(tokenizer, config, task, prompt, seed)
+    batches = _batches(tokenizer, config, task, prompt)
     model.train()
     with progress("warm start", config.num_steps) as advance:
         for step in range(config.num_steps):
@@ -195,13 +163,15 @@ def learning_rate(step: int, num_steps: int, peak: float) -> float:
 
 
 def _batches(
-    tokenizer: Any, config: WarmStartLike, task: Task, prompt: PromptLike, seed: int
+    tokenizer: Any, config: WarmStart, task: Task, prompt: Prompt
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels), [batch_size, T] int64, -100: no loss; like lengths together: little padding."""
-    rng = random.Random(seed)
+    rng = random.Random(config.seed)
     pool_size = config.batch_size * BATCHES_PER_POOL
     for pool in range(-(-config.num_steps // BATCHES_PER_POOL)):
-        problems = [task.train_problem(pool * pool_size + i, SEED_OFFSET + seed) for i in range(pool_size)]
+        problems = [
+            task.train_problem(pool * pool_size + i, SEED_OFFSET + config.seed) for i in range(pool_size)
+        ]
         examples = [render_example(tokenizer, task, prompt, problem, rng) for problem in problems]
         examples.sort(key=lambda example: len(example[0]))
         starts = list(range(0, pool_size, config.batch_size))
@@ -211,7 +181,7 @@ def _batches(
 
 
 def render_example(
-    tokenizer: Any, task: Task, prompt: PromptLike, problem: Problem, rng: random.Random
+    tokenizer: Any, task: Task, prompt: Prompt, problem: Problem, rng: random.Random
 ) -> tuple[list[int], list[int]]:
     """(token ids, labels) of a demonstration; only what the policy is to write has labels."""
     ids = encode_prompt(tokenizer, prompt, problem)
@@ -226,7 +196,7 @@ def render_example(
 
 
 def _collate(
-    examples: list[tuple[list[int], list[int]]], pad_token_id: int, config: WarmStartLike
+    examples: list[tuple[list[int], list[int]]], pad_token_id: int, config: WarmStart
 ) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(ids) for ids, _ in examples)
     if width > config.max_position_embeddings:
@@ -246,11 +216,7 @@ def _publish(unfinished: Path, target: Path) -> None:
     """Give the finished folder its name in one step, after its bytes are on the disk."""
     for path in (*unfinished.iterdir(), unfinished):
         path.chmod(0o755 if path.is_dir() else 0o644)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
     try:
         unfinished.rename(target)
     except OSError:

@@ -1,141 +1,182 @@
-"""What ``--benchmarks`` names: prepared data sets or JSONL files, with task and problems."""
+"""Benchmarks: prepared data sets, JSONL files, a recipe's own held-out problems."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.data.manifest import read_manifest, sha256
+from nemo_grpo.data.manifest import read_manifest
 from nemo_grpo.data.sources import find_source
 from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.tasks import PROMPTS, TASKS, Problem, Prompt, PromptLike, Task, TaskConfig
+from nemo_grpo.evaluate.responses import problems_digest
+from nemo_grpo.files import sha256_of
+from nemo_grpo.recipe.own import NemoGRPOSection
+from nemo_grpo.tasks import PRESETS, TASKS, Problem, Prompt, Task, TaskConfig, encode_prompt
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
 from nemo_grpo.tasks.prompts import IMAGES
 
 log = logging.getLogger(__name__)
 
 DEFAULT_PROMPTS = {"math": "gpg_7b", "logic": "tr_grpo_logic"}
-"""Task -> preset that is used where none is asked for."""
+"""Task -> its default preset."""
 TASK_OPTIONS: dict[str, dict[str, Any]] = {
     "cw_grpo": {"form": "think"},
     "gpg": {"form": "think_answer"},
     "gpg_7b": {"form": "boxed"},
     "tr_grpo_math": {"form": "boxed"},
+    "lighteval": {"form": "boxed"},
+    "qwen_math": {"form": "boxed"},
     "tr_grpo_logic": {"think_is_open": True},
 }
-"""Preset -> the task's parameters that go with it: which form the prompt asks for."""
+"""Preset -> matching task parameters: the form that the prompt asks for."""
+RECIPE = "recipe"
+"""The name of a recipe's own held-out problems among the benchmarks, and of its prompt among the presets."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems from one file, their task, and how they are asked.
+    """Problems, their task, and how they are asked.
 
     Attributes: prompt_name: the preset, or ``recipe``.  by_recipe: a recipe's prompt or task parameters are
-                used.
+                used.  path, digest: the file of the problems; None: they are a recipe's own.
     """
 
     name: str
-    path: Path
-    digest: str
     task: Task
     problems: list[Problem]
-    prompt: PromptLike
+    prompt: Prompt
     prompt_name: str
     by_recipe: bool = False
+    path: Path | None = None
+    digest: str | None = None
 
-    def identity(self) -> dict[str, Any]:
-        """What makes results of this name those of another benchmark if it changes; JSON values."""
-        return {"sha256": self.digest, "prompt": self.prompt_name, "recipe": self._of_recipe()}
+    def identity(self, num_problems: int) -> dict[str, Any]:
+        """JSON values that identify the benchmark: results with other values belong to another one.
+
+        Args: num_problems: number of results; later problems do not matter.
+        """
+        digest = self.digest or problems_digest(self.problems[:num_problems])
+        return {"sha256": digest, "prompt": self.prompt_name, "recipe": self._of_recipe()}
 
     def _of_recipe(self) -> dict[str, Any] | None:
-        """What a preset's name does not say."""
+        """Task and prompt parameters that a preset's name does not determine."""
         if not self.by_recipe:
             return None
-        names = ("system", "template", "use_chat_template", "response_prefix")
         files = {"train_files", "validation_files"}
         return {
-            "prompt": {name: getattr(self.prompt, name) for name in names},
+            "prompt": self.prompt.model_dump(mode="json", exclude={"preset"}),
             "task": self.task.config.model_dump(mode="json", exclude=files),
         }
+
+    def as_prompted(self, tokenizer: Any) -> Task:
+        """The task as it must read responses to this prompt: some chat templates open the think block.
+
+        A recipe's own problems are read as in training.
+        """
+        if self.path is None:
+            return self.task
+        prompt = encode_prompt(tokenizer, self.prompt, self.problems[0])
+        return opens_think(self.task, tokenizer.decode(prompt, skip_special_tokens=False))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How benchmarks shall be asked where their files do not say.
+    """Choices for benchmarks whose files do not determine them.
 
     Attributes:
-        data_dir: of prepared sets.  limit: first so many problems; None: all.
+        data_dir: of prepared sets.  limit: maximum number of problems; None: all, or the recipe's number.
         task: name for files without a manifest; None: math.
-        preset: prompt by name; None: the recipe's, or the task's usual one.
-        recipe_task, recipe_prompt: of a recipe, if one was given: its parameters hold for the same task.
+        preset: prompt by name; None: the recipe's, or the task's default.
+        prompts: task -> preset, before `DEFAULT_PROMPTS`.
+        recipe: its prompt, and its parameters for the same task.
     """
 
     data_dir: Path
     limit: int | None = None
     task: str | None = None
     preset: str | None = None
-    recipe_task: TaskConfig | None = None
-    recipe_prompt: PromptLike | None = None
+    recipe: NemoGRPOSection | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_benchmarks(items: str | None, choice: Choice) -> list[Benchmark]:
+    """Args:   items: comma-separated; None: the recipe's own problems.
+
+    Raises: UserError: none is named, one is named twice, or see `load_benchmark`.
+    """
+    if items is None:
+        if choice.recipe is None:
+            raise UserError("nemo-grpo eval needs --benchmarks, --recipe, or both")
+        items = RECIPE
+    loaded = [load_benchmark(item.strip(), choice) for item in items.split(",") if item.strip()]
+    if not loaded or len({benchmark.name for benchmark in loaded}) < len(loaded):
+        raise UserError(f"--benchmarks {items}: name one or more, each once and with a distinct name")
+    return loaded
 
 
 def load_benchmark(item: str, choice: Choice) -> Benchmark:
-    """A data set by name, or a JSONL file.
+    """A data set by name, a JSONL file, or ``recipe``: its held-out problems.
 
     Raises: UserError: unknown name, a set that is not prepared, a file that cannot be read, or a task that
             has images.
     """
+    path = None if item == RECIPE else _path_of(item, choice.data_dir)
+    base, prompt, prompt_name, by_recipe = _asked(path, choice)
+    options = TASK_OPTIONS.get(prompt_name, {})
+    known = {key: value for key, value in options.items() if key in type(base).model_fields}
+    task = base.model_copy(update=known).build()
+    if base.needs_images:
+        raise UserError(f"--benchmarks {item}: task {base.name} has images; {IMAGES}")
+    if path is None:
+        assert choice.recipe is not None
+        problems = task.validation_problems(choice.limit or choice.recipe.evaluation.num_problems)
+        return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
+    problems = read_problems([path])[: choice.limit]
+    if not problems:
+        raise UserError(f"--benchmarks {item}: {path} holds no problems")
+    return Benchmark(path.stem, task, problems, prompt, prompt_name, by_recipe, path, _digest(path))
+
+
+def _path_of(item: str, data_dir: Path) -> Path:
     path = Path(item)
     if path.suffix != ".jsonl":
-        path = choice.data_dir / f"{find_source(item).name}.jsonl"
+        path = data_dir / f"{find_source(item).name}.jsonl"
         if not path.is_file():
             raise UserError(
                 f"--benchmarks {item}: {path} is missing; run `nemo-grpo data prepare {path.stem} --out "
-                f"{choice.data_dir}`, or give the path of a JSONL file"
+                f"{data_dir}`, or give the path of a JSONL file"
             )
-    config, prompt, prompt_name, by_recipe = _asked(path, choice)
-    task = config.build()
-    if config.needs_images:
-        raise UserError(f"--benchmarks {item}: task {config.name} has images; {IMAGES}")
-    available = len(read_problems([path]))
-    if not available:
-        raise UserError(f"--benchmarks {item}: {path} holds no problems")
-    problems = task.validation_problems(min(available, choice.limit or available))
-    return Benchmark(path.stem, path, _digest(path), task, problems, prompt, prompt_name, by_recipe)
+    return path
 
 
-def _asked(path: Path, choice: Choice) -> tuple[FileTaskConfig, PromptLike, str, bool]:
-    """Task configuration, prompt, the prompt's name, and whether a recipe says any of it."""
-    manifest = read_manifest(path) or {}
-    name = choice.task or str(manifest.get("task", "math"))
-    recipe_task = choice.recipe_task if choice.recipe_task and choice.recipe_task.name == name else None
-    preset = choice.preset
-    if preset is None and choice.recipe_prompt is None:
-        preset = DEFAULT_PROMPTS.get(name)
-    options: Mapping[str, Any] = {}
-    if preset is not None:
-        prompt: PromptLike = _preset(preset)
-        options = TASK_OPTIONS.get(preset, {})
+def _asked(path: Path | None, choice: Choice) -> tuple[TaskConfig, Prompt, str, bool]:
+    """Task configuration, prompt, the prompt's name, and whether a recipe sets any of it."""
+    recipe = choice.recipe
+    if path is None:
+        if recipe is None:
+            raise UserError(f"--benchmarks {RECIPE} are a recipe's held-out problems; add --recipe")
+        config, of_recipe = recipe.task, True
     else:
-        prompt = choice.recipe_prompt or Prompt()
-    kind = _file_task(name)
-    known = {key: value for key, value in options.items() if key in kind.model_fields}
-    base = recipe_task.model_dump() if recipe_task is not None else {}
-    files = {"validation_files": (str(path),), "train_files": ()}
-    return (
-        kind(**{**base, **known, **files}),
-        prompt,
-        preset or ("recipe" if choice.recipe_prompt else "none"),
-        recipe_task is not None or prompt is choice.recipe_prompt,
-    )
+        name = choice.task or str((read_manifest(path) or {}).get("task", "math"))
+        of_recipe = recipe is not None and recipe.task.name == name
+        given = recipe.task.model_dump() if recipe is not None and of_recipe else {}
+        files = {"validation_files": (str(path),), "train_files": ()}
+        config = _file_task(name)(**{**given, **files})
+    preset = choice.preset or (None if recipe else {**DEFAULT_PROMPTS, **choice.prompts}.get(config.name))
+    if preset is not None:
+        return config, _preset(preset), preset, of_recipe
+    if recipe is not None:
+        return config, recipe.prompt, RECIPE, True
+    return config, Prompt(), "none", of_recipe
 
 
 def _preset(name: str) -> Prompt:
-    if name not in PROMPTS:
-        raise UserError(f"--prompt {name} is unknown{did_you_mean(name, PROMPTS)}")
-    return PROMPTS[name]
+    if name not in PRESETS:
+        raise UserError(f"--prompt {name} is unknown{did_you_mean(name, PRESETS)}")
+    return Prompt(preset=name)
 
 
 def _file_task(name: str) -> type[FileTaskConfig]:
@@ -146,9 +187,9 @@ def _file_task(name: str) -> type[FileTaskConfig]:
 
 
 def _digest(path: Path) -> str:
-    digest, manifest = sha256(path), read_manifest(path)
+    digest, manifest = sha256_of(path), read_manifest(path)
     if manifest is not None and manifest.get("sha256") != digest:
-        log.warning("%s is not what its manifest describes; see `nemo-grpo data verify`", path)
+        log.warning("%s does not match its manifest; see `nemo-grpo data verify`", path)
     return digest
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from nemo_grpo.tasks.rewards.math_grader import needs_worker
 
 MOST_COMPARISONS = 200
-"""Pairs of different texts that a vote asks about, two integers not counted; 16 answers have 120. Each takes
-about 25 ms."""
+"""Maximum pairs of different texts that a vote compares, pairs of integers not counted; 16 answers have 120.
+A comparison takes about 25 ms."""
 MOST_UNDECIDED = 2
-"""Pairs without a verdict that a vote waits for; each costs the grader's whole time limit."""
+"""Comparisons without a verdict after which a vote stops; each costs the grader's full time limit."""
 
-Same = Callable[[str, str], bool | None]
-"""Whether two answers are one, as 1/2 and 0.5 are; None: that could not be told within its limits. Two
-integers it must tell apart at once."""
+SameAnswer = Callable[[str, str], bool | None]
+"""Whether two answers are equal, as 1/2 and 0.5 are; None: no verdict within the limits. It must decide two
+integers at once."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -36,7 +36,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Majority:
-    """A vote's outcome. ``cut_short``: it met a limit, so that some equal answers may have counted apart."""
+    """A vote's outcome. ``cut_short``: it hit a limit, so equal answers may have counted separately."""
 
     score: float
     cut_short: bool = False
@@ -45,16 +45,16 @@ class Majority:
 def majority_at_k(
     answers: Sequence[str | None],
     scores: Sequence[float],
-    same: Same = operator.eq,
+    same: SameAnswer = operator.eq,
     hopeless: Collection[str] = (),
 ) -> Majority:
-    """The score of the most frequent answer; among equally frequent ones, of the one that came first.
+    """The score of the most frequent answer; ties go to the earliest.
 
     Args:    answers: normalised; None does not vote.  scores: of the same samples.
-             same: asked about the first of each kind, at most `MOST_COMPARISONS` times and until it has had
-             no verdict `MOST_UNDECIDED` times; from there on answers are one if their texts are.
-             hopeless: answers that could not be compared with this problem's reference. To find that out
-             again with every other answer would take long, so they too are one only if their texts are.
+             same: compares with the first answer of each kind, at most `MOST_COMPARISONS` times and until
+             `MOST_UNDECIDED` comparisons had no verdict; then answers are equal only if their texts are.
+             hopeless: answers that could not be compared with this problem's reference. Trying them against
+             every other answer would take long, so they too are equal only if their texts are.
     Returns: the score of the first sample that gave the winning answer; 0 if nobody voted.
     """
     texts = Counter(answer for answer in answers if answer is not None)
@@ -64,15 +64,15 @@ def majority_at_k(
         votes[next((kind for kind in votes if asked.are_one(kind, text)), text)] += count
     if not votes:
         return Majority(0.0)
-    (winner, _), *_ = votes.most_common(1)  # counts equal: the one that was met first
+    (winner, _), *_ = votes.most_common(1)  # equal counts: the first one
     return Majority(scores[answers.index(winner)], asked.cut_short)
 
 
 @dataclass
 class _Asked:
-    """What one vote has asked about so far."""
+    """The comparisons of one vote so far."""
 
-    same: Same
+    same: SameAnswer
     hopeless: Collection[str]
     num_asked: int = 0
     num_undecided: int = 0
@@ -113,10 +113,10 @@ def stderr_of_runs(values: Sequence[Sequence[float]]) -> float:
     """Standard error of a mean over fixed problems when the evaluation is repeated with other samples.
 
     sqrt(sum_i var_i / k_i) / N, with var_i of ddof 1 over the k_i samples of problem i. It tells whether two
-    models differ on these problems, not how they do on others: that is the error over problems.
+    models differ on these problems. For other problems see the error over problems.
 
     Args:    values: per problem, the scores of its samples.
-    Returns: 0 where a problem has a single sample.
+    Returns: 0 if a problem has a single sample.
     """
     if min(map(len, values)) < 2:
         return 0.0

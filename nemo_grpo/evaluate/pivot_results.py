@@ -1,4 +1,4 @@
-"""What a perturbation study found: accuracies per kind of position, and whether pivots differ."""
+"""Results of a perturbation study: accuracies per kind of position, and whether pivots differ."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUM_FLIPS = 10_000
 
 @dataclass(frozen=True)
 class PivotSettings:
-    """What the study does.
+    """Settings of the study.
 
     Attributes:
         num_problems: solved problems to study.  share: of a response's tokens, for each kind of position.
-        max_positions: most positions of a kind per response.  num_continuations: per position.
+        max_positions: maximum positions of a kind per response.  num_continuations: per position.
         replacement: uniform draws any other token of the vocabulary; policy draws from the policy's own
             distribution without the token.
         seed: of positions, replacements and continuations.
@@ -38,13 +38,13 @@ class PivotSettings:
     seed: int = 0
 
     def num_positions(self, num_candidates: int) -> int:
-        """How many of a response's positions belong to each kind: at least one."""
+        """Positions of each kind in a response, at least one."""
         return min(num_candidates, self.max_positions, max(1, round(self.share * num_candidates)))
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A problem with its right greedy response. ``entropies``: [T], nats, of the token at each position."""
+    """A problem with its correct greedy response. ``entropies``: [T], nats, of the token at each position."""
 
     problem: Problem
     prompt: list[int]
@@ -79,16 +79,10 @@ class PivotStudy:
         """Per kind, over responses: mean entropy, accuracies and drop with standard errors."""
         found = {}
         for kind in KINDS:
-            kept, replaced, drop = (self._by_response(kind, what) for what in ("kept", "replaced", "drop"))
-            found[kind] = {
-                "entropy": mean_and_stderr(self._by_response(kind, "entropy"))[0],
-                "kept": mean_and_stderr(kept)[0],
-                "kept_stderr": mean_and_stderr(kept)[1],
-                "replaced": mean_and_stderr(replaced)[0],
-                "replaced_stderr": mean_and_stderr(replaced)[1],
-                "drop": mean_and_stderr(drop)[0],
-                "drop_stderr": mean_and_stderr(drop)[1],
-            }
+            found[kind] = {"entropy": mean_and_stderr(self._by_response(kind, "entropy"))[0]}
+            for what in ("kept", "replaced", "drop"):
+                mean, stderr = mean_and_stderr(self._by_response(kind, what))
+                found[kind] |= {what: mean, f"{what}_stderr": stderr}
         return found
 
     def contrasts(self) -> dict[str, dict[str, float]]:

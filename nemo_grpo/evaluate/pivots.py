@@ -1,16 +1,16 @@
-"""Do responses hang on their undecided tokens? Entropies and a perturbation study (ERPO Figure 1).
+"""Do responses depend on their most uncertain tokens? Entropies and a perturbation study (ERPO Figure 1).
 
-For every problem that the model solves greedily, at three kinds of positions of its response
+For every problem that the model solves greedily, at three kinds of positions of its response,
 
     pivot    the positions of largest entropy           random   drawn uniformly
     calm     the positions of smallest entropy
 
-the token is replaced, and the rest of the response is sampled anew from there. The control keeps the token
-and samples the rest anew from the same place. The drop in accuracy between the two is the effect of the
-token, apart from that of sampling.
+the token is replaced and the rest of the response resampled. The control keeps the token and resamples the
+rest from the same position. The drop in accuracy between the two is the effect of the token without that of
+resampling.
 
-Deviation: the paper replaces all chosen tokens of a response at once and does not say how it goes on; here
-each is replaced by itself, so that the effect belongs to a position.
+Deviation: the paper replaces all chosen tokens of a response at once and does not say how it continues; here
+each is replaced separately, so that an effect belongs to one position.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.logprobs import logprobs_and_entropy
-from nemo_grpo.engine.local_generator import LocalGenerator
-from nemo_grpo.engine.progress import progress
-from nemo_grpo.engine.protocols import SamplingParams
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.pivot_results import PivotSettings, PivotStudy, Point, Solved
-from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
+from nemo_grpo.progress import progress
+from nemo_grpo.sampling.local_generator import LocalGenerator
+from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.base import stream
 
 ROWS_PER_FORWARD = 16
 
 Choice = tuple[Solved, str, int, list[int], list[int]]
-"""A response, the kind and the position, the prefix with the token kept, and with it replaced."""
+"""A response, kind, position, and the prefix with the token kept and replaced."""
 Tails = dict[tuple[int, ...], list[list[int]]]
 """Continuations by prefix."""
 
@@ -45,14 +45,14 @@ def study_pivots(
     generator: LocalGenerator,
     tokenizer: Any,
     task: Task,
-    prompt: PromptLike,
+    prompt: Prompt,
     problems: Sequence[Problem],
     sampling: SamplingParams,
     settings: PivotSettings,
 ) -> PivotStudy:
-    """Find solved problems, choose positions, replace tokens, sample on, and score.
+    """Find solved problems, choose positions, replace tokens, resample, and score.
 
-    Args:    sampling: of the continuations.  problems: to look for solved ones in, in this order.
+    Args:    sampling: of the continuations.  problems: searched in this order for solved ones.
     Returns: the study; the same arguments give the same one.
     Raises:  UserError: no problem is solved with a response of two tokens or more.
     """
@@ -74,17 +74,17 @@ def find_solved(
     generator: LocalGenerator,
     tokenizer: Any,
     task: Task,
-    prompt: PromptLike,
+    prompt: Prompt,
     problems: Sequence[Problem],
     sampling: SamplingParams,
     settings: PivotSettings,
 ) -> tuple[list[Solved], int]:
-    """The first problems whose greedy response is right and long enough to have a choice of positions."""
+    """The first problems whose greedy response is correct and long enough to choose positions from."""
     greedy, found, num_tried = replace(sampling, greedy=True), list[tuple[Problem, list[int], list[int]]](), 0
     for start in range(0, len(problems), settings.num_problems):
         part = problems[start : start + settings.num_problems]
         prompts = [encode_prompt(tokenizer, prompt, problem) for problem in part]
-        rollout = generator.generate(prompts, 1, greedy, settings.seed)
+        rollout = generator.generate(Request(prompts, 1, greedy, settings.seed))
         for problem, ids, row, length in zip(
             part, prompts, rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True
         ):
@@ -140,7 +140,7 @@ def choose_points(
 
 
 def choose_positions(item: Solved, settings: PivotSettings) -> dict[str, list[int]]:
-    """Positions of each kind in a response. Never the last one: nothing comes after it."""
+    """Positions of each kind in a response; never the last, which nothing follows."""
     candidates = len(item.response) - 1
     number = settings.num_positions(candidates)
     order = item.entropies[:candidates].argsort(descending=True, stable=True).tolist()
@@ -157,7 +157,7 @@ def _uniform_other(token: int, tokenizer: Any, rng: random.Random) -> int:
 
 
 def _other_by_policy(generator: LocalGenerator, before: list[int], token: int, rng: random.Random) -> int:
-    """What the policy would have said instead: its distribution at temperature 1 without the token."""
+    """Another token, drawn from the policy at temperature 1 without the given one."""
     logits = generator.logits([before])[0, -1].double()
     logits[token] = -torch.inf
     mass = logits.softmax(-1).cumsum(-1)
@@ -190,13 +190,14 @@ def _continue(
     sampling: SamplingParams,
     settings: PivotSettings,
 ) -> Tails:
-    """Sampled continuations of each prefix; none where it ends with a stop token or at the length limit."""
+    """Sampled continuations of each prefix; none if it ends with a stop token or at the length limit."""
     going = [prefix for prefix in prefixes if prefix[-1] not in sampling.stop_token_ids and remaining > 0]
     tails: Tails = {prefix: [[]] for prefix in prefixes}
     if going:
         number = settings.num_continuations
         limited = replace(sampling, max_new_tokens=remaining)
-        rollout = generator.generate([list(prefix) for prefix in going], number, limited, settings.seed)
+        prompts = [list(prefix) for prefix in going]
+        rollout = generator.generate(Request(prompts, number, limited, settings.seed))
         rows = [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
         tails |= {prefix: rows[i * number : (i + 1) * number] for i, prefix in enumerate(going)}
     return tails

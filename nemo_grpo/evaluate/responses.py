@@ -1,4 +1,4 @@
-"""Responses on disk as they come, so that an evaluation that was killed goes on where it was."""
+"""Responses on disk as they come, so that a killed evaluation can resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = "greedy"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A response: its text, and how many tokens the policy chose, stop token included."""
+    """A response: its text, and the number of policy tokens, stop token included."""
 
     text: str
     num_tokens: int
@@ -43,9 +43,9 @@ class Recall(Protocol):
 class ResponseLog:
     """Responses in a JSONL file, a line each; new ones are appended and are on disk when `write` returns.
 
-    A line's ``key`` is a hash of everything that the response depends on, so that a changed model, prompt or
-    setting finds nothing here and leaves what there is alone. A last line that was cut off by a kill is
-    dropped. One process at a time.
+    A line's ``key`` is a hash of everything that the response depends on, so a changed model, prompt or
+    setting finds no match and keeps the old lines. A last line truncated by a kill is dropped. One process at
+    a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +109,7 @@ def _entry(line: Mapping[str, Any]) -> tuple[tuple[str, int | str], Recorded]:
 class Resumable:
     """A `Recall` for one benchmark and one set of conditions.
 
-    Attributes: conditions: JSON values; everything but the prompt that decides about a response.
+    Attributes: conditions: JSON values; everything but the prompt that a response depends on.
     """
 
     log: ResponseLog
@@ -142,9 +142,9 @@ def _numbers(greedy: bool, count: int) -> Sequence[int | str]:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash that tells a model folder's content from others, without reading all of a large one.
+    """A hash of a model folder's content, without reading large files whole.
 
-    Config and tokenizer files count whole; of a larger file the length and 64 blocks spread over it.
+    It covers config and tokenizer files whole, and of a larger file the length and 64 blocks spread over it.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
@@ -158,7 +158,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def problems_digest(problems: Sequence[Problem]) -> str:
-    """A hash that tells these problems in this order, with their answers, from others."""
+    """A hash of these problems, their order and their answers."""
     everything = json.dumps([asdict(problem) for problem in problems], sort_keys=True)
     return hashlib.sha256(everything.encode()).hexdigest()
 

@@ -12,31 +12,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.engine.episodes import sample_responses
-from nemo_grpo.engine.generate_distributed import from_first_rank
-from nemo_grpo.engine.protocols import Generator, SamplingParams
 from nemo_grpo.evaluate.passk import (
     Majority,
-    Same,
+    SameAnswer,
     majority_at_k,
     mean_and_stderr,
     pass_at_k,
     stderr_of_runs,
 )
 from nemo_grpo.evaluate.responses import Recall, Recorded
-from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
+from nemo_grpo.sampling.episodes import sample_responses
+from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.sampling.requests import Generator, Request, SamplingParams
+from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
+from nemo_grpo.tasks.base import checked_score
 
 log = logging.getLogger(__name__)
 
 PROBLEMS_PER_CALL = 64
-"""Problems that are sampled together between two reports of progress; the result does not depend on it."""
+"""Problems sampled per call, between progress reports; the result does not depend on it."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses to one problem and what the task made of them; all sequences have one entry per response.
+    """Responses to one problem with the task's verdicts; all sequences have one entry per response.
 
-    ``lengths`` counts the tokens that the policy chose.
+    ``lengths`` counts the policy's tokens.
     """
 
     completions: list[str]
@@ -59,7 +60,7 @@ class ProblemResult:
 
     @property
     def num_correct(self) -> int:
-        """Samples with full accuracy; a task with partial credit counts none of it towards pass@k."""
+        """Samples with full accuracy; partial credit does not count towards pass@k."""
         return sum(score >= 1 for score in self.samples.scores)
 
     def to_record(self) -> dict[str, Any]:
@@ -91,21 +92,19 @@ def _never(reference: str, answer: str) -> bool:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """All problems with their responses, and under which conditions they came."""
+    """All problems with their responses, and the task's parameters."""
 
     task: dict[str, Any]
-    sampling: SamplingParams
     num_samples: int
-    seed: int
     problems: list[ProblemResult]
-    same_answer: Same = field(default=operator.eq, compare=False)
+    same_answer: SameAnswer = field(default=operator.eq, compare=False)
     undecided: Undecided = field(default=_never, compare=False)
 
     def metrics(self) -> dict[str, float]:
         """Means over problems.
 
         Returns: ``accuracy`` (avg@k) and ``greedy``, each with ``_stderr`` over problems; ``pass@1,2,4,8,..``
-                 up to and with the number of samples; ``maj@<samples>``; ``format``, ``truncated`` and
+                 up to and including the number of samples; ``maj@<samples>``; ``format``, ``truncated`` and
                  ``num_tokens`` as means over samples.
         """
         n = self.num_samples
@@ -139,7 +138,7 @@ class EvalResult:
 
     @property
     def num_votes_cut_short(self) -> int:
-        """Problems whose majority vote met a limit of `majority_at_k`; maj@k may be a little low for them."""
+        """Problems whose vote hit a limit of `majority_at_k`; their maj@k may be slightly low."""
         return sum(vote.cut_short for vote in self._votes)
 
     @property
@@ -151,8 +150,8 @@ class EvalResult:
         votes = [self._vote(problem) for problem in self.problems]
         if num_cut := sum(vote.cut_short for vote in votes):
             log.warning(
-                "maj@%d: %d of %d votes met the limits on comparing answers; some equal answers may have "
-                "counted apart there",
+                "maj@%d: %d of %d votes hit the limits on comparing answers; equal answers may have counted "
+                "separately there",
                 self.num_samples,
                 num_cut,
                 len(votes),
@@ -166,13 +165,10 @@ class EvalResult:
         return majority_at_k(answers.extracted, answers.scores, self.same_answer, hopeless)
 
     def to_dict(self) -> dict[str, Any]:
-        """Metrics with everything that they depend on, as JSON values."""
+        """Metrics with their errors, as JSON values."""
         return {
-            "task": self.task,
             "num_problems": len(self.problems),
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-            "sampling": asdict(self.sampling),
+            "task": self.task,
             "metrics": self.metrics(),
             "standard_errors": self.standard_errors(),
             "num_votes_cut_short": self.num_votes_cut_short,
@@ -195,7 +191,7 @@ def evaluate(
     generator: Generator,
     tokenizer: Any,
     task: Task,
-    prompt: PromptLike,
+    prompt: Prompt,
     problems: Sequence[Problem],
     num_samples: int,
     sampling: SamplingParams,
@@ -206,13 +202,13 @@ def evaluate(
 ) -> EvalResult:
     """Answer each problem once greedily and ``num_samples`` times at random.
 
-    Args:    generator: with the weights to be judged.  tokenizer: a Hugging Face tokenizer.
+    Args:    generator: with the weights to evaluate.  tokenizer: a Hugging Face tokenizer.
              problems: at least one.
              sampling: of the random answers; its length limit and stop tokens hold for the greedy one too.
              on_progress: called once per problem.
-             recall: responses that are known already; new ones are put there as they come.
-             problems_per_call: None: `PROBLEMS_PER_CALL`. Less is lost with a smaller one when killed.
-    Returns: `EvalResult`; the same arguments give the same one, whatever was recalled.
+             recall: recorded responses; new ones are added as they come.
+             problems_per_call: None: `PROBLEMS_PER_CALL`. A smaller number loses less in a kill.
+    Returns: `EvalResult`; the same arguments give the same result, whatever was recalled.
     Raises:  UserError: a prompt and its response do not fit into the model's context.
     """
     assert problems
@@ -224,7 +220,7 @@ def evaluate(
     for part, part_seed in _calls(prompts, problems_per_call or PROBLEMS_PER_CALL, seed):
         asked = [(problems[index].id, prompts[index]) for index in part]
         by_greedy = ask(asked, 1, greedy, part_seed)
-        if sampling.greedy:  # the samples are that response again
+        if sampling.greedy:  # every sample equals that response
             by_chance = [responses * num_samples for responses in by_greedy]
         else:
             by_chance = ask(asked, num_samples, sampling, part_seed)
@@ -236,22 +232,22 @@ def evaluate(
             if on_progress is not None:
                 on_progress("")
     ordered = [results[index] for index in range(len(problems))]
-    conditions = task.config.model_dump(mode="json")
+    config = task.config.model_dump(mode="json")
     undecided: Undecided = getattr(task, "undecided", _never)
-    return EvalResult(conditions, sampling, num_samples, seed, ordered, same_answer(task), undecided)
+    return EvalResult(config, num_samples, ordered, same_answer(task), undecided)
 
 
-def same_answer(task: Task) -> Same:
-    """Whether two extracted answers are one: the task's own ``same_answer`` where it has one, or equality."""
-    same: Same = getattr(task, "same_answer", operator.eq)
+def same_answer(task: Task) -> SameAnswer:
+    """Whether two extracted answers are equal: by the task's ``same_answer``, else by text."""
+    same: SameAnswer = getattr(task, "same_answer", operator.eq)
     return same
 
 
 def _calls(prompts: Sequence[list[int]], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
-    """Indices of problems to be asked together, and the seed.
+    """Indices of the problems of each call, and its seed.
 
-    A prompt that comes several times gets a call and a seed of its own each time, so that its responses do
-    not depend on where the calls are cut.
+    Each repetition of a prompt gets a separate call and seed, so that its responses do not depend on how the
+    calls are split.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     rounds: dict[int, list[int]] = {}
@@ -268,7 +264,7 @@ _ROUND = 1_000_003
 
 @dataclass(frozen=True)
 class _Ask:
-    """Responses to problems, from memory where it has them."""
+    """Responses to problems, recalled if recorded."""
 
     generator: Generator
     tokenizer: Any
@@ -296,7 +292,8 @@ class _Ask:
     def _generate(
         self, prompts: list[list[int]], count: int, sampling: SamplingParams, seed: int
     ) -> list[list[Recorded]]:
-        sampled = sample_responses(self.generator, self.tokenizer, self.task, prompts, count, sampling, seed)
+        request = Request(prompts, count, sampling, seed)
+        sampled = sample_responses(self.generator, self.tokenizer, self.task, request)
         flat = [Recorded(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
         return [flat[start : start + count] for start in range(0, len(flat), count)]
 
@@ -304,7 +301,7 @@ class _Ask:
 def _judge(task: Task, problem: Problem, responses: Sequence[Recorded]) -> Answers:
     scores, extracted = from_first_rank(  # as in rollouts: the same on all ranks
         lambda: (
-            [task.score(problem, response.text) for response in responses],
+            [checked_score(task, problem, response.text) for response in responses],
             [task.extract(response.text) for response in responses],
         )
     )

@@ -41,7 +41,7 @@ def table(summary: Mapping[str, Any]) -> Table:
 
 
 def groups(summary: Mapping[str, Any]) -> list[str]:
-    """A line per benchmark whose problems come in groups: avg@k of each."""
+    """A line per benchmark with grouped problems: avg@k of each group."""
     lines = []
     for name, entry in summary[BENCHMARKS].items():
         found = [f"{label} {100 * g['accuracy']:.1f}" for label, g in entry["groups"].items()]
@@ -55,7 +55,7 @@ def _num_samples(summary: Mapping[str, Any]) -> int:
 
 
 def labels(num_samples: int) -> dict[str, str]:
-    """The metrics of a table, and what they are called there."""
+    """A table's metrics -> their labels."""
     passes = {f"pass@{k}": f"pass@{k}" for k in ks(num_samples) if k > 1}
     return {
         "greedy": "greedy pass@1",

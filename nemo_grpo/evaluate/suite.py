@@ -9,24 +9,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.engine.protocols import Generator, SamplingParams
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.benchmarks import Benchmark, opens_think
+from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.responses import ResponseLog, Resumable
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, average, joined, read_summary
-from nemo_grpo.tasks import Problem, PromptLike, Task, encode_prompt
+from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.tasks import Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
 from nemo_grpo.tasks.prompts import check_vocabulary
 
 RESPONSES = "responses.jsonl"
 GROUPED_BY = ("num_people",)
-"""Metadata by whose value a benchmark's results are also given: puzzles by size (TR-GRPO Table 1)."""
+"""Metadata by which results are also grouped: puzzles by size (TR-GRPO Table 1)."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything beside the problems and prompts that decides about a response.
+    """Everything except problems and prompts that a response depends on.
 
     Attributes: model: fingerprint of the folder.  generator, dtype, device: what computes.
     """
@@ -42,14 +42,25 @@ class Conditions:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def describe(self) -> str:
+        """In words."""
+        sampling = self.sampling
+        drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
+        return (
+            f"{self.num_samples} samples, {'greedy' if sampling.greedy else drawn}, "
+            f"at most {sampling.max_new_tokens} tokens, seed {self.seed}, {self.generator} in {self.dtype} "
+            f"on {self.device}"
+        )
+
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """Results by benchmark, in the order asked for."""
+    """Results by benchmark, in the order asked for; ``protocol``: name and source, if one was asked for."""
 
     conditions: Conditions
     benchmarks: dict[str, Benchmark]
     results: dict[str, EvalResult]
+    protocol: dict[str, str] | None = None
 
     def average(self) -> tuple[dict[str, float], dict[str, float]]:
         """See `nemo_grpo.evaluate.summary.average`."""
@@ -81,13 +92,10 @@ class SuiteResult:
     def _entries(self) -> dict[str, Any]:
         return {
             name: {
-                "file": str(benchmark.path),
-                **benchmark.identity(),
-                "num_problems": len(benchmark.problems),
-                "task": self.results[name].task,
-                "metrics": self.results[name].metrics(),
-                "standard_errors": self.results[name].standard_errors(),
-                "num_votes_cut_short": self.results[name].num_votes_cut_short,
+                "file": benchmark.path and str(benchmark.path),
+                **benchmark.identity(len(benchmark.problems)),
+                **({"protocol": self.protocol} if self.protocol else {}),
+                **self.results[name].to_dict(),
                 "groups": self.groups(name),
             }
             for name, benchmark in self.benchmarks.items()
@@ -121,7 +129,7 @@ def run_suite(
         results[benchmark.name] = evaluate(
             generator,
             tokenizer,
-            _as_prompted(benchmark, tokenizer),
+            benchmark.as_prompted(tokenizer),
             benchmark.prompt,
             benchmark.problems,
             conditions.num_samples,
@@ -139,13 +147,8 @@ def tool_conditions(task: Task) -> dict[str, Any]:
     return {"task": task.config.model_dump(mode="json")} if isinstance(task, MultiTurnTask) else {}
 
 
-def _as_prompted(benchmark: Benchmark, tokenizer: Any) -> Any:
-    prompt = encode_prompt(tokenizer, benchmark.prompt, benchmark.problems[0])
-    return opens_think(benchmark.task, tokenizer.decode(prompt, skip_special_tokens=False))
-
-
 def longest_prompt(
-    asked: Iterable[tuple[PromptLike, Sequence[Problem]]],
+    benchmarks: Iterable[Benchmark],
     tokenizer: Any,
     max_new_tokens: int,
     limit: int | None,
@@ -153,15 +156,15 @@ def longest_prompt(
 ) -> int:
     """Tokens of the longest prompt.
 
-    Args:    asked: problems with their prompt.  limit: the model's longest sequence; None: none is known.
+    Args:    limit: the model's longest sequence; None: none is known.
              vocab_size: the model's; None: it is not known.
     Raises:  UserError: it and its response do not fit, or the tokenizer is of another model; names the
              problem.
     """
     longest = 0
-    for prompt, problems in asked:
-        for problem in problems:
-            tokens = encode_prompt(tokenizer, prompt, problem)
+    for benchmark in benchmarks:
+        for problem in benchmark.problems:
+            tokens = encode_prompt(tokenizer, benchmark.prompt, problem)
             check_vocabulary(tokens, problem, vocab_size)
             length = len(tokens)
             if limit is not None and length + max_new_tokens > limit:

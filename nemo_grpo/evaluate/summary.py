@@ -1,4 +1,4 @@
-"""What summary.json of an evaluation holds from before, and what becomes of it with new results."""
+"""summary.json of an evaluation: earlier results, checked against and joined with new ones."""
 
 from __future__ import annotations
 
@@ -8,79 +8,70 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from nemo_grpo.errors import UserError
+from nemo_grpo.evaluate.benchmarks import Benchmark
 
 SUMMARY = "summary.json"
 BENCHMARKS = "benchmarks"
-"""The key that only a summary of benchmarks has; a recipe's has its metrics at the top."""
+
+
+class _Entry(BaseModel):
+    """The fields of a benchmark's results that every version writes."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    num_problems: int
+    metrics: dict[str, float]
+    standard_errors: dict[str, float]
+
+
+class _Summary(BaseModel):
+    """The fields of a summary that every version writes."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    conditions: dict[str, Any]
+    benchmarks: dict[str, _Entry]
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary in a folder of results; None: there is none; {}: it is damaged."""
+    """The summary in a folder of results; None: missing; {}: damaged."""
     path = folder / SUMMARY
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return _Summary.model_validate_json(path.read_bytes()).model_dump()
     except (OSError, ValueError):
         return {}
-    return found if _is_sound(found) else {}
 
 
-def _is_sound(found: Any) -> bool:
-    """Whether it has what every version has written."""
-    if not isinstance(found, dict) or not isinstance(found.get("conditions"), dict):
-        return False
-    entries = found.get(BENCHMARKS, {"": found})  # a recipe's summary is like a benchmark's entry
-    return isinstance(entries, dict) and all(
-        isinstance(entry, dict)
-        and isinstance(entry.get("num_problems"), int)
-        and isinstance(entry.get("metrics"), dict)
-        and isinstance(entry.get("standard_errors"), dict)
-        for entry in entries.values()
-    )
+def check_summary(folder: Path, conditions: Mapping[str, Any], benchmarks: Sequence[Benchmark]) -> None:
+    """Refuse to replace results by different ones; more problems of the same benchmark are allowed.
 
-
-def check_summary(folder: Path, conditions: Mapping[str, Any], *, of_benchmarks: bool) -> None:
-    """Raises UserError if the folder has results of another kind, or under other conditions, or damaged."""
-    before = read_summary(folder)
+    Raises: UserError: the folder's results are damaged, have other conditions or another prompt, or
+            cover more problems.
+    """
+    path, before = folder / SUMMARY, read_summary(folder)
     if before is None:
         return
     if not before:
-        raise UserError(f"{folder / SUMMARY} is damaged; remove it (responses stay), {_REMEDY}")
-    if (BENCHMARKS in before) != of_benchmarks:
-        kind = "benchmarks" if BENCHMARKS in before else "a recipe's own problems"
-        raise UserError(f"{folder / SUMMARY} holds results of {kind}; {_REMEDY}")
-    changed = differences(before.get("conditions"), conditions)
-    if changed:
-        raise UserError(
-            f"{folder / SUMMARY} holds results of other conditions ({', '.join(changed)}); {_REMEDY}"
-        )
-
-
-def check_entries(folder: Path, asked: Mapping[str, tuple[int, Mapping[str, Any]]]) -> None:
-    """Raises UserError if the folder has results of a benchmark under that name, but asked otherwise.
-
-    Args: asked: by name, the number of problems, and what must not change.
-    """
-    entries = (read_summary(folder) or {}).get(BENCHMARKS, {})
-    for name in [name for name in asked if name in entries]:
-        num_problems, now = asked[name]
-        changed = [key for key, value in now.items() if entries[name].get(key) != value]
-        if changed:
+        raise UserError(f"{path} is damaged, or of an older version; remove it (responses stay), {_REMEDY}")
+    if changed := differences(before["conditions"], conditions):
+        raise UserError(f"{path} holds results of other conditions ({', '.join(changed)}); {_REMEDY}")
+    entries = before[BENCHMARKS]
+    for benchmark in [benchmark for benchmark in benchmarks if benchmark.name in entries]:
+        name, entry, now = benchmark.name, entries[benchmark.name], len(benchmark.problems)
+        num_before = entry["num_problems"]
+        identity = benchmark.identity(num_before)
+        if now < num_before:
             raise UserError(
-                f"{folder / SUMMARY} holds results of {name} with another {' and '.join(changed)}; {_REMEDY}"
+                f"{path} holds results of {num_before} problems of {name}, and --num-problems {now} would "
+                f"lose some of them; use at least {num_before}, {_REMEDY}"
             )
-        check_number(folder, entries[name]["num_problems"], num_problems, f" of {name}")
-
-
-def check_number(folder: Path, before: int, now: int, where: str = "") -> None:
-    """Raises UserError if results of some problems would be lost; more problems are welcome."""
-    if now < before:
-        raise UserError(
-            f"{folder / SUMMARY} holds results of {before} problems{where}, and --num-problems {now} would "
-            f"lose some of them; ask for at least {before}, {_REMEDY}"
-        )
+        if changed := [key for key, value in identity.items() if entry.get(key) != value]:
+            raise UserError(f"{path} holds results of {name} with another {' and '.join(changed)}; {_REMEDY}")
 
 
 _REMEDY = "choose another --out, or --overwrite"
@@ -94,9 +85,9 @@ def differences(before: object, now: Mapping[str, Any]) -> list[str]:
 
 
 def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of benchmarks with what was there under the same conditions, and the average over all.
+    """The new results joined with earlier ones under the same conditions, and the average over all.
 
-    Of a benchmark that both have, the new results stay.
+    New results replace earlier ones of the same benchmark.
     """
     kept = {}
     if before and not differences(before.get("conditions"), now["conditions"]):
@@ -122,5 +113,5 @@ def average(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dic
 
 
 def _common(values: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names that all have: an older version may have written fewer."""
+    """Names common to all: an older version may have written fewer."""
     return [name for name in values[0] if all(name in other for other in values)]

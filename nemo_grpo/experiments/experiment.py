@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def run_experiment(jobs: Sequence[Job], out: Path, *, num_parallel: int, command: str) -> tuple[str, int]:
-    """Make the start that the runs share, run them, write the results.
+    """Make the shared starting policies, run the jobs, write the results.
 
     Args:    out: folder of everything.  command: this command line, for the record.
     Returns: the text of table.md; exit code 0 if every run is finished, 75 if a signal stopped some, else 1.
@@ -41,12 +41,12 @@ def run_experiment(jobs: Sequence[Job], out: Path, *, num_parallel: int, command
 
 
 def make_starts(jobs: Sequence[Job]) -> None:
-    """Warm-start each policy that the cache does not hold, once, before several runs would."""
+    """Warm-start each policy missing from the cache once, before several runs would."""
     done = []
     for job in jobs:
         own = job.recipe.nemo_grpo
         if own.warm_start is None or (own.warm_start, own.task, own.prompt) in done:
             continue
         done.append((own.warm_start, own.task, own.prompt))
-        torch.set_num_threads(own.engine.num_threads)  # as the run itself: the result depends on it
+        torch.set_num_threads(own.engine.num_threads)  # as in the run itself: the result depends on it
         log.info("start: %s", setup.model_source(job.recipe, own.task.build()))

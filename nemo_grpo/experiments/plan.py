@@ -1,4 +1,4 @@
-"""Which runs an experiment consists of: one per setting and seed, every recipe valid before any starts."""
+"""The runs of an experiment, one per setting and seed; all recipes are validated before any run starts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RUNS = "runs"
 """Folder of the runs within an experiment's folder."""
 OWN_KEYS = {
     "grpo.seed": "name the seeds in --seeds, or in sweep.seeds",
-    "nemo_grpo.runs_dir": "--out says where runs go",
-    "nemo_grpo.run_name": "a run is named by its setting and seed",
+    "nemo_grpo.runs_dir": "set --out instead",
+    "nemo_grpo.run_name": "a run is named after its setting and seed",
 }
-"""What every job sets itself, and where a user says it."""
+"""Keys that every job sets itself -> the remedy."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
     A variant's recipe is the given one if it is that variant's already; else ``<stem>-<variant>.yaml`` beside
     it, if there is one; else the given one with that variant's defaults for ``loss_fn``.
 
-    Raises: UserError: a name that is no variant or given twice, or an override of the variant; the file
+    Raises: UserError: an unknown or repeated variant, or an override of the variant; the file
             cannot be read.
     """
     if any(override.lstrip("+").startswith("loss_fn.variant=") for override in overrides):
@@ -86,7 +86,7 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
 def plan_jobs(
     settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, same_start: bool = False
 ) -> list[Job]:
-    """The runs, first all settings with the first seed: what is finished early already compares.
+    """The runs, all settings with the first seed first, so that early results already compare.
 
     Args:    out: the experiment's folder; the runs go to ``out/runs``.
              same_start: refuse settings that do not start from one model on one task.
@@ -129,7 +129,7 @@ def _job(setting: Setting, seed: int, out: Path) -> Job:
 
 
 def _check_same_start(jobs: Sequence[Job]) -> None:
-    """A comparison of variants is one only if all start from one policy and see one task."""
+    """Require that all variants start from one policy and train on one task."""
     first = jobs[0]
     for job in jobs:
         for key, value, expected in (
@@ -140,6 +140,6 @@ def _check_same_start(jobs: Sequence[Job]) -> None:
         ):
             if value != expected:
                 raise UserError(
-                    f"{key} of {job.setting.label} ({value}) is not that of {first.setting.label} "
+                    f"{key} of {job.setting.label} ({value}) differs from that of {first.setting.label} "
                     f"({expected}): a comparison starts from one model on one task; make them equal"
                 )

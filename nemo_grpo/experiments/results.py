@@ -1,4 +1,4 @@
-"""What an experiment leaves: report.html with its pictures, table.md, results.json."""
+"""Results of an experiment: report.html with its pictures, table.md, results.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_grpo.diagnostics import RunGroup, read_run, write_group_report
+from nemo_grpo.diagnostics.report import write_group_report
+from nemo_grpo.diagnostics.runs import RunGroup, read_run
 from nemo_grpo.diagnostics.summary import NOTE, markdown, records
 from nemo_grpo.experiments.plan import Job
 from nemo_grpo.experiments.runner import Status
@@ -15,7 +16,7 @@ REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
 
 
 def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[RunGroup]:
-    """The finished runs of each setting, seeds in order; a setting without any is left out."""
+    """The finished runs of each setting, seeds in order; settings without any are left out."""
     members: dict[str, list[Job]] = {}
     for job in jobs:
         if job.name in ended and ended[job.name].state == "finished":
@@ -29,7 +30,7 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
 
 
 def write_results(jobs: Sequence[Job], ended: Mapping[str, Status], out: Path, command: str) -> str:
-    """Write the files; runs that are not finished are named in them and in no mean.
+    """Write the files; unfinished runs are named there and enter no mean.
 
     Args:    command: the command line that makes this, for the record.
     Returns: the text of table.md.

@@ -1,4 +1,4 @@
-"""Run jobs, some at a time, each in a process of its own; what is finished is not run again."""
+"""Run jobs, several at a time, each in its own process; finished jobs are not repeated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from nemo_grpo.engine.progress import progress
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import RUNS, Job
+from nemo_grpo.files import write_atomically
+from nemo_grpo.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ class Status:
 
 
 def train_command(job: Job) -> list[str]:
-    """The process that runs a job from wherever it stands to its end."""
-    start = [sys.executable, "-m", "nemo_grpo.experiments.child"]
+    """The command that runs a job, or resumes it, to its end."""
+    start = [sys.executable, "-m", "nemo_grpo.cli.child"]
     return [*start, "train", str(job.setting.recipe), *job.overrides, "--resume"]
 
 
@@ -54,7 +55,7 @@ def run_jobs(
     num_parallel: int = 1,
     command: Callable[[Job], list[str]] = train_command,
 ) -> dict[str, Status]:
-    """Run what is not finished, ``num_parallel`` at a time, and note in ``out/status.json`` how each ended.
+    """Run unfinished jobs, ``num_parallel`` at a time, and record in ``out/status.json`` how each ended.
 
     An unfinished run is resumed from its newest checkpoint. A run that fails does not stop the others. The
     first signal to stop is passed on; every run then saves a checkpoint.
@@ -67,10 +68,10 @@ def run_jobs(
         ended = _read_status(out)
         waiting = deque(job for job in jobs if not _is_finished(job, ended))
         if len(waiting) < len(jobs):
-            log.info("%d of %d runs are finished already", len(jobs) - len(waiting), len(jobs))
+            log.info("%d of %d runs are already finished", len(jobs) - len(waiting), len(jobs))
         names = {job.name for job in jobs}
         for name in {job.name for job in waiting} & set(ended):
-            if ended[name].state == "finished":  # with another recipe than is asked for now
+            if ended[name].state == "finished":  # with a recipe other than the current one
                 ended[name] = replace(ended[name], state="interrupted", exit_code=EXIT_INTERRUPTED)
         if waiting:
             _Runner(out, waiting, ended, command).run(num_parallel)
@@ -144,7 +145,7 @@ class _Runner:
             _write_status(self.out, self.ended)
 
     def _new_steps(self) -> int:
-        """Steps that the running jobs have made since the last look."""
+        """Steps that the running jobs have made since the last call."""
         new = 0
         for name, (job, _, _) in self.running.items():
             done = _steps_done(job)
@@ -158,7 +159,7 @@ class _Runner:
 
 
 def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
-    """True if the run came to its end with the very recipe that is asked for now."""
+    """True if the run finished with exactly the current recipe."""
     resolved = job.folder / "recipe.resolved.yaml"
     if job.name not in ended or ended[job.name].state != "finished" or not resolved.is_file():
         return False
@@ -166,7 +167,7 @@ def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
 
 
 def _steps_done(job: Job) -> int:
-    """Steps in the run's metrics, from the end of the file: it is looked at twice a second."""
+    """Steps in the run's metrics, read from the end of the file because it is polled twice a second."""
     try:
         with (job.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
@@ -196,16 +197,13 @@ def _read_status(out: Path) -> dict[str, Status]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
-        log.warning("%s cannot be read (%s); every run is looked at again", out / STATUS, error)
+        log.warning("%s cannot be read (%s); every run is checked again", out / STATUS, error)
         return {}
 
 
 def _write_status(out: Path, ended: dict[str, Status]) -> None:
-    temporary = out / f"{STATUS}.tmp"
-    temporary.write_text(
-        json.dumps({name: asdict(status) for name, status in ended.items()}, indent=2) + "\n"
-    )
-    temporary.rename(out / STATUS)
+    states = {name: asdict(status) for name, status in ended.items()}
+    write_atomically(out / STATUS, json.dumps(states, indent=2) + "\n")
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def find_sweep(name: str) -> Path:
-    """The file that ``name`` means: a path, or a preset's name in recipes/sweeps.
+    """The file for ``name``: a path, or a preset's name in recipes/sweeps.
 
     Raises: UserError: there is none; the presets are listed.
     """
@@ -81,7 +81,7 @@ def load_sweep(path: Path) -> Sweep:
     Raises: UserError: not such a file, an unknown key, a value of another type, or the same setting twice.
     """
     if not is_sweep(path):
-        raise UserError(f"{path} is no sweep: it must be a YAML file with the one section {SECTION}")
+        raise UserError(f"{path} is not a sweep: it must be a YAML file with the single section {SECTION}")
     try:
         file = _SweepFile.model_validate(yaml.safe_load(path.read_text())[SECTION])
     except ValidationError as error:
@@ -92,10 +92,10 @@ def load_sweep(path: Path) -> Sweep:
     settings = [_setting(point, recipe, common) for point in points]
     labels = [setting.label for setting in settings]
     if not labels:
-        raise UserError(f"{path}: nothing is varied; give sweep.settings or sweep.grids")
+        raise UserError(f"{path}: nothing is varied; set sweep.settings or sweep.grids")
     if len(set(labels)) < len(labels):
         twice = max(labels, key=labels.count)
-        raise UserError(f"{path}: the setting {twice!r} comes more than once; remove one")
+        raise UserError(f"{path}: the setting {twice!r} is repeated; remove one")
     seeds = list(range(file.seeds)) if isinstance(file.seeds, int) else file.seeds
     return Sweep(path.stem, settings, seeds)
 
@@ -107,7 +107,7 @@ def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _setting(point: Mapping[str, Any], recipe: Path, common: tuple[str, ...]) -> Setting:
-    """Without a label of its own, ``tau=0.5`` or ``lower=1.0 upper=1.2``: what is varied."""
+    """The default label names what is varied: ``tau=0.5`` or ``lower=1.0 upper=1.2``."""
     varied = {key: value for key, value in point.items() if key != LABEL}
     label = point.get(LABEL, " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items()))
     overrides = (*common, *(_override(key, value) for key, value in varied.items()))
@@ -128,9 +128,9 @@ def _explain(error: ValidationError) -> str:
 
 
 def with_overrides(settings: list[Setting], overrides: Sequence[str]) -> list[Setting]:
-    """The settings with further overrides, which win.
+    """The settings with additional overrides, which take precedence.
 
-    Raises: UserError: one would undo what the settings vary, and their labels would be wrong.
+    Raises: UserError: one would undo what the settings vary and falsify their labels.
     """
     varied = sorted({key for setting in settings for key in setting.varied})
     for override in overrides:

@@ -1,1 +1,1 @@
-"""Jobs on a Slurm cluster: what is checked before, how they are submitted, how they stand."""
+"""Jobs on a Slurm cluster: preflight checks, submission, status."""

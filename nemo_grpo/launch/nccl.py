@@ -1,4 +1,4 @@
-"""Environment variables that make NCCL and Gloo fail or crawl, judged by what a node has."""
+"""Environment variables that make NCCL and Gloo fail or crawl on a node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FATAL, SLOW = True, False
 
 
 def nccl_problems(facts: Mapping[str, Any]) -> list[Problem]:
-    """Return what is wrong with a node's environment.
+    """Return the problems of a node's environment.
 
     Args: facts: as `node_facts.collect` returns them.
     """
@@ -21,7 +21,7 @@ def nccl_problems(facts: Mapping[str, Any]) -> list[Problem]:
 
 
 def interface_exists(facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
-    """NCCL_SOCKET_IFNAME: prefixes; with = exact names, with ^ all but these. Gloo's is one exact name."""
+    """NCCL_SOCKET_IFNAME takes prefixes (= exact names, ^ excluded ones); Gloo's takes one exact name."""
     interfaces = facts["interfaces"]
     for key, exact in (("NCCL_SOCKET_IFNAME", False), ("GLOO_SOCKET_IFNAME", True)):
         value = env.get(key, "")

@@ -1,7 +1,7 @@
-"""What one node says of itself before a job starts: ``python node_facts.py FOLDER`` writes FOLDER/NODE.json.
+"""One node's report before a job starts: ``python node_facts.py FOLDER`` writes FOLDER/NODE.json.
 
-Run as a script on every node at once; imports the standard library only, so that it is quick and works where
-the rest is broken. That the file arrives is itself a fact: the folder is shared and writable.
+Runs as a script on all nodes at once; imports the standard library only, so that it is quick and works on a
+broken node. The file's arrival also proves that the folder is shared and writable.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("nemo-grpo", "torch", "ray", "megatron-core", "vllm")
-"""Whose versions must be the same on all nodes."""
+"""Packages whose versions must agree on all nodes."""
 PREFIXES = ("NCCL_", "GLOO_", "NVTE_", "UCX_", "CUDA_DEVICE_MAX_CONNECTIONS")
-"""Of environment variables that steer communication and kernels."""
+"""Prefixes of environment variables that configure communication and kernels."""
 
 
 def collect() -> dict[str, Any]:
@@ -46,9 +46,9 @@ def collect() -> dict[str, Any]:
 
 
 def find_gpus() -> list[str]:
-    """Names of the GPUs that this job may use; without nvidia-smi "gpu", as often as Slurm gave one.
+    """Names of the GPUs that this job may use; without nvidia-smi, "gpu" for each that Slurm allocated.
 
-    Where nvidia-smi fails or hangs, as it does when a GPU is lost, none: the node is of no use.
+    None if nvidia-smi fails or hangs, as it does when a GPU is lost: the node is unusable.
     """
     try:
         listed = subprocess.run(
@@ -81,7 +81,7 @@ def _versions() -> dict[str, str]:
 
 
 def main(folder: Path) -> int:
-    """Write the facts; 1 if the folder is not there or cannot be written."""
+    """Write the facts; 1 if the folder is missing or cannot be written."""
     facts = collect()
     target = folder / f"{facts['node']}.json"
     try:

@@ -12,7 +12,7 @@ from nemo_grpo.recipe import Recipe
 def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
     """Whether a recipe fits on a kind of GPU, and why.
 
-    Only recipes for the cluster are planned: what the embedded engine runs is small, or asks its own node.
+    Only cluster recipes are planned: embedded runs are small and check their own node.
 
     Args:   gpu: a name of `nemo_grpo.plan.GPUS`.
     Raises: UserError: unknown GPU or model.

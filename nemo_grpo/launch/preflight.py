@@ -1,4 +1,4 @@
-"""Whether a job may start: what its nodes say about themselves, against what the recipe needs."""
+"""Whether a job may start: compares its nodes' reports with what the recipe needs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nemo_grpo.recipe import Recipe
 CLOCK_TOLERANCE = 2.0
 """Seconds that a node's clock may be off: checkpoints and logs are ordered by time."""
 BYTES_PER_PARAMETER = {True: 14, False: 2}
-"""Of a checkpoint with and without optimizer: bf16 weights; with it fp32 weights and two moments, too."""
+"""Bytes per parameter of a checkpoint: bf16 weights, and with the optimizer fp32 weights and two moments."""
 MIN_SHM = 8 << 30
 """Bytes of /dev/shm below which Ray's object store and NCCL run into trouble on a node with GPUs."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check. ``found`` says rule, value and remedy when the verdict is not ok."""
+    """One check. ``found`` gives rule, value and remedy unless the verdict is ok."""
 
     check: str
     verdict: Literal["ok", "note", "refused"]
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """What Slurm gave.
+    """The allocation.
 
     Attributes:
         nodes: names of the nodes.
@@ -59,7 +59,7 @@ def check_job(recipe: Recipe, job: Job) -> list[Row]:
 
 
 def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
-    """The recipe fits on the GPUs that are there."""
+    """The recipe fits on the job's GPUs."""
     names = {name for facts in job.facts for name in facts["gpus"]}
     kinds = {kind_of(name) for name in names}
     kind = kinds.pop() if len(kinds) == 1 else None
@@ -75,7 +75,7 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Every node has written into the log folder, and this node sees it."""
+    """Every node's report has arrived in the log folder."""
     missing = sorted(set(job.nodes) - {facts["node"] for facts in job.facts})
     if missing:
         found = (
@@ -117,7 +117,7 @@ def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def clocks(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Each node looked at its clock at some moment between ``began`` and ``ended``."""
+    """Each node read its clock between ``began`` and ``ended``."""
     off = {
         facts["node"]: max(job.began - facts["clock"], facts["clock"] - job.ended, 0.0) for facts in job.facts
     }
@@ -151,7 +151,7 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
 
 
 def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """/dev/shm is large enough for Ray and NCCL, where there are GPUs."""
+    """/dev/shm is large enough for Ray and NCCL on nodes with GPUs."""
     low = {f["node"]: f["shm_free"] for f in job.facts if f["gpus"] and f["shm_free"] < MIN_SHM}
     if low:
         listed = ", ".join(f"{node} {gib(free)}" for node, free in sorted(low.items()))
@@ -168,7 +168,7 @@ def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def nccl(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Environment variables of NCCL and its like: the same on all nodes, and possible there."""
+    """Environment variables of NCCL and the like are the same on all nodes, and valid there."""
     different = differing({facts["node"]: facts["environment"] for facts in job.facts})
     if different:
         yield Row("NCCL", "refused", f"{different}; set them for the whole job")
@@ -191,7 +191,7 @@ def differing(tables: dict[str, dict[str, str]]) -> str:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Bytes of one checkpoint, at most: a LoRA run saves less. None: the model's size is not known.
+    """Upper bound of a checkpoint's bytes: a LoRA run saves less. None: the model's size is unknown.
 
     From the planner's table, or from the files of policy.model_name, taken as 2 bytes per parameter.
     """
@@ -203,8 +203,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 
 def saves_adapters(recipe: Recipe) -> bool:
     """True for LoRA: checkpoints hold the adapters and their optimizer state alone."""
-    peft = recipe.policy.megatron_cfg.peft
-    return peft is not None and peft.enabled
+    return recipe.policy.megatron_cfg.lora_in_use is not None
 
 
 def existing_parent(folder: Path) -> Path:

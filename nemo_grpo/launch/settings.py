@@ -1,4 +1,4 @@
-"""What the shell of a job has to know of a recipe."""
+"""Recipe settings that a job's shell scripts need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from nemo_grpo.recipe import Recipe
 
 def shell_settings(recipe: Recipe) -> str:
     """Assignments that a shell can source: where the run's folders are, GPUs per node, the starting model."""
-    peft = recipe.policy.megatron_cfg.peft
     values = {
         "RUN_DIR": recipe.run_dir.absolute(),
         "CHECKPOINT_DIR": recipe.checkpoint_dir.absolute(),
@@ -19,13 +18,13 @@ def shell_settings(recipe: Recipe) -> str:
         "NUM_NODES": recipe.cluster.num_nodes,
         "TARGET": recipe.nemo_grpo.target,
         "MODEL": _folder_of(recipe.policy.model_name or ""),
-        "LORA": "merge" if peft is not None and peft.enabled else "",
+        "LORA": "merge" if recipe.policy.megatron_cfg.lora_in_use else "",
     }
     return "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in values.items())
 
 
 def _folder_of(model: str) -> str:
-    """Where a model of the Hugging Face hub lies on this machine; as it is, if it is a folder or not here."""
+    """Local folder of a Hugging Face hub model; returned unchanged if it is a folder or not downloaded."""
     if not model or Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download

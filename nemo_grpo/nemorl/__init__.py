@@ -1,5 +1,5 @@
 """The cluster engine: every variant on NeMo-RL (Ray, Megatron, vLLM), without a change to NeMo-RL's source.
 
-`run_grpo` is the driver; `loss` runs on the workers, `advantage` and `sampling` on the driver; `compat` knows
-every private name that any of them uses.
+`run_grpo` is the driver; `loss` runs on the workers, `advantage` and `sampling` on the driver; `compat` lists
+every private name that they use.
 """

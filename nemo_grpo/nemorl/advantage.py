@@ -27,11 +27,11 @@ SEED_STRIDE = 1_000_003
 
 
 def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
-    """Number the groups of a step, whose rows stand together.
+    """Number the groups of a step, whose rows are adjacent.
 
-    NeMo-RL tells groups apart by their prompts; the same prompt drawn twice in a step, or two images with the
-    same question, would then be one group. Here rows with equal prompts that follow each other are cut into
-    groups of ``num_generations``.
+    NeMo-RL identifies a group by its prompt, which would merge a prompt drawn twice in a step, or two images
+    with the same question. Here each run of rows with equal prompts is cut into groups of
+    ``num_generations``.
 
     Args:    prompt_ids: [B, P], padded.  num_generations: G.
     Returns: [B] int64.
@@ -60,7 +60,7 @@ class VariantEstimator:
         first_step: int = 0,
         exchange: StepExchange | None = None,
     ) -> None:
-        """Args: first_step: finished steps of a resumed run, so that draws go on where they were."""
+        """Args: first_step: finished steps of a resumed run, so that random draws continue."""
         self.objective = config.build()
         self.num_generations = num_generations
         self.seed = seed
@@ -81,18 +81,22 @@ class VariantEstimator:
         """Advantages of the step's tokens.
 
         Args:    prompt_ids: [B, P].  rewards: [B].  mask: [B, S], token_mask x sample_mask.
-                 repeated_batch: its conversations tell responses apart for random draws.
+                 repeated_batch: its conversations identify responses for random draws.
                  logprobs_policy, logprobs_reference: [B, S], nats; index t speaks of token t.
-                 further: what asynchronous training gives besides; ``generation_logprobs`` is used.
+                 further: extra arguments of asynchronous training; ``generation_logprobs`` is used.
         Returns: [B, S] float32 on the CPU; exactly 0 where the mask is 0.
-        Raises:  UserError: the variant needs logprobs that NeMo-RL was configured not to compute.
+        Raises:  UserError: the variant needs logprobs that NeMo-RL does not compute as configured.
         """
         batch = self._batch(prompt_ids, rewards, mask, logprobs_policy, logprobs_reference, further)
-        batch = replace(batch, response_ids=_response_ids((repeated_batch or {}).get("message_log")))
+        ids = _response_ids((repeated_batch or {}).get("message_log"))
+        batch = replace(batch, response_ids=ids, carried=self.exchange.carried)
         prepared = self.objective.prepare(batch, seed=self.seed * SEED_STRIDE + self.step)
+        self.exchange.carried = prepared.carried
         self.step += 1
         if prepared.token_weights is not None:
             self.exchange.train_tensors["token_weights"] = _unaligned(prepared.token_weights)
+        if prepared.row_factors is not None:
+            self.exchange.train_tensors["row_factors"] = prepared.row_factors.float()
         metrics = dict(prepared.metrics)
         if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
@@ -146,7 +150,7 @@ def _response_ids(message_log: Sequence[Sequence[Mapping[str, Any]]] | None) -> 
 
 
 def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """(prompt's, policy's) of a conversation: what stands before the first answer, and all answers."""
+    """(prompt, policy) tokens of a conversation: all before the first answer, and all answers."""
     is_answer = [message["role"] == "assistant" for message in messages]
     first = is_answer.index(True) if any(is_answer) else len(messages)
     tokens = [torch.as_tensor(message["token_ids"]).tolist() for message in messages]
@@ -155,7 +159,7 @@ def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]
 
 
 def _aligned(tokens: Tensor | None) -> Any:
-    """[B, S] as NeMo-RL has it -> [B, S - 1] on the CPU, column t of the token that is predicted there."""
+    """NeMo-RL's [B, S] -> [B, S - 1] on the CPU; column t belongs to the token predicted there."""
     return None if tokens is None else tokens[:, 1:].detach().float().cpu()
 
 

@@ -1,7 +1,8 @@
-"""What NeMo-RL's Megatron checkpoints lack to be converted: tokenizer, model configuration; and exports."""
+"""Exports of NeMo-RL's Megatron checkpoints, and the tokenizer and model configuration that those need."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -14,25 +15,31 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_grpo.nemorl.exchange import StepExchange
+    from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
 
 SIDE_FOLDER = Path("policy") / "tokenizer"
 """Where in ``step_N``: config.json, tokenizer and chat template; the converters' --hf-config."""
-CONVERTER_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""The recipe's names, and the converter's --dtype."""
+CARRIED = "nemo_grpo.json"
+"""File in ``step_N``: what the variant carries from step to step; only for a variant that does."""
 WAITING = ".exports"
-"""Folder beside the checkpoints with those that are still to be converted."""
+"""Folder beside the checkpoints that holds those waiting for conversion."""
 
 
-def save_side_files(checkpointer: Any, tokenizer: Any, model_config: Any) -> None:
-    """From now on, put them into every checkpoint that ``checkpointer`` begins.
+def save_side_files(
+    checkpointer: Any, tokenizer: Any, model_config: Any, exchange: StepExchange | None = None
+) -> None:
+    """From now on, put tokenizer and configuration into every checkpoint that ``checkpointer`` begins.
 
     Args: checkpointer: NeMo-RL's `CheckpointManager`.  tokenizer: a tokenizer or processor.
-          model_config: transformers' configuration of the model.
+          model_config: transformers' configuration of the model.  exchange: its ``carried`` goes there, too.
     """
     begin: Callable[..., Any] = checkpointer.init_tmp_checkpoint
 
@@ -42,19 +49,39 @@ def save_side_files(checkpointer: Any, tokenizer: Any, model_config: Any) -> Non
         side.mkdir(parents=True, exist_ok=True)
         model_config.save_pretrained(side)
         tokenizer.save_pretrained(side)
+        if exchange is not None and exchange.carried:
+            (Path(folder) / CARRIED).write_text(json.dumps(exchange.carried))
         return folder
 
     checkpointer.init_tmp_checkpoint = init_tmp_checkpoint
 
 
-class Exports:
-    """Hugging Face folders of finished checkpoints, made one after another, beside the training.
+def resume_carried(config: VariantConfig, checkpointer: Any, exchange: StepExchange) -> None:
+    """Put what the newest checkpoint's variant carried into ``exchange``.
 
-    NeMo-RL deletes checkpoints that are not among the best (keep_top_k), also while one is read. Each is
-    therefore first given second names, hard links in `WAITING`: of all of it, as weights and optimizer share
-    files. They go when its export has ended, well or not, so that no more is held than what waits. What lies
-    there when a run starts was interrupted, and is converted again; a failed export is tried again if
-    NeMo-RL still has the checkpoint. No failure in here ends the training.
+    Raises: UserError: the variant carries statistics and that checkpoint has none.
+    """
+    newest = checkpointer.get_latest_checkpoint_path()
+    if newest is None or not config.carries_statistics:
+        return
+    path = Path(newest) / CARRIED
+    try:
+        exchange.carried = dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"loss_fn.variant={config.variant} carries statistics over steps, and {path} has none ({error}); "
+            "resume with the loss_fn that the run was started with, or start another run"
+        ) from None
+
+
+class Exports:
+    """Hugging Face folders of finished checkpoints, exported one at a time while training continues.
+
+    NeMo-RL deletes checkpoints that are not among the best (keep_top_k), even while one is being read. Each
+    is therefore kept by hard links in `WAITING`, optimizer included, because weights and optimizer share
+    files. The links are removed when the export ends, successfully or not. Links found when a run starts
+    belong to an interrupted export, which is repeated; a failed export is repeated if NeMo-RL still has the
+    checkpoint. No failure in here ends the training.
     """
 
     def __init__(self, checkpoint_dir: Path, folder: Path, dtype: str) -> None:
@@ -68,9 +95,9 @@ class Exports:
         self._thread = threading.Thread(target=self._convert_all, name="export", daemon=True)
 
     def check(self) -> None:
-        """That the file system can give a file two names.
+        """Check that the file system supports hard links.
 
-        Raises: UserError: it cannot.
+        Raises: UserError: it does not.
         """
         self.waiting.mkdir(parents=True, exist_ok=True)
         file, link = self.waiting / f".probe{os.getpid()}", self.waiting / f".link{os.getpid()}"
@@ -88,7 +115,7 @@ class Exports:
             file.unlink()
 
     def begin(self) -> None:
-        """Start to convert: first what an interrupted run has left, then what `after_every_save` brings."""
+        """Start converting: first an interrupted run's checkpoints, then those of `after_every_save`."""
         for partial in self.waiting.glob("tmp_*"):
             shutil.rmtree(partial, ignore_errors=True)
         left = _steps(self.waiting)
@@ -96,12 +123,12 @@ class Exports:
             self._queue.put(links)
         for checkpoint in _steps(self.checkpoint_dir):
             if checkpoint.name not in {links.stem for links in left} and self._is_missing(checkpoint):
-                self._link(checkpoint)  # the run ended before it was, or its export failed
+                self._link(checkpoint)  # the run ended before its export, or that failed
         self._thread.start()
 
     def after_every_save(self, checkpointer: Any) -> None:
         """From now on, export every checkpoint that ``checkpointer`` finishes."""
-        # HEAD renames in a method of its own, from a thread; 0.7.0 within finalize_checkpoint.
+        # HEAD renames in a separate method, from a thread; 0.7.0 within finalize_checkpoint.
         name = "_rename_checkpoint" if hasattr(checkpointer, "_rename_checkpoint") else "finalize_checkpoint"
         finish: Callable[[Any], None] = getattr(checkpointer, name)
 
@@ -118,7 +145,7 @@ class Exports:
         return not export.exists() or export.stat().st_mtime < checkpoint.stat().st_mtime
 
     def _link(self, checkpoint: Path) -> None:
-        # A number of its own: an older checkpoint of the same step may be read at this moment.
+        # A unique number: an older checkpoint of the same step may be in use right now.
         links = self.waiting / f"{checkpoint.name}.{time.time_ns()}"
         partial = links.with_name(f"tmp_{links.name}")
         try:
@@ -133,7 +160,7 @@ class Exports:
 
     def _convert_all(self) -> None:
         while (links := self._queue.get()) is not None and not self._is_stopped:
-            if not links.exists():  # was asked for twice
+            if not links.exists():  # requested twice
                 continue
             try:
                 is_converted = self._convert(links) == 0
@@ -148,7 +175,7 @@ class Exports:
             self._drop(links)
 
     def _drop(self, links: Path) -> None:
-        gone = links.with_name(f"tmp_{links.name}")  # never taken for a checkpoint, whatever stays of it
+        gone = links.with_name(f"tmp_{links.name}")  # its remains are never taken for a checkpoint
         try:
             links.rename(gone)
             shutil.rmtree(gone)
@@ -168,10 +195,10 @@ class Exports:
         arguments = ["megatron-to-hf", "--force", "--megatron-checkpoint", str(checkpoint)]
         arguments += ["--hf-config", str(checkpoint / SIDE_FOLDER)]
         arguments += ["--output", str(self.folder / checkpoint.stem)]
-        return [*arguments, "--dtype", CONVERTER_DTYPES[self.dtype]]
+        return [*arguments, "--dtype", self.dtype]
 
     def wait(self) -> bool:
-        """Wait for all that were begun; False if any failed, which is logged with what to do."""
+        """Wait for all exports; False if any failed, which is logged with the remedy."""
         self._end()
         for name in dict.fromkeys(self.failed):
             checkpoint = self.checkpoint_dir / name
@@ -183,7 +210,7 @@ class Exports:
         return not self.failed
 
     def stop(self) -> None:
-        """End at once; the next start converts what is left."""
+        """Stop at once; the next start converts the rest."""
         self._is_stopped = True
         if self._process is not None:
             self._process.terminate()
@@ -196,6 +223,6 @@ class Exports:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Checkpoints in a folder, or their links, in the order of their steps and of their links' making."""
+    """Checkpoints or links in a folder, ordered by step, then by the links' creation."""
     found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+(\.\d+)?", path.name)]
     return sorted(found, key=lambda path: (int(path.stem.removeprefix("step_")), int(path.suffix[1:] or 0)))

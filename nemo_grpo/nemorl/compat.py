@@ -1,6 +1,6 @@
-"""Which NeMo-RL this is, every name of it that we use, and access to its two styles of configuration.
+"""The NeMo-RL version, and every NeMo-RL name that we use.
 
-A name that has moved is an error here, before any GPU is allocated, and nowhere else.
+A name that has moved is an error here, before any GPU is allocated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 V0_7_0, HEAD = "0.7.0", "7ea279abf"
 TESTED = {V0_7_0: "the release 0.7.0", HEAD: "the commit 7ea279abf"}
-"""Versions that the tests run on. The package's own number does not tell: HEAD calls itself 0.6.0."""
+"""Versions that the tests run on. The package's version number is no guide: HEAD calls itself 0.6.0."""
 
 BOTH = (V0_7_0, HEAD)
 _GRPO, _WORKER = "nemo_rl.algorithms.grpo", "nemo_rl.models.policy.workers.megatron_policy_worker"
@@ -58,7 +58,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.utils.venvs:DEFAULT_VENV_DIR": BOTH,
     "nemo_rl.utils.venvs:create_local_venv_on_each_node": BOTH,
 }
-"""``module:name`` -> the versions that have it: what the driver's process imports."""
+"""``module:name`` -> the versions that have it; imported by the driver."""
 
 WORKER_NAMES: dict[str, tuple[str, ...]] = {
     f"{_WORKER}:MegatronPolicyWorkerImpl": BOTH,
@@ -66,9 +66,10 @@ WORKER_NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.distributed.model_utils:allgather_cp_sharded_tensor": BOTH,
     "nemo_rl.models.megatron.pipeline_parallel:broadcast_tensors_from_last_stage": BOTH,
     "nemo_rl.models.megatron.train:LogprobsPostProcessor": BOTH,
+    "nemo_rl.models.megatron.train:apply_temperature_scaling": BOTH,
     "nemo_rl.models.policy.utils:get_runtime_env_for_policy_worker": BOTH,
 }
-"""The same for a Megatron worker's process; they import megatron-core."""
+"""The same for Megatron workers; these import megatron-core."""
 
 ESTIMATOR_NAMESPACES = (
     _GRPO,
@@ -94,9 +95,9 @@ def has_name(name: str) -> bool:
 
 
 def version() -> str:
-    """Which of `TESTED` this NeMo-RL is like, told by its configuration classes.
+    """The version of `TESTED` that this NeMo-RL matches, judged by its configuration classes.
 
-    Raises: UserError: NeMo-RL cannot be imported, or is like none of them.
+    Raises: UserError: NeMo-RL cannot be imported, or matches none of them.
     """
     try:
         grpo_config = import_name(f"{_GRPO}:GRPOConfig")
@@ -109,11 +110,11 @@ def version() -> str:
 
 
 def check(names: Mapping[str, tuple[str, ...]] = NAMES) -> str:
-    """That this NeMo-RL has every name that we use.
+    """Check that this NeMo-RL has every name that we use.
 
     Args:    names: `NAMES`, or `WORKER_NAMES` in a worker's process.
-    Returns: the version of `TESTED` that it is like.
-    Raises:  UserError: what is missing, and which versions are tested.
+    Returns: the version of `TESTED` that it matches.
+    Raises:  UserError: names are missing.
     """
     like = version()
     missing = [name for name, versions in names.items() if like in versions and not has_name(name)]
@@ -132,32 +133,12 @@ def _tested() -> str:
     return " or ".join(TESTED.values())
 
 
-def value(config: Any, path: str, default: Any = None) -> Any:
-    """A dotted key of a configuration whose parts are dictionaries (0.7.0), models (HEAD), or both."""
-    node = config
-    for name in path.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
-        if node is None:
-            return default
-    return node
-
-
-def set_value(config: Any, path: str, new: Any) -> None:
-    """Set a dotted key whose parent exists."""
-    parent, _, name = path.rpartition(".")
-    node = value(config, parent) if parent else config
-    if isinstance(node, dict):
-        node[name] = new
-    else:
-        setattr(node, name, new)
-
-
 def keep_tensor_pickles_plain() -> None:
     """Let processes without Megatron read the tensors that this one sends.
 
-    Importing megatron.core replaces the function that torch's pickled tensors name by one of its own, and
-    the driver imports it without being asked: by reading what a Megatron worker returns. vLLM's workers may
-    have no megatron. Imported now, it is not imported again, and torch's own function is put back.
+    Importing megatron.core replaces the function that pickled tensors refer to by its own, and the driver
+    imports it unasked when it unpickles a Megatron worker's result. vLLM's workers may not have megatron. So
+    import it now, once, and put torch's function back.
     """
     import torch
 
@@ -175,7 +156,7 @@ def replace_global(name: str, new: Any, modules: tuple[str, ...]) -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Within the block an attribute is another."""
+    """Replace an attribute within the block."""
     before = getattr(owner, name)
     setattr(owner, name, new)
     try:
@@ -203,9 +184,9 @@ class Setup(NamedTuple):
 
 
 def unpack_setup(result: tuple[Any, ...]) -> Setup:
-    """Name the parts of what `setup` returned.
+    """Name the values that `setup` returned.
 
-    Raises: UserError: their number is not the tested versions'.
+    Raises: UserError: their number differs from the tested versions'.
     """
     if len(result) != len(Setup._fields):
         raise UserError(

@@ -1,4 +1,4 @@
-"""From a recipe to NeMo-RL's own configuration: its shipped base, with what the recipe says on top."""
+"""From a recipe to NeMo-RL's configuration: the recipe merged into NeMo-RL's shipped base."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe, load_recipe
@@ -16,8 +17,7 @@ from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, res
 log = logging.getLogger(__name__)
 
 BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
-VISION_PREFIX = "vision_"
-"""Tasks whose problems have images; NeMo-RL has a base and a data path of their own for them."""
+"""NeMo-RL's base configurations, for text and for images."""
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "grpo.val_num_generations_per_prompt": (1,),
@@ -31,7 +31,7 @@ NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "reward_penalties.penalize_malformed_think_tag": (False,),
     "reward_penalties.penalize_unwanted_tokens": (False,),
 }
-"""Keys that change a run, and that NeMo-RL 0.7.0 never looks at -> the values that change nothing."""
+"""Keys that change a run but that NeMo-RL 0.7.0 ignores -> the values without effect."""
 
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole: its loss is not the one that trains."""
@@ -39,7 +39,7 @@ FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 
 @dataclass(frozen=True)
 class ClusterRun:
-    """A recipe, and the same as NeMo-RL takes it.
+    """A recipe, and its NeMo-RL configuration.
 
     Attributes: recipe: validated.  master_config: NeMo-RL's `MasterConfig`.
     """
@@ -50,11 +50,11 @@ class ClusterRun:
     @property
     def has_images(self) -> bool:
         """True for tasks with images."""
-        return self.recipe.nemo_grpo.task.name.startswith(VISION_PREFIX)
+        return self.recipe.nemo_grpo.task.needs_images
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
-    """Read and check a recipe, and make NeMo-RL's configuration of it.
+    """Read and check a recipe, and convert it to NeMo-RL's configuration.
 
     Raises: UserError: the recipe is refused, is not for the cluster, or does not fit this NeMo-RL.
     """
@@ -74,9 +74,8 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
 def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
     """NeMo-RL's configuration as a plain mapping.
 
-    Args:    given: what recipe and overrides say, resolved, without our defaults: a key that they do not have
-             keeps NeMo-RL's value.  base: NeMo-RL's shipped configuration, not resolved, so that values that
-             depend on others follow the recipe's.
+    Args:    given: recipe and overrides, resolved, without our defaults: missing keys keep NeMo-RL's values.
+             base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
     """
     over = {name: section for name, section in given.items() if name not in FROM_THE_RECIPE}
     kept = {name: section for name, section in base.items() if name not in FROM_THE_RECIPE}
@@ -86,9 +85,9 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
     scheduler = tree["policy"]["megatron_cfg"]["scheduler"]
     if scheduler.get("lr_decay_iters") is None:
         scheduler["lr_decay_iters"] = recipe.grpo.max_num_steps  # NeMo-RL moves the rate once per step
-    # A resumed run follows the recipe; megatron-core would refuse a schedule that is not the checkpoint's.
+    # Resume with the recipe's schedule; megatron-core would refuse one that differs from the checkpoint's.
     scheduler["override_opt_param_scheduler"] = True
-    # The base's limit is the longest sequence, which no response reaches, and no penalty would be given.
+    # The base's limit is the longest sequence, which no response reaches: nothing would be penalised.
     tree["grpo"]["reward_shaping"] |= recipe.grpo.reward_shaping.model_dump()
     if recipe.grpo.stop_at_validation_metric is not None:
         tree["grpo"]["stop_at_validation_metric"] = early_stop_metric(recipe.grpo.stop_at_validation_metric)
@@ -98,11 +97,11 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
 
 
 def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
-    """Raise for keys that came after NeMo-RL 0.7.0, which takes any key and says nothing.
+    """Refuse keys newer than NeMo-RL 0.7.0, which silently accepts any key.
 
     Raises: UserError: key, value, remedy.
     """
-    given = {key: compat.value(recipe.to_dict(), key) for key in NOT_IN_0_7_0}
+    given = {key: value_of(recipe.to_dict(), key) for key in NOT_IN_0_7_0}
     ignored = [f"{key}={value}" for key, value in given.items() if value not in (None, *NOT_IN_0_7_0[key])]
     if ignored:
         raise UserError(
@@ -112,9 +111,9 @@ def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
 
 
 def early_stop_metric(name: str) -> str:
-    """NeMo-RL's name of a validation metric, which has no prefix.
+    """NeMo-RL's name of a validation metric, without prefix.
 
-    Raises: UserError: this NeMo-RL never looks at it.
+    Raises: UserError: this NeMo-RL has no early stop.
     """
     if compat.version() == compat.V0_7_0:
         raise UserError(
@@ -125,17 +124,17 @@ def early_stop_metric(name: str) -> str:
 
 
 def loss_section(recipe: Recipe) -> Tree:
-    """The variant's parameters where NeMo-RL reads them too.
+    """The variant's parameters for NeMo-RL, which reads some of them.
 
-    It loads the reference policy for reference_policy_kl_penalty > 0, and its types know no null: what is
-    null is left out.
+    It loads the reference policy if reference_policy_kl_penalty > 0. Its types allow no null, so nulls are
+    left out.
     """
     given = {name: value for name, value in recipe.loss_fn.model_dump().items() if value is not None}
     return {"reference_policy_kl_penalty": 0.0} | given
 
 
 def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
-    """``over`` without nulls in place of the base's sections, which NeMo-RL would look into."""
+    """``over`` without nulls for sections of the base, into which NeMo-RL looks."""
     return {
         name: _without_null_sections(value, base[name])
         if isinstance(value, Mapping) and isinstance(base.get(name), Mapping)
@@ -146,7 +145,7 @@ def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> 
 
 
 def _base_tree(recipe: Recipe) -> Tree:
-    name = VISION_BASE if recipe.nemo_grpo.task.name.startswith(VISION_PREFIX) else BASE
+    name = VISION_BASE if recipe.nemo_grpo.task.needs_images else BASE
     path = base_folder() / name
     compat.import_name("nemo_rl.utils.config:register_omegaconf_resolvers")()
     from omegaconf import OmegaConf
@@ -166,7 +165,7 @@ def base_folder() -> Path:
     folder = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs"
     if not (folder / BASE).is_file():
         raise UserError(
-            f"{folder / BASE} is not there: NeMo-RL's own base configuration is needed; run from NeMo-RL's "
+            f"{folder / BASE} is missing: NeMo-RL's own base configuration is needed; run in NeMo-RL's "
             "container, or clone its repository and put that on PYTHONPATH"
         )
     return folder

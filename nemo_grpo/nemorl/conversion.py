@@ -1,4 +1,4 @@
-"""What a killed conversion of the Hugging Face model to Megatron has left.
+"""Remains of a killed conversion of the Hugging Face model to Megatron.
 
 NeMo-RL converts a model once, into a folder that its jobs share, and takes ``iter_0000000`` for a finished
 conversion. A killed one lacks ``run_config.yaml``, which is written last: every later start skips the
@@ -16,25 +16,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.compat import value
 
 log = logging.getLogger(__name__)
 
 ITERATION, LAST_FILE = "iter_0000000", "run_config.yaml"
 STILL_S = 600.0
-"""An incomplete folder that nothing was written to for so long, in seconds, is of a job that is gone."""
+"""Seconds without a write after which an incomplete folder's job is taken for dead."""
 POLL_S = 30.0
 
 
 def conversions(policy: Any) -> list[Path]:
-    """Folders of this model's conversions, with any ``hf_config_overrides``; as NeMo-RL computes them.
+    """Folders of this model's conversions, with any ``hf_config_overrides``, as NeMo-RL computes them.
 
     Args:    policy: section of NeMo-RL's configuration.
-    Returns: none if NeMo-RL converts nothing, or whatever is there.
+    Returns: existing folders; none if NeMo-RL converts nothing.
     """
-    if value(policy, "pretrained_checkpoint") or value(policy, "megatron_cfg.force_reconvert_from_hf"):
+    if value_of(policy, "pretrained_checkpoint") or value_of(policy, "megatron_cfg.force_reconvert_from_hf"):
         return []
     name = policy["model_name"]
     if os.path.exists(name):
@@ -49,10 +49,9 @@ def remove_remains(
 ) -> None:
     """Remove incomplete conversions, so that NeMo-RL converts again.
 
-    Another job may be converting at this moment: a folder that still changes is waited for, until it is
-    complete or nothing was written to it for `STILL_S`. It is moved away before it is deleted, so that no
-    job ever sees half of it. Not seen: a folder on other nodes only, where NRL_MEGATRON_CHECKPOINT_DIR is not
-    shared.
+    Another job may be converting right now, so a folder is removed only after `STILL_S` without a write; if
+    it becomes complete before, it stays. It is moved before it is deleted, so that no job sees a partial
+    folder. Not covered: folders on other nodes, if NRL_MEGATRON_CHECKPOINT_DIR is not shared.
 
     Args:   policy: section of NeMo-RL's configuration.
     Raises: UserError: it cannot be moved.
@@ -64,8 +63,8 @@ def remove_remains(
                 _remove(folder)
                 break
             log.warning(
-                "%s is incomplete and was written to %.0f s ago: waiting for the job that converts it; it is "
-                "removed when nothing was written for %.0f s",
+                "%s is incomplete; last write %.0f s ago: waiting for the job that converts it; removed "
+                "after %.0f s without a write",
                 *(folder, still, STILL_S),
             )
             sleep(min(POLL_S, STILL_S - still))
@@ -77,13 +76,13 @@ def last_written(folder: Path) -> float:
     for path in (folder, *folder.rglob("*")):
         try:
             times.append(path.stat().st_mtime)
-        except FileNotFoundError:  # a file under a temporary name has got its own
+        except FileNotFoundError:  # a temporary file was renamed
             continue
     return max(times, default=0.0)
 
 
 def _remove(folder: Path) -> None:
-    log.warning("removing %s: a killed conversion has left it without %s", folder, LAST_FILE)
+    log.warning("removing %s: a killed conversion left it without %s", folder, LAST_FILE)
     away = folder.with_name(f".{ITERATION}-incomplete-{os.getpid()}")
     try:
         folder.rename(away)
@@ -91,7 +90,7 @@ def _remove(folder: Path) -> None:
         return
     except OSError as error:
         raise UserError(
-            f"{folder} is left of a killed conversion, and NeMo-RL would fail on it, but it cannot go "
+            f"{folder} is left from a killed conversion, NeMo-RL would fail on it, and it cannot be moved "
             f"({error.strerror}); remove it, or set NRL_MEGATRON_CHECKPOINT_DIR to a folder of your own"
         ) from None
     shutil.rmtree(away, ignore_errors=True)

@@ -1,7 +1,7 @@
 """A recipe's task on NeMo-RL: its problems as data sets, its rewards and its turns as an environment.
 
-One environment serves every task, because a task here is plain functions. It runs in a Ray actor; the
-problem travels with each response as NeMo-RL's ``extra_env_info``.
+One environment serves every task, because a task is plain functions. It runs in a Ray actor; each response
+carries its problem as NeMo-RL's ``extra_env_info``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 import torch
 from torch import Tensor
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.recipe.own import Prompt
-from nemo_grpo.tasks import Problem, chat_messages, encode_prompt, parse_task
+from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt, parse_task
+from nemo_grpo.tasks.base import checked_score, reward_of
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
 from nemo_grpo.tasks.reserved import reserved_texts
 
@@ -30,15 +32,15 @@ TASK_NAME = "nemo_grpo"
 
 ACTOR = f"{__name__}.TaskEnvironment"
 NUM_THREADS = 16
-"""Responses scored at a time; comparing mathematics waits for worker processes."""
+"""Responses scored in parallel; comparing mathematics waits for worker processes."""
 ASYNC_SPARE = 10
-"""Asynchronous training goes over its data once and leaves out prompts: those that it has no step for when it
-draws them, that fail, or that grow too old. So many times what it needs; problems are made when asked for."""
+"""Asynchronous training makes one pass over its data and skips prompts that have no step yet, fail, or grow
+too old. Its stream is this many times as long as it needs; problems are generated on demand."""
 REWARD_UNITS = 2**18
-"""A response's reward so far is rounded to a multiple of one such part of 1: NeMo-RL adds up its differences
-in float32, which is then exact, and equal scores stay equal however many turns led there."""
+"""A response's running reward is rounded to a multiple of 1 / this. NeMo-RL adds up its differences in
+float32, which is then exact: equal scores stay equal after any number of turns."""
 SHORTENED = 4
-"""Tokens that are kept of a prompt that is too long; nothing of it is trained on."""
+"""Tokens kept of a prompt that is too long; it is not trained on."""
 
 _ENVIRONMENTS = "nemo_rl.environments"
 EnvironmentInterface = compat.import_name(f"{_ENVIRONMENTS}.interfaces:EnvironmentInterface")
@@ -53,17 +55,16 @@ class TaskProblems(NamedTuple):
 
 
 def read_problems(run: ClusterRun) -> TaskProblems:
-    """Read the task's files and check what can be checked without Ray, tokenizer and GPUs.
+    """Read the task's files and check all that needs neither Ray, tokenizer nor GPUs.
 
     Raises: UserError: a file is missing, the task has too few problems, or it cannot run on NeMo-RL.
     """
     own, grpo = run.recipe.nemo_grpo, run.recipe.grpo
     task = own.task.build()
-    check_turns(task, compat.value(run.master_config, "grpo.max_rollout_turns"))
     if run.has_images:
         check_image_prompt(own.prompt)
     task.train_problem(0, grpo.seed)
-    return TaskProblems(task, task.validation_problems(grpo.max_val_samples) if _validates(grpo) else [])
+    return TaskProblems(task, task.validation_problems(grpo.max_val_samples) if grpo.validates else [])
 
 
 def setup_data(
@@ -71,8 +72,8 @@ def setup_data(
 ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """Training and validation data, and the environment of each.
 
-    Training rewards are weighted as the recipe says. Validation gives the accuracy alone, so that what
-    NeMo-RL reports as ``validation/accuracy`` is one whatever the training rewards are.
+    Training rewards are weighted as the recipe says. Validation returns the accuracy alone, so that NeMo-RL's
+    ``validation/accuracy`` is an accuracy whatever the training rewards are.
 
     Args:    encoder: the tokenizer, or the processor for tasks with images.
     Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it.
@@ -80,7 +81,7 @@ def setup_data(
     recipe, config = run.recipe, run.master_config
     own, grpo, (task, held_out) = recipe.nemo_grpo, recipe.grpo, problems
     encode = prompt_encoder(own.prompt, encoder, run.has_images, config.data["max_input_seq_length"])
-    config.data["shuffle"] = False  # a task's training stream is in random order by itself
+    config.data["shuffle"] = False  # a task's training stream is already shuffled
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
     reserved = list(reserved_texts(getattr(encoder, "tokenizer", encoder)))
@@ -94,33 +95,15 @@ def setup_data(
 
 
 def num_prompts(run: ClusterRun) -> int:
-    """How many prompts the run can draw at most, so that one epoch lasts to its last step."""
+    """Maximum number of prompts that the run can draw; one epoch is that long."""
     grpo, config = run.recipe.grpo, run.master_config
     per_draw, draws = grpo.num_prompts_per_step, 1
     if grpo.use_dynamic_sampling:
-        per_draw = int(per_draw * compat.value(config, "grpo.batch_multiplier", 1))
+        per_draw = int(per_draw * value_of(config, "grpo.batch_multiplier", 1))
         _, draws = run.recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
-    if compat.value(config, "grpo.async_grpo.enabled", False):
+    if value_of(config, "grpo.async_grpo.enabled", False):
         draws = ASYNC_SPARE
     return grpo.max_num_steps * per_draw * max(draws, 1)
-
-
-def _validates(grpo: Any) -> bool:
-    return bool(grpo.val_period or grpo.val_at_start or grpo.val_at_end)
-
-
-def check_turns(task: Any, max_rollout_turns: int | None) -> None:
-    """That NeMo-RL lets a response take as many turns as its task does.
-
-    Raises: UserError: it does not; a response would end before it could answer.
-    """
-    if isinstance(task, MultiTurnTask):
-        turns = task.config.max_turns  # type: ignore[attr-defined]
-        if max_rollout_turns is None or max_rollout_turns < turns:
-            raise UserError(
-                f"grpo.max_rollout_turns={max_rollout_turns}: nemo_grpo.task.max_turns={turns} needs at "
-                "least as many; raise it"
-            )
 
 
 Encode = Callable[[Problem], dict[str, Any]]
@@ -128,7 +111,7 @@ Encode = Callable[[Problem], dict[str, Any]]
 
 
 class TaskDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Problems by number as NeMo-RL's data: a prompt, and what the environment needs of the problem."""
+    """Problems by number as NeMo-RL data: the prompt, and what the environment needs."""
 
     def __init__(self, problem: Callable[[int], Problem], size: int, encode: Encode, task: Any) -> None:
         self.problem, self.size, self.encode = problem, size, encode
@@ -152,26 +135,26 @@ class TaskDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def check_image_prompt(prompt: Prompt) -> None:
-    """Raise for a prompt with parts that NeMo-RL's image prompts have no place for.
+    """Refuse prompt settings that NeMo-RL's image prompts do not support.
 
     Raises: UserError: key and remedy.
     """
     if prompt.response_prefix or not prompt.use_chat_template:
         raise UserError(
-            "nemo_grpo.prompt: a task with images has its processor's chat template and no response_prefix; "
+            "nemo_grpo.prompt: a task with images uses its processor's chat template and no response_prefix; "
             "leave response_prefix and use_chat_template out"
         )
 
 
 def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_length: int) -> Encode:
-    """What makes a prompt of a problem: the function of the embedded engine, or NeMo-RL's for images."""
+    """The function that encodes a problem: the embedded engine's, or NeMo-RL's for images."""
     if has_images:
         return lambda problem: image_prompt(prompt, encoder, problem, max_prompt_length)
     return lambda problem: text_prompt(prompt, encoder, problem, max_prompt_length)
 
 
 def text_prompt(prompt: Prompt, tokenizer: Any, problem: Problem, max_length: int) -> dict[str, Any]:
-    """One user message with the prompt's tokens; one that is too long is cut and left out of the loss."""
+    """One user message with the prompt's tokens; too long a prompt is cut and excluded from the loss."""
     tokens = encode_prompt(tokenizer, prompt, problem)
     fits = len(tokens) < max_length
     kept = tokens if fits else tokens[:SHORTENED]
@@ -185,7 +168,7 @@ def image_prompt(prompt: Prompt, processor: Any, problem: Problem, max_length: i
     images = [{"type": "image", "image": path} for path in problem.metadata["images"]]
     question = {"role": "user", "content": [*images, {"type": "text", "text": text}]}
     datum = {
-        "task_name": "avqa",  # one of those whose messages it takes as they are
+        "task_name": "avqa",  # a task name whose messages it passes through
         "messages": [question, {"role": "assistant", "content": problem.answer}],
     }
     spec = compat.import_name("nemo_rl.data.interfaces:TaskDataSpec")()
@@ -194,11 +177,11 @@ def image_prompt(prompt: Prompt, processor: Any, problem: Problem, max_length: i
 
 
 class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-type]
-    """Scores responses and speaks between their turns."""
+    """Scores responses and gives the observations between their turns."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: ``task``, the recipe's section; ``rewards``, component -> weight; ``reserved``, the
-        tokenizer's marks, which no observation's passages may hold.
+        tokenizer's marks, which observations must not contain.
         """
         self.task = parse_task(config["task"]).build()
         self.rewards = dict(config["rewards"])
@@ -208,16 +191,16 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> Any:
         """One turn of every response.
 
-        The reward of a turn is by how much it raised the response's score: NeMo-RL adds the turns up, so that
-        every response ends with the score of its whole text, also one that is cut off between turns.
+        A turn's reward is the increase of the response's score. NeMo-RL adds up the turns, so that every
+        response ends with the score of its whole text, even if it is cut off between turns.
 
         Args:    message_log_batch: per response the prompt, then the policy's and the environment's messages.
-                 metadata: per response what `TaskDataset` made, or the last call gave.
+                 metadata: per response, from `TaskDataset` or the last call.
         Returns: NeMo-RL's `EnvironmentReturn`.
         """
         problems = [Problem(**info["problem"]) for info in metadata]
         texts = ["".join(message["content"] for message in log[1:]) for log in message_log_batch]
-        scores = list(self.pool.map(self.task.score, problems, texts))
+        scores = list(self.pool.map(partial(checked_score, self.task), problems, texts))
         totals = [self._reward(score) for score in scores]
         observations, episodes = self._observe(message_log_batch, metadata)
         over = [observation is None for observation in observations]
@@ -237,7 +220,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         )
 
     def _reward(self, score: Mapping[str, float]) -> float:
-        reward = sum(weight * score[name] for name, weight in self.rewards.items())
+        reward = reward_of(score, self.rewards)
         return round(reward * REWARD_UNITS) / REWARD_UNITS if isinstance(self.task, MultiTurnTask) else reward
 
     def _observe(
@@ -268,7 +251,7 @@ def _floats(values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=torch.float32)
 
 
-@ray.remote(max_restarts=-1, max_task_retries=-1)  # stateless: a lost call can simply be made again
+@ray.remote(max_restarts=-1, max_task_retries=-1)  # stateless: a lost call can be repeated
 class TaskEnvironment(TaskEnvironmentImpl):
     """The actor."""
 

@@ -1,4 +1,4 @@
-"""What passes between policy, sampling and estimator within a step besides NeMo-RL's own arguments."""
+"""Data that policy, sampling and estimator exchange within a step, in addition to NeMo-RL's arguments."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ ENTROPIES = "entropies"
 
 @dataclass
 class StepExchange:
-    """One object that the driver gives to all three; a step fills and empties it in this order.
+    """Shared by all three; every step fills and empties all but ``carried`` in this order.
 
     Attributes:
         metrics: the dictionary that the trainer logs with the step; emptied by `dynamic_sampling`.
-        entropies: [B, S] float32, nats, full-vocabulary at temperature 1, index t speaks of token t and
+        entropies: [B, S] float32, nats, full-vocabulary at temperature 1, index t belongs to token t and
             column 0 is 0, rows as in the batch; put by the policy's ``get_logprobs``, taken by the estimator.
-        train_tensors: [B, S] tensors that the loss reads besides NeMo-RL's; put by the estimator, added to
-            the data by the policy's ``train``.
+        train_tensors: [B, S] or [B] tensors that the loss reads in addition to NeMo-RL's; put by the
+            estimator, added to the data by the policy's ``train``.
+        carried: what the variant hands from step to step; kept by the estimator, saved in every checkpoint.
     """
 
     metrics: dict[str, Any] = field(default_factory=dict)
     entropies: Tensor | None = None
     train_tensors: dict[str, Tensor] = field(default_factory=dict)
+    carried: dict[str, float] = field(default_factory=dict)
 
     def take_entropies(self) -> Tensor | None:
-        """This step's entropies, which are then gone, so that no later step reads them."""
+        """Return this step's entropies and clear them, so that no later step reads them."""
         taken, self.entropies = self.entropies, None
         return taken
 
     def take_train_tensors(self) -> dict[str, Tensor]:
-        """This step's tensors for the loss, which are then gone."""
+        """Return this step's tensors for the loss and clear them."""
         taken, self.train_tensors = self.train_tensors, {}
         return taken

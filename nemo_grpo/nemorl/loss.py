@@ -1,10 +1,10 @@
 """A variant's token loss as a NeMo-RL loss object; it runs on the workers, once per microbatch or sequence.
 
-NeMo-RL's ``data`` holds ``[B, S]`` tensors whose index t speaks of token t; `next_token_logprobs` are
-``[B, S - 1]`` already. Here, and only here, the first column is cut off, so that both are aligned.
+NeMo-RL's ``data`` holds ``[B, S]`` tensors whose index t belongs to token t; `next_token_logprobs` are
+already ``[B, S - 1]``. Only here the first column is cut off, to align the two.
 
-Everything that spans sequences is in ``data["advantages"]`` (and ``data["token_weights"]``), made on the
-driver by `advantage`. What is returned are shares of means over NeMo-RL's global batch: NeMo-RL adds them up.
+Everything that spans sequences is in ``data["advantages"]`` (and ``data["token_weights"]``), computed on the
+driver by `advantage`. Results are shares of means over NeMo-RL's global batch, which NeMo-RL adds up.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.masking import zero_outside
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.variants import VARIANTS, parse_loss_fn
+from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
 
 LOG_2 = 0.6931471805599453
@@ -30,7 +29,7 @@ STOCK_NAMES = {
     "importance/outside": "is_oob_ratio",
     "importance/weight": "sampling_importance_ratio",
 }
-"""Our metric -> the name by which NeMo-RL's users plot it."""
+"""Our metric -> NeMo-RL's name for it."""
 
 
 class ObjectiveLoss:
@@ -41,16 +40,11 @@ class ObjectiveLoss:
     """
 
     def __init__(self, config: VariantConfig, *, use_fused_linear_logprobs: bool = False) -> None:
-        """Raises: UserError: the variant cannot run on NeMo-RL, whose microbatches tear groups apart."""
         self.config = config
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.reference_policy_kl_penalty = getattr(config, "reference_policy_kl_penalty", 0.0)
         self.objective = config.build()
-        if self.objective.whole_groups_per_loss_call:
-            raise UserError(
-                "loss_fn.author_compat=true needs one whole group per loss call; NeMo-RL splits groups over "
-                "microbatches and ranks: set it to false, or train with the embedded engine"
-            )
+        assert not self.objective.whole_groups_per_loss_call, "recipe.cluster_rules refuses it"
 
     @property
     def input_type(self) -> Any:
@@ -59,13 +53,13 @@ class ObjectiveLoss:
 
     @property
     def loss_type(self) -> Any:
-        """Which count the loss is divided by: valid tokens, or valid sequences."""
+        """The count that the loss is divided by: valid tokens or valid sequences."""
         levels = compat.import_name("nemo_rl.algorithms.loss.interfaces:LossType")
         return levels.TOKEN_LEVEL if self.config.aggregation == "token_mean" else levels.SEQUENCE_LEVEL
 
     @property
     def metric_normalizations(self) -> dict[str, Any]:
-        """Which count each metric is divided by; empty for a NeMo-RL that does not ask."""
+        """The count that each metric is divided by; empty for a NeMo-RL that does not use it."""
         try:
             kinds = compat.import_name("nemo_rl.algorithms.loss.interfaces:MetricNormalizer")
         except AttributeError:
@@ -78,10 +72,11 @@ class ObjectiveLoss:
         return table | dict.fromkeys(("num_valid_samples", *EXTREMES), kinds.NONE)
 
     def _metric_names(self) -> list[str]:
-        """Every metric of this loss, by computing it for one token."""
+        """Names of this loss's metrics, found by computing it for one token."""
         names = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages",
                  "token_mask", "token_weights")  # fmt: skip
-        data = {name: torch.ones(1, 2) for name in names} | {"sample_mask": torch.ones(1)}
+        data = {name: torch.ones(1, 2) for name in names}
+        data |= {"sample_mask": torch.ones(1), "row_factors": torch.ones(1)}
         return list(self(torch.ones(1, 1), data, torch.ones(()), torch.ones(()))[1])
 
     def __call__(
@@ -96,7 +91,7 @@ class ObjectiveLoss:
         Args:    next_token_logprobs: [B, S - 1] float32.
                  data: NeMo-RL's batch of the same rows; ``prev_logprobs``, ``generation_logprobs``,
                  ``reference_policy_logprobs``, ``advantages``,
-                 ``token_mask`` are [B, S], ``sample_mask`` is [B].
+                 ``token_mask`` are [B, S], ``sample_mask`` and ``row_factors`` are [B].
                  global_valid_*: counts over the global batch.
         Returns: 0-d loss; floats, read from the device in one copy.
         """
@@ -114,7 +109,7 @@ class ObjectiveLoss:
         return loss, floats | _extremes(floats, *self._clip_bounds())
 
     def prepared(self, next_token_logprobs: Tensor, data: Mapping[str, Any]) -> PreparedBatch:
-        """NeMo-RL's rows as the objective takes them: aligned, cleaned under the mask."""
+        """NeMo-RL's rows for the objective: aligned, cleaned under the mask."""
 
         def aligned(name: str) -> Tensor | None:
             return data[name][:, 1:] if name in data else None
@@ -139,10 +134,11 @@ class ObjectiveLoss:
             advantages=zero_outside(data["advantages"][:, 1:], batch.mask),
             group_sizes=unused,
             token_weights=None if weights is None else torch.where(batch.mask, weights, 1.0),
+            row_factors=data.get("row_factors"),
         )
 
     def _stock_metrics(self, prepared: PreparedBatch, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What NeMo-RL's own loss reports besides, by its names.
+        """Additional metrics of NeMo-RL's own loss, by its names.
 
         With d = logp_prev - logp_gen, r = exp(d):  k3(gen, prev) = r - d - 1, k3(prev, gen) = 1/r + d - 1,
         Jensen-Shannon estimate = log(1 + r) - d/2 - log 2,  max(r, 1/r) = exp(|d|)
@@ -174,17 +170,17 @@ class ObjectiveLoss:
 
 
 EXTREMES = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max")
-"""Metrics that NeMo-RL combines by least and greatest, not by adding up; infinite if nothing counts."""
+"""Metrics that NeMo-RL combines by min and max instead of a sum; infinite if no token counts."""
 
 
 def _extreme_ratios(ratio: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """Least and greatest ratio of the tokens that count; ratios are positive, so 0 means that none does."""
+    """Smallest and largest ratio of the tokens that count; 0 if none does (ratios are positive)."""
     least = torch.add(ratio, 1 - counts, alpha=torch.finfo(ratio.dtype).max / 2).amin()
     return {"probs_ratio_min": least, "probs_ratio_max": (ratio * counts).amax()}
 
 
 def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str, float]:
-    """Extremes of ratio and clamped ratio, from numbers that are on the host already."""
+    """Extremes of ratio and clamped ratio, from numbers already on the host."""
     bounds = (metrics["probs_ratio_min"], metrics["probs_ratio_max"])
     if bounds[1] == 0:
         return dict(zip(EXTREMES, (float("inf"), float("-inf")) * 2, strict=True))
@@ -195,10 +191,6 @@ def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str
 def build_loss(loss_fn: Mapping[str, Any]) -> ObjectiveLoss:
     """The loss of a recipe's ``loss_fn`` section; its names are those of `VARIANTS`.
 
-    Raises: UserError: as `parse_loss_fn`, or the variant cannot run on NeMo-RL.
+    Raises: UserError: as `parse_loss_fn`.
     """
     return ObjectiveLoss(parse_loss_fn(loss_fn))
-
-
-LOSSES = tuple(VARIANTS)
-"""Names that `build_loss` knows."""

@@ -1,7 +1,7 @@
-"""NeMo-RL's policy with two more things passing through: entropies out, further tensors for the loss in.
+"""NeMo-RL's policy, which also returns entropies and passes additional tensors to the loss.
 
-It also leaves out the update of a step that has no gradient: Adam's momentum and weight decay would make one.
-What it sends to vLLM is watched by `Refits`.
+It skips the update of a step without gradient, in which Adam's momentum and weight decay would still move the
+weights. `Refits` watches what it sends to vLLM.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.compat import value
 from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
 from nemo_grpo.nemorl.refit import Refits
 
@@ -19,20 +19,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nemo_grpo.nemorl.config import ClusterRun
+    from nemo_grpo.recipe import Recipe
     from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
 
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
-WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
+WORKER = "nemo_grpo.nemorl.worker.PolicyWorker"
+ENTROPY_WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
 _REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
 
 
 def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> Callable[..., Any]:
-    """What NeMo-RL's `setup` makes its policy with.
+    """The policy constructor for NeMo-RL's `setup`.
 
-    Args: exchange: gets the entropies, where the variant needs them, and gives what the estimator has put.
-          refits: is told of every send of weights.
+    Args:    exchange: receives entropies if the variant needs them, and provides the estimator's tensors.
+          refits: is notified of every send of weights.
     """
     stock: Any = compat.import_name("nemo_rl.models.policy.lm_policy:Policy")
 
@@ -61,18 +63,29 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
             return refits.sends(self, super().broadcast_weights_for_collective(*args, **further))
 
     def make(**arguments: Any) -> Any:
-        if run.recipe.loss_fn.needs_entropy:
-            register_worker()
-            arguments["worker_extension_cls_fqn"] = WORKER
+        if worker := worker_class(run.recipe):
+            register_worker(worker)
+            arguments["worker_extension_cls_fqn"] = worker
         return ExchangingPolicy(**arguments)
 
     return make
 
 
+def worker_class(recipe: Recipe) -> str | None:
+    """Our worker that the recipe needs; None for NeMo-RL's own."""
+    if recipe.loss_fn.needs_entropy:
+        return ENTROPY_WORKER
+    policy = recipe.policy
+    scales_hidden_states = (
+        policy.megatron_cfg.pipeline_model_parallel_size > 1 and policy.generation.temperature != 1.0
+    )
+    return WORKER if scales_hidden_states else None
+
+
 def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
     """True for a step whose loss is 0 whatever the policy does.
 
-    It has no advantage and no KL penalty, or nothing that trains (all responses filtered).
+    All advantages are 0 and there is no KL penalty, or all responses are filtered.
     """
     if getattr(config, "reference_policy_kl_penalty", 0.0) == 0:
         return not bool(data["advantages"].any())
@@ -80,29 +93,29 @@ def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
 
 
 def has_further_losses(master_config: Any) -> bool:
-    """True if NeMo-RL adds losses to the variant's: experts' balance, multi-token prediction, draft.
+    """True if NeMo-RL adds losses to the variant's: expert load balance, multi-token prediction, draft.
 
-    They have a gradient without any advantage. A z loss that a model's Megatron-Bridge provider brings along
-    (EXAONE MoE) is not seen.
+    These have a gradient even if all advantages are 0. Not detected: a z loss set by a model's
+    Megatron-Bridge provider (EXAONE MoE).
     """
 
     def of_model(key: str, default: Any) -> Any:
-        return value(master_config, f"policy.megatron_cfg.{key}", default)
+        return value_of(master_config, f"policy.megatron_cfg.{key}", default)
 
     balances = of_model("moe_router_load_balancing_type", "none")
     return (
         any(kind != "none" for kind in ([balances] if isinstance(balances, str) else balances))
         or bool(of_model("model_overrides.moe_z_loss_coeff", 0))
         or bool(of_model("mtp_num_layers", 0) and of_model("mtp_loss_scaling_factor", 0.1))
-        or bool(value(master_config, "policy.draft.enabled", False))
+        or bool(value_of(master_config, "policy.draft.enabled", False))
     )
 
 
-def register_worker() -> None:
-    """Let our worker run in the environment of NeMo-RL's Megatron worker; Ray must be initialised."""
+def register_worker(worker: str) -> None:
+    """Let one of our workers run in the environment of NeMo-RL's; Ray must be initialised."""
     registry = compat.import_name(f"{_REGISTRY}:ACTOR_ENVIRONMENT_REGISTRY")
     python = compat.import_name(f"{_REGISTRY}:get_actor_python_env")(STOCK_WORKER)
     if python.startswith("uv"):
         make = compat.import_name("nemo_rl.utils.venvs:create_local_venv_on_each_node")
         python = make(python, STOCK_WORKER)
-    registry[WORKER] = python
+    registry[worker] = python

@@ -1,8 +1,8 @@
-"""A failed update of the rollouts' weights ends the run at once, with the reason that the worker gave.
+"""Ends the run at once if a weight update of the rollouts fails, quoting the worker's reason.
 
-NeMo-RL waits for the policy before it asks vLLM's workers whether they took the weights. A policy whose
-receiver has failed is blocked in its send: for two minutes over ZMQ, over NCCL until its watchdog ends it.
-The error that follows names neither worker nor reason; the worker has printed both.
+NeMo-RL waits for the policy before it asks vLLM's workers whether they received the weights. A policy whose
+receiver has failed is blocked in its send: over ZMQ for two minutes, over NCCL until the watchdog ends it.
+The error that follows names neither worker nor reason, both of which the worker has printed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 GENERATION = "nemo_rl.models.generation.vllm.vllm_generation:VllmGeneration"
 UPDATES = ("update_weights_via_ipc_zmq", "update_weights_from_collective")
-"""Its methods that start an update; each returns a future per engine: True, or False if it failed."""
+"""Methods that start an update; each returns a future per engine: True, or False if it failed."""
 MARKS = ("Error in VllmInternalWorkerExtension.", "Exception during collective_rpc for weight update")
-"""How the worker's printed error begins. An engine of several GPUs answers only when the other ranks have
-given up too; the line comes before."""
+"""Start of the worker's printed error. An engine of several GPUs returns only once the other ranks have given
+up too; the line appears earlier."""
 POLL_S, GRACE_S = 0.5, 3.0
-"""How often is looked, and how long is waited for the rest of a printed error; in seconds."""
+"""Polling interval, and how long to wait for the rest of a printed error; in seconds."""
 MAX_LINES = 40
 
 
@@ -33,7 +33,7 @@ class RefitFailed(RuntimeError):
 
 
 class Refits:
-    """Watches the weight updates of one run, while they are made and from the driver."""
+    """Watches one run's weight updates from the driver."""
 
     def __init__(self) -> None:
         self.policy: Any = None
@@ -41,7 +41,7 @@ class Refits:
         self.printed: deque[tuple[Any, str]] = deque(maxlen=1000)
 
     def install(self) -> None:
-        """Wait for every update where NeMo-RL's driver starts it, and listen to what workers print."""
+        """Make NeMo-RL's driver wait for every update that it starts, and listen to the workers' output."""
         from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
         generation = compat.import_name(GENERATION)
@@ -58,7 +58,7 @@ class Refits:
         return start_and_wait
 
     def heard(self, batch: Mapping[str, Any]) -> None:
-        """Lines that a worker has printed, as Ray hands them on."""
+        """Record lines that a worker printed, as forwarded by Ray."""
         self.printed.extend((batch.get("pid"), line) for line in batch["lines"])
 
     def sends(self, policy: Any, futures: Sequence[Any]) -> Sequence[Any]:
@@ -68,10 +68,10 @@ class Refits:
         return futures
 
     def wait(self, receiving: Sequence[Any]) -> None:
-        """Until every engine has its weights.
+        """Wait until every engine has its weights.
 
-        Raises: RefitFailed: one has failed, or the policy has. The policy's workers are killed before, since
-                whatever is asked of them next would wait for their send.
+        Raises: RefitFailed: an engine or the policy failed. The policy's workers are killed first, since
+                their next call would wait for their blocked send.
         """
         import ray
 
@@ -91,7 +91,7 @@ class Refits:
                 self._fail()
 
     def reason(self) -> str:
-        """The first error of an update that a worker has printed, with what it printed after."""
+        """The first update error that a worker printed, with the lines after it."""
         printed = list(self.printed)
         for place, (pid, line) in enumerate(printed):
             if any(mark in line for mark in MARKS):
@@ -103,10 +103,10 @@ class Refits:
         import ray
 
         if cause is None:
-            time.sleep(GRACE_S)  # Ray hands lines on a moment later than results
+            time.sleep(GRACE_S)  # Ray forwards lines a moment later than results
         for worker in self.policy.worker_group.workers if self.policy is not None else ():
             ray.kill(worker)
         why = str(cause) if cause else self.reason() or "the workers' log says why"
-        message = f"the update of the rollouts' weights has failed: {why}"
+        message = f"the weight update of the rollouts failed: {why}"
         log.error(message)  # NeMo-RL's clean-up may raise another error on top
         raise RefitFailed(message) from cause

@@ -1,8 +1,8 @@
 """Resuming with optimizer and schedule where NeMo-RL would not find them.
 
 NeMo-RL 0.7.0 looks for the optimizer's state in ``common.pt``, which megatron-core 0.19 and newer no longer
-write (Megatron-LM PR 5160). It would load the weights alone: Adam's moments, the FP32 weights and the
-schedule's place are lost, with one warning. NeMo-RL 7ea279abf asks megatron-core instead.
+write (Megatron-LM PR 5160). It would warn once and load the weights alone, losing Adam's moments, the FP32
+weights and the schedule's position. NeMo-RL 7ea279abf asks megatron-core instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from checkpoints_conv.torch_dist import TorchDistReader
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe
@@ -25,8 +25,8 @@ Paths = tuple[Path | None, Path | None]
 def resume_with_optimizer(recipe: Recipe) -> None:
     """From now on NeMo-RL's checkpoint manager finds every optimizer that a checkpoint holds.
 
-    A run that saves its optimizer and would resume without one is refused, by a UserError from NeMo-RL's
-    `setup`: quietly, it would be another run.
+    A run that saves its optimizer but would resume without one is refused by a UserError from NeMo-RL's
+    `setup`: it would silently become a different run.
     """
     manager: Any = compat.import_name("nemo_rl.utils.checkpoint:CheckpointManager")
     stock = manager.get_resume_paths
@@ -41,7 +41,7 @@ def resume_with_optimizer(recipe: Recipe) -> None:
 
 
 def optimizer_of(weights: Path | None, *, is_required: bool) -> Path | None:
-    """What NeMo-RL's Megatron workers take as a sign that ``weights`` has an optimizer, too.
+    """The path that tells NeMo-RL's Megatron workers that ``weights`` includes an optimizer.
 
     Args:    weights: ``step_N/policy/weights``; None: the run begins.
     Raises:  UserError: it has none, and one is required.
@@ -55,9 +55,9 @@ def optimizer_of(weights: Path | None, *, is_required: bool) -> Path | None:
         return Path(weights).with_name("optimizer")
     if is_required:
         raise UserError(
-            f"checkpointing.save_optimizer=true, but {weights} has no optimizer state: training would go on "
-            "with Adam's moments at 0 and the learning rate's schedule at its start; set it to false to "
-            "accept that"
+            f"checkpointing.save_optimizer=true, but {weights} has no optimizer state: training would "
+            "continue with Adam's moments at 0 and the learning rate's schedule at its start; set it to "
+            "false to accept that"
         )
-    log.warning("%s has no optimizer state: optimizer and schedule start anew", weights)
+    log.warning("%s has no optimizer state: optimizer and schedule start from zero", weights)
     return None

@@ -1,8 +1,8 @@
-"""Do rollouts come from the weights that are trained? Watched by NeMo-RL's own metric.
+"""Checks by NeMo-RL's own metric that rollouts come from the trained weights.
 
-``gen_kl_error`` is the mean over tokens of k3 between the logprobs of the rollout and those that the policy
-gives the same tokens before its update. In synchronous training both are of the same weights, so that only
-rounding and kernels are left; a refit that sends old or wrong weights fails nowhere, and is seen here.
+``gen_kl_error`` is the token mean of k3 between the rollout's logprobs and the policy's logprobs of the same
+tokens before its update. In synchronous training both use the same weights and differ only by rounding and
+kernels. A refit that sends old or wrong weights raises no error, but shows here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.cluster_rules import OVERLAP, VLLM, uses_fp8, value_of
+from nemo_grpo.recipe.cluster_rules import OVERLAP
+from nemo_grpo.recipe.rollout_rules import uses_fp8
+from nemo_grpo.recipe.sections import VLLM
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +33,13 @@ FP8_BOUND = 3e-2
 
 WARNING = (
     "step %d: %s is %.2g, above %.2g: rollout and policy disagree about the same tokens, so vLLM has other "
-    f"weights or computes otherwise. Look at {OVERLAP} (false), the messages of the refit, {VLLM}.precision, "
+    f"weights or computes differently. Check {OVERLAP} (false), the messages of the refit, {VLLM}.precision, "
     "policy.megatron_cfg.fp8_cfg, and Megatron's fusions (policy.megatron_cfg.*_fusion)"
 )
 
 
 def bound(recipe: Recipe) -> float | None:
-    """The greatest healthy error of a step; None for asynchronous training, whose rollouts may be of older
+    """The largest healthy error of a step; None for asynchronous training, whose rollouts may use older
     weights.
     """
     if value_of(recipe, "grpo.async_grpo.enabled"):
@@ -45,13 +48,13 @@ def bound(recipe: Recipe) -> float | None:
 
 
 def per_update(recipe: Recipe, logged: float) -> float:
-    """The error of a logged value, which NeMo-RL adds up over the updates of a step."""
+    """The error per update; NeMo-RL logs the sum over a step's updates."""
     return logged / max(recipe.num_updates_per_step, 1)
 
 
 @contextmanager
 def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
-    """Within the block a step above the bound is warned of, and every step is logged with `EXCEEDS`.
+    """Within the block, warn of every step above the bound, and log `EXCEEDS` with every step.
 
     Args: logger: NeMo-RL's.
     """

@@ -1,7 +1,7 @@
 """``python -m nemo_grpo.nemorl.run_grpo --config RECIPE [key=value ...]``: train a cluster recipe on NeMo-RL.
 
-The driver's process of a Ray cluster. NeMo-RL's trainer runs unchanged; it is given the variant's loss, and
-finds the variant's estimator and sampling in place of its own.
+The driver of a Ray cluster. NeMo-RL's trainer runs unchanged with the variant's loss, estimator and sampling
+in place of its own.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoints_conv.families import family_for
+from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
-from nemo_grpo.nemorl.checkpoints import Exports, save_side_files
-from nemo_grpo.nemorl.compat import Setup, value
+from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
+from nemo_grpo.nemorl.compat import Setup
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.exchange import StepExchange
@@ -42,8 +43,8 @@ _GRPO = "nemo_rl.algorithms.grpo"
 def main(argv: list[str] | None = None) -> int:
     """Run the driver.
 
-    Returns: 0 when the training is finished, whatever became of exports on the way; 2 when the recipe is
-             refused; 75 when it was asked to stop and saved a checkpoint: start it again and it goes on.
+    Returns: 0 if training finished, even if exports failed; 1 if it failed; 2 if the recipe is refused; 75 if
+             it was told to stop and saved a checkpoint: start it again to resume.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.nemorl.run_grpo", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="recipe with nemo_grpo.target: cluster")
@@ -54,17 +55,23 @@ def main(argv: list[str] | None = None) -> int:
         compat.check()
         run = load_run(arguments.config, arguments.overrides)
         loss_fn = ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=_fused(run.master_config))
-        ready = set_up(run)  # refuses what only its task knows: a missing file, too few problems
+        ready = set_up(run)  # refuses what only the task can check: a missing file, too few problems
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
-    return train(run, loss_fn, ready)  # an error in here may be gone at the next attempt
+    try:
+        return train(run, loss_fn, ready)
+    except Exception:  # may not recur in the next attempt
+        # Not left to the interpreter's end: the error's frames hold NeMo-RL's workers, and workers that are
+        # freed after Ray has gone wait for ever.
+        log.exception("the training failed")
+        return 1
 
 
 class Ready(NamedTuple):
-    """Everything that NeMo-RL's trainer takes besides the loss; ``processor`` is None without images.
+    """All arguments of NeMo-RL's trainer except the loss; ``processor`` is None without images.
 
-    ``exports`` are those of every checkpoint, if the recipe asks for them.
+    ``exports`` is set if the recipe exports every checkpoint.
     """
 
     parts: Setup
@@ -77,9 +84,9 @@ class Ready(NamedTuple):
 def set_up(run: ClusterRun) -> Ready:
     """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
 
-    Raises: UserError: the task's files, how many problems they hold, where this package is installed, what
-            the workers' Python lacks, exports that are not possible, remains of a conversion that cannot be
-            removed, or too few epochs.
+    Raises: UserError: missing task files, too few problems, a wrong install location of this package, a
+            package missing from the workers' Python, impossible exports, remains of a conversion that cannot
+            be removed, too few epochs, or a checkpoint without the variant's statistics.
     """
     from nemo_grpo.nemorl.environments import read_problems, setup_data
 
@@ -114,12 +121,13 @@ def set_up(run: ClusterRun) -> Ready:
     )
     check_epochs(run, parts)
     install(run, exchange, finished_steps(parts))
-    save_side_files(parts.checkpointer, processor or tokenizer, hf_config)
+    resume_carried(run.recipe.loss_fn, parts.checkpointer, exchange)
+    save_side_files(parts.checkpointer, processor or tokenizer, hf_config, exchange)
     return Ready(parts, tokenizer, processor, environments, exports)
 
 
 def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
-    """Train to the end, or to the checkpoint before a requested stop; returns the exit code."""
+    """Train to the end or to a requested stop; returns the exit code."""
     parts, tokenizer, processor, environments, exports = ready
     code = None
     try:
@@ -134,29 +142,29 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
             close(parts, environments)
         code = exit_code(run, parts, stop)
     finally:
-        if exports is not None:  # 0: nobody starts this run again
+        if exports is not None:  # 0: nothing will restart this run
             exports.wait() if code == 0 else exports.stop()
     return code
 
 
 def share_sources() -> None:
-    """Let Ray's workers import this package: their path is the driver's environment, not its `sys.path`.
+    """Let Ray's workers import this package: they inherit the driver's environment, not its `sys.path`.
 
-    Raises: UserError: the package lies among the driver's other packages, which would come before the
+    Raises: UserError: the package is installed beside the driver's other packages, which would shadow the
             workers' own versions.
     """
     root = Path(__file__).parents[2]
     if root.name in ("site-packages", "dist-packages"):
         raise UserError(
-            f"PYTHONPATH: nemo_grpo was imported from {root}, and NeMo-RL's workers have other versions of "
-            "what else is there; put a folder with the repository on it that every node sees"
+            f"PYTHONPATH: nemo_grpo was imported from {root}, whose other packages would shadow the "
+            "workers' own; put a folder with the repository on PYTHONPATH that every node sees"
         )
     paths = [str(root), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
 
 
 def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
-    """(processor or None, tokenizer), and the generation settings that depend on it."""
+    """(processor or None, tokenizer); also completes the generation settings that depend on it."""
     policy = run.master_config.policy
     get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
     processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
@@ -164,8 +172,8 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     policy["generation"] = compat.import_name("nemo_rl.models.generation:configure_generation_config")(
         policy["generation"],
         tokenizer,
-        has_refit_draft_weights=bool(value(policy, "draft.enabled", False)),
-        trains_mtp=bool(value(policy, "megatron_cfg.mtp_num_layers", 0)),
+        has_refit_draft_weights=bool(value_of(policy, "draft.enabled", False)),
+        trains_mtp=bool(value_of(policy, "megatron_cfg.mtp_num_layers", 0)),
     )
     return processor, tokenizer
 
@@ -190,29 +198,29 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:
 
 
 def finished_steps(parts: Setup) -> int:
-    """Steps that the checkpoint has behind it from which NeMo-RL goes on.
+    """Steps already done in the checkpoint that NeMo-RL resumes from.
 
     Synchronous training counts them in total_steps, asynchronous training in current_step alone.
     """
     state = parts.grpo_save_state
-    return max(int(value(state, name, 0)) for name in ("total_steps", "current_step"))
+    return max(int(value_of(state, name, 0)) for name in ("total_steps", "current_step"))
 
 
 def check_epochs(run: ClusterRun, parts: Setup) -> None:
-    """That synchronous training, which goes over its data max_num_epochs times, comes to its last step.
+    """Check that max_num_epochs passes over the data last until synchronous training's last step.
 
-    Raises: UserError: it would return before, and say nothing.
+    Raises: UserError: it would silently return earlier.
     """
     grpo, state, config = run.recipe.grpo, parts.grpo_save_state, parts.master_config
-    if value(config, "grpo.async_grpo.enabled", False):
+    if value_of(config, "grpo.async_grpo.enabled", False):
         return
-    num_epochs, epoch = value(config, "grpo.max_num_epochs", 1), int(value(state, "current_epoch", 0))
+    num_epochs, epoch = value_of(config, "grpo.max_num_epochs", 1), int(value_of(state, "current_epoch", 0))
     left = grpo.max_num_steps - finished_steps(parts)
-    possible = (num_epochs - epoch) * len(parts.dataloader) - int(value(state, "current_step", 0))
+    possible = (num_epochs - epoch) * len(parts.dataloader) - int(value_of(state, "current_step", 0))
     if possible < left:
         raise UserError(
-            f"grpo.max_num_epochs={num_epochs}: {left} steps are left to grpo.max_num_steps="
-            f"{grpo.max_num_steps}, but the data end after {max(possible, 0)} ({len(parts.dataloader)} per "
+            f"grpo.max_num_epochs={num_epochs}: {left} steps remain until grpo.max_num_steps="
+            f"{grpo.max_num_steps}, but the data ends after {max(possible, 0)} ({len(parts.dataloader)} per "
             f"epoch, {epoch} epochs done); raise it, recipes/base/cluster.yaml has 1000"
         )
 
@@ -228,7 +236,7 @@ def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
     """Exports of every checkpoint, if the recipe asks for them.
 
     Args:   hf_config: transformers' configuration of the model.
-    Raises: UserError: the converter does not know the model, or no hard links where the checkpoints are.
+    Raises: UserError: the converter does not support the model, or the checkpoint folder no hard links.
     """
     recipe, export = run.recipe, run.recipe.nemo_grpo.export
     if not (export.at_every_save and recipe.checkpointing.enabled):
@@ -250,14 +258,14 @@ def run_trainer(
 ) -> None:
     """NeMo-RL's trainer, synchronous or asynchronous, with our loss."""
     config = parts.master_config
-    is_async = bool(value(config, "grpo.async_grpo.enabled", False))
+    is_async = bool(value_of(config, "grpo.async_grpo.enabled", False))
     trainer = compat.import_name(f"{_GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}")
     further: dict[str, Any] = {}
     if processor is not None and "processor" in inspect.signature(trainer).parameters:  # not in 0.7.0
         further["processor"] = processor
     if is_async:
         further |= {
-            "max_trajectory_age_steps": value(config, "grpo.async_grpo.max_trajectory_age_steps", 1),
+            "max_trajectory_age_steps": value_of(config, "grpo.async_grpo.max_trajectory_age_steps", 1),
             "teacher_worker_groups": parts.teacher_worker_groups,
             "alias_to_group_alias": parts.alias_to_group_alias,
         }
@@ -279,7 +287,7 @@ def run_trainer(
 
 def close(parts: Setup, environments: list[Any]) -> None:
     """Wait for the last checkpoint, then end environments and generation, as NeMo-RL's own driver does."""
-    if hasattr(parts.checkpointer, "shutdown"):  # 0.7.0 saves before it goes on
+    if hasattr(parts.checkpointer, "shutdown"):  # 0.7.0 saves synchronously
         parts.checkpointer.shutdown()
     if compat.has_name(f"{_GRPO}:shutdown_environments"):
         compat.import_name(f"{_GRPO}:shutdown_environments")(*environments)
@@ -290,7 +298,7 @@ def close(parts: Setup, environments: list[Any]) -> None:
 
 
 def exit_code(run: ClusterRun, parts: Setup, stop: Stop) -> int:
-    """See `main`. A trainer that returns early for no reason that is known has printed its error."""
+    """See `main`. A trainer that returns early without a known reason has printed its error."""
     done, wanted = max(finished_steps(parts), stop.last_step), run.recipe.grpo.max_num_steps
     if done >= wanted:
         return 0
@@ -298,17 +306,17 @@ def exit_code(run: ClusterRun, parts: Setup, stop: Stop) -> int:
         log.info("stopped after step %d: validation reached grpo.stop_at_validation_threshold", done)
         return 0
     if not stop.happened:
-        log.error("the trainer returned after step %d of %d; its own messages say why", done, wanted)
+        log.error("the trainer returned after step %d of %d; its own messages give the reason", done, wanted)
         return 1
     if not run.recipe.checkpointing.enabled:
         log.error("stopped without a checkpoint: checkpointing.enabled=false")
         return 1
-    log.info("stopped after step %d with a checkpoint; start again to go on", done)
+    log.info("stopped after step %d with a checkpoint; start again to resume", done)
     return EXIT_INTERRUPTED
 
 
 def _fused(master_config: Any) -> bool:
-    return bool(value(master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
+    return bool(value_of(master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a run on NeMo-RL leaves in its folder besides NeMo-RL's own logs, for `nemo-grpo report`.
+"""Files of a run on NeMo-RL, in addition to NeMo-RL's own logs, for `nemo-grpo report`.
 
-``metrics.jsonl`` and ``recipe.resolved.yaml``, as the embedded engine writes them; several rows of one step
-are one.
+``metrics.jsonl`` and ``recipe.resolved.yaml``, as the embedded engine writes them; a step may have several
+rows.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
+from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe
-
-METRICS_FILE, RECIPE_FILE = "metrics.jsonl", "recipe.resolved.yaml"
 
 OUR_NAMES = {
     "train/reward": "reward/mean",
@@ -27,8 +26,8 @@ OUR_NAMES = {
     "timing/train/total_step_time": "time/step",  # with the validation and the checkpoint after the step
     "validation/avg_length": "validation/num_tokens",
 }
-"""NeMo-RL's names of what the embedded engine reports, too -> its names. Its `train/approx_entropy` keeps its
-name: it is an estimate from the sampled tokens, not `entropy/mean`, the distributions' own."""
+"""NeMo-RL's metric -> the embedded engine's name for it. `train/approx_entropy` keeps its name: it is an
+estimate from the sampled tokens, not the exact `entropy/mean`."""
 
 
 def name_of(prefix: str, name: str) -> str:
@@ -41,7 +40,7 @@ def name_of(prefix: str, name: str) -> str:
 
 @contextmanager
 def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
-    """Within the block everything that ``logger``, NeMo-RL's, is given is written as well."""
+    """Within the block, also write everything that NeMo-RL's ``logger`` receives."""
     folder = recipe.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")

@@ -1,10 +1,9 @@
-"""Which groups make up a step: a replacement of NeMo-RL's `dynamic_sampling`, with its signature.
+"""Selects the groups of a step: a replacement for NeMo-RL's `dynamic_sampling`, with its signature.
 
-NeMo-RL keeps single rows by a floating-point std, which with a leave-one-out baseline drops the only right
-response of a group, and takes rounding for signal. Here whole groups are kept, where the greatest reward
-differs from the least among responses that train (a prompt that was cut for its length does not, nor under
-overlong filtering a response that was); `core.resampling` decides when a step is full, for DAPO and for
-GPG's threshold.
+NeMo-RL keeps single rows by a floating-point std, which mistakes rounding for signal and, with a
+leave-one-out baseline, drops the only correct response of a group. Here a whole group is kept if the rewards
+of its trained responses differ (truncated prompts do not train, nor truncated responses under overlong
+filtering); `core.resampling` decides when a step is full, for DAPO and for GPG's threshold.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.resampling import Accumulation, rewards_differ
-from nemo_grpo.nemorl import compat
+from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.variants.base import VariantConfig
 
@@ -28,9 +27,9 @@ Sampled = tuple[Any, bool, Any, dict[str, Any]]
 
 
 def dynamic_sampling_for(config: VariantConfig, exchange: StepExchange) -> Callable[..., Sampled]:
-    """The function that takes the place of ``nemo_rl.algorithms.grpo.dynamic_sampling``.
+    """The replacement for ``nemo_rl.algorithms.grpo.dynamic_sampling``.
 
-    Args:    config: the variant; its `resampling` gives the share of groups with signal and the most draws.
+    Args:    config: the variant; its `resampling` sets the share of groups with signal and the maximum draws.
              exchange: its ``metrics`` are what the trainer logs with the step.
     """
 
@@ -49,13 +48,13 @@ def dynamic_sampling_for(config: VariantConfig, exchange: StepExchange) -> Calla
         """
         exchange.metrics = {}
         repeated_batch["baseline"], repeated_batch["std"] = baseline, std
-        grpo = compat.value(master_config, "grpo")
-        if not compat.value(grpo, "use_dynamic_sampling", False):
+        grpo = value_of(master_config, "grpo")
+        if not value_of(grpo, "use_dynamic_sampling", False):
             return repeated_batch, True, batch_cache, exchange.metrics
-        num_groups = compat.value(grpo, "num_prompts_per_step")
-        num_generations = compat.value(grpo, "num_generations_per_prompt")
-        most_draws = compat.value(grpo, "dynamic_sampling_max_gen_batches")
-        has_signal = partial(_has_signal, drops_truncated=compat.value(grpo, "overlong_filtering", False))
+        num_groups = value_of(grpo, "num_prompts_per_step")
+        num_generations = value_of(grpo, "num_generations_per_prompt")
+        most_draws = value_of(grpo, "dynamic_sampling_max_gen_batches")
+        has_signal = partial(_has_signal, drops_truncated=value_of(grpo, "overlong_filtering", False))
         with timer.time("dynamic_sampling"):
             draw = _groups(repeated_batch, num_generations)
             gathered = (batch_cache or Accumulation()).add(draw, has_signal)
@@ -71,7 +70,7 @@ def dynamic_sampling_for(config: VariantConfig, exchange: StepExchange) -> Calla
                 "" if is_full else "; drawing again",
             )
             if not is_full:
-                repeated_batch["filtered_reward"] = repeated_batch["total_reward"]  # read before it goes on
+                repeated_batch["filtered_reward"] = repeated_batch["total_reward"]  # read by the next draw
                 return repeated_batch, False, gathered, exchange.metrics
             step = _joined(gathered.take(num_groups))
         step["filtered_reward"] = step["total_reward"]
@@ -91,7 +90,7 @@ def _groups(batch: Any, num_generations: int) -> list[Any]:
 
 
 def _has_signal(group: Any, drops_truncated: bool) -> bool:
-    """True where the task's rewards of what trains differ; a length penalty on top is not signal."""
+    """True if the task's rewards of trained responses differ; a length penalty is not signal."""
     rewards = group["unshaped_total_reward" if "unshaped_total_reward" in group else "total_reward"]
     trains = group["loss_multiplier"] > 0
     if drops_truncated:  # NeMo-RL sets their loss_multiplier to 0 after it has sampled

@@ -1,7 +1,7 @@
-"""How a run on the cluster ends: NeMo-RL's trainers return without saying why; here it is seen from outside.
+"""Why a run on the cluster ended; NeMo-RL's trainers return without a reason.
 
-A signal is taken for NeMo-RL's own time limit, at which it saves and returns. Its asynchronous trainer also
-returns after errors that it prints, so that a return alone is no success.
+A signal acts like NeMo-RL's own time limit, at which it saves and returns. Its asynchronous trainer also
+returns after errors, which it only prints, so a return alone does not mean success.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 THRESHOLD_MODULES = ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo_sync")
 THRESHOLD_FUNCTION = "_validation_early_stop_message"
-"""Of HEAD; its trainers end a run for which it returns a message."""
+"""In HEAD; its trainers end the run if it returns a message."""
 
 
 @dataclass
 class Stop:
-    """What is known when the trainer has returned.
+    """What is known once the trainer has returned.
 
     Attributes: request: a signal.  happened: the trainer was told to save and return, by a signal or by
         checkpoint_must_save_by.  reached_threshold: validation reached stop_at_validation_threshold.

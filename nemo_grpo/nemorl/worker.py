@@ -1,7 +1,8 @@
-"""NeMo-RL's Megatron worker, returning each token's entropy from the forward pass that scores it.
+"""NeMo-RL's Megatron worker: at any temperature with pipeline parallelism, and with entropies.
 
-Imported on the workers only. Works at any TP, CP and PP, packed or not: the entropies go the way of the
-logprobs, whose shift they share.
+Imported on the workers only. `PolicyWorker` divides only logits by the temperature. `EntropyPolicyWorker`
+also returns each token's entropy from the forward pass that scores it. Entropies take the same path and the
+same shift as logprobs, so they are right at any TP, CP and PP, packed or not.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import ray
 import torch
 from megatron.core import parallel_state
 from nemo_rl.distributed.model_utils import allgather_cp_sharded_tensor
+from nemo_rl.models.megatron import train as stock_train
 from nemo_rl.models.megatron.pipeline_parallel import broadcast_tensors_from_last_stage
-from nemo_rl.models.megatron.train import LogprobsPostProcessor
+from nemo_rl.models.megatron.train import LogprobsPostProcessor, apply_temperature_scaling
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker as stock
 from torch import Tensor
@@ -28,10 +30,10 @@ Process = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class EntropyPostProcessor(LogprobsPostProcessor):  # type: ignore[misc]
-    """NeMo-RL's logprobs, and beside them the entropy of the distribution that each token was drawn from.
+    """NeMo-RL's logprobs, and the entropy of each token's distribution.
 
-    Full vocabulary, at temperature 1, nats: [mb, S], index t speaks of token t, index 0 is 0. Padding of the
-    vocabulary counts, as it does in NeMo-RL's logprobs.
+    Full vocabulary, at temperature 1, nats: [mb, S], index t belongs to token t, index 0 is 0. Vocabulary
+    padding counts, as in NeMo-RL's logprobs.
     """
 
     def __call__(self, data_dict: Any, input_ids: Tensor, cu_seqlens_padded: Tensor | None) -> Process:
@@ -81,13 +83,32 @@ def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tenso
     return rows
 
 
-class EntropyPolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):  # type: ignore[misc]
+def scale_logits_only(output: Tensor, sampling_params: Any) -> Tensor:
+    """NeMo-RL's temperature scaling, on the last pipeline stage only.
+
+    NeMo-RL 0.7.0 and 7ea279abf divide every stage's output in place, and an earlier stage's output is hidden
+    states: at PP 2 and temperature 0.7 the trained model is not the one that vLLM samples from.
+    """
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return output
+    return apply_temperature_scaling(output, sampling_params)
+
+
+class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):  # type: ignore[misc]
+    """NeMo-RL's, with `scale_logits_only`."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        stock_train.apply_temperature_scaling = scale_logits_only
+        super().__init__(*arguments, **named)
+
+
+class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
     """See the module."""
 
     in_reference = False
 
     def get_reference_policy_logprobs(self, **arguments: Any) -> Any:
-        """As NeMo-RL's; nothing asks for the reference's entropies."""
+        """As NeMo-RL's, without entropies: the reference's are not needed."""
         self.in_reference = True
         try:
             return super().get_reference_policy_logprobs(**arguments)
@@ -110,9 +131,10 @@ class EntropyPolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):  # type: ignore[m
 
 @contextmanager
 def collected_entropies() -> Iterator[list[Tensor]]:
-    """For the time of a call NeMo-RL's worker scores with `EntropyPostProcessor`; the microbatches' results.
+    """Within the block NeMo-RL's worker scores with `EntropyPostProcessor`; yields the microbatches'
+    entropies.
 
-    NeMo-RL's worker takes the logprobs from what its processor returns and drops the rest; it is kept here.
+    NeMo-RL's worker keeps only the logprobs that its processor returns; the rest is collected here.
     """
     kept: list[Tensor] = []
 
@@ -134,6 +156,14 @@ def collected_entropies() -> Iterator[list[Tensor]]:
         stock.LogprobsPostProcessor = original
 
 
-@ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
+_as_actor = ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
+
+
+@_as_actor
+class PolicyWorker(PolicyWorkerImpl):
+    """The Ray actor; a class wrapped by Ray cannot be a base class."""
+
+
+@_as_actor
 class EntropyPolicyWorker(EntropyPolicyWorkerImpl):
-    """The actor; a class that Ray has wrapped cannot be a base."""
+    """The Ray actor."""

@@ -7,9 +7,9 @@ and the heaviest stage counts.
 
 from __future__ import annotations
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan.parameters import Counts, adapter_counts, stage_counts
 from nemo_grpo.plan.setup import Setup
-from nemo_grpo.plan.shapes import ModelShape
 
 GIB = 1024**3
 GPUS = {"h100": 81559 * 1024**2, "h200": 143771 * 1024**2}
@@ -34,14 +34,14 @@ CHUNKED_LOGIT_BYTES = 6
 """With policy.logprob_chunk_size, per logit: BF16 logits 2, FP32 gradient 4; the rest per chunk only."""
 
 
-def trained_counts(shape: ModelShape, setup: Setup, stage: int) -> Counts:
+def trained_counts(shape: ModelSpec, setup: Setup, stage: int) -> Counts:
     """Parameters of a stage that have gradients: all, or the adapters."""
     if setup.lora_dim:
         return adapter_counts(shape, setup.layout, stage, setup.lora_dim, setup.lora_modules)
     return stage_counts(shape, setup.layout, stage)
 
 
-def weight_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
+def weight_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """BF16 parameters, adapters too; FP8 training keeps them and caches two FP8 copies of each matrix.
 
     2 n [+ 2 (linear + expert) under FP8: row-wise and column-wise, as Transformer Engine keeps them].
@@ -52,7 +52,7 @@ def weight_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
     return 2 * (counts.total + adapters) + cached
 
 
-def gradient_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
+def gradient_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """The whole gradient buffer of megatron-core's DDP, not sharded: BF16, or FP32 if it reduces in FP32."""
     return setup.grad_bytes * trained_counts(shape, setup, stage).total
 
@@ -71,7 +71,7 @@ def optimizer_bytes_per_parameter(setup: Setup) -> int:
     return 4 + moments + copy
 
 
-def optimizer_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
+def optimizer_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """Optimizer state of one rank, sharded over DP x CP; an expert's over the ranks with the same expert."""
     counts, each = trained_counts(shape, setup, stage), optimizer_bytes_per_parameter(setup)
     shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
@@ -79,7 +79,7 @@ def optimizer_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
     return int(state * (1 - setup.offload_fraction))
 
 
-def layer_bytes_per_token(shape: ModelShape, setup: Setup, recompute: tuple[str, ...] = ()) -> float:
+def layer_bytes_per_token(shape: ModelSpec, setup: Setup, recompute: tuple[str, ...] = ()) -> float:
     """What one layer keeps of one token for its backward pass, with flash attention and no dropout.
 
     Inputs and outputs of both norms 8 h / s; q, k, v and the attention's output 2 (2 q + 2 kv) / t; its
@@ -104,7 +104,7 @@ def layer_bytes_per_token(shape: ModelShape, setup: Setup, recompute: tuple[str,
     return norms + qkv + attention + (0 if "moe" in recompute else experts)
 
 
-def activation_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
+def activation_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """Activations of the layers of a stage at the peak of 1F1B.
 
     min(p - stage, microbatches) microbatches in flight, each with tokens / c. Full recomputation keeps the
@@ -120,7 +120,7 @@ def activation_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
     return int(tokens * in_flight * layers * layer_bytes_per_token(shape, setup, setup.recompute))
 
 
-def logit_bytes(shape: ModelShape, setup: Setup, stage: int, *, scoring: bool = False) -> int:
+def logit_bytes(shape: ModelSpec, setup: Setup, stage: int, *, scoring: bool = False) -> int:
     """Logits and what is made of them, on the last stage; each rank has V / t of them per token."""
     if stage != setup.layout.pipeline - 1:
         return 0
@@ -132,7 +132,7 @@ def logit_bytes(shape: ModelShape, setup: Setup, stage: int, *, scoring: bool = 
     return int(width * tokens * (SCORE_LOGIT_BYTES if scoring else LOGIT_BYTES))
 
 
-def training_bytes(shape: ModelShape, setup: Setup, stage: int) -> dict[str, int]:
+def training_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
     """The training phase of one stage, part by part."""
     return {
         "weights": weight_bytes(shape, setup, stage),
@@ -144,7 +144,7 @@ def training_bytes(shape: ModelShape, setup: Setup, stage: int) -> dict[str, int
     }
 
 
-def scoring_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
+def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """The scoring phase: weights, gradient buffer, one layer's activations, logits.
 
     NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
@@ -155,13 +155,13 @@ def scoring_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
     return kept + forward + logit_bytes(shape, setup, stage, scoring=True) + ALLOWANCE
 
 
-def heaviest_stage(shape: ModelShape, setup: Setup) -> int:
+def heaviest_stage(shape: ModelSpec, setup: Setup) -> int:
     """The stage whose training phase needs most."""
     stages = range(setup.layout.pipeline)
     return max(stages, key=lambda stage: sum(training_bytes(shape, setup, stage).values()))
 
 
-def rollout_weight_bytes(shape: ModelShape, setup: Setup) -> int:
+def rollout_weight_bytes(shape: ModelSpec, setup: Setup) -> int:
     """vLLM's weights on one GPU: BF16, or FP8 for the matrices of the layers.
 
     vLLM divides heads, feed-forward width, experts and vocabulary by its TP; a key head is copied where there
@@ -179,17 +179,17 @@ def rollout_weight_bytes(shape: ModelShape, setup: Setup) -> int:
     return int(layers * linear_bytes * (attention + feed_forward) + rest)
 
 
-def cache_bytes_per_token(shape: ModelShape, setup: Setup) -> float:
+def cache_bytes_per_token(shape: ModelSpec, setup: Setup) -> float:
     """Keys and values of one token on one GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes."""
     heads = max(shape.num_key_value_heads / setup.vllm_tensor, 1)
     return 2 * shape.num_layers / setup.vllm_pipeline * heads * shape.head_dim * setup.vllm_cache_bytes
 
 
-def cache_bytes(shape: ModelShape, setup: Setup, gpu_bytes: int) -> int:
+def cache_bytes(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> int:
     """Room for keys and values: vLLM's share of the GPU less its weights and workspace; may be negative."""
     return int(setup.vllm_share * gpu_bytes) - rollout_weight_bytes(shape, setup) - VLLM_WORKSPACE
 
 
-def refit_bytes(shape: ModelShape, setup: Setup, stage: int) -> int:
+def refit_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """The moment when the policy's weights go to vLLM on the same GPU: both copies."""
     return 2 * stage_counts(shape, setup.layout, stage).total + rollout_weight_bytes(shape, setup) + ALLOWANCE

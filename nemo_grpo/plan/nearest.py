@@ -8,11 +8,11 @@ from itertools import product
 from math import log2
 from typing import TYPE_CHECKING
 
-from nemo_grpo.errors import UserError
+from checkpoints_conv.families import ModelSpec
+from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of
-from nemo_grpo.plan.shapes import ModelShape
-from nemo_grpo.recipe.cluster_rules import MEGATRON, VLLM
+from nemo_grpo.recipe.sections import MEGATRON, VLLM
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -26,7 +26,7 @@ MAX_TRIALS = 12
 """Candidates that are loaded as recipes, with all of their rules, before the search gives up."""
 
 
-def nearest_layout(recipe: Recipe, shape: ModelShape, gpu_bytes: int) -> tuple[str, ...] | None:
+def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu_bytes: int) -> tuple[str, ...] | None:
     """Overrides that make the recipe fit with the fewest changes, or None if no layout of the search does.
 
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
@@ -50,7 +50,7 @@ def nearest_layout(recipe: Recipe, shape: ModelShape, gpu_bytes: int) -> tuple[s
     return None
 
 
-def _candidates(start: Setup, shape: ModelShape, packed: bool) -> Iterator[Setup]:
+def _candidates(start: Setup, shape: ModelSpec, packed: bool) -> Iterator[Setup]:
     experts = POWERS if shape.num_experts else (1,)
     contexts = POWERS[:3] if packed else (1,)
     recomputes = dict.fromkeys((start.recompute, ("full",)))
@@ -112,7 +112,7 @@ def _overrides(start: Setup, candidate: Setup) -> tuple[str, ...]:
         f"{VLLM}.tensor_parallel_size": (start.vllm_tensor, candidate.vllm_tensor),
         "cluster.num_nodes": (start.num_nodes, candidate.num_nodes),
     }
-    return tuple(f"{key}={_yaml(new)}" for key, (old, new) in values.items() if old != new)
+    return tuple(f"{key}={as_yaml(new)}" for key, (old, new) in values.items() if old != new)
 
 
 def _granularities(start: Setup, candidate: Setup) -> tuple[str, str]:
@@ -122,7 +122,3 @@ def _granularities(start: Setup, candidate: Setup) -> tuple[str, str]:
 
 def _padding(setup: Setup) -> int:
     return 2 * setup.layout.context * setup.layout.tensor
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower()

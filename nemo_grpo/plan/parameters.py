@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_grpo.plan.setup import Layout
-from nemo_grpo.plan.shapes import ModelShape
+from checkpoints_conv.families import ModelSpec
+from nemo_grpo.recipe.layout import Layout
 
 LORA_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -52,7 +52,7 @@ class Counts:
         )
 
 
-def layer_counts(shape: ModelShape, layout: Layout) -> Counts:
+def layer_counts(shape: ModelSpec, layout: Layout) -> Counts:
     """One transformer layer.
 
     linear     = (h (q + 2 kv) + [q + 2 kv if biased] + q h + [3 h f if dense]) / TP
@@ -69,7 +69,7 @@ def layer_counts(shape: ModelShape, layout: Layout) -> Counts:
     return Counts(attention // layout.tensor, 0, norms + shape.num_experts * h, experts)
 
 
-def stage_counts(shape: ModelShape, layout: Layout, stage: int) -> Counts:
+def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
     """One pipeline stage: its layers, and what stands at the ends.
 
     Args: stage: 0 .. PP - 1.
@@ -86,7 +86,7 @@ def stage_counts(shape: ModelShape, layout: Layout, stage: int) -> Counts:
 
 
 def adapter_counts(
-    shape: ModelShape, layout: Layout, stage: int, dim: int, modules: tuple[str, ...]
+    shape: ModelSpec, layout: Layout, stage: int, dim: int, modules: tuple[str, ...]
 ) -> Counts:
     """LoRA adapters of one stage, as Megatron-Bridge shards them.
 
@@ -105,6 +105,6 @@ def adapter_counts(
     return Counts(linear=layer * layout.stage_layers(shape.num_layers)[stage])
 
 
-def model_parameters(shape: ModelShape) -> int:
+def model_parameters(shape: ModelSpec) -> int:
     """All parameters of the model, on one GPU."""
     return stage_counts(shape, Layout(), 0).total

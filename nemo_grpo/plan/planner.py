@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.nearest import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
-from nemo_grpo.plan.rules import SHAPE_RULES, problems
+from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of
-from nemo_grpo.plan.shapes import ModelShape, shape_of
+from nemo_grpo.recipe.registry import Scope, messages
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -52,7 +54,7 @@ class Plan:
 
     name: str
     gpu: str
-    shape: ModelShape
+    shape: ModelSpec
     setup: Setup
     data_parallel_size: int
     num_stage_parameters: int
@@ -86,7 +88,7 @@ def plan_recipe(recipe: Recipe, gpu: str = "h100", config_file: Path | None = No
         raise UserError(f"--gpu {gpu}: unknown{did_you_mean(gpu, memory.GPUS)}")
     shape, setup, gpu_bytes = shape_of(recipe, config_file), setup_of(recipe), memory.GPUS[gpu]
     found = tuple(problems(shape, setup, gpu_bytes))
-    is_laid_out = not any(message for rule in SHAPE_RULES for message in rule(shape, setup))
+    is_laid_out = not messages(Scope.SHAPE, shape, setup)
     stage = memory.heaviest_stage(shape, setup) if is_laid_out else 0
     return Plan(
         name=recipe.nemo_grpo.run_name,
@@ -104,7 +106,7 @@ def plan_recipe(recipe: Recipe, gpu: str = "h100", config_file: Path | None = No
     )
 
 
-def _rows(shape: ModelShape, setup: Setup, stage: int) -> tuple[Row, ...]:
+def _rows(shape: ModelSpec, setup: Setup, stage: int) -> tuple[Row, ...]:
     facts = {
         "shards": setup.shards if setup.distributed_optimizer else 1,
         "tokens": setup.train_tokens // setup.layout.context,
@@ -115,7 +117,7 @@ def _rows(shape: ModelShape, setup: Setup, stage: int) -> tuple[Row, ...]:
     return tuple(Row(part, size, _HOW[part].format(**facts)) for part, size in parts.items())
 
 
-def _peaks(shape: ModelShape, setup: Setup, stage: int) -> dict[str, int]:
+def _peaks(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
     peaks = {
         "training": sum(memory.training_bytes(shape, setup, stage).values()),
         "scoring": memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1),
@@ -127,7 +129,7 @@ def _peaks(shape: ModelShape, setup: Setup, stage: int) -> dict[str, int]:
     return peaks
 
 
-def _cache_tokens(shape: ModelShape, setup: Setup, gpu_bytes: int) -> int:
+def _cache_tokens(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> int:
     if not setup.has_rollouts:
         return 0
     room = memory.cache_bytes(shape, setup, gpu_bytes)

@@ -1,8 +1,16 @@
-"""Shapes of published models, from their config.json."""
+"""The shape of a recipe's model: from its config.json, or from a table of published ones."""
 
 from __future__ import annotations
 
-from nemo_grpo.plan.shapes import ModelShape, vision_parameters
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints_conv.families import ModelSpec, read_spec
+from checkpoints_conv.formats.model_folder import read_config
+from nemo_grpo.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
 
 # model_type, hidden, layers, heads, kv heads, ffn, vocabulary, tied, head_dim
 _SIZES = {
@@ -89,28 +97,60 @@ _NAMES = {
 }
 
 
-def _shape(name: str, size: str, max_position_embeddings: int) -> ModelShape:
-    kind, hidden, layers, heads, kv_heads, ffn, vocab, tied, head_dim = _SIZES[size]
-    experts = (128, 8) if kind == "qwen3_moe" else (0, 0)
-    return ModelShape(
-        name=name,
-        model_type=kind,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        ffn_size=ffn,
-        vocab_size=vocab,
-        max_position_embeddings=max_position_embeddings,
-        tied_embeddings=tied,
-        head_dim=head_dim,
-        num_experts=experts[0],
-        num_experts_per_token=experts[1],
-        num_vision_parameters=vision_parameters(kind, _VISION[size], hidden) if size in _VISION else 0,
-    )
-
-
-PRESETS: dict[str, ModelShape] = {
-    name: _shape(name, size, length) for size, names in _NAMES.items() for name, length in names.items()
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
-"""Name on the Hub -> shape."""
+_ROPE = {"llama-3.1-8b": 8.0, "llama-3.1-70b": 8.0, "llama-3.2-1b": 32.0, "llama-3.2-3b": 32.0}
+"""The factor of a Llama's rope."""
+
+
+def _preset(name: str, size: str, max_position_embeddings: int) -> ModelSpec:
+    kind, hidden, layers, heads, kv_heads, ffn, vocab, tied, head_dim = _SIZES[size]
+    config = {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": tied,
+        "head_dim": head_dim,
+        "vision_config": _VISION.get(size),
+        **(_EXPERTS if kind == "qwen3_moe" else {}),
+        **({"rope_parameters": _LLAMA3_ROPE | {"factor": _ROPE[size]}} if kind == "llama" else {}),
+    }
+    return read_spec(config, name)
+
+
+PRESETS: dict[str, ModelSpec] = {
+    name: _preset(name, size, length) for size, names in _NAMES.items() for name, length in names.items()
+}
+"""Name on the Hub -> what its config.json says of shapes."""
+
+
+def shape_of(recipe: Recipe, config_file: Path | None = None) -> ModelSpec:
+    """The shape of a recipe's model: a given config.json, a local folder, the table, or the warm start.
+
+    Raises: UserError: none of them knows it.
+    """
+    name, warm_start = recipe.policy.model_name, recipe.nemo_grpo.warm_start
+    if config_file is None and name is None and warm_start is not None:
+        config = {"model_type": "qwen2", "tie_word_embeddings": True, **warm_start.model_dump()}
+        return read_spec(config, "warm start")
+    assert name is not None
+    local = config_file or Path(name) / "config.json"
+    if config_file is not None or local.is_file():
+        return read_spec(read_config(local), name)
+    if name not in PRESETS:
+        raise UserError(
+            f"policy.model_name={name}: neither a folder with a config.json nor in the planner's "
+            f"table{did_you_mean(name, PRESETS)}; give --model-config FILE"
+        )
+    return PRESETS[name]

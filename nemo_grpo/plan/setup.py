@@ -5,41 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_grpo.recipe.cluster_rules import GENERATION, MEGATRON, PACKING, VLLM, value_of
+from nemo_grpo.dotted import value_of
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.sections import GENERATION, MEGATRON, PACKING, VLLM
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one replica of the model lies on the GPUs."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    sequence_parallel: bool = False
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
-
-    @property
-    def size(self) -> int:
-        """GPUs of a replica: TP x PP x CP."""
-        return self.tensor * self.pipeline * self.context
-
-    def stage_layers(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage, as megatron-core's ``get_num_layers_to_build`` deals them out.
-
-        Rounds down where they do not divide; a rule refuses that before.
-        """
-        first, last = self.first_stage_layers, self.last_stage_layers
-        rest = num_layers - (first or 0) - (last or 0)
-        inner = self.pipeline - (first is not None) - (last is not None)
-        each = rest // inner if inner > 0 else 0
-        middle = [each] * max(inner, 0)
-        return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 
 @dataclass(frozen=True)
@@ -102,7 +73,7 @@ class Setup:
 def setup_of(recipe: Recipe) -> Setup:
     """The planner's view of a recipe."""
     p, m = recipe.policy, recipe.policy.megatron_cfg
-    fp8 = m.fp8_cfg is not None and m.fp8_cfg.enabled
+    fp8, lora = m.fp8_in_use, m.lora_in_use
     cluster = recipe.nemo_grpo.target == "cluster"
     longest, packed = p.max_total_sequence_length, p.sequence_packing.enabled
     per_rank = p.train_global_batch_size // max(recipe.data_parallel_size, 1)
@@ -111,7 +82,7 @@ def setup_of(recipe: Recipe) -> Setup:
     train_tokens = value_of(recipe, f"{PACKING}.train_mb_tokens") if packed else None
     score_tokens = value_of(recipe, f"{PACKING}.logprob_mb_tokens") if packed else None
     return Setup(
-        layout=layout_of(recipe),
+        layout=m.layout,
         num_nodes=recipe.cluster.num_nodes,
         gpus_per_node=recipe.cluster.gpus_per_node,
         num_rollout_gpus=recipe.num_rollout_gpus,
@@ -127,10 +98,10 @@ def setup_of(recipe: Recipe) -> Setup:
         offload_fraction=value_of(recipe, f"{MEGATRON}.optimizer.optimizer_offload_fraction", 0.0)
         if offloads
         else 0.0,
-        lora_dim=m.peft.dim if m.peft is not None and m.peft.enabled else 0,
-        lora_modules=tuple(m.peft.target_modules) if m.peft is not None else (),
-        fp8_training=fp8,
-        fp8_recipe=m.fp8_cfg.fp8_recipe if m.fp8_cfg is not None and fp8 else "",
+        lora_dim=lora.dim if lora else 0,
+        lora_modules=tuple(lora.target_modules) if lora else (),
+        fp8_training=fp8 is not None,
+        fp8_recipe=fp8.fp8_recipe if fp8 else "",
         logprob_chunk=value_of(recipe, "policy.logprob_chunk_size", 0),
         vllm_tensor=value_of(recipe, f"{VLLM}.tensor_parallel_size", 1),
         vllm_pipeline=value_of(recipe, f"{VLLM}.pipeline_parallel_size", 1),
@@ -139,21 +110,6 @@ def setup_of(recipe: Recipe) -> Setup:
         vllm_share=value_of(recipe, f"{VLLM}.gpu_memory_utilization", 0.6),
         has_rollouts=cluster and value_of(recipe, f"{GENERATION}.backend") == "vllm",
         embedded=not cluster,
-    )
-
-
-def layout_of(recipe: Recipe) -> Layout:
-    """A recipe's layout."""
-    m = recipe.policy.megatron_cfg
-    return Layout(
-        tensor=m.tensor_model_parallel_size,
-        pipeline=m.pipeline_model_parallel_size,
-        context=m.context_parallel_size,
-        expert=m.expert_model_parallel_size,
-        expert_tensor=value_of(recipe, f"{MEGATRON}.expert_tensor_parallel_size", 1),
-        sequence_parallel=m.sequence_parallel,
-        first_stage_layers=value_of(recipe, f"{MEGATRON}.num_layers_in_first_pipeline_stage"),
-        last_stage_layers=value_of(recipe, f"{MEGATRON}.num_layers_in_last_pipeline_stage"),
     )
 
 

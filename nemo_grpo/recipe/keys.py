@@ -1,20 +1,21 @@
-"""Which keys a recipe may have, and which one was meant by a key that it may not have.
+"""The keys that a recipe may have, and the nearest valid key for a misspelt one.
 
-NeMo-RL itself lets unknown keys through, so a typo there would train with a default; the names are
-therefore checked against the shipped list `nemo_rl_keys.txt` and against our own models.
+NeMo-RL accepts unknown keys, so a typo would train with a default. Names are therefore checked against the
+shipped list `nemo_rl_keys.txt` and against our own models.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from nemo_grpo.dotted import leaves, parents
 from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.variants import VARIANTS
@@ -37,10 +38,10 @@ FREE_FORM = (
     "logger.tensorboard",
     "logger.wandb",
 )
-"""Below these any key may stand: they belong to other libraries, or are keyed by names that users choose."""
+"""Any key may follow these: they belong to other libraries, or users choose the names."""
 
 CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
-"""Keys that depend on the task; it knows them."""
+"""Keys that depend on the task, which checks them."""
 
 OURS = ("loss_fn", "nemo_grpo")
 """Sections whose keys the variants, the tasks and our own models check."""
@@ -63,7 +64,7 @@ def known_keys() -> frozenset[str]:
 @cache
 def sections() -> frozenset[str]:
     """Every dotted key that has keys below it."""
-    return frozenset(parent for key in known_keys() for parent in _parents(key))
+    return frozenset(parent for key in known_keys() for parent in parents(key))
 
 
 def is_known(key: str) -> bool:
@@ -72,23 +73,13 @@ def is_known(key: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as it would stand in YAML, short enough for an error message."""
+    """A value as YAML, short enough for an error message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested mapping; an empty mapping counts as a value."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{key}.")
-        else:
-            yield key, value
-
-
 def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
-    """One message for each key of NeMo-RL's sections, or at the top, that no list knows."""
+    """One message for each unknown key at the top level or in NeMo-RL's sections."""
     return [
         unknown_key_message(key, value)
         for key, value in leaves(tree)
@@ -98,7 +89,7 @@ def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
 
 def unknown_key_message(key: str, value: Any) -> str:
     """``key=value: rule; remedy`` for a key that a recipe cannot have."""
-    bad = next((part for part in [*_parents(key), key] if not is_known(part)), key)
+    bad = next((part for part in [*parents(key), key] if not is_known(part)), key)
     parent, _, name = bad.rpartition(".")
     siblings = _names_below(parent)
     where = f"is not a key of {parent}" if parent else "is not a section of a recipe"
@@ -109,18 +100,13 @@ def unknown_key_message(key: str, value: Any) -> str:
     return f"{key}={shown(value)}: {bad} {where}{did_you_mean(name, siblings)}"
 
 
-def _parents(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
 def _is_free(key: str) -> bool:
     return any(key == root or key.startswith(f"{root}.") for root in FREE_FORM)
 
 
 def _hangs_below_a_value(key: str) -> bool:
-    """True where a mapping stands in place of a value: that is a wrong type, not an unknown key."""
-    return any(parent in known_keys() and parent not in sections() for parent in _parents(key))
+    """True if a mapping was given for a value: a wrong type, not an unknown key."""
+    return any(parent in known_keys() and parent not in sections() for parent in parents(key))
 
 
 def _names_below(parent: str) -> set[str]:

@@ -18,7 +18,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.dotted import parents, set_value, value_of
+from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
 
 Tree = dict[str, Any]
@@ -29,11 +30,11 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
 }
-"""NeMo-RL's resolvers, so that one file means the same to both."""
+"""NeMo-RL's resolvers, so that a file means the same to both engines."""
 
 
 def register_resolvers() -> None:
-    """Make ``${mul:...}`` and its like known to OmegaConf; what NeMo-RL has registered already stays."""
+    """Register ``${mul:...}`` and the like with OmegaConf, except those that NeMo-RL already registered."""
     for name, function in RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             _register(name, function)
@@ -50,7 +51,7 @@ def _register(name: str, function: Callable[..., Any]) -> None:
 def load_tree(path: Path) -> Tree:
     """One file merged onto its ``defaults``, interpolations not yet resolved.
 
-    Raises: UserError: a file is missing, a sweep or not a YAML mapping, or the defaults form a circle.
+    Raises: UserError: a file is missing, a sweep or not a YAML mapping, or the defaults form a cycle.
     """
     tree = _load_tree(path, ())
     if list(tree) == ["sweep"]:
@@ -62,7 +63,7 @@ def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
     resolved = path.resolve()
     if resolved in including:
         circle = " -> ".join(str(p.name) for p in (*including[including.index(resolved) :], resolved))
-        raise UserError(f"{path}: defaults form a circle ({circle}); remove one of them")
+        raise UserError(f"{path}: defaults form a cycle ({circle}); remove one of them")
     tree = _read_yaml(path)
     bases = tree.pop("defaults", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -91,7 +92,7 @@ def _read_yaml(path: Path) -> Tree:
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {_first_line(error)}") from None
+        raise UserError(f"{path}: {first_line(error)}") from None
     tree = OmegaConf.to_container(config, resolve=False)
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
@@ -115,10 +116,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> Tree:
-    """A copy of ``tree`` with ``key=value``, ``++key=value`` and ``~key`` carried out, in order.
+    """A copy of ``tree`` with ``key=value``, ``++key=value`` and ``~key`` applied in order.
 
-    Raises: UserError: an override of another form, a new key where there is no section for it, or the
-            removal of a key that is not there.
+    Raises: UserError: an override of another form, a new key without a section to hold it, or the
+            removal of a missing key.
     """
     changed = merge({}, tree)
     for override in overrides:
@@ -138,36 +139,28 @@ def parse_override(override: str) -> tuple[str, Any]:
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(
-            f"override {override!r}: the value is not valid YAML ({_first_line(error)})"
-        ) from None
+        raise UserError(f"override {override!r}: the value is not valid YAML ({first_line(error)})") from None
     assert isinstance(value, dict)
     return key, value["value"]
 
 
 def _set(tree: Tree, key: str, value: Any) -> None:
-    *parents, name = key.split(".")
-    node = tree
-    for depth, parent in enumerate(parents):
-        below = node.get(parent)
-        if below is None and (is_known(key) or parent in node):
-            below = node[parent] = {}
-        if not isinstance(below, dict):
-            if below is None:
-                raise UserError(unknown_key_message(key, value))
-            section = ".".join(parents[: depth + 1])
+    for section in parents(key):
+        below = value_of(tree, section)
+        above, _, name = section.rpartition(".")
+        is_null = below is None and name in (value_of(tree, above, {}) if above else tree)
+        if below is None and not (is_known(key) or is_null):
+            raise UserError(unknown_key_message(key, value))
+        if below is not None and not isinstance(below, dict):
             raise UserError(
                 f"{key}={shown(value)}: {section} is {shown(below)}, not a section; set {section} instead"
             )
-        node = below
-    node[name] = value
+    set_value(tree, key, value)
 
 
 def _delete(tree: Tree, key: str) -> None:
-    *parents, name = key.split(".")
-    node: Any = tree
-    for parent in parents:
-        node = node.get(parent) if isinstance(node, dict) else None
+    section, _, name = key.rpartition(".")
+    node = value_of(tree, section) if section else tree
     if not isinstance(node, dict) or name not in node:
         raise UserError(f"~{key}: the recipe has no {key} to remove; look at `nemo-grpo recipe resolve`")
     del node[name]
@@ -176,7 +169,7 @@ def _delete(tree: Tree, key: str) -> None:
 def resolve(tree: Mapping[str, Any]) -> Tree:
     """A copy with every ``${...}`` replaced by its value.
 
-    Raises: UserError: an interpolation names a key that is not there, fails, or a value is ``???``.
+    Raises: UserError: an interpolation names a missing key or fails, or a value is ``???``.
     """
     register_resolvers()
     try:
@@ -186,13 +179,8 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
             f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
         ) from None
     except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
-        raise UserError(f"{error.full_key}: {_first_line(error)}; mend the ${{...}} of this key") from None
+        raise UserError(f"{error.full_key}: {first_line(error)}; correct the ${{...}} of this key") from None
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error)) from None
+        raise UserError(first_line(error)) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,14 +1,35 @@
-"""The recipe's section ``policy.megatron_cfg``: layout, precision, optimizer, adapters; see `sections`."""
+"""The recipe's section ``policy.megatron_cfg``: layout, precision, optimizer, adapters; see `sections`.
+
+A rule about one section is a method of its class under `section_rule`. Its messages begin with the key in the
+section, whose name is put in front.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from nemo_grpo.recipe.layout import Layout
+
+WITHOUT_RULES = {"rules": False}
+"""Validation context that checks types only."""
+
+
+def section_rule(check: Callable[[Any], Iterator[str]]) -> Any:
+    """A method that yields messages as a validator of its class."""
+
+    def ask(self: Any, info: ValidationInfo) -> Any:
+        if info.context != WITHOUT_RULES and (messages := list(check(self))):
+            raise ValueError("; ".join(messages))
+        return self
+
+    return model_validator(mode="after")(ask)
 
 
 class Section(BaseModel):
-    """A part of a recipe that NeMo-RL defines: wrong types are errors, further keys pass."""
+    """A part of a recipe that NeMo-RL defines: wrong types are errors, other keys pass."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -41,6 +62,11 @@ class MegatronOptimizer(Section):
     use_precision_aware_optimizer: bool = False
     """Optimizer state in reduced precision (GPU only)."""
 
+    @section_rule
+    def _min_lr_is_at_most_lr(self) -> Iterator[str]:
+        if self.min_lr > self.lr:
+            yield f"min_lr={self.min_lr} is above lr={self.lr}; lower it"
+
 
 class MegatronScheduler(Section):
     """Learning rate and weight decay over the steps."""
@@ -48,7 +74,7 @@ class MegatronScheduler(Section):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the decay."""
     lr_decay_iters: int | None = Field(default=None, gt=0)
-    """Updates until min_lr; null: as many as the run makes."""
+    """Updates until min_lr; null: all updates of the run."""
     lr_warmup_iters: int = Field(default=0, ge=0)
     """Updates of linear warm-up."""
     lr_warmup_init: float = Field(default=0.0, ge=0)
@@ -58,7 +84,15 @@ class MegatronScheduler(Section):
     end_weight_decay: float = Field(default=0.01, ge=0)
     """Weight decay at the end; not given: optimizer.weight_decay."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Way from start to end weight decay."""
+    """Shape of the change from start to end weight decay."""
+
+    @section_rule
+    def _warmup_ends_before_decay(self) -> Iterator[str]:
+        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
+            yield (
+                f"lr_warmup_iters={self.lr_warmup_iters} must be less than lr_decay_iters="
+                f"{self.lr_decay_iters}, which counts from the first update; change one of them"
+            )
 
 
 class FP8(Section):
@@ -75,14 +109,14 @@ class FP8(Section):
 
 
 class ModelOverrides(Section):
-    """Fields of megatron-core's TransformerConfig; the embedded engine takes those that are declared here."""
+    """Fields of megatron-core's TransformerConfig; the embedded engine supports those declared here."""
 
     first_last_layers_bf16: bool = False
     """Under FP8, the first and last layers stay in BF16 (Transformer Engine's advice)."""
     num_layers_at_start_in_bf16: int = Field(default=1, ge=0)
-    """How many of the first."""
+    """Number of first layers."""
     num_layers_at_end_in_bf16: int = Field(default=1, ge=0)
-    """How many of the last."""
+    """Number of last layers."""
 
 
 class Peft(Section):
@@ -93,17 +127,17 @@ class Peft(Section):
     target_modules: list[str] = []
     """Megatron's names of the linear layers to adapt; empty: all (NeMo-RL: also the output layer)."""
     exclude_modules: list[str] = []
-    """Names to leave out."""
+    """Names to exclude."""
     dim: int = Field(default=8, gt=0)
     """Rank."""
     alpha: int = Field(default=32, gt=0)
     """Scale; the update is multiplied by alpha / dim."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout in front of the adapter; the embedded engine has none."""
+    """Dropout before the adapter; not supported by the embedded engine."""
     lora_A_init_method: str = "xavier"
-    """How A begins; the embedded engine: xavier, a normal distribution."""
+    """Initialisation of A; the embedded engine: xavier, a normal distribution."""
     lora_B_init_method: str = "zero"
-    """How B begins; zero: training starts at the base model."""
+    """Initialisation of B; zero: training starts at the base model."""
     lora_dtype: str | None = None
     """Precision of the adapters; null: policy.precision."""
 
@@ -112,7 +146,7 @@ class MegatronCheckpoint(Section):
     """How Megatron-core writes checkpoints."""
 
     async_save: bool = False
-    """Train on while a checkpoint is written; costs a copy of its tensors in host memory meanwhile."""
+    """Train on while a checkpoint is written; its tensors are held as a copy in host memory meanwhile."""
 
 
 class Megatron(Section):
@@ -143,8 +177,60 @@ class Megatron(Section):
     fp8_cfg: FP8 | None = None
     """FP8; null: off."""
     model_overrides: ModelOverrides | None = None
-    """Further fields of megatron-core's TransformerConfig; null: none."""
+    """Other fields of megatron-core's TransformerConfig; null: none."""
     peft: Peft | None = None
     """LoRA; null: off."""
     checkpoint: MegatronCheckpoint = Field(default_factory=MegatronCheckpoint)
     """Checkpoints."""
+
+    @property
+    def layout(self) -> Layout:
+        """How a replica of the model lies on the ranks."""
+        further = self.model_extra or {}
+        return Layout(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=further.get("expert_tensor_parallel_size") or 1,
+            sequence_parallel=self.sequence_parallel,
+            first_stage_layers=further.get("num_layers_in_first_pipeline_stage"),
+            last_stage_layers=further.get("num_layers_in_last_pipeline_stage"),
+        )
+
+    @property
+    def fp8_in_use(self) -> FP8 | None:
+        """FP8, if linear layers train in it."""
+        return self.fp8_cfg if self.fp8_cfg is not None and self.fp8_cfg.enabled else None
+
+    @property
+    def lora_in_use(self) -> Peft | None:
+        """LoRA, if adapters are trained."""
+        return self.peft if self.peft is not None and self.peft.enabled else None
+
+    @section_rule
+    def _megatron_is_enabled(self) -> Iterator[str]:
+        if not self.enabled:
+            yield "enabled=false: both engines train with Megatron-core; set it to true"
+
+    @section_rule
+    def _sequence_parallel_needs_tensor_parallel(self) -> Iterator[str]:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            yield (
+                "sequence_parallel=true shards over the TP ranks, but tensor_model_parallel_size=1; set it "
+                "to false or raise TP"
+            )
+
+    @section_rule
+    def _fp8_excludes_precision_aware_optimizer(self) -> Iterator[str]:
+        if self.fp8_in_use and self.optimizer.use_precision_aware_optimizer:
+            yield ("optimizer.use_precision_aware_optimizer=true does not work with fp8_cfg; set it to false")
+
+    @section_rule
+    def _delayed_scaling_covers_all_layers(self) -> Iterator[str]:
+        leaves_out = self.model_overrides is not None and self.model_overrides.first_last_layers_bf16
+        if self.fp8_in_use and self.fp8_in_use.fp8_recipe == "delayed" and leaves_out:
+            yield (
+                "model_overrides.first_last_layers_bf16=true: delayed scaling keeps one state for all "
+                "layers; set it to false, or fp8_cfg.fp8_recipe to tensorwise or blockwise"
+            )

@@ -1,9 +1,9 @@
-"""The recipe's section ``nemo_grpo``: what NeMo-RL's config has no place for. Unknown keys are errors."""
+"""The recipe's section ``nemo_grpo``: settings that NeMo-RL's config lacks. Unknown keys are errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import (
@@ -13,11 +13,11 @@ from pydantic import (
     SerializeAsAny,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.tasks import PROMPTS, TaskConfig, parse_task
+from nemo_grpo.recipe.megatron_sections import section_rule
+from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
 
 
 class OwnSection(BaseModel):
@@ -28,46 +28,11 @@ class OwnSection(BaseModel):
     )
 
 
-class Prompt(OwnSection):
-    """How a problem becomes the text that the policy continues."""
-
-    preset: str | None = None
-    """A paper's prompt, such as cw_grpo or tr_grpo_logic; keys given beside it take precedence."""
-    system: str | None = None
-    """System message; null: none."""
-    template: str = "{question}"
-    """User message; {question} stands for the problem's text."""
-    use_chat_template: bool = True
-    """False: the messages without the tokenizer's chat template, for base models."""
-    response_prefix: str = ""
-    """The first words of every response, which the model does not write itself, such as <think>."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_the_preset(cls, section: Any) -> Any:
-        name = section.get("preset") if isinstance(section, Mapping) else None
-        if not isinstance(name, str):
-            return section
-        if name not in PROMPTS:
-            raise UserError(f"nemo_grpo.prompt.preset={name!r} is unknown{did_you_mean(name, PROMPTS)}")
-        return {**asdict(PROMPTS[name]), **section}
-
-    @field_validator("template")
-    @classmethod
-    def _has_a_slot(cls, template: str) -> str:
-        if "{question}" not in template:
-            raise UserError(
-                f"nemo_grpo.prompt.template={template!r} does not say where the problem goes; put "
-                "{question} there"
-            )
-        return template
-
-
 class WarmStart(OwnSection):
-    """A small model made on the spot: random weights, then supervised training on the task's solutions."""
+    """A small model made for the run: random weights, then supervised training on the task's solutions."""
 
     vocab_size: int = Field(default=512, gt=0)
-    """Most entries of the tokenizer that is trained on the task's texts."""
+    """Maximum vocabulary of the tokenizer, which is trained on the task's texts."""
     hidden_size: int = Field(default=128, gt=0)
     """Width."""
     num_hidden_layers: int = Field(default=2, gt=0)
@@ -89,29 +54,41 @@ class WarmStart(OwnSection):
     seed: int = Field(default=0, ge=0)
     """Seed of weights and examples; not grpo.seed, so that seeds share one start."""
     cache_dir: str = ".cache/warm_start"
-    """Folder of finished models, keyed by all of the above and the task."""
+    """Cache folder of finished models, keyed by all of the above and the task."""
+
+    @section_rule
+    def _heads_divide_the_width(self) -> Iterator[str]:
+        width, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        if width % (2 * heads):  # the rotary embedding turns pairs
+            fitting = -(-width // (2 * heads)) * 2 * heads
+            yield f"hidden_size={width} is not a multiple of 2 x num_attention_heads={heads}; use {fitting}"
+        if heads % kv_heads:
+            yield (
+                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; "
+                f"use num_key_value_heads={math.gcd(heads, kv_heads)}"
+            )
 
 
 class Engine(OwnSection):
     """The embedded engine."""
 
     generator: Literal["auto", "decoder", "hf", "vllm"] = "auto"
-    """What samples: the engine's own decoder (qwen2, qwen3, llama, mistral), transformers, or vLLM; auto: the
-    decoder where it knows the model, else transformers."""
+    """Sampler: the engine's own decoder (qwen2, qwen3, llama, mistral), transformers, or vLLM; auto: the
+    decoder if it supports the model, else transformers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where; auto: cuda if there is one."""
+    """Device; auto: cuda if available."""
     num_threads: int = Field(default=1, gt=0)
     """Threads of each rank on CPU; results differ in the last digits between thread counts."""
     max_consecutive_skipped_steps: int = Field(default=10, gt=0)
-    """Steps in a row with a loss or gradient that is not finite after which the run aborts."""
+    """Abort after this many consecutive steps with a loss or gradient that is not finite."""
     log_samples: int = Field(default=4, ge=0)
-    """Responses of each step that are written to samples.jsonl."""
+    """Responses written to samples.jsonl per step."""
     diagnostics_period: int = Field(default=20, ge=0)
-    """Steps between two looks at the step's tokens (diagnostics.jsonl), the first step included; 0: none."""
+    """Measure the tokens of the first and every n-th step (diagnostics.jsonl); 0: never."""
 
 
 class Evaluation(OwnSection):
-    """What `nemo-grpo eval` does; validation while training goes by grpo.val_*."""
+    """Settings of `nemo-grpo eval`; grpo.val_* sets validation during training."""
 
     num_problems: int = Field(default=256, gt=0)
     """Held-out problems, the same at every evaluation."""
@@ -124,25 +101,25 @@ class Evaluation(OwnSection):
 
 
 class Export(OwnSection):
-    """The model at the end, and on the way."""
+    """Export of the model, at the end and during training."""
 
     hf: bool = True
     """Write a Hugging Face folder."""
     at_every_save: bool = False
-    """On the cluster: one for every checkpoint, hf/step_N in the run's folder, while training goes on."""
+    """On the cluster: export every checkpoint to hf/step_N in the run's folder while training continues."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Its precision."""
 
 
 class NemoGRPOSection(OwnSection):
-    """Everything of a run that is not NeMo-RL's."""
+    """Every setting of a run that is not NeMo-RL's."""
 
     run_name: str = Field(min_length=1)
     """Name of the run's folder."""
     runs_dir: str = "runs"
     """Folder of all runs."""
     target: Literal["embedded", "cluster"] = "embedded"
-    """What the recipe is written for; cluster: NeMo-RL, whose own rules then hold as well."""
+    """The engine that the recipe is for; cluster: NeMo-RL, whose rules then apply too."""
     task: SerializeAsAny[TaskConfig]
     """Problems and verifier: a name and its parameters."""
     prompt: Prompt = Field(default_factory=Prompt)
@@ -150,7 +127,7 @@ class NemoGRPOSection(OwnSection):
     rewards: dict[str, float] = {"accuracy": 1.0}
     """Weight of each reward component that the task declares; the reward is their weighted sum."""
     warm_start: WarmStart | None = None
-    """A model made on the spot instead of policy.model_name; null: none."""
+    """A model made for the run instead of policy.model_name; null: none."""
     engine: Engine = Field(default_factory=Engine)
     """Embedded engine."""
     evaluation: Evaluation = Field(default_factory=Evaluation)
@@ -160,11 +137,11 @@ class NemoGRPOSection(OwnSection):
 
     @field_validator("run_name", mode="before")
     @classmethod
-    def _names_one_folder(cls, name: Any) -> Any:
+    def _run_name_is_a_folder_name(cls, name: Any) -> Any:
         name = str(name) if type(name) is int else name  # YAML reads run_name=1 as a number
         if isinstance(name, str) and (name in (".", "..") or "/" in name):
             raise UserError(
-                f"nemo_grpo.run_name={name!r} must be a plain folder name; nemo_grpo.runs_dir says where"
+                f"nemo_grpo.run_name={name!r} must be a plain folder name; its parent is nemo_grpo.runs_dir"
             )
         return name
 
@@ -175,18 +152,18 @@ class NemoGRPOSection(OwnSection):
 
     @field_validator("prompt")
     @classmethod
-    def _task_knows_of_the_open_tag(cls, prompt: Prompt, info: ValidationInfo) -> Prompt:
+    def _open_think_tag_is_known_to_the_task(cls, prompt: Prompt, info: ValidationInfo) -> Prompt:
         opens = prompt.response_prefix.rpartition("</think>")[2].count("<think>") > 0
         if opens and not getattr(info.data.get("task"), "think_is_open", True):
             raise UserError(
-                f"nemo_grpo.prompt.response_prefix={prompt.response_prefix!r} opens the think block, so that "
+                f"nemo_grpo.prompt.response_prefix={prompt.response_prefix!r} opens the think block, so "
                 "responses lack the tag; set nemo_grpo.task.think_is_open=true"
             )
         return prompt
 
     @field_validator("rewards")
     @classmethod
-    def _are_components_of_the_task(cls, rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+    def _reward_components_exist(cls, rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         task: TaskConfig | None = info.data.get("task")  # None: refused itself
         for name, weight in rewards.items():
             if task is not None and name not in task.reward_components:
@@ -194,4 +171,6 @@ class NemoGRPOSection(OwnSection):
                     f"nemo_grpo.rewards.{name}={weight}: task {task.name!r} has no such reward "
                     f"component{did_you_mean(name, task.reward_components)}"
                 )
+        if not any(rewards.values()):
+            raise UserError(f"nemo_grpo.rewards={rewards}: every reward is 0; give a component a weight")
         return rewards

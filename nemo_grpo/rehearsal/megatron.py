@@ -16,10 +16,9 @@ NEWER_NAMES = {
         "FullyShardedDataParallelV2",
     )
 }
-"""Names of a megatron-core after the newest release that NeMo-RL's commit 7ea279abf imports and, without
-FSDP, never uses."""
+"""Names of an unreleased megatron-core that NeMo-RL 7ea279abf imports but, without FSDP, never uses."""
 WITHOUT_TRANSFORMER_ENGINE = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
-"""Modules that take megatron-core's names of its layers, None where it is not installed, for found."""
+"""Modules that copy Transformer Engine names from megatron-core, which are None if it is not installed."""
 OF_MODELOPT = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state")
 
 
@@ -36,12 +35,13 @@ def skip_compiling(module: Any) -> None:
 
 
 def prepare(_module: Any = None) -> None:
-    """Everything that matters once a model is built; NeMo-RL's worker has been imported with all it needs."""
+    """Replacements that must be in place before a model is built; NeMo-RL's worker is already imported."""
     from nemo_grpo.engine.megatron import adam
 
-    adam.install()  # what a GPU host saves; resuming torch's AdamW is broken in the distributed optimizer
+    adam.install()  # its state is a GPU host's; the distributed optimizer cannot resume torch's AdamW
     _use_cpu_generator()
     _use_local_layers()
+    _dispatch_by_numbers()
     _deny_transformer_engine()
     _skip_modelopt()
     _save_in_this_process()
@@ -67,7 +67,26 @@ def _use_cpu_generator() -> None:
 
 def _use_local_layers() -> None:
     """megatron-core's own layers in place of Transformer Engine's, with an attention for packed sequences."""
-    _set("megatron.bridge.models.gpt_provider", transformer_engine_layer_spec=local_layers)
+    module = "megatron.bridge.models.gpt_provider"
+    provider = importlib.import_module(module).GPTModelProvider
+    finalize = provider.finalize
+
+    def finalize_without_kernels(self: Any) -> None:
+        # Bridge sets these for some families, and the first conversion does not ask the recipe.
+        self.moe_permute_fusion = self.moe_grouped_gemm = self.apply_rope_fusion = False
+        finalize(self)
+
+    _set(module, transformer_engine_layer_spec=local_layers)
+    provider.finalize = finalize_without_kernels
+
+
+def _dispatch_by_numbers() -> None:
+    """Token counts per expert rank: megatron-core converts only CUDA tensors to numbers."""
+
+    def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _set("megatron.core.transformer.moe.token_dispatcher", maybe_move_tensor_to_cpu=as_numbers)
 
 
 def local_layers(config: Any) -> Any:
@@ -84,16 +103,15 @@ def local_layers(config: Any) -> Any:
 
 
 def packed_attention() -> type:
-    """The embedded engine's attention, taking packed sequences as NeMo-RL lays them out."""
+    """The embedded engine's attention for packed sequences in NeMo-RL's layout."""
     from megatron.core import parallel_state
-    from torch.distributed.nn.functional import all_gather
 
     from nemo_grpo.engine.megatron.layers import CausalAttention
     from nemo_grpo.engine.megatron.packing import AttentionPlan, PaddedRows
-    from nemo_grpo.engine.megatron.parallel import zigzag_positions
+    from nemo_grpo.engine.megatron.parallel import gather_sequence, zigzag_positions
 
     class PackedAttention(CausalAttention):
-        """Sequences one after the other; under context parallelism each is cut zigzag by itself."""
+        """Concatenated sequences; context parallelism splits each one zigzag."""
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
             packed = named.pop("packed_seq_params", None)
@@ -102,17 +120,17 @@ def packed_attention() -> type:
             starts = packed.cu_seqlens_q_padded
             starts = packed.cu_seqlens_q if starts is None else starts
             rows = PaddedRows.of((starts[1:] - starts[:-1]).long())
-            stream = [x.flatten(0, -3) for x in (query, key, value)]
-            places = [self._places(starts.tolist(), rank) for rank in range(self.context_size)]
-            if self.context_size > 1:
-                group, order = parallel_state.get_context_parallel_group(), torch.cat(places).argsort()
-                stream = [torch.cat(all_gather(x.contiguous(), group=group))[order] for x in stream]
+            ranks = range(self.context_size)
+            places = [self._places(starts.tolist(), rank) for rank in ranks]
+            gathered_as = [zigzag_positions(int(starts[-1]), len(ranks), rank) for rank in ranks]
+            order = torch.cat(gathered_as)[torch.cat(places).argsort()]
+            stream = [gather_sequence(x.flatten(0, -3), dim=0)[order] for x in (query, key, value)]
             laid_out = AttentionPlan(rows).prompts.lay_out
             whole = rows.collect(self._attend(*map(laid_out, stream)))
             return whole[places[parallel_state.get_context_parallel_rank()]].flatten(1)[:, None]
 
         def _places(self, starts: list[int], rank: int) -> Tensor:
-            """Where in the whole stream the tokens of a context-parallel rank stand."""
+            """Positions of a context-parallel rank's tokens in the whole stream."""
             size = self.context_size
             return torch.cat([a + zigzag_positions(b - a, size, rank) for a, b in pairwise(starts)])
 
@@ -126,10 +144,10 @@ def _deny_transformer_engine() -> None:
 
 
 def _skip_modelopt() -> None:
-    """No model here is quantised: there is no such state to save or to restore."""
+    """No model here is quantised, so there is no state to save or restore."""
     _set("megatron.bridge.training.checkpointing", **dict.fromkeys(OF_MODELOPT, _nothing))
 
 
 def _save_in_this_process() -> None:
-    """Saves are synchronous: no process beside each rank that keeps their results, two seconds each."""
+    """Save synchronously, without a helper process per rank, which takes two seconds each."""
     _set("megatron.core.dist_checkpointing.strategies.filesystem_async", _results_queue=queue.Queue())

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from nemo_grpo.engine.warm_start import fine_tune, render_example
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
-from nemo_grpo.plan.shapes import ModelShape, shape_of
+from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.rehearsal.problems import RehearsedTask
 from nemo_grpo.tasks import Problem, chat_messages, encode_prompt
 
 HEAD_DIM = 32
-"""The least that vLLM's attention takes on a CPU."""
+"""The smallest head size of vLLM's attention on a CPU."""
 NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
 VOCABULARY = 1024
-"""Most tokens of a tokenizer that is made on the spot."""
-MADE_TOKENIZER, OWN_TOKENIZER = "made on the spot", "the recipe's"
-LONG_CONTEXT = 8192
-"""Llama 3.1 and later, with longer positions than this, scale their rotary frequencies."""
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""config.json of Llama 3.1."""
+"""Maximum vocabulary of a tokenizer learnt for the rehearsal."""
+MADE_TOKENIZER, OWN_TOKENIZER = "learnt from its prompts", "the recipe's"
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,8 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
     for lists in ("layer_types", "max_window_layers"):
         given.pop(lists, None)
     if not given:
-        given = {"max_position_embeddings": shape.max_position_embeddings, **_rope(shape)}
+        given = {"max_position_embeddings": shape.max_position_embeddings}
+        given |= {} if shape.rope["rope_type"] == "default" else {"rope_parameters": dict(shape.rope)}
     given.pop("model_type", None)
     config = AutoConfig.for_model(shape.model_type, **{**given, **sizes, "use_sliding_window": False})
     origin = "its config.json" if _config_file(recipe) else "the planner's table"
@@ -88,7 +78,7 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
 
 
 def _config_file(recipe: Recipe) -> dict[str, Any]:
-    """The model's config.json if it is at hand, in a folder or in the Hub's cache; else nothing."""
+    """The model's config.json if it is in a folder or in the Hub's cache; else nothing."""
     from huggingface_hub import try_to_load_from_cache
 
     name = recipe.policy.model_name or ""
@@ -97,13 +87,8 @@ def _config_file(recipe: Recipe) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def _rope(shape: ModelShape) -> Mapping[str, Any]:
-    is_scaled = shape.model_type == "llama" and shape.max_position_embeddings > LONG_CONTEXT
-    return {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}} if is_scaled else {}
-
-
 def tokenizer_of(recipe: Recipe, task: RehearsedTask) -> tuple[Any, str]:
-    """The recipe's tokenizer if it is at hand, else one learnt from its prompts; and which it is."""
+    """The recipe's tokenizer if available, else one learnt from its prompts; and which of the two."""
     from transformers import AutoTokenizer
 
     name = recipe.policy.tokenizer.name or recipe.policy.model_name
@@ -114,7 +99,7 @@ def tokenizer_of(recipe: Recipe, task: RehearsedTask) -> tuple[Any, str]:
 
 
 class _Corpus:
-    """The task as its policy reads it: questions within their prompts, for a tokenizer to learn."""
+    """The task's prompts with their questions, as training text for a tokenizer."""
 
     def __init__(self, task: RehearsedTask, recipe: Recipe) -> None:
         self.task, self.prompt = task, recipe.nemo_grpo.prompt
@@ -129,9 +114,9 @@ class _Corpus:
 
 
 def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder: Path) -> RehearsalModel:
-    """Make the model, teach it the first problems of the run, and write it in BF16.
+    """Make the model, train it on the run's first problems, and write it in BF16.
 
-    Args: num_validation: problems whose prompts have to fit, too.
+    Args: num_validation: validation problems, whose prompts must fit too.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -146,16 +131,15 @@ def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder:
     prompts = [len(encode_prompt(tokenizer, prompt, problem)) for problem in problems]
     wholes = [len(render_example(tokenizer, task, prompt, problem, rng)[0]) for problem in problems]
     is_small = vocab_size <= 4 * VOCABULARY
-    lessons = SimpleNamespace(
+    lessons = WarmStart(
         num_steps=120 if is_small else 40,
         batch_size=16 if is_small else 4,
-        lr=3e-3,
         max_position_embeddings=config.max_position_embeddings,
     )
-    torch.set_num_threads(1)  # small products, and the other core is not ours alone
+    torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fine_tune(model, tokenizer, lessons, task, prompt, seed=0)  # type: ignore[arg-type]
+    fine_tune(model, tokenizer, lessons, task, prompt)  # type: ignore[arg-type]
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     longest_response = max(whole - start for whole, start in zip(wholes, prompts, strict=True))

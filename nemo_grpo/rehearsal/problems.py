@@ -1,4 +1,4 @@
-"""A rehearsal's problems: the recipe's own where its files are here, made-up ones of their kind where not."""
+"""A rehearsal's problems: the recipe's own if its files exist, else invented ones of the same kind."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import Any
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks import Problem, Task, TaskConfig
+from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.jsonl import FileTaskConfig
 from nemo_grpo.tasks.response import render_response
 
 NUM_MADE_UP = 32
 NUM_KNOWN = 16
-"""Training problems whose answers the small policy has seen, right and wrong."""
+"""Training problems whose correct and wrong answers the small policy has seen."""
 OPENED = "<think>"
+NO_ANSWER = "so"
 LONGEST_DEMONSTRATION = 240
-"""Characters; a longer one is replaced by its answer alone, so that a few dozen tokens are enough."""
+"""Characters; longer demonstrations are cut to the answer, so that a few dozen tokens suffice."""
 
 
 @dataclass(frozen=True)
 class Problems:
-    """Where the problems of a rehearsal come from.
+    """Source of a rehearsal's problems.
 
     Attributes: task: the recipe's ``nemo_grpo.task`` with these files.  origin: one clause for the report.
                 are_real: they are the recipe's own.
@@ -36,7 +38,7 @@ class Problems:
 
 
 def problems_of(recipe: Recipe, folder: Path) -> Problems:
-    """The recipe's task, with problems made up if its files are not here.
+    """The recipe's task, with invented problems if its files are missing.
 
     Args: folder: gets the files of made-up problems.
     """
@@ -50,14 +52,14 @@ def problems_of(recipe: Recipe, folder: Path) -> Problems:
             for name in ("train_files", "validation_files")
         }
         return Problems(task.model_copy(update=absolute), "the recipe's files", True)
-    return Problems(task.made_up(folder, NUM_MADE_UP), f"made up, because {missing[0]} is not here", False)
+    return Problems(task.made_up(folder, NUM_MADE_UP), f"made up, because {missing[0]} is missing", False)
 
 
 class RehearsedTask:
-    """A recipe's task whose demonstrations are short, and wrong as often as right.
+    """A recipe's task with short demonstrations: half correct, a quarter wrong, a quarter without an answer.
 
-    A policy that has learnt them answers some responses of a group rightly and some wrongly, so that every
-    part of the algorithm has something to do.
+    A policy trained on them gives responses of different rewards within a group, so that every part of the
+    algorithm is exercised.
     """
 
     def __init__(self, recipe: Recipe, config: TaskConfig) -> None:
@@ -70,19 +72,21 @@ class RehearsedTask:
         return getattr(self.task, name)
 
     def train_problem(self, index: int, seed: int) -> Problem:
-        """One of those that the run begins with."""
+        """One of the run's first problems."""
         return self.known[index % len(self.known)]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """A right response or, as often, the one to another problem."""
-        other = rng.choice(self.known)
-        return self.best_response(other if rng.random() < 0.5 else problem, rng)
+        """The correct response, another problem's, or one without an answer."""
+        chance = rng.random()
+        if chance < 0.25:
+            return NO_ANSWER
+        return self.best_response(rng.choice(self.known) if chance < 0.5 else problem, rng)
 
     def best_response(self, problem: Problem, rng: random.Random) -> str:
-        """Of the short forms that an answer can have, the one that the recipe rewards most."""
+        """The short form of the answer that the recipe rewards most."""
         candidates = [
-            render_response("so", problem.answer),
-            render_response("so", f"\\boxed{{{problem.answer}}}"),
+            render_response(NO_ANSWER, problem.answer),
+            render_response(NO_ANSWER, f"\\boxed{{{problem.answer}}}"),
         ]
         try:
             shown = self.task.demonstration(problem, rng)
@@ -90,7 +94,7 @@ class RehearsedTask:
             shown = ""
         if (shown and len(shown) <= LONGEST_DEMONSTRATION) or self._needs_turns:
             candidates.insert(0, shown)
-        candidates += [text.removeprefix(OPENED) for text in candidates]  # a prompt may have opened it
+        candidates += [text.removeprefix(OPENED) for text in candidates]  # the prompt may have opened the tag
         return max(candidates, key=lambda text: self.reward(self.task.score(problem, text)))
 
     @property
@@ -99,4 +103,4 @@ class RehearsedTask:
 
     def reward(self, score: Mapping[str, float]) -> float:
         """As the recipe weights its components."""
-        return sum(weight * score[name] for name, weight in self.rewards.items())
+        return reward_of(score, self.rewards)

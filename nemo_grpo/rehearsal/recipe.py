@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from nemo_grpo.dotted import set_value, value_of
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.cluster_rules import value_of
 from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.tasks import TaskConfig
 
 NUM_STEPS = 3
-"""Two, a stop, and one more after the resume."""
+"""Two steps, a stop, and one step after the resume."""
 STOP_AFTER = 2
 NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
 LEARNING_RATE = 1e-3
-"""Large enough that a rollout from old weights shows."""
+"""Large enough that rollouts from old weights are noticed."""
 MICROBATCH = 2
 ROOM = 8
-"""Tokens that a response may be longer than the longest demonstration."""
+"""Extra tokens of a response beyond the longest demonstration."""
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
 
 
 class Change(NamedTuple):
     """One key of the recipe that a rehearsal sets.
 
-    Attributes: reason: empty for what every rehearsal sets; else why this recipe's value cannot stay.
+    Attributes: reason: why this recipe's value cannot stay; empty for what every rehearsal sets.
     """
 
     key: str
@@ -38,8 +37,7 @@ class Change(NamedTuple):
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Layout:
+class Ranks(NamedTuple):
     """Logical ranks: tensor, pipeline, context, data and expert parallel sizes."""
 
     tp: int
@@ -49,39 +47,33 @@ class Layout:
     ep: int
 
     @property
-    def ranks(self) -> int:
+    def number(self) -> int:
         """All of them."""
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
-        sizes = {"TP": self.tp, "PP": self.pp, "CP": self.cp, "DP": self.dp, "EP": self.ep}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+        sizes = zip(("TP", "PP", "CP", "DP", "EP"), self, strict=True)
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
 
 
-def layout_of(recipe: Recipe) -> Layout:
+def ranks_of(recipe: Recipe) -> Ranks:
     """The recipe's."""
-    m = recipe.policy.megatron_cfg
-    return Layout(
-        m.tensor_model_parallel_size,
-        m.pipeline_model_parallel_size,
-        m.context_parallel_size,
-        recipe.data_parallel_size,
-        m.expert_model_parallel_size,
-    )
+    layout = recipe.policy.megatron_cfg.layout
+    return Ranks(*layout.sizes, recipe.data_parallel_size, layout.expert)
 
 
-def reduced_layout(layout: Layout, max_ranks: int) -> Layout:
+def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
     """2 wherever the recipe has more than 1, in the order TP, PP, CP, DP, as long as the ranks suffice."""
     ranks, sizes = 1, []
     for size in (layout.tp, layout.pp, layout.cp, layout.dp):
         sizes.append(2 if size > 1 and 2 * ranks <= max_ranks else 1)
         ranks *= sizes[-1]
     tp, pp, cp, dp = sizes
-    return Layout(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
+    return Ranks(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
 
 
 def changes(
-    recipe: Recipe, task: TaskConfig, model: RehearsalModel, layout: Layout, runs_dir: Path, uses_vllm: bool
+    recipe: Recipe, task: TaskConfig, model: RehearsalModel, layout: Ranks, runs_dir: Path, uses_vllm: bool
 ) -> Iterator[Change]:
     """What a rehearsal sets, section by section.
 
@@ -104,7 +96,7 @@ def changes(
 
 
 def full_size_changes(recipe: Recipe, uses_vllm: bool) -> Iterator[Change]:
-    """What a machine without a GPU asks for; steps, sizes, model and problems stay the recipe's.
+    """Changes for a machine without a GPU; steps, sizes, model and problems stay the recipe's.
 
     Args: uses_vllm: the real vLLM samples.
     """
@@ -131,7 +123,7 @@ def _loop(recipe: Recipe) -> Iterator[Change]:
     yield Change("grpo.max_num_steps", NUM_STEPS)
     yield Change("grpo.val_period", 0)
     yield Change("grpo.val_at_start", False)
-    if validates(recipe):
+    if g.validates:
         yield Change("grpo.val_at_end", True)
         yield Change("grpo.max_val_samples", NUM_VALIDATION)
         yield Change("grpo.val_batch_size", NUM_VALIDATION)
@@ -168,7 +160,7 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> Iterator[Change]:
         yield Change("loss_fn.max_response_length", response)
 
 
-def _ranks(recipe: Recipe, layout: Layout) -> Iterator[Change]:
+def _ranks(recipe: Recipe, layout: Ranks) -> Iterator[Change]:
     yield Change(f"{MEGATRON}.tensor_model_parallel_size", layout.tp)
     yield Change(f"{MEGATRON}.pipeline_model_parallel_size", layout.pp)
     yield Change(f"{MEGATRON}.context_parallel_size", layout.cp)
@@ -178,10 +170,10 @@ def _ranks(recipe: Recipe, layout: Layout) -> Iterator[Change]:
     )
     yield Change("cluster.num_nodes", 1)
     if recipe.num_rollout_gpus:
-        yield Change("cluster.gpus_per_node", layout.ranks + 1)
+        yield Change("cluster.gpus_per_node", layout.number + 1)
         yield Change(f"{GENERATION}.colocated.resources", {"gpus_per_node": 1, "num_nodes": None})
     else:
-        yield Change("cluster.gpus_per_node", layout.ranks)
+        yield Change("cluster.gpus_per_node", layout.number)
 
 
 def _without_a_gpu(recipe: Recipe) -> Iterator[Change]:
@@ -193,7 +185,7 @@ def _without_a_gpu(recipe: Recipe) -> Iterator[Change]:
     for key in ("optimizer_cpu_offload",):
         if value_of(recipe, f"{MEGATRON}.optimizer.{key}"):
             yield Change(f"{MEGATRON}.optimizer.{key}", False, "there is no GPU to offload from")
-    if m.fp8_cfg is not None and m.fp8_cfg.enabled:
+    if m.fp8_in_use:
         yield Change(f"{MEGATRON}.fp8_cfg.enabled", False, "FP8 needs Transformer Engine")
     if m.model_overrides is not None and m.model_overrides.first_last_layers_bf16:
         yield Change(f"{MEGATRON}.model_overrides.first_last_layers_bf16", False, "without FP8")
@@ -231,17 +223,7 @@ def write_recipe(path: Path, source: Path, overrides: Iterable[str], changed: It
     """A recipe file: the source with its overrides and the changes on top, interpolations unresolved."""
     tree = apply_overrides(load_tree(source), overrides)
     for change in changed:
-        tree = merge(tree, _nested(change.key, change.value))
+        over: dict[str, Any] = {}
+        set_value(over, change.key, change.value)
+        tree = merge(tree, over)
     path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def _nested(key: str, value: Any) -> Mapping[str, Any]:
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    assert isinstance(value, Mapping)
-    return value
-
-
-def validates(recipe: Recipe) -> bool:
-    """True if the recipe ever validates."""
-    return bool(recipe.grpo.val_period or recipe.grpo.val_at_start or recipe.grpo.val_at_end)

@@ -1,29 +1,36 @@
-"""What cannot be rehearsed, told before anything starts; no torch in here."""
+"""Refuses what cannot be rehearsed before anything starts; does not import torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.sections import VLLM
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 
-def refuse(recipe: Recipe, path: Path) -> None:
-    """Raise for what cannot be rehearsed.
+def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
+    """Refuse a recipe that cannot be rehearsed.
 
-    Raises: UserError: a recipe of the embedded engine, or a task with images.
+    Raises: UserError: an embedded recipe, a task with images, asynchronous rollouts without vLLM.
     """
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here "
-            "as it is; use nemo-grpo train"
+            "unchanged; use nemo-grpo train"
         )
     task = recipe.nemo_grpo.task
     if task.needs_images:
         raise UserError(
-            f"nemo_grpo.task.name={task.name}: a rehearsal has no small model that sees images; use recipe "
+            f"nemo_grpo.task.name={task.name}: a rehearsal has no small vision model; use recipe "
             "check and plan, and look closely at the first step on a GPU"
+        )
+    if value_of(recipe, f"{VLLM}.async_engine") and not has_vllm:
+        raise UserError(
+            f"{VLLM}.async_engine=true: the stand-in sampler has no asynchronous engine; run make "
+            "venv-vllm and leave --sampler out"
         )

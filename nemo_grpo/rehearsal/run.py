@@ -1,8 +1,8 @@
 """``python -m nemo_grpo.rehearsal.run RECIPE [key=value ...]``: a whole cluster run without a GPU.
 
-Unlike `nemo-grpo rehearse`, which makes a recipe small, this trains it as it is: its steps, its sizes, its
-problems and its model, which has to be small enough. The driver of a real job runs in a Ray of its own; only
-what a GPU host has and this machine lacks is replaced.
+Unlike `nemo-grpo rehearse`, which shrinks a recipe, this trains it unchanged: steps, sizes, problems and
+model, which must be small enough. The driver of a real job runs in its own Ray; only what needs a GPU host is
+replaced.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE
-from nemo_grpo.engine.progress import progress
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.progress import progress
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack, background, find_stack, ray_cluster
@@ -29,7 +29,7 @@ from nemo_grpo.rehearsal.recipe import full_size_changes, write_recipe
 log = logging.getLogger(__name__)
 
 PATIENCE = 900.0
-"""Seconds without a new step after which the driver is taken for stuck."""
+"""Seconds without a new step after which the driver counts as stuck."""
 POLL = 0.5
 RECIPE, LOG = "recipe.yaml", "driver.log"
 
@@ -37,15 +37,16 @@ RECIPE, LOG = "recipe.yaml", "driver.log"
 def main(argv: list[str] | None = None) -> int:
     """Run one recipe.
 
-    Returns: the driver's exit code: 0 finished, 2 refused, 75 stopped with a checkpoint (--resume goes on).
+    Returns: the driver's exit code: 0 finished, 2 refused, 75 stopped with a checkpoint (continue with
+    --resume).
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal.run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(
-        "--policy-of", type=Path, help="embedded recipe whose warm-started policy to begin with"
+        "--policy-of", type=Path, help="embedded recipe whose warm-started policy to start from"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--nemo-rl", type=Path, help="NeMo-RL's source; default: NEMO_RL_SRC")
     parser.add_argument("--python", type=Path, help="Python of .venv-nemo-rl")
     parser.add_argument("--vllm-python", type=Path, help="Python of .venv-vllm")
@@ -69,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, *, resume: bool) -> Path:
     """Write the recipe as the driver gets it into the run's folder, and return the folder.
 
-    Raises: UserError: an embedded recipe, no vLLM, or a run that is there already.
+    Raises: UserError: an embedded recipe, no vLLM, or an existing run.
     """
-    stages.refuse(recipe, path)
+    stages.refuse(recipe, path, has_vllm=True)
     if stack.vllm_python is None:
         raise UserError(
             "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
@@ -79,7 +80,7 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
     folder = recipe.run_dir.absolute()
     if (folder / METRICS_FILE).is_file() and not resume:
         raise UserError(
-            f"nemo_grpo.run_name={recipe.nemo_grpo.run_name}: {folder} holds a run; go on with it by "
+            f"nemo_grpo.run_name={recipe.nemo_grpo.run_name}: {folder} holds a run; continue it with "
             "--resume, remove it, or choose another name"
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,11 +96,11 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nemo_grpo.engine.progress import no_transformers_bars
     from nemo_grpo.engine.setup import model_source
+    from nemo_grpo.hf_folder import no_transformers_bars
 
     if embedded.nemo_grpo.warm_start is None:
-        raise UserError("nemo_grpo.warm_start=null: --policy-of takes a recipe that makes its policy")
+        raise UserError("nemo_grpo.warm_start=null: --policy-of needs a recipe with a warm start")
     torch.set_num_threads(embedded.nemo_grpo.engine.num_threads)
     source = model_source(embedded, embedded.nemo_grpo.task.build())
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
@@ -109,9 +110,9 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
 
 
 def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
-    """Run NeMo-RL's driver to its end in a Ray of its own; a signal stops it after a step, with a checkpoint.
+    """Run NeMo-RL's driver to its end in a private Ray; a signal stops it after a step, with a checkpoint.
 
-    Raises: UserError: the driver refuses.  Failed: it ends in any other way, or makes no step any more.
+    Raises: UserError: the driver refuses.  Failed: it fails, or makes no more steps.
     """
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
     command += ["--config", str(folder / RECIPE)]
@@ -126,9 +127,7 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     if code == EXIT_USAGE:
         raise UserError(f"the driver refuses the recipe:\n{stages.tail(folder / LOG)}")
     if code == -signal.SIGUSR1:
-        raise stages.Failed(
-            "stopped before the driver listens to signals, without a checkpoint; start it again"
-        )
+        raise stages.Failed("stopped before the driver handles signals, without a checkpoint; start it again")
     if code not in (0, EXIT_INTERRUPTED):
         raise stages.Failed(f"exit code {code}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
     return int(code)
@@ -143,7 +142,7 @@ def follow(process: subprocess.Popen[bytes], recipe: Recipe) -> None:
     deadline = time.monotonic() + PATIENCE
     with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - done) as advance:
         while is_running:
-            is_running = process.poll() is None  # before the look at the steps: none is missed
+            is_running = process.poll() is None  # checked before the steps, so that none is missed
             for step in range(done, stages.last_step(recipe)):
                 done, deadline = step + 1, time.monotonic() + PATIENCE
                 advance(standing(recipe))

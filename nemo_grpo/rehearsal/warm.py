@@ -1,4 +1,4 @@
-"""Warm interpreters: processes that have a worker's modules imported, and fork into it.
+"""Warm interpreters: processes that have imported a worker's modules and fork into workers.
 
 NeMo-RL starts a dozen processes, each of which imports torch, transformers, megatron-core or vLLM for ten
 seconds; a fork starts in one. Two commands, of the standard library alone:
@@ -6,9 +6,9 @@ seconds; a fork starts in one. Two commands, of the standard library alone:
     python warm.py serve SOCKET MODULE...                     imports the modules, then waits for requests
     python -I -S warm.py run SOCKET PYTHON ARGUMENTS...       stands for ``PYTHON ARGUMENTS...``
 
-What `run` asks for is carried out by a fork of the server with the asker's arguments, environment, folder and
-standard streams; `run` stays, passes signals on, and ends as the fork does. Without a server it becomes
-``PYTHON ARGUMENTS...`` itself.
+A fork of the server runs the command with the arguments, environment, folder and standard streams of `run`.
+`run` stays, passes signals on, and exits as the fork does. Without a server it becomes ``PYTHON
+ARGUMENTS...``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_BEFORE_THE_FORK = "ray"
 
 
 def run(path: str, python: str, arguments: list[str]) -> None:
-    """Have the arguments carried out, and end as that process does."""
+    """Have the command run by a fork, and exit as it does."""
     connection = _connected(path)
     if connection is None:
         os.execv(python, [python, *arguments])
@@ -79,7 +79,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 class NotYet:
-    """Hides Ray from the server; its forks import it, and reload whoever asked for it in vain."""
+    """Hides Ray from the server; its forks import it, and reload modules whose import of it failed."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -101,7 +101,7 @@ class NotYet:
 
 
 def serve(path: str, modules: list[str]) -> list[str]:
-    """Import, and answer requests until the parent has gone; returns in every fork, with its arguments."""
+    """Import, then serve requests until the parent is gone; returns in every fork, with its arguments."""
     parent, not_yet = os.getppid(), NotYet()
     sys.meta_path.insert(0, not_yet)  # type: ignore[arg-type]
     try:
@@ -111,7 +111,7 @@ def serve(path: str, modules: list[str]) -> list[str]:
         open(f"{path}.failed", "w").close()
         raise
     gc.collect()
-    gc.freeze()  # forks share these pages, and their collections do not walk through all the modules
+    gc.freeze()  # forks share these pages, and their garbage collections skip the modules
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen(64)
@@ -167,7 +167,7 @@ def _fork(
 
 
 def become(arguments: list[str]) -> None:
-    """Do what an interpreter does with these arguments: options, ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
+    """Act like an interpreter with these arguments: options, ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
     while arguments and arguments[0] in ("-u", "-W"):
         arguments = arguments[2 if arguments[0] == "-W" else 1 :]
     for entry in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
@@ -177,7 +177,7 @@ def become(arguments: list[str]) -> None:
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
-    main = sys.modules["__main__"]  # where a worker's classes are looked for
+    main = sys.modules["__main__"]  # where a worker's classes are looked up
     main.__dict__.update(__name__="__main__")
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

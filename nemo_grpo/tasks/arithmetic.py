@@ -7,8 +7,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.base import HELD_OUT_SHARE, Problem, TaskConfig, is_held_out, stream
+from nemo_grpo.tasks.base import (
+    HELD_OUT_SHARE,
+    Problem,
+    TaskConfig,
+    check_num_validation,
+    is_held_out,
+    stream,
+)
 from nemo_grpo.tasks.response import exact_match, extract_answer, render_response
 
 
@@ -17,7 +23,7 @@ class ArithmeticConfig(TaskConfig):
 
     name: Literal["arithmetic"] = "arithmetic"
     num_digits: int = Field(default=2, ge=1, le=9)
-    """Both operands have exactly so many digits (none begins with 0)."""
+    """Digits of each operand; none begins with 0."""
     operations: tuple[Literal["+", "-"], ...] = Field(default=("+",), min_length=1, strict=False)
     """Drawn from uniformly; differences are never negative."""
 
@@ -35,14 +41,11 @@ class Arithmetic:
         return self._draw(stream(self.config.name, seed, index), held_out=False)
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        # Half of the unordered pairs that are held out: found without searching long for the last ones.
+        # Half of the held-out unordered pairs: drawing the last ones would take long.
         num_operands = 9 * 10 ** (self.config.num_digits - 1)
         available = len(set(self.config.operations)) * num_operands**2 // (2 * 2 * HELD_OUT_SHARE)
-        if num_problems > available:
-            raise UserError(
-                f"{num_problems} validation problems asked for; {self.config.name} with num_digits="
-                f"{self.config.num_digits} gives {available}: ask for at most so many or raise num_digits"
-            )
+        source = f"{self.config.name} with num_digits={self.config.num_digits}"
+        check_num_validation(num_problems, available, source)
         rng = stream(self.config.name, "validation")
         found: dict[str, Problem] = {}
         while len(found) < num_problems:

@@ -1,8 +1,10 @@
-"""What a task is: problems by number, a worked demonstration, and a score for a response."""
+"""The interface of tasks: problems by number, a worked demonstration, and a score for a response."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,12 +13,30 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from nemo_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
+
 HELD_OUT_SHARE = 5
-"""One in so many keys (problems, or whatever a task splits by) is kept for validation."""
+"""One in five keys (problems, or whatever a task splits by) is kept for validation."""
 
 
-ACCURACY = "1: the answer is right; 0: it is wrong or missing"
-FORMAT = "1: the response has the form that the prompt asks for; 0: it has not"
+def check_num_validation(wanted: int, available: int, source: str) -> None:
+    """Check the number of validation problems.
+
+    Raises: UserError: more are wanted than available.
+    """
+    if wanted > available:
+        raise UserError(
+            f"{wanted} validation problems wanted (grpo.max_val_samples), but {source} has {available}; use "
+            f"{available} or fewer"
+        )
+
+
+NOT_FINITE = "not_finite"
+"""Key beside the components of a response that had one without a finite value."""
+ACCURACY = "1: the answer is correct; 0: it is wrong or missing"
+FORMAT = "1: the response has the form that the prompt asks for; 0: it does not"
 
 
 @dataclass(frozen=True)
@@ -27,7 +47,7 @@ class Problem:
         id: unique within the task; the same problem has the same id in every run.
         question: what goes into the prompt template.
         answer: the reference, as `Task.score` compares it.
-        metadata: JSON values; whatever the task needs again for demonstrations or for analysis by kind.
+        metadata: JSON values that the task needs for demonstrations or for analysis by kind.
     """
 
     id: str
@@ -40,17 +60,24 @@ class TaskConfig(BaseModel, ABC):
     """A task's parameters: the recipe's ``nemo_grpo.task`` section. Unknown keys are errors.
 
     Attributes:
-        reward_components: name -> meaning of everything that `Task.score` gives. ``accuracy`` in [0, 1] and
+        reward_components: name -> meaning of every component of `Task.score`. ``accuracy`` in [0, 1] and
             ``format`` in {0, 1} are always there; others may be negative. ``nemo_grpo.rewards`` weights them.
         needs_images: a problem's ``metadata["images"]`` belong to its prompt.
+        stop_texts: a turn of the policy ends where one of them is complete; none: a response is one turn.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     reward_components: ClassVar[Mapping[str, str]] = {"accuracy": ACCURACY, "format": FORMAT}
     needs_images: ClassVar[bool] = False
+    stop_texts: ClassVar[tuple[str, ...]] = ()
 
     name: str
+
+    @property
+    def num_turns(self) -> int:
+        """Maximum turns of the policy in a response."""
+        return 1
 
     @abstractmethod
     def build(self) -> Task:
@@ -93,6 +120,24 @@ class Task(Protocol):
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """The components that ``config.reward_components`` declares; the recipe weights them."""
         ...
+
+
+def checked_score(task: Task, problem: Problem, response: str) -> dict[str, float]:
+    """`Task.score`. A component without a finite value becomes 0, is logged, and marked by `NOT_FINITE`."""
+    scores = task.score(problem, response)
+    wrong = {name: value for name, value in scores.items() if not math.isfinite(value)}
+    if not wrong:
+        return scores
+    log.warning(
+        "task %s, problem %s: %s counts as 0 for the response %r",
+        *(task.config.name, problem.id, ", ".join(f"{k}={v}" for k, v in wrong.items()), response),
+    )
+    return scores | dict.fromkeys(wrong, 0.0) | {NOT_FINITE: 1.0}
+
+
+def reward_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """The scalar reward: the recipe's ``nemo_grpo.rewards`` weights a response's components."""
+    return sum(weight * scores[name] for name, weight in weights.items())
 
 
 def is_held_out(key: object) -> bool:

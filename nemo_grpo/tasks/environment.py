@@ -1,4 +1,4 @@
-"""What a task with several turns is: between two turns of a response, an environment speaks."""
+"""The interface of multi-turn tasks: an environment speaks between the turns of a response."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nemo_grpo.tasks.base import Task
 
 @dataclass(frozen=True)
 class Episode:
-    """Where one response stands between two turns.
+    """State of one response between two turns.
 
-    Attributes: num_turns: turns that the policy has had.  num_searches: calls that were carried out.
+    Attributes: num_turns: turns of the policy so far.  num_searches: calls that were carried out.
                 num_errors: calls that were malformed.
     """
 
@@ -24,7 +24,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Observed:
-    """What came of a turn: the episode after it, and the text to go on from; None: the response is over."""
+    """A turn's outcome: the episode after it, and the text to append; None: the response is over."""
 
     episode: Episode
     observation: str | None
@@ -34,7 +34,7 @@ class Observed:
 class MultiTurnTask(Task, Protocol):
     """A task whose responses are turns of the policy with observations in between, all in one text.
 
-    Stateless like every task: whoever samples keeps the `Episode` of each response.
+    Stateless like every task: the sampler keeps the `Episode` of each response.
     """
 
     @property
@@ -44,7 +44,7 @@ class MultiTurnTask(Task, Protocol):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Texts that a tokenizer made for this task keeps in one piece, beside those of every task."""
+        """Additional texts that a tokenizer made for this task keeps as single tokens."""
         ...
 
     def observe(
@@ -53,8 +53,8 @@ class MultiTurnTask(Task, Protocol):
         """Answer one finished turn of each of several responses.
 
         Args:   turns: what the policy wrote in this turn alone; any text.
-                reserved: what no text from outside may hold in an observation: special tokens.
-        Raises: RetrieverError: the tool itself fails, whatever the turn said.
+                reserved: special tokens, which text from outside must not contain.
+        Raises: RetrieverError: the tool itself fails.
         """
         ...
 

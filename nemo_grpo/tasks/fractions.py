@@ -15,13 +15,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.base import Problem, TaskConfig, is_held_out, stream
-from nemo_grpo.tasks.mathematics import mathematical_scores
+from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, is_held_out, stream
+from nemo_grpo.tasks.mathematics import MathematicalAnswers, mathematical_scores
 from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
 from nemo_grpo.tasks.rewards.forms import Form
-from nemo_grpo.tasks.rewards.math_grader import SHARED
 
 Pair = tuple[int, int]
 """Numerator and denominator as written."""
@@ -50,7 +48,7 @@ class FractionsConfig(TaskConfig):
         return Fractions(self)
 
 
-class Fractions:
+class Fractions(MathematicalAnswers):
     """``What is 1/2 + 2/3?``; a fifth of all pairs is held out, in either order, per operation."""
 
     def __init__(self, config: FractionsConfig) -> None:
@@ -72,11 +70,8 @@ class Fractions:
         return stream(self.config.name, seed, index).choice(self._train)
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        if num_problems > len(self._held_out):
-            raise UserError(
-                f"{num_problems} validation problems asked for; {self.config.name} with max_denominator="
-                f"{self.config.max_denominator} holds {len(self._held_out)}: ask for at most so many"
-            )
+        source = f"{self.config.name} with max_denominator={self.config.max_denominator}"
+        check_num_validation(num_problems, len(self._held_out), source)
         return self._held_out[:num_problems]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
@@ -92,14 +87,6 @@ class Fractions:
     def extract(self, response: str) -> str | None:
         answer = final_answer(response)
         return None if answer is None else normalized(answer)
-
-    def same_answer(self, one: str, other: str) -> bool | None:
-        """Whether two extracted answers are equal as mathematics; for majority votes."""
-        return SHARED.same(one, other)
-
-    def undecided(self, reference: str, answer: str) -> bool:
-        """Whether a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
-        return SHARED.undecided(reference, answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         return mathematical_scores(problem.answer, response, self.config.form)

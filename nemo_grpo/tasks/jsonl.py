@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any, Self
 from pydantic import Field
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.base import Problem, TaskConfig, stream
+from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, stream
 from nemo_grpo.tasks.response import render_response
 
 REQUIRED = ("id", "question", "answer")
+STRATA = ("num_people", "task", "level")
+"""Metadata whose values a subset of the validation problems represents in proportion."""
 
 
 class FileTaskConfig(TaskConfig):
@@ -25,10 +27,10 @@ class FileTaskConfig(TaskConfig):
     train_files: tuple[str, ...] = Field(default=(), strict=False)
     """JSONL files, joined in this order; relative to the working directory."""
     validation_files: tuple[str, ...] = Field(default=(), strict=False)
-    """JSONL files of the held-out problems; the same questions are left out of training."""
+    """JSONL files of the held-out problems; training drops the same questions."""
 
     def made_up(self, folder: Path, number: int) -> Self:
-        """This task with invented problems in place of its files: for a rehearsal where they are not at hand.
+        """This task with invented problems in place of its files, for a rehearsal without them.
 
         Args: folder: gets the files.  number: of training problems, and of validation problems.
         """
@@ -38,7 +40,7 @@ class FileTaskConfig(TaskConfig):
         return self.model_copy(update={"train_files": (train,), "validation_files": (validation,)})
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
-        """An invented problem of this kind, another one for each number; ``folder`` is its file's."""
+        """An invented problem, different for each number; ``folder`` is its file's."""
         raise NotImplementedError(f"task {self.name} has no made-up problems")
 
 
@@ -51,29 +53,26 @@ class FileTask:
         held_out = {_normalized(problem) for problem in self.validation}
         everything = read_problems(config.train_files, with_images=config.needs_images)
         self.train = [problem for problem in everything if _normalized(problem) not in held_out]
-        self._order = lru_cache(maxsize=4)(self._shuffled)
 
     @property
     def num_train_problems(self) -> int:
-        """Problems of an epoch; at least 1, so that asking for the first one says what is missing."""
+        """Problems of an epoch; at least 1, so that requesting the first reports what is missing."""
         return max(1, len(self.train))
 
     def train_problem(self, index: int, seed: int) -> Problem:
         if not self.train:
             raise UserError(
-                "nemo_grpo.task.train_files: no training problems; name a JSONL file that holds some besides "
-                "those of nemo_grpo.task.validation_files"
+                "nemo_grpo.task.train_files: no training problems; name a JSONL file that holds others "
+                "than nemo_grpo.task.validation_files"
             )
         epoch, position = divmod(index, len(self.train))
-        return self.train[self._order(seed, epoch)[position]]
+        return self.train[_shuffled(len(self.train), seed, epoch)[position]]
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        if num_problems > len(self.validation):
-            raise UserError(
-                f"{num_problems} validation problems asked for; nemo_grpo.task.validation_files hold "
-                f"{len(self.validation)}: ask for at most so many"
-            )
-        return self.validation[:num_problems]
+        check_num_validation(num_problems, len(self.validation), "nemo_grpo.task.validation_files")
+        if num_problems == len(self.validation):
+            return self.validation  # as in the files
+        return [self.validation[index] for index in _stratified(self.validation)[:num_problems]]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The problem's ``metadata["solution"]`` as reasoning, then its answer."""
@@ -85,10 +84,27 @@ class FileTask:
             )
         return render_response(solution, problem.answer)
 
-    def _shuffled(self, seed: int, epoch: int) -> list[int]:
-        order = list(range(len(self.train)))
-        stream("epoch", seed, epoch).shuffle(order)
-        return order
+
+def _stratified(problems: Sequence[Problem]) -> list[int]:
+    """All indices in an order of which every beginning holds each stratum in proportion to its size.
+
+    The order is random within a stratum, and the same in every run.
+    """
+    strata: dict[str, list[int]] = {}
+    for index, problem in enumerate(problems):
+        strata.setdefault(repr([problem.metadata.get(key) for key in STRATA]), []).append(index)
+    places: list[tuple[float, int]] = []
+    for kind, members in strata.items():
+        stream("validation", kind).shuffle(members)
+        places += [((rank + 0.5) / len(members), index) for rank, index in enumerate(members)]
+    return [index for _, index in sorted(places)]
+
+
+@lru_cache(maxsize=8)
+def _shuffled(num_problems: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_problems))
+    stream("epoch", seed, epoch).shuffle(order)
+    return order
 
 
 def write_problems(path: Path, problems: Iterable[Problem]) -> str:
@@ -104,8 +120,8 @@ def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> 
 
     Args:    with_images: every problem needs ``metadata.images``, paths relative to its file; they come back
              joined to the file's folder.
-    Raises:  UserError: a file is missing, a line is not such an object, an id comes twice or an image is not
-             there; the message names file and line.
+    Raises:  UserError: a file is missing, a line is not such an object, an id is repeated or an image is
+             missing; the message names file and line.
     """
     problems: dict[str, Problem] = {}
     for path in map(Path, paths):
@@ -113,9 +129,17 @@ def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> 
             where = f"{path}:{number}"
             problem = _parse(line, where)
             if problem.id in problems:
-                raise UserError(f"{where}: id {problem.id!r} comes twice; ids must be unique over all files")
+                raise UserError(f"{where}: id {problem.id!r} is repeated; ids must be unique over all files")
             problems[problem.id] = _with_images(problem, path, where) if with_images else problem
     return list(problems.values())
+
+
+def count_problems(paths: Iterable[str | Path]) -> int | None:
+    """Problems in some JSONL files, none of them checked; None if a file is not on this machine."""
+    files = list(map(Path, paths))
+    if not files or not all(path.is_file() for path in files):
+        return None
+    return sum(1 for path in files for _ in _lines(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -148,7 +172,7 @@ def _parse(line: str, where: str) -> Problem:
     entry = parse_object(line, where)
     for key in REQUIRED:
         if not isinstance(entry.get(key), str) or not entry[key].strip():
-            raise UserError(f"{where}: {key}={entry.get(key)!r} must be a text that is not empty")
+            raise UserError(f"{where}: {key}={entry.get(key)!r} must be a non-empty text")
     if "\\u" in line:
         _check_characters(entry, where)
     metadata: Any = entry.get("metadata", {})
@@ -158,13 +182,13 @@ def _parse(line: str, where: str) -> Problem:
 
 
 def _check_characters(entry: dict[str, Any], where: str) -> None:
-    """Half of a surrogate pair is valid JSON; no tokenizer takes it, and no UTF-8 file holds it."""
+    """Refuse lone surrogates: valid JSON, but no tokenizer or UTF-8 file accepts them."""
     try:
         json.dumps(entry, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
         raise UserError(
-            f"{where}: {half} is half of a character (a lone surrogate); mend the text"
+            f"{where}: {half} is half of a character (a lone surrogate); correct the text"
         ) from error
 
 
@@ -175,11 +199,11 @@ def _with_images(problem: Problem, path: Path, where: str) -> Problem:
     found = [path.parent / image for image in images]
     for image in found:
         if not image.is_file():
-            raise UserError(f"{where}: image {image} is not there")
+            raise UserError(f"{where}: image {image} is missing")
     metadata = {**problem.metadata, "images": [str(image) for image in found]}
     return Problem(problem.id, problem.question, problem.answer, metadata)
 
 
 def _normalized(problem: Problem) -> tuple[str, str]:
-    """What makes two problems the same: the words of the question, and the images."""
+    """The identity of a problem: the words of its question, and its images."""
     return " ".join(problem.question.split()), repr(problem.metadata.get("images"))

@@ -1,4 +1,4 @@
-"""Knights and knaves with two people: knights speak the truth, knaves lie, who is what?
+"""Knights and knaves with two people: knights speak the truth, knaves lie, find out who is which.
 
 Small enough for a policy of half a million parameters, and still a task that reasoning helps: demonstrations
 try the four worlds one after the other. The answer is positional (first speaker, second speaker), so that a
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import permutations
 from typing import Literal
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.base import Problem, TaskConfig, is_held_out, stream
+from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, is_held_out, stream
+from nemo_grpo.tasks.logic_puzzles import checks
 from nemo_grpo.tasks.response import exact_match, extract_answer, render_response
 
 World = tuple[bool, bool]
@@ -59,7 +59,7 @@ class KnightsKnavesConfig(TaskConfig):
 
     name: Literal["knights_knaves"] = "knights_knaves"
     split: Literal["problem", "statements"] = "problem"
-    """What training never sees: some pairs of statements with some names, or some pairs at all."""
+    """Held-out puzzles: certain pairs of statements with certain names, or certain pairs with any names."""
 
     def build(self) -> KnightsKnaves:
         return KnightsKnaves(self)
@@ -82,11 +82,8 @@ class KnightsKnaves:
     def validation_problems(self, num_problems: int) -> list[Problem]:
         everything = (_problem(pair, names) for pair in PUZZLES for names in permutations(NAMES, 2))
         held_out = [problem for problem in everything if self._is_validation(problem)]
-        if num_problems > len(held_out):
-            raise UserError(
-                f"{num_problems} validation problems asked for; {self.config.name} with "
-                f"split={self.config.split} holds {len(held_out)}: ask for at most so many"
-            )
+        source = f"{self.config.name} with split={self.config.split}"
+        check_num_validation(num_problems, len(held_out), source)
         stream(self.config.name, "validation").shuffle(held_out)
         return held_out[:num_problems]
 
@@ -95,9 +92,9 @@ class KnightsKnaves:
         statements = problem.metadata["statements"]
         lines = []
         for world in rng.sample(WORLDS, len(WORLDS)):
-            checks = _checks(statements, world)
-            lines.append(f"{_answer(world)}: {' '.join(checks)}")
-            if checks[-1] == "ok":
+            found = checks(truths(statements, world), world)
+            lines.append(f"{_answer(world)}: {' '.join(found)}")
+            if found[-1] == "ok":
                 break
         return render_response("; ".join(lines), problem.answer)
 
@@ -114,16 +111,6 @@ class KnightsKnaves:
 
 def _answer(world: World) -> str:
     return ", ".join("knight" if is_knight else "knave" for is_knight in world)
-
-
-def _checks(statements: tuple[str, str], world: World) -> list[str]:
-    """Each statement's truth until one does not suit its speaker, then ``no``; ``ok`` if both do."""
-    words = []
-    for true, is_knight in zip(truths(statements, world), world, strict=True):
-        words.append("true" if true else "lie")
-        if true != is_knight:
-            return [*words, "no"]
-    return [*words, "ok"]
 
 
 def _problem(statements: tuple[str, str], names: tuple[str, ...]) -> Problem:

@@ -15,7 +15,7 @@ from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.logic_puzzles import (
     NAMES,
     Statement,
-    World,
+    checks,
     describe,
     draw_statements,
     is_true,
@@ -30,20 +30,20 @@ People = Annotated[int, Field(ge=2, le=8)]
 
 
 class LogicConfig(FileTaskConfig):
-    """Parameters of `Logic`, or of `LogicFiles` where files are given."""
+    """Parameters of `Logic`, or of `LogicFiles` if files are given."""
 
     reward_components: ClassVar = {
         "accuracy": ACCURACY,
         "format": FORMAT,
         "format_signed": "+1: think block, then answer block; -1: any other form (TR-GRPO Table 5)",
-        "answer": "+2: everybody is right; -1.5: some are; -2: nobody, no such answer, or a wrong form",
+        "answer": "+2: everybody is right; -1.5: some are; -2: nobody, no readable answer, or a wrong form",
     }
 
     name: Literal["logic"] = "logic"
     people: tuple[People, ...] = Field(default=(3, 4, 5, 6, 7), min_length=1, strict=False)
     """Sizes of the training puzzles, equally often; not for files."""
     validation_people: tuple[People, ...] = Field(default=(2, 3, 4, 5, 6, 7, 8), min_length=1, strict=False)
-    """Sizes of the held-out puzzles, in turn; each problem's metadata.num_people tells its size."""
+    """Sizes of the held-out puzzles, in turn; metadata.num_people records each problem's size."""
     num_names: int = Field(default=len(NAMES), ge=2, le=len(NAMES))
     """Names to draw from; few make it easier for a small policy. Not for files."""
     think_is_open: bool = False
@@ -67,7 +67,7 @@ class LogicConfig(FileTaskConfig):
 
 
 class _Graded:
-    """How responses are read and graded, wherever the puzzles come from."""
+    """Reading and grading of responses, for puzzles of any source."""
 
     config: LogicConfig
 
@@ -78,7 +78,7 @@ class _Graded:
         return ", ".join(f"{name} {role(is_knight)}" for name, is_knight in sorted(roles.items()))
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """The form decides about the graded answer, as in Logic-RL; ``accuracy`` does not look at it."""
+        """``answer`` depends on the form, as in Logic-RL; ``accuracy`` does not."""
         response = with_opened_think(response, self.config.think_is_open)
         reference = parse_roles(problem.answer)
         answer = graded(reference or {}, parse_roles(last_answer(response) or ""))
@@ -95,16 +95,16 @@ class LogicFiles(_Graded, FileTask):
     """Puzzles from JSONL files; the answer is ``(1) Zoey is a knight`` and so on, one line each."""
 
     def __init__(self, config: LogicConfig) -> None:
-        """Raises: UserError: see `read_problems`, or an answer that names nobody's role."""
+        """Raises: UserError: see `read_problems`, or an answer without any role."""
         super().__init__(config)
         self.config = config
         for problem in (*self.train, *self.validation):
             if parse_roles(problem.answer) is None:
-                raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} tells nobody's role")
+                raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} gives nobody's role")
 
 
 class Logic(_Graded):
-    """Generated puzzles; a fifth of all sets of statements is held out, under whatever names."""
+    """Generated puzzles; a fifth of all sets of statements is held out, whatever the names."""
 
     def __init__(self, config: LogicConfig) -> None:
         self.config = config
@@ -128,10 +128,10 @@ class Logic(_Graded):
         rng.shuffle(worlds)
         for number in worlds:
             world = tuple(bool(number >> person & 1) for person in range(len(statements)))
-            checks = _checks(statements, world)
+            found = checks((is_true(statement, world) for statement in statements), world)
             roles = (f"{name} {role(is_knight)}" for name, is_knight in zip(names, world, strict=True))
-            tried.append(f"{' '.join(roles)}: {' '.join(checks)}")
-            if checks[-1] == "ok":
+            tried.append(f"{' '.join(roles)}: {' '.join(found)}")
+            if found[-1] == "ok":
                 break
         return render_response("; ".join(tried), problem.answer)
 
@@ -154,14 +154,3 @@ def _problem(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
         answer="\n".join(answer),
         metadata={"num_people": len(names), "names": names, "statements": statements},
     )
-
-
-def _checks(statements: tuple[Statement, ...], world: World) -> list[str]:
-    """Each statement's truth until one does not suit its speaker, then ``no``; ``ok`` if all do."""
-    words = []
-    for statement, is_knight in zip(statements, world, strict=True):
-        true = is_true(statement, world)
-        words.append("true" if true else "lie")
-        if true != is_knight:
-            return [*words, "no"]
-    return [*words, "ok"]

@@ -1,15 +1,16 @@
 """Knights and knaves for any number of people: statements, their unique solution, their English.
 
-The puzzles have Logic-RL's form: everybody says one thing about one or two people, by name. reasoning-gym has
-such a generator, too. Both give unique solutions for 2 to 8 people; this one is here because that one renames
-knights to heroes or saints and appends a format hint (not Logic-RL's text), numbers its problems by seed +
-index (stream 1 is stream 0 moved by one), has no held-out part, tests each world in turn (34 ms for 8 people,
-against less than 1 ms here) and brings eleven packages with it.
+The puzzles have Logic-RL's form: everybody makes one statement about one or two people, by name.
+reasoning-gym's generator also gives unique solutions for 2 to 8 people. It is not used because it renames
+knights to heroes or saints, appends a format hint (not Logic-RL's text), numbers its problems by seed + index
+(stream 1 is stream 0 shifted by one), has no held-out part, tests each world in turn (34 ms for 8 people,
+against less than 1 ms here) and installs eleven packages.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import product
 
@@ -57,21 +58,17 @@ def solutions(statements: tuple[Statement, ...]) -> list[World]:
 
 def is_true(statement: Statement, world: World) -> bool:
     """Whether the statement holds in a world."""
-    kind, *atoms = statement
-    first, *rest = (world[person] == said for person, said in atoms)
-    match kind:
-        case "is":
-            return first
-        case "is_not":
-            return not first
-        case "and":
-            return first and rest[0]
-        case "or":
-            return first or rest[0]
-        case "if":
-            return not first or rest[0]
-        case _:
-            return first == rest[0]
+    return bool(_worlds_where_true(statement, tuple(map(int, world)), 1))
+
+
+def checks(truths: Iterable[bool], world: Sequence[bool]) -> list[str]:
+    """Each statement's truth until one contradicts its speaker's role, then ``no``; ``ok`` if none does."""
+    words = []
+    for true, is_knight in zip(truths, world, strict=True):
+        words.append("true" if true else "lie")
+        if true != is_knight:
+            return [*words, "no"]
+    return [*words, "ok"]
 
 
 def draw_statements(num_people: int, rng: random.Random) -> tuple[Statement, ...]:
@@ -104,6 +101,7 @@ def _worlds_where_knight(num_people: int) -> tuple[int, ...]:
 
 
 def _worlds_where_true(statement: Statement, knights: tuple[int, ...], everything: int) -> int:
+    """The bits of the worlds in which it holds, as those of ``everything`` are numbered."""
     kind, *atoms = statement
     first, *rest = (knights[person] if said else everything ^ knights[person] for person, said in atoms)
     match kind:
@@ -122,7 +120,7 @@ def _worlds_where_true(statement: Statement, knights: tuple[int, ...], everythin
 
 
 def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statement:
-    """Each kind equally often; never ``I am a knave``, which nobody can say."""
+    """All kinds equally often; never ``I am a knave``, which nobody can say."""
     kind = rng.choice(("is", "is_not", *_TWO_PEOPLE))
     if kind in _TWO_PEOPLE:
         first, second = rng.sample(range(num_people), 2)

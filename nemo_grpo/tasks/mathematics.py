@@ -37,7 +37,19 @@ def sum_problem(number: int) -> Problem:
     return Problem(f"sum-{number}", f"What is {left} + {right}?", str(left + right))
 
 
-class Math(FileTask):
+class MathematicalAnswers:
+    """Answers of a vote, compared as mathematics."""
+
+    def same_answer(self, one: str, other: str) -> bool | None:
+        """Whether two extracted answers are equal as mathematics; see `MathGrader.same`."""
+        return SHARED.same(one, other)
+
+    def undecided(self, reference: str, answer: str) -> bool:
+        """Whether a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
+        return SHARED.undecided(reference, answer)
+
+
+class Math(MathematicalAnswers, FileTask):
     """Mathematical problems with one answer each."""
 
     def __init__(self, config: MathConfig) -> None:
@@ -47,14 +59,6 @@ class Math(FileTask):
     def extract(self, response: str) -> str | None:
         answer = final_answer(with_opened_think(response, self.config.think_is_open))
         return None if answer is None else normalized(answer)
-
-    def same_answer(self, one: str, other: str) -> bool | None:
-        """Whether two extracted answers are equal as mathematics; see `MathGrader.same`."""
-        return SHARED.same(one, other)
-
-    def undecided(self, reference: str, answer: str) -> bool:
-        """Whether a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
-        return SHARED.undecided(reference, answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """``accuracy`` and ``format``.

@@ -14,7 +14,7 @@ def normalize_open_answer(answer: str) -> str:
     """Lower case, without ASCII punctuation and the articles a, an, the; single spaces.
 
     The order of steps is that of SQuAD's evaluation (1606.05250): case, punctuation, articles, spaces.
-    Deviation: what would leave nothing of an answer, such as ``A`` or ``+``, is not left out.
+    Deviation: a step that would empty the answer, such as ``A`` or ``+``, is skipped.
     """
     lowered = answer.lower()
     bare = lowered.translate(_NO_PUNCTUATION)

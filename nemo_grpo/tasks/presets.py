@@ -1,8 +1,8 @@
-"""The papers' prompts by name: what ``nemo_grpo.prompt.preset`` stands for."""
+"""The papers' prompts by name, for ``nemo_grpo.prompt.preset``."""
 
 from __future__ import annotations
 
-from nemo_grpo.tasks.prompts import Prompt
+from typing import Any
 
 _CONVERSATION = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
@@ -13,27 +13,48 @@ _TAGS = (
     " The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, "
     "respectively, i.e., <think> reasoning process here </think>{space}<answer> answer here </answer>"
 )
+_MONOLOGUE = (
+    "You are a helpful AI Assistant, designed to provided well-reasoned and detailed responses. You FIRST "
+    "think about the reasoning process as an internal monologue and then provide the user with the answer."
+)
 
-PROMPTS: dict[str, Prompt] = {
+PRESETS: dict[str, dict[str, Any]] = {
     # CW-GRPO Figure 4, the open-rs prompt. The paper's text lost the backslash and braces of \boxed{}.
-    "cw_grpo": Prompt(
+    "cw_grpo": dict(
         system=f"{_CONVERSATION}, and put your final answer within \\boxed{{}} ."
         f"{_TAGS.format(space=' ')}. Note that respond by English, NOT use other languages."
     ),
     # GPG Appendix B.4, system prompt for the 1.5B model and for the vision tasks.
-    "gpg": Prompt(system=f"{_CONVERSATION}.{_TAGS.format(space='')}"),
+    "gpg": dict(system=f"{_CONVERSATION}.{_TAGS.format(space='')}"),
     # GPG Appendix B.4, Qwen 7B. Here, too, the paper's text has "boxed" alone.
-    "gpg_7b": Prompt(
+    "gpg_7b": dict(
         system="You are a helpful assistant.",
         template="{question}\nPlease reason step by step, and put your final answer within \\boxed{}.",
     ),
+    # open-r1's simple-RL configuration, which GPG's section 2 names for its experiments on MATH.
+    "simple_rl": dict(
+        system=f"{_MONOLOGUE} The reasoning process MUST BE enclosed within <think> and </think> tags."
+    ),
+    # GPG's release for the same experiments.
+    "gpg_math": dict(
+        system=f"{_MONOLOGUE} Please reason step by step, and put your final answer within \\boxed{{}}."
+    ),
     # TR-GRPO Appendix B.1.2: "no instruction-tuned templates are applied".
-    "tr_grpo_math": Prompt(
+    "tr_grpo_math": dict(
         template="{question} Let's think step by step and output the final answer within \\boxed{ }.",
         use_chat_template=False,
     ),
+    # The evaluation tasks for lighteval in the releases of CW-GRPO, GPG and open-rs.
+    "lighteval": dict(
+        template="Solve the following math problem efficiently and clearly.  The last line of your response "
+        "should be of the following format: 'Therefore, the final answer is: $\\boxed{ANSWER}$. I hope it is "
+        "correct' (without quotes) where ANSWER is just the final number or expression that solves the "
+        "problem. Think step by step before answering.\n\n{question}"
+    ),
+    # Qwen2.5-Math's evaluation, its prompt type qwen25-math-cot.
+    "qwen_math": dict(system="Please reason step by step, and put your final answer within \\boxed{}."),
     # TR-GRPO Appendix B.1.1, Logic-RL's prompt: the response begins inside the think tag.
-    "tr_grpo_logic": Prompt(
+    "tr_grpo_logic": dict(
         system="You are a helpful assistant. The assistant first thinks about the reasoning process in the "
         "mind and then provides the user with the answer. The reasoning process and answer are enclosed "
         "within <think></think> and <answer></answer> tags, respectively, i.e., <think>reasoning process "
@@ -43,18 +64,19 @@ PROMPTS: dict[str, Prompt] = {
         response_prefix="<think>",
     ),
     # GPG's grounding follows Visual-RFT: one box of two corners, in pixels.
-    "gpg_grounding": Prompt(
+    "gpg_grounding": dict(
         system=f"{_CONVERSATION}.{_TAGS.format(space='')}",
         template="Output the bounding box in the image corresponding to the instruction: {question}. Output "
         "the thinking process in <think> </think> and the box in <answer> </answer>, in the form "
         "<think> thinking process </think><answer>(x1,y1),(x2,y2)</answer>",
     ),
     # TR-GRPO Appendix B.1.3 follows Search-R1 and prints no prompt; these are our words for its tags.
-    "search_qa": Prompt(
+    "search_qa": dict(
         template="Answer the question. Think inside <think> and </think> first. If you lack a fact, write "
         "<search>your query</search>; what is found comes back between <information> and </information>. "
         "Search as often as you need to. Then give the answer alone, in as few words as it takes, such as "
         "<answer>Vienna</answer>.\n\nQuestion: {question}",
     ),
 }
-"""Name -> prompt. ERPO prints none; its boxed rate asks for one with \\boxed, such as ``gpg_7b``."""
+"""Name -> fields of `Prompt`. ERPO prints none; its boxed rate asks for one with
+\\boxed, such as ``gpg_7b``."""

@@ -2,68 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from nemo_grpo.errors import UserError
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.tasks.base import Problem
+from nemo_grpo.tasks.presets import PRESETS
 
 SLOT = "{question}"
 IMAGES = "vision tasks need the cluster engine (NeMo-RL), whose processor encodes images"
 
 
-class PromptLike(Protocol):
-    """The recipe's ``nemo_grpo.prompt`` section."""
+class Prompt(BaseModel):
+    """How a problem becomes the text that the policy continues: the recipe's ``nemo_grpo.prompt`` section."""
 
-    @property
-    def system(self) -> str | None: ...
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
-    @property
-    def template(self) -> str: ...
-
-    @property
-    def use_chat_template(self) -> bool: ...
-
-    @property
-    def response_prefix(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt without a recipe: for tests and for other programs.
-
-    Attributes:
-        system: system message, or None for no such message.
-        template: user message with a ``{question}`` slot.
-        use_chat_template: False: the messages alone, one below the other, for models without a chat template.
-        response_prefix: the first words of every response; the model goes on from there.
-    """
-
+    preset: str | None = None
+    """A paper's prompt, such as cw_grpo or tr_grpo_logic; keys set beside it take precedence."""
     system: str | None = None
+    """System message; null: none."""
     template: str = SLOT
+    """User message; {question} stands for the problem's text."""
     use_chat_template: bool = True
+    """False: the messages alone, one below the other, for base models."""
     response_prefix: str = ""
+    """The first words of every response, which the model does not write itself, such as <think>."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_preset(cls, section: Any) -> Any:
+        name = section.get("preset") if isinstance(section, Mapping) else None
+        if not isinstance(name, str):
+            return section
+        if name not in PRESETS:
+            raise UserError(f"nemo_grpo.prompt.preset={name!r} is unknown{did_you_mean(name, PRESETS)}")
+        return {**PRESETS[name], **section}
+
+    @field_validator("template")
+    @classmethod
+    def _template_has_a_slot(cls, template: str) -> str:
+        if SLOT not in template:
+            raise UserError(
+                f"nemo_grpo.prompt.template={template!r} has no slot for the problem; put {SLOT} there"
+            )
+        return template
 
 
-def chat_messages(prompt: PromptLike, problem: Problem) -> list[dict[str, str]]:
+def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
     """The conversation that ends with the question.
 
     Only the slot is replaced; other braces stay, so that templates may hold LaTeX.
-
-    Raises: UserError: the template has no slot.
     """
-    if SLOT not in prompt.template:
-        raise UserError(f"the prompt template needs {SLOT} where the problem goes; got {prompt.template!r}")
     system = [{"role": "system", "content": prompt.system}] if prompt.system else []
     return [*system, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
 
 
-def encode_prompt(tokenizer: Any, prompt: PromptLike, problem: Problem) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Prompt, problem: Problem) -> list[int]:
     """Token ids up to where the response begins.
 
     Args:   tokenizer: a Hugging Face tokenizer; with a chat template, if the prompt uses one.
-    Raises: UserError: it has none, the template has no slot, or the problem has images.
+    Raises: UserError: it has none, or the problem has images.
     """
     if problem.metadata.get("images"):
         raise UserError(
@@ -85,9 +86,9 @@ def encode_prompt(tokenizer: Any, prompt: PromptLike, problem: Problem) -> list[
 
 
 def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | None) -> None:
-    """Refuse a prompt that the model has no embeddings for.
+    """Refuse prompt tokens without an embedding in the model.
 
-    Args:   vocab_size: the model's; None: it is not known.
+    Args:   vocab_size: the model's; None: unknown.
     Raises: UserError: the tokenizer is not the model's.
     """
     if vocab_size is not None and max(prompt, default=0) >= vocab_size:

@@ -1,4 +1,4 @@
-"""The tasks by name, and the recipe's ``nemo_grpo.task`` section made into one of them."""
+"""The tasks by name; parses the recipe's ``nemo_grpo.task`` section."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parse_task(section: Mapping[str, Any]) -> TaskConfig:
 
     Args:    section: ``name`` and that task's parameters.
     Returns: the frozen configuration; ``build()`` makes the task.
-    Raises:  UserError: no name, an unknown name or parameter, or a value that its rule refuses.
+    Raises:  UserError: no name, an unknown name or parameter, or a value that breaks a rule.
     """
     name = section.get("name")
     if not isinstance(name, str):

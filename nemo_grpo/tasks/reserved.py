@@ -1,4 +1,4 @@
-"""What a tokenizer reads as a mark must not come from outside: no passage plays a part."""
+"""Keeps text from outside free of a tokenizer's marks, so that no passage can imitate them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
-    """What a Hugging Face tokenizer reads as one mark wherever it stands, such as ``</s>`` or ``[INST]``.
+    """Texts that a Hugging Face tokenizer always reads as one mark, such as ``</s>`` or ``[INST]``.
 
-    Its special tokens, and of the other added ones those that neither begin nor end like a word: a word that
-    was added to the vocabulary, or a run of spaces, plays no part in a conversation.
+    Its special tokens, and those added tokens that neither begin nor end like a word: added words and runs of
+    spaces are ordinary text.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     marks = [token.content for token in added if token.special or _like_a_mark(token.content)]
@@ -22,11 +22,11 @@ def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
 
 
 def broken_up(text: str, reserved: Sequence[str]) -> str:
-    """The text, with a space within everything that is reserved; without any of it, the text as it is.
+    """The text with a space inside every reserved text; otherwise unchanged.
 
-    Some tokenizers normalise before they look for their marks. So case does not matter, nor do Unicode's
-    compatible forms (``<`` of full width), accents, and characters that are not seen, such as U+0001 or
-    U+200B, which normalisers drop or read as a space. Replacements of a normaliser's own are not known here.
+    Some tokenizers normalise before they search for marks. Matching therefore ignores case, Unicode
+    compatibility forms (``<`` of full width), accents, and invisible characters such as U+0001 or U+200B,
+    which normalisers drop or read as a space. A normaliser's custom replacements are not covered.
 
     A mark of one character, such as a padding token ``!``, has no form that a space could break, and texts
     need their characters: it stays, and the tokenizer makes its special token of it.

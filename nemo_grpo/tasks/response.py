@@ -26,13 +26,13 @@ def normalize_answer(answer: str) -> str:
 
 
 def extract_answer(response: str) -> str | None:
-    """The last answer, normalised; None if the response gives none."""
+    """The last answer, normalised; None if there is none."""
     answer = last_answer(response)
     return None if answer is None else normalize_answer(answer)
 
 
 def exact_match(answer: str, response: str) -> dict[str, float]:
-    """Reward components where one text is right: ``accuracy``, 1 if the answers are equal, and ``format``."""
+    """For a single correct text: ``accuracy``, 1 if the answers are equal, and ``format``."""
     correct = extract_answer(response) == normalize_answer(answer)
     return {"accuracy": float(correct), "format": format_reward(response)}
 

@@ -1,8 +1,8 @@
 """A small world of invented people, for learning to search without any download.
 
 Every fact is one passage (``The pet of Ava Stone is fox.``). A question asks for a fact of one person, or of
-that person's friend; nothing but the passages tells the answer, and training never begins with the people
-whom the validation questions begin with.
+that person's friend. Only the passages hold the answer, and no training question starts from a person that a
+validation question starts from.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.base import Problem, is_held_out, stream
+from nemo_grpo.tasks.base import Problem, check_num_validation, is_held_out, stream
 from nemo_grpo.tasks.retriever import Passage
 
 FIRST_NAMES = (
@@ -46,7 +45,7 @@ class Person:
 class Facts:
     """All people, the same ones in every run.
 
-    Args: hops: how many facts a question takes, drawn uniformly; 1: a person's, 2: a friend's.
+    Args: hops: number of facts that a question needs, drawn uniformly; 1: a person's, 2: a friend's.
     """
 
     def __init__(self, name: str, hops: tuple[int, ...]) -> None:
@@ -80,11 +79,7 @@ class Facts:
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
         available = len(self._asked[True]) * len(VALUES) * len(set(self.hops))
-        if num_problems > available:
-            raise UserError(
-                f"{num_problems} validation problems asked for; {self.name} without files holds {available}: "
-                "ask for at most so many"
-            )
+        check_num_validation(num_problems, available, f"{self.name} without files")
         rng = stream(self.name, "validation")
         found: dict[str, Problem] = {}
         while len(found) < num_problems:

@@ -4,7 +4,7 @@ The form is Search-R1's (2503.09516), which TR-GRPO's agentic setting uses (2511
 
     <search>query</search>  ->  <information>passages</information>  ->  ...  ->  <answer>...</answer>
 
-What stands between the information tags, and the tags, come from the environment and carry no loss.
+The information tags and the text between them come from the environment and carry no loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INFORMATION = re.compile(r"(\s*<information>.*?</information>\s*)", re.DOTALL)
 
 NO_PASSAGE = "No passage matches; try other words."
 Call = tuple[Literal["search", "error"], str]
-"""What a turn asks for: a search with its query, or nothing sensible with what is wrong."""
+"""A turn's request: a search with its query, or an error with its message."""
 
 
 class SearchQAConfig(FileTaskConfig):
@@ -47,9 +47,10 @@ class SearchQAConfig(FileTaskConfig):
 
     reward_components: ClassVar[Mapping[str, str]] = {
         "accuracy": ACCURACY,
-        "answer": "1: the answer is right; -1: it is wrong or missing",
+        "answer": "1: the answer is correct; -1: it is wrong or missing",
         "format": FORMAT,
     }
+    stop_texts: ClassVar[tuple[str, ...]] = ("</search>", "</answer>")
 
     name: Literal["search_qa"] = "search_qa"
     corpus: str | None = None
@@ -57,17 +58,21 @@ class SearchQAConfig(FileTaskConfig):
     retriever_url: str | None = Field(default=None, pattern="^https?://")
     """A running `nemo-grpo retriever serve` instead, such as http://127.0.0.1:8765."""
     retriever_timeout: float = Field(default=30.0, gt=0)
-    """Seconds that one try to reach it may take."""
+    """Timeout of one request to it, in seconds."""
     top_k: int = Field(default=3, ge=1, le=100)
-    """Passages that a search gives."""
+    """Passages per search."""
     max_turns: int = Field(default=4, ge=1)
     """Turns of the policy in a response; a call in the last one ends the response."""
     max_query_chars: int = Field(default=256, ge=1, le=1024)
-    """A longer query is malformed. At most 1024: so many of any kind fit into the service's requests."""
+    """Longer queries are malformed. At most 1024, so that any characters fit into the service's requests."""
     max_information_chars: int = Field(default=2000, ge=16)
-    """Longest text that a search gives; the rest is cut off."""
+    """Maximum text of a search's result; the rest is cut off."""
     hops: tuple[Literal[1, 2], ...] = Field(default=(1, 2), min_length=1, strict=False)
-    """Without files: facts that a question takes, drawn uniformly."""
+    """Without files: number of facts that a question needs, drawn uniformly."""
+
+    @property
+    def num_turns(self) -> int:
+        return self.max_turns
 
     def made_up(self, folder: Path, number: int) -> Self:
         """Questions about the invented people, searched in this process."""
@@ -79,15 +84,15 @@ class SearchQAConfig(FileTaskConfig):
 
 
 class SearchQA:
-    """A `MultiTurnTask`; right is an exact match with one of ``metadata["answers"]`` as SQuAD normalises."""
+    """A `MultiTurnTask`; correct: one of ``metadata["answers"]``, by SQuAD's exact match."""
 
-    stop_texts: ClassVar[tuple[str, ...]] = ("</search>", "</answer>")
+    stop_texts: ClassVar[tuple[str, ...]] = SearchQAConfig.stop_texts
     tags: ClassVar[tuple[str, ...]] = SEARCH_TAGS
 
     def __init__(self, config: SearchQAConfig, retriever: Retriever | None = None) -> None:
         """``retriever``: instead of the one that the configuration names.
 
-        Raises: UserError: the files are not what they should be, or nothing says what to search for them.
+        Raises: UserError: invalid files, or neither corpus nor retriever for their questions.
         """
         self.config = config
         from_files = bool(config.train_files or config.validation_files)
@@ -106,7 +111,7 @@ class SearchQA:
 
     @cached_property
     def retriever(self) -> Retriever:
-        """Made when it is first needed."""
+        """Created on first use."""
         from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 
         if self.config.retriever_url is not None:
@@ -185,7 +190,7 @@ class SearchQA:
 
 
 def find_call(turn: str, max_query_chars: int) -> Call | None:
-    """What a finished turn asks of the environment; None: nothing, the response is over.
+    """A finished turn's request to the environment; None: the response is over.
 
     An answer ends the response whatever else the turn holds. Linear in the text.
     """
@@ -208,8 +213,8 @@ def find_call(turn: str, max_query_chars: int) -> Call | None:
 def search_format(response: str) -> float:
     """1 if the response is nothing but think, search, information and answer blocks in a sensible order.
 
-    Every search has its information right behind it, and one answer, with at most one think block before it,
-    ends the response.
+    Every search is followed directly by its information; one answer, after at most one think block, ends the
+    response.
     """
     names, expected_open, end = [], True, 0
     for tag in _TAG.finditer(response):
@@ -242,6 +247,6 @@ def _information(text: str) -> str:
 
 
 def _harmless(text: str, reserved: Sequence[str]) -> str:
-    """Our tags, chat markers and what is reserved lose their form: no passage plays a part."""
+    """Break up our tags, chat markers and reserved texts, so that no passage can imitate them."""
     without_tags = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
     return _TAG.sub(r"(\1\2)", broken_up(without_tags, reserved))

@@ -51,14 +51,14 @@ class VisionGroundingConfig(VisionConfig):
     """Parameters of `VisionGrounding`."""
 
     reward_components: ClassVar = {
-        "accuracy": "1: the box has an IoU of at least iou_threshold with the reference; 0: it has not",
+        "accuracy": "1: the box has an IoU of at least iou_threshold with the reference; 0: it does not",
         "format": FORMAT,
         "iou": "intersection over union of box and reference; 0 without a box",
     }
 
     name: Literal["vision_grounding"] = "vision_grounding"
     iou_threshold: float = 0.5
-    """Least IoU that counts as found."""
+    """Minimum IoU that counts as found."""
 
     def build(self) -> VisionGrounding:
         return VisionGrounding(self)
@@ -195,7 +195,7 @@ def _label(answer: str) -> str:
 
 
 def _count(answer: str) -> int | None:
-    """The only number of the text, if it is a whole one that is not negative."""
+    """The text's only number, if it is a non-negative integer."""
     found = None
     for match in _COUNT.finditer(answer):
         if found is not None:

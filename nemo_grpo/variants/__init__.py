@@ -1,4 +1,4 @@
-"""The algorithms, one file each, and the way from a ``loss_fn`` section to an `Objective`."""
+"""The algorithms, one file each; turns a ``loss_fn`` section into an `Objective`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UserError, as_yaml, did_you_mean
 from nemo_grpo.variants.base import VariantConfig
 from nemo_grpo.variants.clip_cov import ClipCov
 from nemo_grpo.variants.cw_grpo import CWGRPO
@@ -29,7 +29,18 @@ VARIANTS: dict[str, type[VariantConfig]] = {
     "erpo": ERPO,
     "gpg": GPG,
 }
-"""Variant name -> configuration class. Adding a variant: its file, one line here, one recipe, one test."""
+"""Variant name -> configuration class. To add a variant: its file, one line here, one recipe, one test."""
+
+
+_STOCK_LOSS_KEYS = {
+    "force_on_policy_ratio": "it would replace prev_logprobs, which variants read, by zeros; one update per "
+    "step (policy.train_global_batch_size = prompts x generations) has ratio 1 anyway",
+    "token_level_loss": "use loss_fn.aggregation=token_mean or sequence_mean",
+    "disable_ppo_ratio": "for plain policy gradient use loss_fn.variant="
+    + " or ".join(name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields),
+    "use_kl_in_reward": "the KL penalty is a term of the loss in every variant; leave this key out",
+}
+"""Keys of NeMo-RL's own loss that no variant supports -> the remedy."""
 
 
 def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
@@ -37,12 +48,15 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
 
     Args:    loss_fn: ``variant`` and that variant's parameters.
     Returns: the variant's configuration; ``.build()`` makes the objective.
-    Raises:  UserError: unknown variant or key (naming the nearest), wrong type, or values that a rule
-             refuses.
+    Raises:  UserError: unknown variant or key (naming the nearest), wrong type, or values that break a
+                 rule.
     """
     name = loss_fn.get("variant")
     if name not in VARIANTS:
         raise UserError(f"loss_fn.variant={name!r} is not a variant{did_you_mean(str(name), VARIANTS)}")
+    for key, remedy in _STOCK_LOSS_KEYS.items():
+        if key in loss_fn:
+            raise UserError(f"loss_fn.{key}={as_yaml(loss_fn[key])} is not supported: {remedy}")
     config = VARIANTS[name]
     try:
         return config.model_validate(dict(loss_fn))

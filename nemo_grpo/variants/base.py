@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,6 +12,7 @@ from nemo_grpo.core.aggregation import Aggregation
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.importance import ImportanceCorrection, Truncation
 from nemo_grpo.core.kl import KLType, kl_estimate, with_score_function
+from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
 from nemo_grpo.core.surrogates import (
     clipped_policy_gradient,
@@ -19,9 +20,6 @@ from nemo_grpo.core.surrogates import (
     policy_gradient,
     sequence_importance_ratio,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class VariantConfig(BaseModel):
@@ -32,11 +30,24 @@ class VariantConfig(BaseModel):
     title: ClassVar[str]
     paper: ClassVar[str]
     needs_entropy: ClassVar[bool] = False
+    """`shape` reads the policy's entropies."""
     needs_prev_logprobs: ClassVar[bool] = True
+    """`shape` reads prev_logprobs; False: `terms` alone, whose ratio is 1 in the first update."""
+    shapes_advantages: ClassVar[bool] = False
+    """`shape` reshapes the group advantages; clipping them afterwards would distort the loss."""
+    compares_with_reference: ClassVar[bool] = False
+    """`shape` subtracts the reference policy's logprobs from the policy's, with or without a KL penalty."""
+    whole_groups_key: ClassVar[str | None] = None
+    """Boolean parameter under which every loss call needs exactly one whole group."""
+    sampling_keys: ClassVar[tuple[str, ...]] = ()
+    """Parameters that have an effect only with grpo.use_dynamic_sampling."""
+    without_dynamic_sampling: ClassVar[str | None] = None
+    """What the paper's method loses without grpo.use_dynamic_sampling; None: nothing."""
 
     variant: str
     aggregation: Aggregation = Field(
-        "token_mean", description="how token terms become one number: token_mean, sequence_mean, constant"
+        "token_mean",
+        description="how token terms are reduced: token_mean, group_token_mean, sequence_mean, constant",
     )
     max_response_length: int | None = Field(
         None, gt=0, description="L_max, the divisor of aggregation=constant"
@@ -56,7 +67,7 @@ class VariantConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _constant_has_its_length(self) -> VariantConfig:
+    def _constant_aggregation_has_max_response_length(self) -> VariantConfig:
         if self.aggregation == "constant" and self.max_response_length is None:
             raise ValueError(
                 "aggregation=constant divides by max_response_length; set it to the longest response"
@@ -99,11 +110,29 @@ class VariantConfig(BaseModel):
     @property
     def needs_reference(self) -> bool:
         """True if the reference policy's logprobs are needed."""
+        return self.compares_with_reference
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """True if a loss call must see exactly one whole group."""
+        return self.whole_groups_key is not None and bool(getattr(self, self.whole_groups_key))
+
+    @property
+    def carries_statistics(self) -> bool:
+        """True if `shape` reads `TokenBatch.carried`, which a checkpoint must then keep."""
         return False
 
     def resampling(self, max_draws: int) -> tuple[float, int]:
-        """(least share of groups with signal, most draws of prompts per step) under dynamic sampling."""
+        """(minimum share of groups with signal, maximum draws per step) under dynamic sampling."""
         return 1.0, max_draws
+
+    def shape(self, batch: TokenBatch, seed: int) -> Shaped:
+        """The step-level part: see `Objective`."""
+        raise AssertionError(f"{type(self).__name__} does not implement shape()")
+
+    def terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """The token-level part: see `Objective`."""
+        raise AssertionError(f"{type(self).__name__} does not implement terms()")
 
     def build(self) -> Objective:
         """Compose the objective."""
@@ -134,92 +163,19 @@ class GroupRewardConfig(VariantConfig):
         return Shaped(a.per_token(batch.mask), a)
 
 
-class RatioConfig(GroupRewardConfig):
-    """Variants with an importance ratio, an optional clip and an optional KL penalty."""
+class KLConfig(VariantConfig):
+    """Variants with an optional KL penalty to the reference policy."""
 
-    ratio_clip_min: float | None = Field(0.2, ge=0, description="lower clip distance from 1; null: no clip")
-    ratio_clip_max: float | None = Field(0.2, ge=0, description="upper clip distance from 1; null: no clip")
-    ratio_clip_c: float | None = Field(
-        None, gt=1, description="dual clip for negative advantages; null: none"
-    )
     reference_policy_kl_penalty: float = Field(0.0, ge=0, description="beta, the factor of the KL penalty")
     reference_policy_kl_type: KLType = Field("k3", description="estimator of the KL penalty: k1, k2, k3")
     kl_score_function_gradient: bool = Field(
         False, description="KL gradient as in NeMo-RL's own loss, with the score-function term"
     )
-    sequence_level_importance_ratios: bool = Field(
-        False, description="one ratio per response, the geometric mean of its tokens' (GSPO)"
-    )
-
-    @model_validator(mode="after")
-    def _clip_is_a_pair(self) -> RatioConfig:
-        if (self.ratio_clip_min is None) != (self.ratio_clip_max is None):
-            raise ValueError(
-                f"ratio_clip_min={self.ratio_clip_min}, ratio_clip_max={self.ratio_clip_max}: a clip has two "
-                "sides; set both or neither"
-            )
-        if self.ratio_clip_c is not None and self.ratio_clip_min is None:
-            raise ValueError(
-                f"ratio_clip_c={self.ratio_clip_c}: dual clip needs ratio_clip_min and _max; set them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sequence_ratio_is_averaged_per_sequence(self) -> RatioConfig:
-        if not self.sequence_level_importance_ratios:
-            return self
-        if self.aggregation != "sequence_mean":
-            raise ValueError(
-                f"aggregation={self.aggregation}: sequence_level_importance_ratios gives a response one "
-                "weight, so responses must count alike; use sequence_mean"
-            )
-        if self.truncated_importance_sampling_type == "seq-mask-tis":
-            raise ValueError(
-                "truncated_importance_sampling_type=seq-mask-tis reweights tokens, "
-                "sequence_level_importance_ratios responses; use tis or icepop"
-            )
-        return self
-
-    def importance_correction(self) -> ImportanceCorrection | None:
-        """As ratios are, the weights are per token or per response."""
-        correction = super().importance_correction()
-        if correction is None:
-            return None
-        return replace(correction, sequence_level=self.sequence_level_importance_ratios)
 
     @property
     def needs_reference(self) -> bool:
-        """True with a KL penalty."""
-        return self.reference_policy_kl_penalty > 0
-
-    def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """(Clipped) importance-weighted policy gradient, and the KL to the reference if penalised."""
-        batch = prepared.batch
-        ratio = self.ratio(batch)
-        policy, metrics = self.policy_term(ratio, prepared.advantages)
-        return TokenTerms(policy, self.kl_term(batch), metrics | self.ratio_metrics(batch, ratio))
-
-    def ratio(self, batch: TokenBatch) -> Tensor:
-        """rho, [B, T]: of each token, or one per response."""
-        if self.sequence_level_importance_ratios:
-            return sequence_importance_ratio(batch.next_token_logprobs, batch.prev_logprobs, batch.mask)
-        return importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
-
-    def ratio_metrics(self, batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
-        """`ratio_metrics`, of which kl/previous is always of the tokens' own ratios."""
-        metrics = ratio_metrics(batch, ratio)
-        if self.sequence_level_importance_ratios:
-            of_tokens = importance_ratio(batch.next_token_logprobs.detach(), batch.prev_logprobs)
-            metrics["kl/previous"] = ratio_metrics(batch, of_tokens)["kl/previous"]
-        return metrics
-
-    def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """[B, T] objective to maximise, and its clip metrics."""
-        if self.ratio_clip_min is None or self.ratio_clip_max is None:
-            return policy_gradient(ratio, advantages), {}
-        bounds = (self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
-        value, is_clipped = clipped_policy_gradient(ratio, advantages, *bounds)
-        return value, {"ratio/clip_fraction": is_clipped}
+        """True with a KL penalty, or for the advantages."""
+        return self.compares_with_reference or self.reference_policy_kl_penalty > 0
 
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
         """[B, T] KL estimate, or None without a penalty."""
@@ -251,6 +207,84 @@ class RatioConfig(GroupRewardConfig):
     def build(self) -> Objective:
         """Compose the objective."""
         return self.objective()
+
+
+class RatioConfig(GroupRewardConfig, KLConfig):
+    """Variants with an importance ratio, an optional clip and an optional KL penalty."""
+
+    ratio_clip_min: float | None = Field(0.2, ge=0, description="lower clip distance from 1; null: no clip")
+    ratio_clip_max: float | None = Field(0.2, ge=0, description="upper clip distance from 1; null: no clip")
+    ratio_clip_c: float | None = Field(
+        None, gt=1, description="dual clip for negative advantages; null: none"
+    )
+    sequence_level_importance_ratios: bool = Field(
+        False, description="one ratio per response, the geometric mean of its tokens' (GSPO)"
+    )
+
+    @model_validator(mode="after")
+    def _clip_is_a_pair(self) -> RatioConfig:
+        if (self.ratio_clip_min is None) != (self.ratio_clip_max is None):
+            raise ValueError(
+                f"ratio_clip_min={self.ratio_clip_min}, ratio_clip_max={self.ratio_clip_max}: a clip has two "
+                "sides; set both or neither"
+            )
+        if self.ratio_clip_c is not None and self.ratio_clip_min is None:
+            raise ValueError(
+                f"ratio_clip_c={self.ratio_clip_c}: dual clip needs ratio_clip_min and _max; set them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_ratio_is_averaged_per_sequence(self) -> RatioConfig:
+        if not self.sequence_level_importance_ratios:
+            return self
+        if self.aggregation != "sequence_mean":
+            raise ValueError(
+                f"aggregation={self.aggregation}: sequence_level_importance_ratios gives a response one "
+                "weight, so responses must count equally; use sequence_mean"
+            )
+        if self.truncated_importance_sampling_type == "seq-mask-tis":
+            raise ValueError(
+                "truncated_importance_sampling_type=seq-mask-tis reweights tokens, "
+                "sequence_level_importance_ratios responses; use tis or icepop"
+            )
+        return self
+
+    def importance_correction(self) -> ImportanceCorrection | None:
+        """Weights per token or per response, as the ratios are."""
+        correction = super().importance_correction()
+        if correction is None:
+            return None
+        return replace(correction, sequence_level=self.sequence_level_importance_ratios)
+
+    def terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """(Clipped) importance-weighted policy gradient, and the KL to the reference if penalised."""
+        batch = prepared.batch
+        ratio = self.ratio(batch)
+        policy, metrics = self.policy_term(ratio, prepared.advantages)
+        return TokenTerms(policy, self.kl_term(batch), metrics | self.ratio_metrics(batch, ratio))
+
+    def ratio(self, batch: TokenBatch) -> Tensor:
+        """rho, [B, T]: of each token, or one per response."""
+        if self.sequence_level_importance_ratios:
+            return sequence_importance_ratio(batch.next_token_logprobs, batch.prev_logprobs, batch.mask)
+        return importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
+
+    def ratio_metrics(self, batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
+        """`ratio_metrics`; kl/previous always comes from the token-level ratios."""
+        metrics = ratio_metrics(batch, ratio)
+        if self.sequence_level_importance_ratios:
+            of_tokens = importance_ratio(batch.next_token_logprobs.detach(), batch.prev_logprobs)
+            metrics["kl/previous"] = ratio_metrics(batch, of_tokens)["kl/previous"]
+        return metrics
+
+    def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B, T] objective to maximise, and its clip metrics."""
+        if self.ratio_clip_min is None or self.ratio_clip_max is None:
+            return policy_gradient(ratio, advantages), {}
+        bounds = (self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
+        value, is_clipped = clipped_policy_gradient(ratio, advantages, *bounds)
+        return value, {"ratio/clip_fraction": is_clipped}
 
 
 def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:

@@ -5,26 +5,22 @@
     uniformly
     term = 0 for the chosen tokens, GRPO's for the others             Eq. 11-12
 
-Deviation: the choice and its means are over the whole step, once; the authors' code takes them per
+Deviation: means and token choice are computed once over the whole step; the authors' code computes them per
 microbatch, which makes the loss depend on the microbatch size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import torch
 from nemo_grpo.core.objective import Shaped
 from nemo_grpo.core.statistics import token_mean
 from nemo_grpo.core.token_weights import select_high_covariance, step_covariance
 from nemo_grpo.variants.base import RatioConfig
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from nemo_grpo.core.lazy import torch
 
 
 class ClipCov(RatioConfig):
@@ -32,6 +28,7 @@ class ClipCov(RatioConfig):
 
     title: ClassVar[str] = "Clip-Cov"
     paper: ClassVar[str] = "The Entropy Mechanism (2505.22617)"
+    shapes_advantages: ClassVar[bool] = True
 
     variant: Literal["clip_cov"] = "clip_cov"
     covariance_min: float = Field(

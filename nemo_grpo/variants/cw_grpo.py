@@ -7,35 +7,32 @@
     loss  = - sequence_mean(term)
 
 Deviation:
+- The paper writes c with the current policy; here it is the one that scored the rollout, so that w is decided
+  once per step. In a step's first update, the paper's only one, the two are the same.
 - The paper's mean of log pi is "computed over responses"; the released code that fits the paper centres each
   response on its own mean: `logprob_centering: response`. `group` centres on the group's tokens and can flip
   a group's sign.
 - beta is not in the paper's Table 5; the code base it builds on trains with 0.04.
 - `author_compat: true` is the released loss instead: the normaliser counts responses padded to the group's
-  longest (mean weight > 1) and the gradient flows through w. Its sums are over the group, so it takes exactly
-  one whole group per loss call and refuses else. (The released trainer also scores at temperature 1 whatever
-  it sampled at; here scoring follows the sampler.)
+  longest (mean weight > 1) and the gradient flows through w. Its sums are over the group, so every loss call
+  must hold exactly one whole group. (The released trainer also scores at temperature 1 whatever the sampling
+  temperature; here both use the same one.)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from nemo_grpo.core.aggregation import Aggregation
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
 from nemo_grpo.core.statistics import token_mean
 from nemo_grpo.core.surrogates import importance_ratio
 from nemo_grpo.core.token_weights import Centring, Scope, gaussian_kernel_weights, group_covariance
 from nemo_grpo.variants.base import RatioConfig, ratio_metrics
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 
 class CWGRPO(RatioConfig):
@@ -43,6 +40,8 @@ class CWGRPO(RatioConfig):
 
     title: ClassVar[str] = "CW-GRPO"
     paper: ClassVar[str] = "Taming Extreme Tokens (2605.11538)"
+    shapes_advantages: ClassVar[bool] = True
+    whole_groups_key: ClassVar[str | None] = "author_compat"
 
     variant: Literal["cw_grpo"] = "cw_grpo"
     aggregation: Aggregation = Field("sequence_mean", description="1/G sum_i 1/|o_i| sum_t, as printed")
@@ -77,7 +76,7 @@ class CWGRPO(RatioConfig):
         }
         if self.author_compat and changed:
             raise ValueError(
-                f"author_compat=true is the released code and has no {changed}; remove one or the other"
+                f"author_compat=true is the released code, which has no {changed}; remove one of the two"
             )
         return self
 
@@ -99,7 +98,7 @@ class CWGRPO(RatioConfig):
         """Compose the objective."""
         if not self.author_compat:
             return self.objective()
-        return self.objective(terms=self.author_terms, whole_groups_per_loss_call=True)
+        return self.objective(terms=self.author_terms, whole_groups_per_loss_call=self.needs_whole_groups)
 
     def author_terms(self, prepared: PreparedBatch) -> TokenTerms:
         """The released code: weights from the current policy, with gradient, by the padded size."""
@@ -122,7 +121,7 @@ def _require_one_whole_group(prepared: PreparedBatch) -> None:
 
 
 def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    if not mask.any():  # a group of which nothing trains has no sum of weights to divide by
+    if not mask.any():  # nothing trains in this group: no sum of weights to divide by
         return torch.zeros_like(logprobs)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     centred = torch.where(mask, logprobs - logprobs.sum(1, keepdim=True) / lengths, 0.0)

@@ -7,7 +7,7 @@
 Dynamic sampling (groups with equal rewards are dropped and prompts drawn again) and the overlong penalty act
 before the loss: `grpo.use_dynamic_sampling`, `grpo.reward_shaping`; `core.resampling`, `core.reward_shaping`.
 
-Deviation: draws are bounded (`grpo.dynamic_sampling_max_gen_batches`); then the step goes as it is.
+Deviation: draws are bounded (`grpo.dynamic_sampling_max_gen_batches`); then the step trains on what it has.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class DAPO(RatioConfig):
     title: ClassVar[str] = "DAPO"
     paper: ClassVar[str] = "DAPO (2503.14476)"
     needs_prev_logprobs: ClassVar[bool] = False
+    without_dynamic_sampling: ClassVar[str | None] = "groups of equal rewards stay in the step"
 
     variant: Literal["dapo"] = "dapo"
     ratio_clip_max: float | None = Field(0.28, ge=0, description="upper clip distance from 1 (clip-higher)")

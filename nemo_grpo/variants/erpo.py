@@ -2,9 +2,9 @@
 
 All quantities at scoring time, without gradient, per prompt group g:
 
-    H_it   = full-vocabulary entropy, nats
-    W_it   = sigmoid(gamma z_g(H)_it)                                 Eq. 6-7, entropy gate
-    s_it   = beta_progress (logp_prev - logp_ref)                     Eq. 8, implicit progress
+    H_it   = full-vocabulary entropy, nats                            Eq. 6
+    s_it   = beta_progress (logp_prev - logp_ref)                     Eq. 7, implicit progress
+    W_it   = sigmoid(gamma z_g(H)_it)                                 Eq. 8, entropy gate
     bucket = min(floor(K t / |o_i|), K - 1),  t = 1..|o_i|
     s~_it  = z of s over the tokens of (g, bucket)                    Eq. 9
     Psi_it = W_it sgn(A_i) s~_it,  then Psi *= sigma_target / (std_active(Psi) + delta)
@@ -15,33 +15,35 @@ All quantities at scoring time, without gradient, per prompt group g:
 everywhere.
 
 Deviation:
+- Eq. 5 prints 1 / sum_i |o_i| inside the expectation over prompts: `aggregation: group_token_mean`.
+- Eq. 8 names a "moving mean and standard deviation .. within the current group", Algorithm 1 Norm_G:
+  `entropy_statistics: group` takes the group's own, `moving` an exponentially weighted one over the tokens of
+  all steps, this one included, kept in the checkpoint. Its momentum, 0.99, is not in the paper.
 - The last token has tau = 1, which Algorithm 1's floor(tau K) would put into bucket K: it goes into the last
   bucket.
 - K and sigma_target are not stated in the paper: 10 and 1.0 here.
 - delta = 1e-4: at the first step policy and reference agree up to float noise of 1e-7, which a smaller delta
-  would blow up to a full-size signal. At 1e-4 such noise still gives about a fifth of one; where both are
-  computed alike, as in the embedded engine, there is none.
-- One rescaling of Psi per step; z-scores with ddof 0, so that Eq. 16 (mean 0, variance 1 over a group's
-  tokens) holds.
+  would blow up to a full-size signal. At 1e-4 such noise still gives about a fifth of one; the embedded
+  engine computes both the same way and has none.
+- One std of the active Psi over all active tokens of the step, where Eq. 10 does not say over which; with
+  Algorithm 1's one prompt per step there is no difference.
+- z-scores with ddof 0, so that Eq. 16 (mean 0, variance 1 over a group's tokens) holds.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Shaped
 from nemo_grpo.core.random import response_positions
-from nemo_grpo.core.statistics import segment_zscore, token_mean, token_std
+from nemo_grpo.core.statistics import moving_moments, segment_zscore, token_mean, token_std
 from nemo_grpo.variants.base import RatioConfig
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 
 class ERPO(RatioConfig):
@@ -50,6 +52,8 @@ class ERPO(RatioConfig):
     title: ClassVar[str] = "ERPO"
     paper: ClassVar[str] = "Entropy-Regulated Policy Optimization"
     needs_entropy: ClassVar[bool] = True
+    shapes_advantages: ClassVar[bool] = True
+    compares_with_reference: ClassVar[bool] = True
 
     variant: Literal["erpo"] = "erpo"
     reference_policy_kl_penalty: float = Field(0.001, ge=0, description="beta, the factor of the KL penalty")
@@ -61,11 +65,27 @@ class ERPO(RatioConfig):
     eta: float = Field(0.2, ge=0, description="share of the shaping signal in the advantage")
     beta_progress: float = Field(0.1, gt=0, description="scale of the implicit progress signal")
     delta: float = Field(1e-4, gt=0, description="added to every standard deviation")
+    entropy_statistics: Literal["group", "moving"] = Field(
+        "group", description="mean and std of the entropy gate: of the prompt's group, or moving over steps"
+    )
+    entropy_momentum: float = Field(
+        0.99, ge=0, lt=1, description="share of the earlier steps in the moving statistics"
+    )
+
+    @model_validator(mode="after")
+    def _momentum_has_an_effect(self) -> ERPO:
+        default = type(self).model_fields["entropy_momentum"].default
+        if self.entropy_statistics == "group" and self.entropy_momentum != default:
+            raise ValueError(
+                f"entropy_momentum={self.entropy_momentum} has no effect with entropy_statistics=group; set "
+                "entropy_statistics=moving, or leave entropy_momentum out"
+            )
+        return self
 
     @property
-    def needs_reference(self) -> bool:
-        """Always: the progress signal compares with the reference policy."""
-        return True
+    def carries_statistics(self) -> bool:
+        """True with moving statistics."""
+        return self.entropy_statistics == "moving"
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Token advantages by Algorithm 1."""
@@ -73,7 +93,8 @@ class ERPO(RatioConfig):
         advantages, mask = a.per_token(batch.mask), batch.mask
         group = a.groups.index[:, None].expand_as(mask)
         active = mask & a.has_signal[:, None]
-        gate = self.entropy_gate(batch, group, a.groups.num_groups)
+        carried = self.moving_statistics(batch)
+        gate = self.entropy_gate(batch, group, a.groups.num_groups, carried)
         psi = gate * advantages.sign() * self.bucketed_progress(batch, group, a.groups.num_groups)
         psi = psi * (self.sigma_target / (token_std(psi, active) + self.delta)).to(psi.dtype)
         shaped = segment_zscore(advantages + self.eta * psi, active, group, a.groups.num_groups, self.delta)
@@ -81,17 +102,29 @@ class ERPO(RatioConfig):
             "erpo/gate_mean": token_mean(gate, active),
             "erpo/psi_abs_mean": token_mean(psi.abs(), active),
         }
-        return Shaped(shaped, a, metrics=metrics)
+        return Shaped(shaped, a, metrics=metrics, carried=carried)
 
-    def entropy_gate(self, batch: TokenBatch, group: Tensor, num_groups: int) -> Tensor:
-        """W_it in (0, 1), [B, T]: near 1 where the policy was undecided."""
+    def moving_statistics(self, batch: TokenBatch) -> dict[str, float]:
+        """Mean and mean square of the entropy over the steps so far; empty for the group's own."""
+        if not self.carries_statistics:
+            return {}
         assert batch.entropies is not None
+        return moving_moments(batch.entropies, batch.mask, batch.carried, self.entropy_momentum)
+
+    def entropy_gate(
+        self, batch: TokenBatch, group: Tensor, num_groups: int, moving: Mapping[str, float]
+    ) -> Tensor:
+        """W_it in (0, 1), [B, T]: near 1 where the policy was uncertain."""
+        assert batch.entropies is not None
+        if moving:
+            std = math.sqrt(max(moving["square"] - moving["mean"] ** 2, 0.0))
+            return torch.sigmoid(self.gamma * (batch.entropies - moving["mean"]) / (std + self.delta))
         return torch.sigmoid(
             self.gamma * segment_zscore(batch.entropies, batch.mask, group, num_groups, self.delta)
         )
 
     def bucketed_progress(self, batch: TokenBatch, group: Tensor, num_groups: int) -> Tensor:
-        """s~_it, [B, T]: gain over the reference, standardised among the group's tokens at that stage."""
+        """s~_it, [B, T]: gain over the reference, standardised over the group's tokens in the bucket."""
         assert batch.reference_policy_logprobs is not None
         progress = self.beta_progress * (batch.prev_logprobs - batch.reference_policy_logprobs)
         segments = group * self.num_buckets + self.buckets(batch.mask)

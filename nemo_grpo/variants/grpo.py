@@ -2,10 +2,10 @@
 
     A_i  = (r_i - mean_g r) / (std_g r + eps)                         std with ddof 1
     term = min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A) - beta k3
-    loss = - token_mean(term)                                         (ERPO Eq. 5, TR-GRPO Eq. 5)
+    loss = - token_mean(term)
 
-Deviation: token_mean where DeepSeekMath prints sequence_mean; both papers that compare with GRPO print the
-token mean. `aggregation: sequence_mean` is the other form.
+Deviation: token_mean where DeepSeekMath prints `aggregation: sequence_mean`; ERPO and TR-GRPO print the token
+mean of each prompt's group, `group_token_mean`.
 """
 
 from __future__ import annotations

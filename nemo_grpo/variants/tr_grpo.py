@@ -6,7 +6,9 @@
     KL     = x - log x - 1,  x = w exp(logp_ref - logp)               Eq. 11
     loss   = - token_mean(policy - beta KL)
 
-Deviation: two printed forms cannot be what produced the paper's results; both stay available.
+Deviation: Eqs. 5 and 10 print 1 / sum_i |o_i| inside the expectation over prompts: `aggregation:
+group_token_mean`; the default is token_mean. Two printed forms cannot be what produced the paper's results;
+both stay available.
 - `tau_convention`: Eq. 12 prints pi / tau. With the paper's constants w is then 1 for every token: plain
   GRPO. Its appendix C.1 (range of the sigmoid, centred range, Table 7) fits only tau pi: `multiply`. A
   configuration whose weight is the same for every probability is refused unless `allow_constant_weight`.
@@ -19,22 +21,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.kl import kl_estimate, weighted_k3
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Shaped, TokenTerms
 from nemo_grpo.core.random import token_uniforms
 from nemo_grpo.core.token_weights import probability_weights
 from nemo_grpo.variants.base import RatioConfig
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    from nemo_grpo.core.lazy import torch
 
 
 class TRGRPO(RatioConfig):
@@ -65,7 +62,7 @@ class TRGRPO(RatioConfig):
         "probability", description="ablations of Table 4: 1, uniform in [0.5, 1.5], or 2 - w"
     )
     allow_constant_weight: bool = Field(
-        False, description="accept shaping constants that give one weight to all tokens"
+        False, description="accept shaping constants that give every token the same weight"
     )
 
     @model_validator(mode="after")
@@ -84,7 +81,7 @@ class TRGRPO(RatioConfig):
         return self
 
     @model_validator(mode="after")
-    def _weight_varies(self) -> TRGRPO:
+    def _weights_differ_between_tokens(self) -> TRGRPO:
         low, high = self.weight_at(0.0), self.weight_at(1.0)  # monotone in pi, so the ends decide
         if self.weighting in ("probability", "reverse") and low == high and not self.allow_constant_weight:
             raise ValueError(
@@ -96,7 +93,7 @@ class TRGRPO(RatioConfig):
         return self
 
     @model_validator(mode="after")
-    def _inside_clips_at_once(self) -> TRGRPO:
+    def _inside_weight_stays_within_the_clip(self) -> TRGRPO:
         if (
             self.weight_placement == "inside"
             and self.ratio_clip_max is not None

@@ -1,7 +1,7 @@
-# What every job shares: exit codes, messages, the log folder, steps on nodes. Sourced, after $ROOT is set.
+# Shared by all jobs: exit codes, messages, the log folder, steps on nodes. Sourced after $ROOT is set.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# Beside these a job ends with the exit code of its driver. docs/slurm.md explains each.
+# Otherwise a job ends with the exit code of its driver. docs/slurm.md explains each.
 readonly EXIT_REFUSED=2 EXIT_PREFLIGHT=69 EXIT_HEAD_LOST=70 EXIT_WORKER_LOST=71 EXIT_NODE_MISSING=72
 readonly EXIT_NO_PROGRESS=74 EXIT_REQUEUE=75 EXIT_CANCELLED=143
 
@@ -9,14 +9,14 @@ ATTEMPT=${SLURM_RESTART_COUNT:-0}
 mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Inside a job, srun -N1 would start as many tasks as the job has.
 unset SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_NPROCS
-# sbatch --export=NONE, the custom of some clusters, would hide from steps also what this job sets.
+# sbatch --export=NONE, the custom of some clusters, would also hide this job's own variables from its steps.
 export SLURM_EXPORT_ENV=ALL
 
 say() {
     printf '[%(%F %T)T attempt %s] %s\n' -1 "$ATTEMPT" "$*"
 }
 
-# A field of this job as Slurm sees it now: job_field JobState
+# A field of this job from Slurm: job_field JobState
 job_field() {
     scontrol show job "$SLURM_JOB_ID" -o 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
 }
@@ -32,7 +32,7 @@ open_logs() {
     say "job $SLURM_JOB_ID on ${NODES[*]}, logs in $LOG"
 }
 
-# The name that a job's logs go by: its own, or, when nobody gave it one, the recipe's.
+# The name of a job's logs: its own, or, if it was not given one, the recipe's.
 log_name() {
     case $SLURM_JOB_NAME in
         *.sbatch) basename "${1%.yaml}" ;;
@@ -49,14 +49,13 @@ num_cpus() {
 
 # step NAME SRUN_OPTION... -- COMMAND...: runs COMMAND on nodes of this job, in CONTAINER if that is set.
 # Steps share the nodes' CPUs and GPUs. NAME is the container's: the steps of a node with one NAME share it.
-# STEP_LIMIT: how many seconds it may take. STEP_EXEC: take this shell's place, so that signals reach srun.
+# STEP_LIMIT: its limit in seconds. STEP_EXEC: exec in place of this shell, so that signals reach srun.
 STEP_LIMIT='' STEP_EXEC=''
 step() {
-    local name=$1 options=()
+    local name=$1 options=(--overlap --kill-on-bad-exit=1 --cpus-per-task="$(num_cpus)")
     shift
     while [ "$1" != -- ]; do options+=("$1"); shift; done
     shift
-    options+=(--overlap --kill-on-bad-exit=1 --cpus-per-task="$(num_cpus)")
     if [ -n "${CONTAINER:-}" ]; then
         options+=(--container-image="$CONTAINER" --container-name="$name" --no-container-mount-home)
         options+=(--container-mounts="$ROOT:$ROOT,$PWD:$PWD,$JOB_LOGS:$JOB_LOGS${MOUNTS:+,$MOUNTS}")

@@ -1,4 +1,4 @@
-# A job as a set of parts, each a step in the background: start them, wait for one, notice when another dies.
+# A job as a set of parts, each a background step: start them, wait for one, notice when another dies.
 # Sets CAUSE and RC when the job has to end. Needs bash 4.4. Sourced after job.sh.
 # shellcheck shell=bash disable=SC2034,SC2154
 
@@ -28,7 +28,7 @@ await() {
         if [ "$ASKED_TO_STOP" = TERM ]; then CAUSE=cancelled RC=$EXIT_CANCELLED; return 1; fi
         if [ "$ASKED_TO_STOP" = USR1 ]; then ask_driver_to_stop || return 1; fi
         if ((DEADLINE && SECONDS > DEADLINE)); then
-            say "the driver did not stop in time: what it did since its last checkpoint is lost"
+            say "the driver did not stop in time: its progress since its last checkpoint is lost"
             CAUSE='time limit' RC=$EXIT_REQUEUE
             return 1
         fi
@@ -62,7 +62,7 @@ run_driver() {
     return $rc
 }
 
-# What an end really was: Ray's own table calls a dead node alive for up to a minute, so ask Slurm.
+# The real cause of an end: Ray's own table lists a dead node as alive for up to a minute, so ask Slurm.
 explain() {
     local n=${#NODES[@]}
     if ((RC == 0)) || [[ $CAUSE =~ ^(cancelled|time\ limit)$ ]]; then return; fi
@@ -77,9 +77,9 @@ explain() {
         ray-head) RC=$EXIT_HEAD_LOST ;;
         ray-worker) RC=$EXIT_WORKER_LOST ;;
         driver)
-            if is_preempted; then # with a checkpoint, or too early for one
+            if is_preempted; then # saved a checkpoint, or too early for one
                 CAUSE=preempted RC=$EXIT_REQUEUE
-            elif ((RC == EXIT_REQUEUE)) || ((DEADLINE && RC == 138)); then # 138: SIGUSR1 before it could listen
+            elif ((RC == EXIT_REQUEUE)) || ((DEADLINE && RC == 138)); then # 138: SIGUSR1 before it handled signals
                 CAUSE='time limit' RC=$EXIT_REQUEUE
             elif ((RC == 137)) || grep -qi 'oom.kill' "$LOG"/*.log; then
                 CAUSE=memory
@@ -92,15 +92,15 @@ explain() {
 is_preempted() {
     local when
     when=$(job_field PreemptTime)
-    [[ $when =~ ^[0-9] ]] && ! [[ $when < $(job_field StartTime) ]] # not in an attempt before
+    [[ $when =~ ^[0-9] ]] && ! [[ $when < $(job_field StartTime) ]] # not in an earlier attempt
 }
 
-# The time limit is near: pass the signal on, and wait no longer than until shortly before the limit.
+# The time limit is near: pass the signal on, and wait until shortly before the limit at most.
 ask_driver_to_stop() {
     local end
     ASKED_TO_STOP=''
-    if ((DEADLINE)); then # by hand, and again by Slurm: a second signal would end the driver before it has saved
-        say "SIGUSR1 again: the driver was told already"
+    if ((DEADLINE)); then # sent by hand and by Slurm: a second signal would end the driver before it has saved
+        say "SIGUSR1 again: the driver is already stopping"
         return
     fi
     if ! running driver; then
@@ -108,7 +108,7 @@ ask_driver_to_stop() {
         CAUSE='time limit' RC=$EXIT_REQUEUE
         return 1
     fi
-    end=$(job_field EndTime) # nothing, if Slurm does not answer, which date would take for midnight
+    end=$(job_field EndTime) # empty if Slurm does not answer, which date would read as midnight
     end=$(date -d "${end:-Unknown}" +%s 2>/dev/null) || end=$(($(date +%s) + 300))
     DEADLINE=$((SECONDS + end - $(date +%s) - ${SPARE_SECONDS:-45}))
     say "SIGUSR1: the driver saves a checkpoint and stops; it has $((DEADLINE - SECONDS)) s"
@@ -126,7 +126,7 @@ show_end() {
     done
 }
 
-# Not `scancel --signal=KILL JOB`, which takes this script along, before it can put the job back.
+# Not `scancel --signal=KILL JOB`, which would also kill this script before it can requeue the job.
 kill_steps() {
     local step_id
     for step_id in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); do

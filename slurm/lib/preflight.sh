@@ -1,14 +1,16 @@
-# Everything that can be known before the GPUs start to cost, in one table. Sourced after job.sh.
+# All checks that need no GPU time, in one table. Sourced after job.sh.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# preflight RECIPE OVERRIDE...: ends the job if it may not start; else sets what it found in the recipe:
+# preflight RECIPE OVERRIDE...: ends the job if it may not start; else sets from the recipe:
 # RUN_DIR, CHECKPOINT_DIR, GPUS_PER_NODE.
 preflight() {
-    local began n=${#NODES[@]}
+    local began
+    # One task on each node; a node that fails must not end the others before they report.
+    EVERY_NODE=(--nodes="${#NODES[@]}" --ntasks="${#NODES[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0)
     mkdir -p "$LOG/nodes"
     began=$(date +%s.%N)
-    STEP_LIMIT=${PREFLIGHT_SECONDS:-300} step nemo-grpo --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --label \
-        --output="$LOG/nodes.log" -- "$PYTHON" "$ROOT/nemo_grpo/launch/node_facts.py" "$LOG/nodes"
+    STEP_LIMIT=${PREFLIGHT_SECONDS:-300} step nemo-grpo "${EVERY_NODE[@]}" --label --output="$LOG/nodes.log" -- \
+        "$PYTHON" "$ROOT/nemo_grpo/launch/node_facts.py" "$LOG/nodes"
     step nemo-grpo --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" --output="$LOG/preflight.log" -- \
         "$PYTHON" -m nemo_grpo.cli preflight "$@" --facts "$LOG/nodes" --nodes "$(IFS=,; echo "${NODES[*]}")" \
         --between "$began,$(date +%s.%N)" --settings "$LOG/settings.sh"
@@ -28,7 +30,7 @@ preflight() {
     if [ -n "${SAVES:-}" ]; then check_checkpoint_folder; fi
 }
 
-# Two jobs in one run's folder would write over each other's checkpoints. Not a lock: that of a dead node stays.
+# Two jobs in one run's folder would overwrite each other's checkpoints. Not a lock, which a dead node would keep.
 claim_run() {
     local owner states=RUNNING,SUSPENDED
     owner=$(cat "$RUN_DIR/.slurm-job" 2>/dev/null)
@@ -40,13 +42,13 @@ claim_run() {
     mkdir -p "$RUN_DIR" && echo "$SLURM_JOB_ID" >"$RUN_DIR/.slurm-job"
 }
 
-# Every node, in the container if there is one, and this script see the same folder: what is saved elsewhere is lost
-# when the job ends.
+# Every node (in the container, if any) and this script must see the same folder: files saved elsewhere are lost when
+# the job ends.
 check_checkpoint_folder() {
-    local node second n=${#NODES[@]} missing=() sign=$CHECKPOINT_DIR/.seen-$SLURM_JOB_ID
+    local node second missing=() sign=$CHECKPOINT_DIR/.seen-$SLURM_JOB_ID
     # shellcheck disable=SC2016  # expands on the nodes
-    STEP_LIMIT=${PREFLIGHT_SECONDS:-300} step nemo-grpo --nodes="$n" --ntasks="$n" --ntasks-per-node=1 \
-        --output="$LOG/folder.log" -- bash -c 'mkdir -p "$1" && touch "$2-$SLURMD_NODENAME"' - "$CHECKPOINT_DIR" "$sign"
+    STEP_LIMIT=${PREFLIGHT_SECONDS:-300} step nemo-grpo "${EVERY_NODE[@]}" --output="$LOG/folder.log" -- \
+        bash -c 'mkdir -p "$1" && touch "$2-$SLURMD_NODENAME"' - "$CHECKPOINT_DIR" "$sign"
     for second in {1..5}; do # NFS
         missing=()
         for node in "${NODES[@]}"; do
@@ -58,8 +60,8 @@ check_checkpoint_folder() {
     rm -f "$sign"-*
     if ((${#missing[@]})); then
         cat "$LOG/folder.log"
-        say "checkpoints in $CHECKPOINT_DIR: what ${missing[*]} writes there this script does not see, and it would be" \
-            "lost; choose a folder that all nodes share, in a container mounted under the same path (MOUNTS)"
+        say "$CHECKPOINT_DIR: this script does not see what ${missing[*]} writes there, so checkpoints would be lost;" \
+            "choose a folder that all nodes share, mounted at the same path in a container (MOUNTS)"
         finish preflight "$EXIT_PREFLIGHT" 0
     fi
 }

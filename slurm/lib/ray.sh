@@ -2,19 +2,19 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 
 RAY_TEMP=/tmp/ray-$SLURM_JOB_ID
-# The secret of this job: who has not got it cannot talk to its cluster (Ray 2.52 or newer).
+# The secret of this job: without it nobody can talk to its cluster (Ray 2.52 or newer).
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 # `ray start --block` ends at once on SIGTERM; NeMo-RL's container brings its own environment for workers.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_USAGE_STATS_ENABLED=0
 
-# The first free one of this job's five ports: below what Linux gives to connections, above Ray's workers.
+# The first free one of this job's five ports: below Linux's ephemeral ports, above those of Ray's workers.
 choose_address() {
     local ip port first=$((20000 + SLURM_JOB_ID % 2000 * 5))
     ip=$(address_of "${NODES[0]}")
     if [ -z "$ip" ] && ((${#NODES[@]} == 1)); then ip=127.0.0.1; fi
     if [ -z "$ip" ]; then
-        say "${NODES[0]} has no IPv4 address that other nodes can reach: neither getent nor hostname -I tells one"
+        say "${NODES[0]} has no IPv4 address that other nodes can reach: neither getent nor hostname -I lists one"
         finish ray-head "$EXIT_HEAD_LOST" "$STEP_AT_START"
     fi
     for port in $(seq "$first" $((first + 4))); do
@@ -38,10 +38,10 @@ answers() {
 }
 
 # ray_node OPTION...: the command of one Ray node. It registers under its Slurm name, as a resource.
-# When Slurm preempts a job all its steps get SIGTERM, and the driver needs Ray for its last checkpoint: so Ray has a
-# process group of its own (set -m) and ends when `stop_parts` says so. However its shell ends, it ends too (pdeathsig).
-# Ray gives a node 15 s for its agents and 30 s in all, which nothing changes and a busy or cold file system exceeds. As
-# long as no driver runs nothing is lost by another try.
+# When Slurm preempts a job all its steps get SIGTERM, and the driver needs Ray for its last checkpoint: so Ray has its
+# own process group (set -m) and is ended by `stop_parts`, or with its shell however that ends (pdeathsig).
+# Ray gives a node 15 s for its agents and 30 s in all. This cannot be configured, and a busy or cold file system takes
+# longer. Before the driver runs, another try loses nothing.
 ray_node() {
     # shellcheck disable=SC2016  # expands on the node
     printf '%s' 'set -m; with=; if setpriv --pdeathsig KILL true 2>/dev/null; then with="setpriv --pdeathsig KILL"; fi

@@ -1,4 +1,4 @@
-# Whether a job that ended goes back into the queue. Sourced after job.sh; needs CHECKPOINT_DIR for `latest_step`.
+# Whether a job that ended is requeued. Sourced after job.sh; needs CHECKPOINT_DIR for `latest_step`.
 #
 # One line for each attempt in attempts.tsv: attempt, time, cause, exit code, checkpoint at start, at end, decision.
 # - Never: the job is being cancelled, its input was refused, the preflight failed.
@@ -40,7 +40,7 @@ decide() {
     if [ "$cause" = cancelled ] || [ "${state:-RUNNING}" != RUNNING ]; then
         WHY="Slurm says that this job is ${state:-cancelled}" EXIT_WITH=$EXIT_CANCELLED
     elif ((rc == EXIT_REFUSED || rc == EXIT_PREFLIGHT)); then
-        WHY="the input was refused: mend it and submit again"
+        WHY="the input was refused: correct it and submit again"
     elif [[ $cause =~ $NO_FAILURE ]]; then
         if ((now == before)) && [[ $last_cause =~ $NO_FAILURE ]] && [ "$last_step" = "$now" ]; then
             WHY="two attempts in a row ended without a new checkpoint: save more often or ask for more time"
@@ -59,10 +59,10 @@ decide() {
     fi
 }
 
-# A job that Slurm itself has put back once too often.
+# A job that Slurm itself has requeued once too often.
 check_restarts() {
     if (($(failures_so_far) > MAX_RETRIES)); then
-        say "this job was put back $(failures_so_far) times after failures, MAX_RETRIES=$MAX_RETRIES: giving up"
+        say "this job was requeued $(failures_so_far) times after failures, MAX_RETRIES=$MAX_RETRIES: giving up"
         exit "$EXIT_WORKER_LOST"
     fi
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,18 +14,20 @@ ROOT = Path(__file__).parents[2]
 ENGINES = {"megatron", "transformer_engine", "nemo_rl", "vllm", "ray"}
 ALLOWED_ENGINES = {
     "nemo_grpo/engine/megatron": {"megatron", "transformer_engine"},
-    "nemo_grpo/engine/generate_vllm.py": {"vllm"},
+    "nemo_grpo/sampling/generate_vllm.py": {"vllm"},
     "nemo_grpo/nemorl": {"nemo_rl", "ray", "megatron"},
     "nemo_grpo/rehearsal": {"nemo_rl", "ray", "megatron", "vllm"},
 }
 ALLOWED_OWN = {
+    "sampling": {"core", "tasks", "sampling", "hf_folder", "progress", "errors"},
+    "evaluate": {"core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"},
     "core": {"core"},
     "variants": {"core", "variants", "errors"},
     "tasks": {"tasks", "errors"},
-    "data": {"data", "tasks", "errors"},
-    "recipe": {"core", "variants", "recipe", "tasks", "errors"},
-    "plan": {"plan", "recipe", "errors"},
-    "diagnostics": {"core", "variants", "recipe", "diagnostics", "errors"},
+    "data": {"data", "tasks", "errors", "files"},
+    "recipe": {"core", "variants", "recipe", "tasks", "dotted", "errors"},
+    "plan": {"plan", "recipe", "dotted", "errors"},
+    "diagnostics": {"core", "variants", "recipe", "diagnostics", "dotted", "errors"},
 }
 
 
@@ -36,6 +40,41 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found
+
+
+def file_of(module: str) -> str | None:
+    """Path of one of our modules, from the repository's root; None: it is not ours."""
+    base = ROOT / module.replace(".", "/")
+    files = (base.with_suffix(".py"), base / "__init__.py")
+    return next((file.relative_to(ROOT).as_posix() for file in files if file.is_file()), None)
+
+
+def imported_files(path: Path) -> set[str]:
+    """Our files that a file imports by name, wherever in it: under TYPE_CHECKING and in functions, too."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= {part if file_of(part) else node.module for part in parts}
+    return {file for module in modules if (file := file_of(module))}
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
+    """Groups of nodes of which each reaches every other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            todo += (new := edges.get(todo.pop(), set()) - seen)
+            seen |= new
+        return seen
+
+    below = {node: reached(node) for node in edges}
+    groups = ({other for other in below[node] if node in below.get(other, ())} for node in edges)
+    return [set(group) for group in sorted({frozenset(group) for group in groups if group}, key=sorted)]
 
 
 def sources(folder: str) -> list[Path]:
@@ -55,6 +94,30 @@ def test_packages_import_only_what_lies_below_them(package):
     for path in files:
         own = {name.split(".")[1] for name in imports(path) if name.startswith("nemo_grpo.")}
         assert own <= ALLOWED_OWN[package], path
+
+
+def test_no_file_and_no_package_imports_itself_in_a_circle():
+    files = {
+        path.relative_to(ROOT).as_posix(): imported_files(path)
+        for path in sources("nemo_grpo") + sources("checkpoints_conv")
+        if path.name != "__main__.py"  # a command, which nothing imports
+    }
+    packages: dict[str, set[str]] = defaultdict(set)
+    for file, below in files.items():
+        packages[package_of(file)] |= {package_of(other) for other in below} - {package_of(file)}
+    assert circles(files) == []
+    assert circles(packages) == []
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}) == [{"b", "c"}, {"e"}]
+    assert "nemo_grpo/recipe/recipe.py" in imported_files(ROOT / "nemo_grpo/recipe/rules.py")
+
+
+def package_of(file: str) -> str:
+    """``checkpoints_conv``, ``nemo_grpo/recipe``, or a module directly in nemo_grpo."""
+    parts = file.split("/")
+    return parts[0] if parts[0] == "checkpoints_conv" else "/".join(parts[:2])
 
 
 def test_engines_are_imported_in_their_own_modules_only():

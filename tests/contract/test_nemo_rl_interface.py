@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.exchange import StepExchange
@@ -99,4 +100,4 @@ def test_keys_of_our_losses_mean_the_same_to_nemo_rl(recorded):
     [({"grpo": {"a": 1}}, 1), (type("C", (), {"grpo": {"a": 1}})(), 1), ({"grpo": None}, 7), ({}, 7)],
 )
 def test_values_are_read_from_dictionaries_and_objects(config, expected):
-    assert compat.value(config, "grpo.a", 7) == expected
+    assert value_of(config, "grpo.a", 7) == expected

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import torch
-import transformers
 from safetensors.torch import load_file
+from small_models import FAMILIES, small_config
 from transformers import AutoModelForCausalLM
 
-from checkpoints_conv.dtypes import byte_view, dtype_for
+from checkpoints_conv.formats.dtypes import byte_view, dtype_for
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-CONFIGS = {
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
-    "qwen2-tied": lambda: transformers.Qwen2Config(**SIZES | {"tie_word_embeddings": True}),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
-    "llama3-rope": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True),
-}
+CONFIGS = {family: partial(small_config, family, num_hidden_layers=4) for family in FAMILIES}
 
 
 def save_model(family, folder, dtype=torch.float32, **changes):

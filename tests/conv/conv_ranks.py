@@ -1,10 +1,6 @@
-"""megatron-core on a few forked processes: load, save and run real GPT models on the CPU."""
+"""megatron-core on a few processes: load, save and run real GPT models on the CPU."""
 
 from __future__ import annotations
-
-import os
-import traceback
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,60 +13,42 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from ranks import run_ranks
 from transformers import AutoConfig
 
+from checkpoints_conv.families import read_spec
 from nemo_grpo.engine.megatron import cpu, parallel, writer
 from nemo_grpo.engine.megatron.layers import CausalAttention, RMSNorm
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.policy import SHARDING
+from nemo_grpo.recipe.layout import Layout
 
 TOKENS = torch.tensor([[5, 17, 3, 88, 41, 2, 60, 9], [1, 95, 33, 7, 7, 12, 80, 4]])
 
 
-def on_ranks(world_size, folder: Path, function, *args):
-    """Run ``function(*args)`` on forked ranks. Returns: rank 0's result."""
-    folder.mkdir(parents=True, exist_ok=True)
-    children = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            _run_rank(rank, world_size, folder, function, args)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    errors = "\n".join(path.read_text() for path in sorted(folder.glob("error*")))
-    assert not any(codes), f"exit codes {codes}\n{errors}"
-    return torch.load(folder / "result.pt", weights_only=True)
+def on_ranks(world_size, function, *args):
+    """Run ``function(*args)`` with megatron-core on every rank. Returns: rank 0's result."""
+    return run_ranks(world_size, _on_rank, function, args)[0]
 
 
-def _run_rank(rank, world_size, folder, function, args):
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        cpu.install()
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-        )
-        result = function(*args)
-        if rank == 0:
-            torch.save(result, folder / "result.pt")
-        dist.barrier()
-        code = 0
-    except BaseException:
-        (folder / f"error{rank}").write_text(traceback.format_exc())
-    finally:
-        os._exit(code)
+def _on_rank(function, args):
+    cpu.install()
+    dist.init_process_group("gloo")
+    result = function(*args)
+    dist.barrier()
+    return result
 
 
 def model_of(hf_folder, tensor=1, pipeline=1, expert=1, grouped=False, vocab_size=None):
     """This rank's part of a model with the shapes of a Hugging Face config."""
     hf = AutoConfig.from_pretrained(hf_folder)
     hf.vocab_size = vocab_size or hf.vocab_size
-    layout = parallel.Layout(tensor=tensor, pipeline=pipeline)
+    layout = Layout(tensor=tensor, pipeline=pipeline)
     if hf.model_type == "qwen3_moe":
         return _moe_model(hf, layout, expert, grouped)
     parallel.initialize(layout, torch.device("cpu"), seed=1)
-    config = transformer_config(hf, layout, torch.float32, perform_initialization=True)
-    return build_model(hf, config)
+    spec = read_spec(hf.to_dict())
+    return build_model(spec, transformer_config(spec, layout, torch.float32, perform_initialization=True))
 
 
 def _moe_model(hf, layout, expert, grouped):
@@ -81,9 +59,8 @@ def _moe_model(hf, layout, expert, grouped):
 
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     moe_utils.te_general_gemm = None  # 0.16.1 forgets to define it where Transformer Engine is missing
-    dense, hf.model_type = hf.model_type, "qwen3"
     config = transformer_config(
-        hf,
+        read_spec(hf.to_dict()),
         layout,
         torch.float32,
         num_moe_experts=hf.num_experts,
@@ -94,7 +71,6 @@ def _moe_model(hf, layout, expert, grouped):
         moe_grouped_gemm=grouped,
         perform_initialization=not grouped,
     )
-    hf.model_type = dense
     if grouped:  # its kernels are CUDA only, its checkpoint layout is not
         megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
     spec = get_gpt_layer_local_spec(

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from checkpoints_conv.cli import app
 from checkpoints_conv.families import family_for
-from checkpoints_conv.model_folder import hf_config
+from checkpoints_conv.formats.model_folder import hf_config
+from nemo_grpo.cli.convert import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.checkpoints import Exports, save_side_files
 
@@ -55,7 +56,7 @@ def weights(hf_models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     checkpoint = folder / "weights" / "iter_0000000"
     checkpoint.mkdir(parents=True)
-    on_ranks(2, folder / "ranks", save_after_a_step, hf_models("qwen2"), checkpoint, 2, 1)
+    on_ranks(2, save_after_a_step, hf_models("qwen2"), checkpoint, 2, 1)
     (folder / "weights" / "latest_checkpointed_iteration.txt").write_text("0")
     return folder / "weights"
 
@@ -97,7 +98,7 @@ def test_every_save_becomes_a_model_though_its_checkpoint_is_deleted(tmp_path, t
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step_2").config.vocab_size == 96
     folder = hf_models("qwen2")
     checkpoint = weights / "iter_0000000"
-    oracle = on_ranks(1, tmp_path / "load", parameters_from_checkpoint, folder, checkpoint)
+    oracle = on_ranks(1, parameters_from_checkpoint, folder, checkpoint)
     expected = dict(family_for(hf_config(folder)).to_hf(oracle))
     assert_same_tensors(trained.state_dict(), expected)
     assert (tmp_path / "hf" / "step_1" / "tokenizer_config.json").is_file()
@@ -173,16 +174,14 @@ def test_a_stop_does_not_wait(tmp_path, training, monkeypatch):
     exports.after_every_save(manager)
     save(1)
     slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
     slow.chmod(0o755)
     monkeypatch.setattr("nemo_grpo.nemorl.checkpoints.sys.executable", str(slow))
     exports.begin()
     while exports._process is None:
         time.sleep(0.01)
-    start = time.monotonic()
     exports.stop()
-    assert time.monotonic() - start < 30
-    assert exports._process.poll() is not None
+    assert exports._process.poll() == -signal.SIGTERM
     assert links_of(exports, 1).is_dir(), "for the next start"
 
 

@@ -6,8 +6,8 @@ import pytest
 from conv_models import tensors_of
 from typer.testing import CliRunner
 
-from checkpoints_conv.cli import app, num_bytes
 from nemo_grpo import UserError
+from nemo_grpo.cli.convert import app, num_bytes
 
 runner = CliRunner()
 

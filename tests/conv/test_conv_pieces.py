@@ -16,14 +16,14 @@ import torch
 from conv_models import write_chunk
 from torch.distributed.checkpoint import filesystem, metadata
 
-from checkpoints_conv.archive import SavedTensor, Section, save, strides_of, tensor_reference
-from checkpoints_conv.dtypes import DTYPES, WEIGHT_DTYPES, byte_view
 from checkpoints_conv.families import family_for
+from checkpoints_conv.formats.archive import SavedTensor, Section, save, strides_of, tensor_reference
+from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, byte_view
+from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
+from checkpoints_conv.formats.safetensors_io import SafetensorsWriter
+from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.job import flush_behind
-from checkpoints_conv.pieces import PIECE_BYTES, Buffer, same
-from checkpoints_conv.safetensors_io import SafetensorsWriter
-from checkpoints_conv.torch_dist import TorchDistReader
-from checkpoints_conv.torch_dist_writer import TorchDistWriter
 from nemo_grpo import UserError
 
 MARKER = b"before the archive"
@@ -190,11 +190,12 @@ def test_a_failed_flush_is_not_lost():
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 512, "intermediate_size": 512, "vocab_size": 131072,
     "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "max_position_embeddings": 8,
 }  # fmt: skip
 CONVERT = """
 import re, sys
 from pathlib import Path
-from checkpoints_conv import cli
+from nemo_grpo.cli import convert
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify

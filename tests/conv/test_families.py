@@ -21,6 +21,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 5,
+    "max_position_embeddings": 8,
     "tie_word_embeddings": True,
 }
 
@@ -124,15 +125,13 @@ def test_transformer_engine_names_are_accepted():
     assert_same_tensors({name: t.contiguous() for name, t in family.to_hf(megatron)}, hf)
 
 
-def test_vocabulary_is_padded_with_zeros_and_cut():
+def test_padding_of_the_vocabulary_is_cut():
     hf, family = tiny_tensors(), family_for(TINY)
-    megatron = dict(family.to_megatron(hf, padded_vocab_size=8))
-    embedding = megatron["embedding.word_embeddings.weight"]
-    assert embedding.shape == (8, 4)
-    assert (embedding[5:] == 0).all()
+    megatron = dict(family.to_megatron(hf))
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in megatron:
+            megatron[name] = torch.nn.functional.pad(megatron[name], (0, 0, 0, 3))
     assert_same_tensors({name: t.contiguous() for name, t in family.to_hf(megatron)}, hf)
-    with pytest.raises(UserError, match="padded_vocab_size=4 is below the vocabulary of 5"):
-        dict(family.to_megatron(hf, padded_vocab_size=4))
 
 
 @pytest.mark.parametrize("side", ["to_megatron", "to_hf"])

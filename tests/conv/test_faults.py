@@ -12,11 +12,11 @@ import pytest
 import torch
 from conv_models import assert_same_tensors, names_in, tensors_of
 
-from checkpoints_conv import safetensors_io, torch_dist_writer
+from checkpoints_conv.formats import safetensors_io, torch_dist_writer
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.job import Job
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.torch_dist import TorchDistReader
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 

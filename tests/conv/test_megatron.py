@@ -11,10 +11,10 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.families import family_for
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.model_folder import hf_config
-from checkpoints_conv.torch_dist import TorchDistReader
 
 # Two families at every layout; the others, which add rope scaling, biases and tying, at the hardest one.
 CASES = [
@@ -29,7 +29,7 @@ def test_megatron_core_loads_our_checkpoint_and_computes_transformers_logits(
 ):
     checkpoint = megatron_checkpoints(family) / "iter_0000000"
     found = on_ranks(
-        tensor * pipeline, tmp_path, logits_from_checkpoint, hf_models(family), checkpoint, tensor, pipeline
+        tensor * pipeline, logits_from_checkpoint, hf_models(family), checkpoint, tensor, pipeline
     )
     model = AutoModelForCausalLM.from_pretrained(hf_models(family), dtype=torch.float32)
     with torch.no_grad():
@@ -44,9 +44,7 @@ def test_megatron_core_computes_the_logits_of_a_mixture_of_experts(
 ):
     checkpoint = megatron_checkpoints("qwen3-moe") / "iter_0000000"
     folder = hf_models("qwen3-moe")
-    found = on_ranks(
-        tensor * pipeline, tmp_path, logits_from_checkpoint, folder, checkpoint, tensor, pipeline
-    )
+    found = on_ranks(tensor * pipeline, logits_from_checkpoint, folder, checkpoint, tensor, pipeline)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = model(TOKENS).logits
@@ -61,7 +59,7 @@ def test_grouped_experts_load_our_checkpoint(hf_models, megatron_checkpoints, tm
     """GroupedMLP keeps [H, E x 2F]: expert e's columns are [gate_e; up_e] transposed."""
     folder = hf_models("qwen3-moe")
     checkpoint = megatron_checkpoints("qwen3-moe") / "iter_0000000"
-    found = on_ranks(1, tmp_path, parameters_from_checkpoint, folder, checkpoint, True)
+    found = on_ranks(1, parameters_from_checkpoint, folder, checkpoint, True)
     hf = tensors_of(folder)
     weight1 = found["decoder.layers.3.mlp.experts.weight1"].view(4, 32, 32)
     weight2 = found["decoder.layers.3.mlp.experts.weight2"].view(4, 16, 32)
@@ -84,7 +82,6 @@ def test_checkpoint_saved_by_megatron_core_with_optimizer_is_exported(
     checkpoint.mkdir(parents=True)
     on_ranks(
         tensor * pipeline * expert,
-        tmp_path / "save",
         save_after_a_step,
         folder,
         checkpoint,
@@ -97,7 +94,7 @@ def test_checkpoint_saved_by_megatron_core_with_optimizer_is_exported(
     assert any(name.startswith("optimizer") for name in reader.keys)
     assert not any("optimizer" in name for name in reader.weights)
     reader.close()
-    oracle = on_ranks(1, tmp_path / "load", parameters_from_checkpoint, folder, checkpoint)
+    oracle = on_ranks(1, parameters_from_checkpoint, folder, checkpoint)
     expected = dict(family_for(hf_config(folder)).to_hf(oracle))
     found = tensors_of(megatron_to_hf(tmp_path, folder, tmp_path.with_name(tmp_path.name + "-hf")))
     assert_same_tensors(found, {name: tensor.contiguous() for name, tensor in expected.items()})
@@ -107,8 +104,8 @@ def test_checkpoint_saved_by_megatron_core_with_optimizer_is_exported(
 def test_vocabulary_padded_by_megatron_is_cut(hf_models, tmp_path):
     folder, checkpoint = hf_models("qwen2"), tmp_path / "checkpoint"
     checkpoint.mkdir()
-    on_ranks(2, tmp_path / "save", save_after_a_step, folder, checkpoint, 2, 1, 128)
-    oracle = on_ranks(1, tmp_path / "load", parameters_from_checkpoint, folder, checkpoint, False, 128)
+    on_ranks(2, save_after_a_step, folder, checkpoint, 2, 1, 128)
+    oracle = on_ranks(1, parameters_from_checkpoint, folder, checkpoint, False, 128)
     assert oracle["output_layer.weight"].shape == (128, 32)
     found = tensors_of(megatron_to_hf(checkpoint, folder, tmp_path / "hf"))
     assert torch.equal(found["lm_head.weight"], oracle["output_layer.weight"][:96])
@@ -119,7 +116,6 @@ def test_padded_vocabulary_is_written_and_loaded(hf_models, tmp_path):
     padded = hf_to_megatron(hf_models("qwen2"), tmp_path / "megatron", padded_vocab_size=128)
     found = on_ranks(
         1,
-        tmp_path / "load",
         parameters_from_checkpoint,
         hf_models("qwen2"),
         padded / "iter_0000000",

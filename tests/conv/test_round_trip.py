@@ -9,16 +9,17 @@ import pytest
 import torch
 from conv_models import assert_same_tensors, save_model, tensors_of, write_chunk
 from safetensors.torch import load_file, save_file
+from small_models import LLAMA3_ROPE
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.families import family_for
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.model_folder import hf_config
-from checkpoints_conv.run_config import to_yaml
-from checkpoints_conv.torch_dist_writer import TorchDistWriter
-from checkpoints_conv.verify import compare_logits, verify
+from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
+from nemo_grpo.engine.megatron.logits import compare_logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -137,9 +138,20 @@ def test_verify_compares_logits_through_megatron_core(hf_models, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_attention_heads": 8, "num_key_value_heads": 4}, "num_attention_heads=4, config.json has .*=8"),
-        ({"num_hidden_layers": 3}, "num_layers=4, config.json has num_hidden_layers=3"),
-        ({"vocab_size": 97}, r"word_embeddings.weight is \[96, 32\], config.json says \[97, 32\]"),
+        ({"num_attention_heads": 8, "num_key_value_heads": 4}, "num_attention_heads=4, config.json gives 8"),
+        ({"num_hidden_layers": 3}, r"num_layers=4, config.json gives 3 \(num_hidden_layers\)"),
+        ({"vocab_size": 97}, "vocab_size=96, config.json gives 97"),
+        ({"rms_norm_eps": 0.1}, "layernorm_epsilon=1e-06, config.json gives 0.1"),
+        ({"hidden_act": "gelu"}, "activation_func=torch.nn.functional.silu, config.json gives .*gelu"),
+        ({"hidden_act": "relu2"}, "hidden_act='relu2' of config.json is not one of silu"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+            "rotary_base=.*config.json gives 7.0",
+        ),
+        (
+            {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e4}},
+            "rope_scaling=False, config.json gives True",
+        ),
         ({"intermediate_size": 60}, r"linear_fc1.weight is \[4, 128, 32\], config.json says \[4, 120, 32\]"),
         ({"tie_word_embeddings": True}, "the output layer differs from the embedding"),
     ],
@@ -177,8 +189,3 @@ def test_side_files_for_bridge(megatron_checkpoints):
         "metadata.json",
         "train_state.pt",
     }
-
-
-def test_yaml_of_plain_values():
-    tree = {"a": {"b": True, "c": 1e-08}, "d": None, "e": "x.y", "f": 1.5e-07}
-    assert to_yaml(tree) == "a:\n  b: true\n  c: 1.0e-08\nd: null\ne: x.y\nf: 1.5e-07\n"

@@ -14,8 +14,9 @@ from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +26,7 @@ FULL_RECOMPUTE = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.1, adam_eps=1e-4, clip_grad=1.0)
+SETTINGS = MegatronOptimizer(lr=1e-3, weight_decay=0.1, adam_eps=1e-4, clip_grad=1.0)
 EXTRA: dict[str, dict[str, Any]] = {
     "dr_grpo": {"max_response_length": 40},
     "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1},

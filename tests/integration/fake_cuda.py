@@ -270,7 +270,7 @@ def run_python(arguments: list[str]) -> Any:
     """What Python with these arguments prints on its last line as JSON; it may call `fake_cuda`."""
     folder = Path(tempfile.mkdtemp())
     libraries = [_compiled(folder / "preload.so", ["-DPRELOAD"]), _compiled(folder / "guard.so", ["-lc10"])]
-    folders = (Path(__file__).parent, ROOT, ROOT / "benchmarks", ROOT / "tests" / "gpu")
+    folders = (Path(__file__).parent, ROOT / "tests", ROOT, ROOT / "benchmarks", ROOT / "tests" / "gpu")
     path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"LD_PRELOAD": str(libraries[0]), "FAKE_CUDA_GUARD": str(libraries[1])}

@@ -10,16 +10,18 @@ from unittest import mock
 
 import torch
 from fake_cuda import FakeCuda, fake_cuda
-from transformers import Qwen2Config, Qwen2ForCausalLM  # imported while there is no GPU
+from small_models import small_config
+from transformers import Qwen2ForCausalLM  # imported while there is no GPU
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy, next_token_logprobs
 from nemo_grpo.engine.megatron import schedule
 from nemo_grpo.engine.megatron.lora import LoRASettings
-from nemo_grpo.engine.megatron.parallel import Layout
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.nemorl.loss import build_loss
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 GPU = torch.device("cuda", 0)
 EXTRA = {"dr_grpo": {"max_response_length": 16}, "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1}}
@@ -171,19 +173,10 @@ def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any
 
 
 def _policy(layout: dict[str, Any], how: dict[str, Any]) -> MegatronPolicy:
-    config = Qwen2Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
+    config = small_config()
     made = MegatronPolicy(
         config,
-        OptimizerSettings(lr=1e-3),
+        MegatronOptimizer(lr=1e-3, weight_decay=0.0),
         dtype=getattr(torch, how.get("dtype", "bfloat16")),
         device=GPU,
         layout=Layout(**layout),

@@ -6,7 +6,6 @@ It is called by a process without a main module, which every rank would import a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import traceback
@@ -36,8 +35,8 @@ from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy  # noq
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed  # noqa: E402
 from nemo_grpo.engine.megatron.lora import LoRASettings  # noqa: E402
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY  # noqa: E402
-from nemo_grpo.engine.megatron.parallel import Layout  # noqa: E402
 from nemo_grpo.engine.megatron.policy import MegatronPolicy  # noqa: E402
+from nemo_grpo.recipe.layout import Layout  # noqa: E402
 
 SIZES = {
     "vocab_size": 500,
@@ -60,10 +59,9 @@ def make(
     torch.manual_seed(0)
     config = FAMILIES[family](**SIZES, tie_word_embeddings=family != "llama")
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
-    settings = dataclasses.replace(SETTINGS, use_distributed_optimizer=True)
     policy = MegatronPolicy(
         config,
-        settings,
+        SETTINGS,
         dtype=torch.bfloat16,
         layout=Layout(**layout),
         lora=ADAPTERS if lora else None,

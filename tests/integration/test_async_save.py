@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from test_megatron_policy import FAMILIES, policy_of, step, token_batch
+from small_models import small_config
+from test_megatron_policy import policy_of, step, token_batch
 from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +32,7 @@ def source(tmp_path) -> Path:
 @pytest.fixture
 def policy() -> MegatronPolicy:
     torch.manual_seed(0)
-    return policy_of(AutoModelForCausalLM.from_config(FAMILIES["qwen2-tied"]()).float())
+    return policy_of(AutoModelForCausalLM.from_config(small_config()).float())
 
 
 def train(policy: MegatronPolicy) -> None:

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TINY = (
     "grpo.num_prompts_per_step=2",
@@ -41,6 +43,7 @@ def wait_for(condition, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_takes_its_runs_with_it_and_is_continued(tmp_path: Path) -> None:
     run = tmp_path / "out" / "runs" / "grpo-s0"
     first = compare(tmp_path, LONG)

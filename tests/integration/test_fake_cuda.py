@@ -14,6 +14,7 @@ from fake_cuda import run
 from nemo_grpo import VARIANTS
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu runs on it"),
     pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler"),
 ]

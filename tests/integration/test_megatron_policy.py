@@ -6,62 +6,37 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from small_models import TRAINED, small_config
+from transformers import AutoModelForCausalLM
 
+from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo import TokenBatch, UserError, build_objective, global_counts
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
 from nemo_grpo.engine.megatron.microbatches import plan_microbatches
 from nemo_grpo.engine.megatron.model import transformer_config
-from nemo_grpo.engine.megatron.parallel import Layout
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-}
-FAMILIES = {
-    "qwen2-tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
-    "llama3-rope": lambda: LlamaConfig(
-        **SIZES,
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
-}
 # eps well above rounding: with 1e-8 the last bit decides the update of a parameter whose gradient is 1e-8.
-SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05, lr_decay_iters=10)
+SETTINGS = MegatronOptimizer(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=TRAINED)
 def reference(request):
     """A transformers model with weights that no symmetry hides behind."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[request.param](), attn_implementation="eager").float()
+    model = AutoModelForCausalLM.from_config(small_config(request.param), attn_implementation="eager").float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     return model
 
 
-def policy_of(model, settings=SETTINGS, keep_reference=False):
-    policy = MegatronPolicy(model.config, settings)
+def policy_of(model, sections=(SETTINGS,), keep_reference=False):
+    policy = MegatronPolicy(model.config, *sections)
     policy.load_weights(dict(model.state_dict()), keep_reference=keep_reference)
     return policy
 
@@ -140,7 +115,7 @@ def test_one_update_equals_torch(reference):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(FAMILIES["qwen2-tied"]()).float()
+    return AutoModelForCausalLM.from_config(small_config()).float()
 
 
 @pytest.mark.parametrize("name", ["grpo", "cw_grpo", "tr_grpo", "erpo", "gpg"])
@@ -206,8 +181,9 @@ def test_a_non_finite_loss_changes_nothing(model):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_checkpoint_restores_model_optimizer_and_schedule_exactly(model, tmp_path, distributed):
-    settings = OptimizerSettings(
-        lr=1e-2, min_lr=1e-3, lr_decay_style="linear", lr_decay_iters=5, use_distributed_optimizer=distributed
+    sections = (
+        MegatronOptimizer(lr=1e-2, min_lr=1e-3, weight_decay=0.0, use_distributed_optimizer=distributed),
+        MegatronScheduler(lr_decay_style="linear", lr_decay_iters=5),
     )
     sequences, rewards = step()
 
@@ -219,14 +195,14 @@ def test_checkpoint_restores_model_optimizer_and_schedule_exactly(model, tmp_pat
             last = policy.update(objective, prepared, sequences, micro_batch_size=6, temperature=1.0)
         return last
 
-    unbroken = policy_of(model, settings)
+    unbroken = policy_of(model, sections)
     train(unbroken, 2)
     save_policy(unbroken, tmp_path / "weights", 2)
     expected = train(unbroken, 2)
 
     torch.manual_seed(1)
     other = AutoModelForCausalLM.from_config(model.config).float()
-    resumed = policy_of(other, settings)
+    resumed = policy_of(other, sections)
     load_policy(resumed, tmp_path / "weights")
     result = train(resumed, 2)
     assert result == expected  # loss, gradient norm and learning rate to the last bit
@@ -271,21 +247,20 @@ def test_microbatches_hold_similar_lengths_and_every_row_once():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma3"}, "model_type='gemma3'"),
+        ({"model_type": "gemma3"}, "model_type=gemma3 is not supported; supported: llama, mistral"),
+        ({"model_type": "qwen3_moe"}, "model_type=qwen3_moe is not supported; .* qwen3$"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
-        ({"sliding_window": 16, "use_sliding_window": True}, "sliding_window=16"),
+        ({"sliding_window": 16, "use_sliding_window": True, "layer_types": None}, "sliding_window=16"),
     ],
 )
 def test_models_that_the_engine_would_compute_wrongly_are_refused(change, message):
-    config = FAMILIES["qwen2"]()
-    for key, value in change.items():
-        object.__setattr__(config, key, value)
+    config = small_config("qwen2").to_dict() | change
     with pytest.raises(UserError, match=message):
-        transformer_config(config, Layout(), torch.float32)
+        transformer_config(read_spec(config, among=COMPUTED), Layout(), torch.float32)
 
 
 def test_weights_of_another_model_are_refused(model):
-    wider = Qwen2Config(**(SIZES | {"intermediate_size": 80}), tie_word_embeddings=True)
+    wider = small_config(intermediate_size=80)
     with pytest.raises(UserError, match=r"gate_proj.weight is \[64, 32\], config.json says \[80, 32\]"):
         MegatronPolicy(wider, SETTINGS).load_weights(dict(model.state_dict()), keep_reference=False)

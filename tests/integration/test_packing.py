@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_megatron_policy import FAMILIES
+from ranks import run_ranks, slow_but
+from small_models import TRAINED
 from test_parallel import EXTRA, LAYOUTS, assert_same, hf_model
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.engine.megatron.microbatches import plan_bins
-from nemo_grpo.engine.megatron.parallel import Layout
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
-SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
+SETTINGS = MegatronOptimizer(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
 
 
 def rollout() -> tuple[Sequences, torch.Tensor]:
@@ -96,7 +97,7 @@ def test_packed_equals_padded_for_every_variant(padded, mb_tokens, share_prompts
     assert_same(run_ranks(1, one_step, Layout(), list(VARIANTS), mb_tokens, share_prompts)[0], padded)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-cp2-sp"))
 def test_packed_equals_padded_at_every_layout(padded, name):
     if "uneven" in name:
         pytest.skip("three layers; tested unpacked")
@@ -105,7 +106,7 @@ def test_packed_equals_padded_at_every_layout(padded, name):
         assert_same(found, padded)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_packed_equals_padded_for_every_family(family):
     padded, packed = (
         run_ranks(1, one_step, Layout(), ["grpo"], mb_tokens, True, family)[0] for mb_tokens in (None, 30)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
+from checkpoints_conv.families import ModelSpec, read_spec
 from nemo_grpo.plan.parameters import stage_counts
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.setup import Layout
-from nemo_grpo.plan.shapes import ModelShape, shape_from_config
+from nemo_grpo.recipe.layout import Layout
 
 CASES = {
     "tied, a copy on the last stage": ("Qwen/Qwen2.5-1.5B", Layout(tensor=2, pipeline=2), 4),
@@ -34,7 +34,7 @@ NUM_LAYERS = 8
 """Instead of the model's, for speed."""
 
 
-def shortened(name: str) -> ModelShape:
+def shortened(name: str) -> ModelSpec:
     return replace(PRESETS[name], num_layers=NUM_LAYERS)
 
 
@@ -67,7 +67,7 @@ def built_parameters(name: str, layout: Layout, world_size: int) -> list[int]:
     return counts
 
 
-def _model(shape: ModelShape, layout: Layout, stage: int) -> Any:
+def _model(shape: ModelSpec, layout: Layout, stage: int) -> Any:
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -134,10 +134,9 @@ def optimizer_state_bytes() -> int:
     from test_precision import step as rollout
 
     from nemo_grpo import build_objective
-    from nemo_grpo.engine.megatron import parallel
 
     assert SETTINGS.use_distributed_optimizer
-    policy, (sequences, rewards) = make(parallel.Layout(), torch.bfloat16, {}), rollout(rows=8)
+    policy, (sequences, rewards) = make(Layout(), torch.bfloat16, {}), rollout(rows=8)
     scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
     objective = build_objective("gpg")
     prepared = objective.prepare(token_batch(sequences, rewards, scores))
@@ -153,7 +152,7 @@ def optimizer_state_bytes() -> int:
 def test_optimizer_state_of_two_ranks_is_what_the_planner_counts() -> None:
     from test_parallel import hf_model
 
-    shape = shape_from_config("tiny", hf_model("qwen2", 2).config.to_dict())
+    shape = read_spec(hf_model("qwen2", 2).config.to_dict())
     total = stage_counts(shape, Layout(), 0).total
     held = run_ranks(2, optimizer_state_bytes)
     assert sum(held) == 12 * total

@@ -20,10 +20,11 @@ from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron import layers, model
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
-from nemo_grpo.engine.megatron.parallel import Layout
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
-SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
+SETTINGS = MegatronOptimizer(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 TP2 = Layout(tensor=2, sequence_parallel=True)

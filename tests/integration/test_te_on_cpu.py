@@ -14,6 +14,7 @@ import torch
 from te_folder import FOLDER
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu runs on it"),
     pytest.mark.skipif(
         not (FOLDER / "transformer_engine").is_dir(), reason=f"no {FOLDER}; `make venv` puts it there"
@@ -95,7 +96,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     for name, (ranks, arguments) in CONVERTED.items():
         cases[f"converted {name}"] = (ranks, "converted", {"folder": str(folder / name), **arguments})
     cases["gpu_tests"] = (1, "gpu_tests", {"folder": str(folder / "gpu_tests")})
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "integration", ROOT / "tests" / "gpu")))
+    path = os.pathsep.join(map(str, (ROOT, *(ROOT / "tests" / part for part in ("", "integration", "gpu")))))
     done = subprocess.run(
         [
             *(sys.executable, "-W", "ignore", "-c", "import sys, te_cases; te_cases.main(*sys.argv[1:])"),

@@ -43,7 +43,12 @@ def train(overrides: list[str], resume: bool = False) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_ranks"), [(DP2, 2), (CP2, 2), (TP2_PP2, 4)], ids=["dp2", "cp2", "tp2-pp2"]
+    ("layout", "num_ranks"),
+    [
+        pytest.param(DP2, 2, id="dp2", marks=pytest.mark.slow),
+        pytest.param(CP2, 2, id="cp2", marks=pytest.mark.slow),
+        pytest.param(TP2_PP2, 4, id="tp2-pp2"),
+    ],
 )
 def test_training_is_the_same_on_several_ranks(tmp_path, cache, layout, num_ranks):
     alone = run_ranks(1, train, [*arguments(tmp_path, cache, "alone"), *STEPS])[0]
@@ -56,6 +61,7 @@ def test_training_is_the_same_on_several_ranks(tmp_path, cache, layout, num_rank
         assert several[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_at_another_layout(tmp_path, cache):
     longer = [*STEPS, "grpo.max_num_steps=4", "policy.megatron_cfg.scheduler.lr_decay_style=constant"]
     shorter = [*longer, "grpo.max_num_steps=2"]
@@ -107,13 +113,12 @@ def test_the_command_starts_the_ranks_and_sigterm_ends_them_with_a_checkpoint(tm
     assert load_file(tmp_path / "cli/hf/model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_dead_rank_ends_the_job(tmp_path, cache):
     process = started(tmp_path, cache)
     victim = ranks_of(process)[1]
     os.kill(victim, signal.SIGKILL)
-    start = time.monotonic()
-    _, error = process.communicate(timeout=60)
-    assert time.monotonic() - start < 60
+    _, error = process.communicate(timeout=240)  # a collective would wait for ten minutes
     assert process.returncode not in (0, EXIT_INTERRUPTED)
     assert re.search(r"rank \d ended with exit code (-9|1); ending the others", error), error[-2000:]
 

@@ -8,19 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from small_models import small_config
 from test_train import ROOT, rows, without_time
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from nemo_grpo import build_objective
 from nemo_grpo.engine import rollout
-from nemo_grpo.engine.episodes import Sampled
-from nemo_grpo.engine.generate_distributed import from_first_rank
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Group, Response, assemble
 from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.evaluate.responses import Recorded
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
+from nemo_grpo.sampling.episodes import Sampled
+from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.sampling.requests import Request, SamplingParams
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.retriever import RetrieverError
 
@@ -35,23 +38,14 @@ NUM_POLICY_TOKENS = 5 + 3
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
+    config = small_config()
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
 
 
 def response(turns, reward):
     tokens = torch.tensor([token for part, _ in turns for token in part])
     mask = torch.tensor([by_policy for part, by_policy in turns for _ in part])
-    return Response(tokens, torch.full(tokens.shape, -1.0), False, "", {}, reward, token_mask=mask)
+    return Response(tokens, torch.full(tokens.shape, -1.0), mask, False, "", scores={}, reward=reward)
 
 
 def a_step():
@@ -61,7 +55,7 @@ def a_step():
 
 def update(model, variant, spoil):
     """(loss, gradient norm, weights) of one update; ``spoil`` changes the step under the tool's tokens."""
-    policy = MegatronPolicy(model.config, OptimizerSettings(lr=1e-2, clip_grad=1e9, lr_decay_iters=10))
+    policy = MegatronPolicy(model.config, MegatronOptimizer(lr=1e-2, weight_decay=0.0, clip_grad=1e9))
     policy.load_weights(dict(model.state_dict()), keep_reference=True)
     objective, step = build_objective(variant), a_step()
     prev, entropies = policy.score(step.sequences, micro_batch_size=2, temperature=1.0)
@@ -213,9 +207,8 @@ def scores_of_two():
     rollout.sample_responses = lambda *_: [one, one]
     problem = Problem("p", "q", "a")
     (group,) = rollout.sample_groups(
-        None, None, ByRank(), [problem], [[1]],
-        num_generations=2, sampling=None, reward_weights={"accuracy": 1.0}, seed=0,
-    )  # fmt: skip
+        None, None, ByRank(), [problem], Request([[1]], 2, SamplingParams(1), 0), {"accuracy": 1.0}
+    )
     judged = _judge(ByRank(), problem, [Recorded("a", 1, False)])
     return [response.reward for response in group.responses], judged.scores, judged.extracted
 

@@ -18,13 +18,15 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3Mo
 
 from checkpoints_conv.families import family_for
 from checkpoints_conv.families.family import local_name
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.locate import locate
-from checkpoints_conv.torch_dist import TorchDistReader
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
-from nemo_grpo.engine.megatron.parallel import Layout, initialize
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, OptimizerSettings
+from nemo_grpo.engine.megatron.parallel import initialize
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.weights import cut_of
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 CONTRACTS = Path(__file__).parents[1] / "contract"
 _FILE = json.loads((CONTRACTS / "transformer_engine-2.12.0.json").read_text())
@@ -98,7 +100,7 @@ def test_a_converted_model_loads_as_megatron_core_does_by_default(family, tmp_pa
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_policy_of_local_layers_resumes_with_transformer_engines(family, tmp_path):
     config = CONFIGS[family]
-    policy = MegatronPolicy(config, OptimizerSettings(lr=1e-3))
+    policy = MegatronPolicy(config, MegatronOptimizer(lr=1e-3, weight_decay=0.0))
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
     policy.load_weights(dict(weights), keep_reference=False)
     save_policy(policy, tmp_path / "weights", 1)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import newer_python  # noqa: F401
 import pytest
@@ -55,27 +56,24 @@ def cuda_means_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def private_ray() -> Iterator[None]:
-    """A Ray of this session's own; NeMo-RL would join any other that runs on the host."""
+    """A Ray of this module's own; NeMo-RL would join any other that runs on the host."""
     import ray
 
-    before = os.environ.pop("RAY_ADDRESS", None)
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1], HERE, SOURCE)))}
-    os.environ |= paths  # NeMo-RL hands the driver's environment to its workers
-    context = ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": paths},
-    )
-    os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
-    yield
-    ray.shutdown()
-    os.environ.pop("RAY_ADDRESS")
-    if before is not None:
-        os.environ["RAY_ADDRESS"] = before
+    with mock.patch.dict(os.environ, paths):  # NeMo-RL hands the driver's environment to its workers
+        os.environ.pop("RAY_ADDRESS", None)
+        context = ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": paths},
+        )
+        os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
+        yield
+        ray.shutdown()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

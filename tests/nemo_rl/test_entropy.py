@@ -6,6 +6,7 @@ import contextlib
 import socket
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -177,3 +178,24 @@ def test_worker_gives_the_reference_no_entropies(worker_alone):
     assert set(worker.get_reference_policy_logprobs(data=data)) == {"reference_logprobs"}
     assert not worker.in_reference
     assert "entropies" in worker.get_logprobs(data=data)
+
+
+@pytest.mark.parametrize(("last", "scaled"), [(True, 2.0), (False, 1.0)])
+def test_only_the_last_pipeline_stage_divides_its_output_by_the_temperature(monkeypatch, last, scaled):
+    ours = our_worker()
+    train = ours.stock_train
+
+    class Scores(ours.LogprobsPostProcessor):
+        def __init__(self):
+            pass
+
+        def __call__(self, **_):
+            return None
+
+    monkeypatch.setattr(train, "apply_temperature_scaling", ours.scale_logits_only)
+    monkeypatch.setattr(train, "model_forward", lambda **_: torch.ones(1, 2, 4))
+    monkeypatch.setattr(ours.parallel_state, "is_pipeline_last_stage", lambda **_: last)
+    output, _ = train.forward_with_post_processing_fn(
+        iter([mock.Mock()]), torch.nn.Identity(), Scores(), sampling_params=sampling(0.5)
+    )
+    assert (output == scaled).all()

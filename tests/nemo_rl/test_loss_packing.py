@@ -17,6 +17,7 @@ from nemo_grpo.variants import VARIANTS
 SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 9},
     "gpg_sequence_mean": {"variant": "gpg", "aggregation": "sequence_mean"},
+    "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
     "gspo": {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True},
     "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random"},
     "seq_mask_tis": {
@@ -47,7 +48,8 @@ def group(tmp_path_factory):
 
 def step() -> Any:
     weights = 0.5 + torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(3))
-    return loss_data(token_weights=weights, idx=torch.arange(ROWS))
+    factors = 0.5 + torch.rand(ROWS, generator=torch.Generator().manual_seed(4))
+    return loss_data(token_weights=weights, row_factors=factors, idx=torch.arange(ROWS))
 
 
 def unsharded(setting: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:

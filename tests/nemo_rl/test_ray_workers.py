@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,10 @@ from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import build_loss
 from nemo_grpo.nemorl.policy import has_further_losses, has_no_gradient, policy_factory
 from nemo_grpo.nemorl.refit import Refits
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 
+RECIPE = Path(__file__).parents[2] / "recipes/cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 WORKER = "toy_worker.ToyWorker"
 CONFIG = {
     "model_name": "none",
@@ -50,7 +53,7 @@ def policy(private_ray):
     def no_model(_name):
         raise ValueError("the toy has no configuration on the Hub")
 
-    recipe = SimpleNamespace(loss_fn=parse_loss_fn({"variant": "grpo"}))
+    recipe = load_recipe(RECIPE, ["loss_fn.reference_policy_kl_penalty=0.0"])
     run = SimpleNamespace(recipe=recipe, master_config={"policy": CONFIG})
     cluster = RayVirtualCluster([2], use_gpus=False, num_gpus_per_node=2, name="toy")
     with pytest.MonkeyPatch.context() as patch:
@@ -123,13 +126,13 @@ def test_losses_that_nemo_rl_adds_have_a_gradient_without_signal(megatron, draft
     assert has_further_losses({"policy": policy}) == expected
 
 
-def test_a_step_without_signal_is_an_update_where_nemo_rl_adds_a_loss(monkeypatch):
+def test_step_without_signal_updates_if_nemo_rl_adds_a_loss(monkeypatch):
     class Stock:
         def train(self, _data, _loss_fn, eval_mode=False):
             return eval_mode
 
     monkeypatch.setattr(lm_policy, "Policy", Stock)
-    recipe = SimpleNamespace(loss_fn=parse_loss_fn({"variant": "grpo"}))
+    recipe = load_recipe(RECIPE, ["loss_fn.reference_policy_kl_penalty=0.0"])
 
     def is_evaluated(draft):
         run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -11,11 +12,13 @@ import yaml
 from nemo_rl.algorithms import grpo
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.compat import value
 from nemo_grpo.nemorl.config import base_folder, load_run
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe.rules import validation_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -46,13 +49,13 @@ def test_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_path):
     assert config.loss_fn.use_importance_sampling_correction == (
         recipe.loss_fn.use_importance_sampling_correction
     )
-    assert not value(config, "grpo.use_leave_one_out_baseline")
-    assert value(config, "policy.megatron_cfg.optimizer.lr") == recipe.policy.megatron_cfg.optimizer.lr
-    assert value(config, "policy.megatron_cfg.scheduler.lr_decay_iters") == recipe.grpo.max_num_steps
-    assert value(config, "policy.megatron_cfg.enabled")
-    assert not value(config, "policy.dtensor_cfg.enabled", False)
-    assert value(config, "cluster.num_nodes") == recipe.cluster.num_nodes
-    assert Path(value(config, "checkpointing.checkpoint_dir")).is_absolute()
+    assert not value_of(config, "grpo.use_leave_one_out_baseline")
+    assert value_of(config, "policy.megatron_cfg.optimizer.lr") == recipe.policy.megatron_cfg.optimizer.lr
+    assert value_of(config, "policy.megatron_cfg.scheduler.lr_decay_iters") == recipe.grpo.max_num_steps
+    assert value_of(config, "policy.megatron_cfg.enabled")
+    assert not value_of(config, "policy.dtensor_cfg.enabled", False)
+    assert value_of(config, "cluster.num_nodes") == recipe.cluster.num_nodes
+    assert Path(value_of(config, "checkpointing.checkpoint_dir")).is_absolute()
     yaml.safe_dump(config.model_dump())  # NeMo-RL writes it into every checkpoint
     assert ObjectiveLoss(recipe.loss_fn).config == recipe.loss_fn
 
@@ -91,9 +94,9 @@ def test_length_penalty_ends_where_responses_do(given, longest):
         f"++grpo.reward_shaping.{key}" for key in ("enabled=true", "overlong_buffer_length=512", *given)
     ]
     run = load_run(RECIPE, overrides)
-    shaping = value(run.master_config, "grpo.reward_shaping")
-    assert value(shaping, "max_response_length") == longest
-    assert value(shaping, "overlong_buffer_length") == 512
+    shaping = value_of(run.master_config, "grpo.reward_shaping")
+    assert value_of(shaping, "max_response_length") == longest
+    assert value_of(shaping, "overlong_buffer_length") == 512
     batch = {"total_reward": torch.ones(2), "message_log": [said(longest - 512), said(longest)]}
     assert apply_reward_shaping(batch, shaping)["total_reward"].tolist() == [1.0, 0.0]
 
@@ -140,3 +143,10 @@ def test_setup_of_another_arity_is_refused():
 
 def test_bases_are_shipped():
     assert (base_folder() / "grpo_math_1B_megatron.yaml").is_file()
+
+
+def test_validation_measures_what_recipes_may_ask_for():
+    source = inspect.getsource(grpo.validate)
+    recipe = load_recipe(ROOT / "recipes/cluster-quickstart.yaml", ["grpo.val_num_generations_per_prompt=2"])
+    names = set(validation_metrics(recipe)) - ({"pass_k"} if compat.version() == compat.V0_7_0 else set())
+    assert {name for name in names if f'"{name}":' in source or f'val_metrics["{name}"]' in source} == names

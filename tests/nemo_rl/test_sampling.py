@@ -73,7 +73,7 @@ def test_everything_passes_without_dynamic_sampling():
     assert step is batch
 
 
-def test_gpg_goes_on_until_the_share_of_valid_groups_is_reached():
+def test_gpg_draws_until_the_share_of_valid_groups_is_reached():
     trainer = Trainer(variant="gpg", valid_fraction_threshold=0.6)  # at least 1.8 of 3 groups
     step, full = trainer(draw((0.0, 0.0), (1.0, 0.0), (1.0, 1.0)))
     assert not full

@@ -78,7 +78,7 @@ def assert_equal(weights, expected):
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_run_that_meets_its_time_limit_ends_with_the_weights_of_an_unbroken_one(
+def test_run_requeued_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_run(
     slurm, folder, recipe, unbroken
 ):
     """It is held still after a few steps, and its limit then brought near, so that any machine meets it."""
@@ -110,7 +110,7 @@ def test_run_that_meets_its_time_limit_ends_with_the_weights_of_an_unbroken_one(
     assert_equal(load_file(folder / "tiny/hf/model.safetensors"), unbroken)
 
 
-def test_preempted_run_saves_goes_back_and_ends_with_the_weights_of_an_unbroken_one(
+def test_preempted_run_requeues_and_ends_with_the_weights_of_an_uninterrupted_run(
     slurm, folder, recipe, unbroken
 ):
     """Slurm gives a preempted job its partition's GraceTime, beginning with a SIGTERM to the steps."""

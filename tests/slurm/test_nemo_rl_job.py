@@ -116,9 +116,7 @@ def submit_pipeline(slurm, small, name):
     return [Job(slurm, small.folder, numbers[stage], names[stage]) for stage in names]
 
 
-def test_run_that_loses_a_node_in_a_step_and_its_head_in_a_save_ends_as_an_unbroken_one(
-    slurm, small, unbroken
-):
+def test_run_that_loses_a_node_and_its_head_equals_an_uninterrupted_run(slurm, small, unbroken):
     run = small.folder / "runs/piped"
     training, conversion, evaluation = submit_pipeline(slurm, small, "piped")
 

@@ -158,7 +158,7 @@ def test_ray_that_does_not_start_at_once_is_started_again(slurm, start, tmp_path
     assert left_over(slurm) == []
 
 
-def test_running_job_lets_no_stranger_in_and_cancelled_does_not_come_back(slurm, start):
+def test_running_job_rejects_other_clients_and_a_cancelled_job_is_not_requeued(slurm, start):
     job = start(STEPS="1000", PACE="0.5")
     job.wait_for_output("start from step 0", 2 * MINUTE)
     address = job.output.split("Ray head on ")[1].split()[0]

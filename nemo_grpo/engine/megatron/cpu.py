@@ -24,16 +24,12 @@ from typing import Any
 
 import torch
 
-from nemo_grpo.engine.cuda_stand_ins import CPU, Event, Stream, on_cpu
+from nemo_grpo.engine.cuda_stand_ins import CPU, FACTORIES, Event, Stream, on_cpu
 from nemo_grpo.errors import UserError
 
 TESTED_VERSIONS = ((0, 16), (0, 20))
 """First and last minor version of megatron-core that this module was run with."""
 
-_FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "full", "linspace", "ones", "ones_like"),
-    *("rand", "randn", "tensor", "triu", "zeros", "zeros_like"),
-)
 _MODULES = (
     "distributed",
     "models.gpt.gpt_layer_specs",
@@ -112,7 +108,7 @@ class _StandIn(types.ModuleType):
 
 @functools.cache
 def _torch_for_cpu() -> types.ModuleType:
-    factories = {name: on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    factories = {name: on_cpu(getattr(torch, name)) for name in FACTORIES}
     return _StandIn(torch, {"cuda": _cuda_for_cpu(), **factories})
 
 

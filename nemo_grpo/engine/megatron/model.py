@@ -1,4 +1,4 @@
-"""From a Hugging Face config to a megatron-core GPT model."""
+"""From a model's spec to a megatron-core GPT model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl
 from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
-from nemo_grpo.engine.megatron.parallel import Layout
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.recipe.layout import Layout
 
 # Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
 _NO_FUSIONS = dict.fromkeys(
@@ -32,30 +33,31 @@ _NO_FUSIONS = dict.fromkeys(
 )
 
 
-def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
-    """megatron-core's configuration of a dense decoder of the Qwen2, Qwen3, Llama or Mistral family.
+def transformer_config(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, **overrides: Any
+) -> TransformerConfig:
+    """megatron-core's configuration of a dense decoder.
 
-    Args:   hf: a transformers config object.  overrides: fields of TransformerConfig.
-    Raises: UserError: a feature of the config that this engine would silently ignore, or a field that the
+    Args:   spec: of a family that the engine computes.  overrides: fields of TransformerConfig.
+    Raises: UserError: a feature of the model that this engine would silently ignore, or a field that the
             installed megatron-core does not have.
     """
-    _refuse_unsupported(hf)
+    _refuse_unsupported(spec)
     _refuse_unknown_fields(overrides)
-    heads = hf.num_attention_heads
     fields: dict[str, Any] = {
-        "num_layers": hf.num_hidden_layers,
-        "hidden_size": hf.hidden_size,
-        "num_attention_heads": heads,
-        "num_query_groups": hf.num_key_value_heads,
-        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        "ffn_hidden_size": hf.intermediate_size,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_query_groups": spec.num_key_value_heads,
+        "kv_channels": spec.head_dim,
+        "ffn_hidden_size": spec.ffn_size,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
+        "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
         "activation_func": functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
-        "qk_layernorm": hf.model_type == "qwen3",
+        "add_qkv_bias": spec.has_qkv_bias,
+        "qk_layernorm": spec.has_qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
@@ -63,8 +65,8 @@ def transformer_config(hf: Any, layout: Layout, dtype: torch.dtype, **overrides:
         "pipeline_model_parallel_size": layout.pipeline,
         "context_parallel_size": layout.context,
         "sequence_parallel": layout.sequence_parallel,
-        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_stage,
-        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_stage,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -94,30 +96,16 @@ def _refuse_unknown_fields(overrides: dict[str, Any]) -> None:
             )
 
 
-def _refuse_unsupported(hf: Any) -> None:
-    if hf.model_type not in ("qwen2", "qwen3", "llama", "mistral"):
+def _refuse_unsupported(spec: ModelSpec) -> None:
+    if spec.hidden_act != "silu":
+        raise UserError(f"hidden_act={spec.hidden_act!r} is not supported; the engine has silu")
+    if spec.rope["rope_type"] not in ("default", "llama3"):
+        raise UserError(f"rope scaling {spec.rope} is not supported; the engine has default and llama3")
+    if spec.sliding_window:
         raise UserError(
-            f"policy.model_name has model_type={hf.model_type!r}; the embedded engine trains qwen2, qwen3, "
-            "llama and mistral"
+            f"sliding_window={spec.sliding_window} is not supported; set it to null in the model's "
+            "config.json"
         )
-    if hf.hidden_act != "silu":
-        raise UserError(f"hidden_act={hf.hidden_act!r} is not supported; the engine has silu")
-    if rope_parameters(hf).get("rope_type", "default") not in ("default", "llama3"):
-        raise UserError(
-            f"rope scaling {rope_parameters(hf)} is not supported; the engine has default and llama3"
-        )
-    window = getattr(hf, "sliding_window", None)
-    if window and getattr(hf, "use_sliding_window", True) and window < hf.max_position_embeddings:
-        raise UserError(
-            f"sliding_window={window} is not supported; set it to null in the model's config.json"
-        )
-
-
-def rope_parameters(hf: Any) -> dict[str, Any]:
-    """Rotary parameters, from the config's new form or its older separate fields."""
-    found = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    found.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
-    return found
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -155,20 +143,19 @@ class PackableGPTModel(GPTModel):
         return super()._postprocess(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-def build_model(hf: Any, config: TransformerConfig) -> GPTModel:
+def build_model(spec: ModelSpec, config: TransformerConfig) -> GPTModel:
     """This rank's part of the model, with uninitialised weights."""
-    rope = rope_parameters(hf)
     return PackableGPTModel(
         config,
         block_spec(config),
-        vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
-        max_sequence_length=hf.max_position_embeddings,
+        vocab_size=padded_vocab_size(spec.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=spec.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        share_embeddings_and_output_weights=spec.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
-        rope_scaling=rope.get("rope_type") == "llama3",
-        rope_scaling_factor=rope.get("factor", 1.0),
+        rotary_base=spec.rope["rope_theta"],
+        rope_scaling=spec.rope["rope_type"] == "llama3",
+        rope_scaling_factor=spec.rope.get("factor", 1.0),
     )

@@ -11,17 +11,14 @@ from typing import Any
 
 import torch
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
-from nemo_grpo.engine.megatron.parallel import Layout
-from nemo_grpo.errors import did_you_mean
-from nemo_grpo.recipe.megatron_sections import FP8, Megatron
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import Megatron
 
 _FP8_ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 128}
 """Token counts and the hidden size must be multiples of this in FP8: the matrix products need 16. A block has
 128, and with sequence parallelism Transformer Engine refuses blocks that are not whole."""
-
-RECOMPUTE_MODULES = ("core_attn", "mlp")
-"""Parts of a dense decoder layer that can be recomputed by themselves."""
 
 FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 """Lowest compute capability of a GPU that has each scaling recipe in Transformer Engine."""
@@ -72,8 +69,8 @@ def _recompute_fields(megatron: Megatron) -> dict[str, Any]:
 
 
 def _fp8_fields(megatron: Megatron) -> dict[str, Any]:
-    fp8, overrides = megatron.fp8_cfg, megatron.model_overrides
-    if fp8 is None or not fp8.enabled:
+    fp8, overrides = megatron.fp8_in_use, megatron.model_overrides
+    if fp8 is None:
         return {}
     fields: dict[str, Any] = {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param}
     if overrides is not None and overrides.first_last_layers_bf16:
@@ -85,48 +82,12 @@ def _fp8_fields(megatron: Megatron) -> dict[str, Any]:
     return fields
 
 
-def recompute_refusals(megatron: Megatron) -> Iterator[str]:
-    """One message ``key=value: rule; remedy`` for each recompute setting that would be ignored."""
-    section = "policy.megatron_cfg"
-    if megatron.recompute_granularity == "selective" and not megatron.activation_checkpointing:
-        yield (
-            f"{section}.recompute_granularity=selective acts only with "
-            f"{section}.activation_checkpointing=true; set it"
-        )
-    for module in megatron.recompute_modules or ():
-        if module not in RECOMPUTE_MODULES:
-            yield (
-                f"{section}.recompute_modules: {module} is not supported by the embedded engine"
-                f"{did_you_mean(module, RECOMPUTE_MODULES)}"
-            )
-
-
-def override_refusals(megatron: Megatron) -> Iterator[str]:
-    """One message for each further field of model_overrides, which the embedded engine would ignore."""
-    overrides = megatron.model_overrides
-    for name in (overrides.model_extra or {}) if overrides is not None else ():
-        yield (
-            f"policy.megatron_cfg.model_overrides.{name} is not supported by the embedded engine"
-            f"{did_you_mean(name, type(overrides).model_fields)}"
-        )
-
-
 def fp8_refusals(megatron: Megatron, machine: Machine) -> Iterator[str]:
     """One message ``key=value: rule; remedy`` for each reason why this machine cannot train in FP8."""
-    fp8 = megatron.fp8_cfg
-    if fp8 is None or not fp8.enabled:
+    fp8 = megatron.fp8_in_use
+    if fp8 is None:
         return
-    key = "policy.megatron_cfg.fp8_cfg"
-    if fp8.fp8_param:
-        yield f"{key}.fp8_param=true: the embedded engine keeps parameters in BF16; use false"
-    if fp8.fp8_recipe not in FP8_CAPABILITY:
-        known = ", ".join(sorted(FP8_CAPABILITY))
-        yield f"{key}.fp8_recipe={fp8.fp8_recipe}: the embedded engine has {known}; use one of them"
-        return
-    yield from _machine_refusals(fp8, machine, f"{key}.enabled=true")
-
-
-def _machine_refusals(fp8: FP8, machine: Machine, what: str) -> Iterator[str]:
+    what = "policy.megatron_cfg.fp8_cfg.enabled=true"
     if machine.capability is None:
         yield f"{what}: FP8 needs a CUDA GPU and torch finds none; use false for BF16"
         return
@@ -157,8 +118,8 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def fp8_hint(megatron: Megatron) -> str | None:
     """What to know of an FP8 setting that works, but not well."""
-    fp8 = megatron.fp8_cfg
-    if fp8 is None or not fp8.enabled or (fp8.fp8_recipe, fp8.fp8) != ("delayed", "e4m3"):
+    fp8 = megatron.fp8_in_use
+    if fp8 is None or (fp8.fp8_recipe, fp8.fp8) != ("delayed", "e4m3"):
         return None
     return (
         "policy.megatron_cfg.fp8_cfg: delayed scaling starts at a scale of 1, and most of the first update's "
@@ -166,15 +127,13 @@ def fp8_hint(megatron: Megatron) -> str | None:
     )
 
 
-def fp8_width_refusals(hf: Any, layout: Layout, recipe: str) -> Iterator[str]:
+def fp8_width_refusals(spec: ModelSpec, layout: Layout, recipe: str) -> Iterator[str]:
     """One message for each width of the model that FP8 matrix products cannot have at this layout."""
     tensor_parallel, least = layout.tensor, fp8_alignment("tensorwise")
-    heads = hf.num_attention_heads
-    head = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     for name, width, multiple in (
-        ("hidden_size", hf.hidden_size, fp8_alignment(recipe) if layout.sequence_parallel else least),
-        ("intermediate_size / TP", hf.intermediate_size // tensor_parallel, least),
-        ("num_attention_heads x head_dim / TP", heads * head // tensor_parallel, least),
+        ("hidden_size", spec.hidden_size, fp8_alignment(recipe) if layout.sequence_parallel else least),
+        ("intermediate_size / TP", spec.ffn_size // tensor_parallel, least),
+        ("num_attention_heads x head_dim / TP", spec.query_size // tensor_parallel, least),
     ):
         if width % multiple:
             yield (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,41 +12,9 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from nemo_grpo.engine.megatron import adam, cpu
+from nemo_grpo.recipe.layout import Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the world is divided; data parallelism takes what is left.
-
-    Attributes:
-        tensor, pipeline, context: sizes of the model-parallel dimensions, 1 = off.
-        sequence_parallel: between the tensor-parallel layers each tensor rank has its share of the sequence.
-        num_layers_in_first_stage, num_layers_in_last_stage: uneven pipeline; None: the same for all stages.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    sequence_parallel: bool = False
-    num_layers_in_first_stage: int | None = None
-    num_layers_in_last_stage: int | None = None
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """(TP, PP, CP)."""
-        return (self.tensor, self.pipeline, self.context)
-
-    @property
-    def sequence_multiple(self) -> int:
-        """What the sequence length must be a multiple of."""
-        return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
-
-    @property
-    def ranks_per_model(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor * self.pipeline * self.context
 
 
 def initialize(layout: Layout, device: torch.device, seed: int) -> None:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
@@ -27,15 +28,19 @@ from nemo_grpo.engine.megatron.microbatches import (
     whole_groups,
 )
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
-from nemo_grpo.engine.megatron.optimizer import SHARDING, OptimizerSettings, with_optimizer
+from nemo_grpo.engine.megatron.optimizer import SHARDING, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
 from nemo_grpo.engine.megatron.packing import pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
 log = logging.getLogger(__name__)
+
+_CONSTANT = MegatronScheduler(lr_decay_iters=1000)  # the number has no effect
 
 
 class MegatronPolicy:
@@ -44,29 +49,32 @@ class MegatronPolicy:
     def __init__(
         self,
         hf: Any,
-        optimizer: OptimizerSettings,
+        optimizer: MegatronOptimizer,
+        schedule: MegatronScheduler = _CONSTANT,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
-        layout: parallel.Layout | None = None,
+        layout: Layout | None = None,
         seed: int = 0,
         lora: LoRASettings | None = None,
         config_fields: Mapping[str, Any] = {},
     ) -> None:
         """Build the model of a transformers config; `load_weights` must follow.
 
-        Args:   hf: transformers config object.  layout: model-parallel sizes.
+        Args:   hf: transformers config object.  optimizer, schedule: the recipe's sections.
+                layout: model-parallel sizes.
                 lora: train adapters only; the reference policy is then the model without them.
                 config_fields: further fields of `TransformerConfig` (`options.config_fields`).
         Raises: UserError: a model or a layout that the engine cannot run.
         """
         self.device = device or torch.device("cpu")
-        self.layout = layout or parallel.Layout()
+        self.layout = layout or Layout()
         parallel.initialize(self.layout, self.device, seed)
-        self.hf, self.settings = hf, optimizer
-        self.config = transformer_config(hf, self.layout, dtype, **config_fields)
+        self.hf, self.sections = hf, (optimizer, schedule)
+        spec = read_spec(hf.to_dict(), among=COMPUTED)
+        self.config = transformer_config(spec, self.layout, dtype, **config_fields)
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.model = build_model(hf, self.config).to(self.device)
+        self.model = build_model(spec, self.config).to(self.device)
         self.weights = HFWeights(hf.to_dict(), self.model)
         self.reference: dict[str, Tensor] | None = None
         self.lora, self.seed = lora, seed
@@ -83,7 +91,7 @@ class MegatronPolicy:
             self.adapters = Adapters(self.weights, self.lora, self.seed)
         elif keep_reference:
             self.reference = {name: _host_copy(p) for name, p in self.model.named_parameters()}
-        self.wrapped, self.optimizer, self.scheduler = with_optimizer(self.model, self.config, self.settings)
+        self.wrapped, self.optimizer, self.scheduler = with_optimizer(self.model, self.config, *self.sections)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the current weights, adapters merged."""

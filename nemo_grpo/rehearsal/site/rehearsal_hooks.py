@@ -1,4 +1,4 @@
-"""Import hooks of a rehearsal: nothing heavy is imported here, a replacement is when its module is.
+"""Import hooks of a rehearsal. Replacements are imported together with the module they replace, not earlier.
 
 Every process of a rehearsal has them: the driver, Ray's workers, vLLM's engine, in up to two environments.
 """
@@ -35,17 +35,17 @@ AFTER_IMPORT: dict[str, str] = {
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
 
 ABSENT = ("transformer_engine", "modelopt", "nvidia_resiliency_ext", "megatron.energon")
-"""Packages of a GPU host that Megatron-Bridge imports unconditionally: empty modules for Bridge alone, as
-megatron-core finds out by itself what is there."""
+"""Packages of a GPU host that Megatron-Bridge imports unconditionally. They are empty modules for Bridge
+alone, because megatron-core itself checks what is installed."""
 OPTIONAL = ("nvidia_resiliency_ext.checkpointing",)
-"""Parts of them whose importers do without."""
+"""Submodules whose importers handle their absence."""
 
 
 def install() -> None:
     """Put the hooks into this process."""
     use_newer_typing()
     sys.meta_path.insert(0, AfterImport())
-    sys.meta_path.append(EmptyModules())  # last: a package that is there wins
+    sys.meta_path.append(EmptyModules())  # last: installed packages take precedence
 
 
 def use_newer_typing() -> None:
@@ -57,7 +57,7 @@ def use_newer_typing() -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and has a replacement made when the module has run."""
+    """Wraps the other finders, and applies the replacement once the module has run."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in AFTER_IMPORT:
@@ -81,9 +81,9 @@ def _then_replace(execute: Any, name: str) -> Any:
 
 
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules without content, every name of which is a class.
+    """Empty modules in which every name is a class.
 
-    Args: absent: the packages.  importer: whose imports of them succeed, and its parts'; "": everybody's.
+    Args: absent: the packages.  importer: package whose imports of them succeed; "": everyone's.
     """
 
     def __init__(self, absent: tuple[str, ...] = ABSENT, importer: str = "megatron.bridge") -> None:
@@ -108,7 +108,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _importer() -> str:
-    """Name of the module whose import statement is being carried out."""
+    """Name of the module whose import statement is running."""
     frame: Any = sys._getframe(2)
     while frame and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back

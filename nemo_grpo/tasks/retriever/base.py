@@ -1,4 +1,4 @@
-"""What a retriever is."""
+"""The interface of retrievers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class RetrieverError(RuntimeError):
-    """No passages can be had for any query: the service is gone, or answers nonsense."""
+    """Retrieval fails for every query: the service is gone, or its answers are invalid."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class BM25Retriever:
 
     @classmethod
     def in_memory(cls, passages: Sequence[Passage]) -> BM25Retriever:
-        """Over passages that are there already; nothing is written.
+        """Over passages in memory; nothing is written.
 
         Raises: UserError: bm25s is not installed.
         """

@@ -1,4 +1,4 @@
-"""A retriever behind HTTP: bounded tries, and an error that says what to do."""
+"""A retriever behind HTTP: a limited number of tries, then an error with the remedy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 QUERIES_PER_REQUEST = 64
 FIRST_WAIT = 0.5
-"""Seconds before the second try; doubled before every further one."""
+"""Seconds before the second try; doubled before each later one."""
 
 
 class RetrieverClient:
-    """A `Retriever` whose work a service does.
+    """A `Retriever` backed by a service.
 
-    Whatever another try can mend (no connection, a timeout, 5xx, a broken answer) is tried again; a request
-    that the service refuses (4xx) is not. Proxies of the environment are not used.
+    Failures that may be transient (no connection, a timeout, 5xx, a broken answer) are retried; refused
+    requests (4xx) are not. Proxies of the environment are not used.
 
     Args: url: of the service, such as http://127.0.0.1:8765.  timeout: seconds for one try.
           num_tries: all tries of one request, at least 1.

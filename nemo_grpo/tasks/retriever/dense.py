@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.tasks.retriever.base import Passage
 from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
 from nemo_grpo.tasks.retriever.index_folder import index_folder
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INDEX = "index.faiss"
 PASSAGES_PER_CALL = 256
 MAX_TRAINING_PASSAGES = 200_000
-"""An index that has to learn its cells learns them from this many passages, spread over the corpus."""
+"""Passages, spread over the corpus, from which an index learns its cells."""
 
 
 class Encoder(Protocol):
@@ -28,7 +28,7 @@ class Encoder(Protocol):
 
     @property
     def name(self) -> str:
-        """Tells encoders apart: an index of one is not read with another."""
+        """Identifies the encoder: its index is not read with another."""
         ...
 
     def encode(self, texts: Sequence[str], *, queries: bool) -> np.ndarray:
@@ -58,7 +58,7 @@ class E5Encoder:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self._model: Any = AutoModel.from_pretrained(folder, local_files_only=True).eval().to(device)
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"cannot load the encoder {folder}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"cannot load the encoder {folder}: {first_line(error)}") from error
         self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str], *, queries: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""An index on the disk that is either whole and of this corpus, or made again."""
+"""An index on disk that is complete and of this corpus, or else rebuilt."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], N
     """The folder with the index for ``key``; ``build`` fills it if it holds another one or none.
 
     The new index appears under its name in one step, after it is complete: a killed build leaves none, and
-    two processes that build at once both end with a whole one.
+    two concurrent builds both end with a complete one.
 
     Args:   key: all that the index depends on, as JSON values.
-    Raises: UserError: the folder cannot be written, or holds something that is no index.
+    Raises: UserError: the folder cannot be written, or holds something other than an index.
     """
     if _key_of(folder) == dict(key):
         return folder

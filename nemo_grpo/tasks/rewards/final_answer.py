@@ -1,8 +1,8 @@
-r"""The answer that a mathematical response ends with: found in linear time, whatever the text is.
+r"""The final answer of a mathematical response, found in linear time for any text.
 
-Where to look: in the last complete ``<answer>`` block; without one, behind the last ``</think>``; without
-that, everywhere. There the complete ``\boxed{..}`` that closes last counts. An ``<answer>`` block without a
-box counts by its last ``$formula$``, or else by what comes after ``answer is``, or as it stands.
+Searched in the last complete ``<answer>`` block; without one, after the last ``</think>``; without that, in
+the whole response. There the complete ``\boxed{..}`` that closes last counts. An ``<answer>`` block without a
+box gives its last ``$formula$``, else the text after ``answer is``, else all of its text.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import unicodedata
 from nemo_grpo.tasks.response import last_answer
 
 MAX_CHARS = 1000
-"""Longer answers are no answers: no reference comes near it, and graders take long over them."""
+"""Longer texts are not answers: no reference is nearly as long, and graders would take long."""
 MAX_DEPTH = 20
-"""Most brackets within brackets, for the same reason."""
+"""Maximum nesting of brackets, for the same reason."""
 
 _TOKEN = re.compile(
     r"(?P<box>\\{1,2}(?:boxed|fbox)\s{0,5}\{)|\\boxed\s{1,5}(?P<bare>[^\s$\\{}]{1,50})|\\.|[{}]", re.DOTALL
@@ -40,7 +40,7 @@ def final_answer(response: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""Inside of the complete ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no box.
 
-    A box that holds nothing but another box counts as that one.
+    A box that contains only another box counts as the inner one.
     """
     span = _last_box(text)
     while span is not None:
@@ -95,7 +95,7 @@ def _last_formula(block: str) -> str:
 
 
 def _depth(answer: str) -> int:
-    """Most brackets of any kind that are open at once."""
+    """Maximum nesting depth of brackets of any kind."""
     depth = deepest = 0
     for character in answer:
         depth = max(0, depth + (character in "([{") - (character in ")]}"))

@@ -12,7 +12,7 @@ Form = Literal["think_answer", "think", "boxed"]
 
 
 def matched_think_tags(response: str) -> float:
-    """1 if there is one ``<think>`` and, behind it, one ``</think>`` (CW-GRPO Appendix C)."""
+    """1 if there is one ``<think>`` followed by one ``</think>`` (CW-GRPO Appendix C)."""
     once = response.count("<think>") == 1 == response.count("</think>")
     return float(once and response.index("<think>") < response.index("</think>"))
 

@@ -1,23 +1,22 @@
-"""Whether two mathematical answers are equal, decided by math-verify in worker processes that may die.
+"""Compares mathematical answers by math-verify, in expendable worker processes.
 
-A worker is a plain subprocess: no fork of a process that has threads, no import of the caller's main module,
-so that engine, evaluation, notebooks and Ray actors can all have one. An answer that takes too much time or
-memory, or that crashes the worker, is wrong; the next one gets a new worker. Workers end with their parent:
-at the end of their input, or by their own time limit.
+A worker is a plain subprocess: no fork of a threaded process, no import of the caller's main module, so that
+engine, evaluation, notebooks and Ray actors can all have one. An answer that takes too much time or memory,
+or that crashes the worker, is wrong; the next one gets a new worker. Workers exit with their parent: at the
+end of their input, or by their own time limit. Pools of multiprocessing, and pebble's on top of it, give
+less: they import the caller's main module or fork its threads, and a daemonic caller may not have one.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
+import multiprocessing
 import os
 import re
-import selectors
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -30,10 +29,10 @@ log = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("math_worker.py")
 STARTUP_SECONDS = 120.0
 REQUESTS_PER_WORKER = 5000
-"""After so many a worker is replaced: symbolic caches grow."""
+"""Requests after which a worker is replaced, because symbolic caches grow."""
 CACHE_SIZE = 20_000
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
-"""Two of these are equal only as texts, so that no worker need be asked about them."""
+"""Two of these are equal only if their texts are, so no worker is needed."""
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -46,7 +45,7 @@ class MathGrader:
     ) -> None:
         """Starts nothing yet.
 
-        Args: cpu_seconds: processor time of one comparison; the same on a busy machine as on a quiet one.
+        Args: cpu_seconds: CPU time of one comparison, which does not depend on the machine's load.
               wall_seconds: limit for the rest, such as a worker that was stopped.
         """
         self.arguments = (str(cpu_seconds), str(memory_bytes))
@@ -74,7 +73,7 @@ class MathGrader:
         return bool(verdict)
 
     def undecided(self, reference: str, answer: str) -> bool:
-        """Whether `equal` had no verdict on the two: either may be to blame, for this problem only."""
+        """Whether `equal` had no verdict on the two; either may be the cause, for this problem only."""
         with self._lock:
             return (normalized(reference), normalized(answer)) in self._undecided
 
@@ -103,7 +102,7 @@ class MathGrader:
         worker = worker or _Worker(self.arguments)
         with self._lock:
             self._busy.add(worker)
-        verdict = worker.ask(json.dumps([reference, answer]), self.wall_seconds)
+        verdict = worker.ask(reference, answer, self.wall_seconds)
         with self._lock:
             self._busy.discard(worker)
             if verdict is not None and worker.num_requests < REQUESTS_PER_WORKER:
@@ -120,7 +119,7 @@ class MathGrader:
         with self._lock:
             idle, self._idle = self._idle, []
             for worker in self._busy:
-                worker.kill()  # whoever waits for it sees the end of its output and clears up
+                worker.kill()  # its waiting thread sees the end of its output and cleans up
         for worker in idle:
             worker.end()
 
@@ -142,69 +141,56 @@ def _remember(cache: OrderedDict[Key, Value], key: Key, value: Value) -> None:
 
 
 class _Worker:
-    """One process and its two pipes."""
+    """One process and the connection to it."""
 
     def __init__(self, arguments: tuple[str, str]) -> None:
         self.num_requests = 0
-        # -P: the script's folder is no place to import from.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        if self._read_line(STARTUP_SECONDS) != b"ready":
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            # -P: the script's folder is no place to import from.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER), str(theirs.fileno()), *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        if self._reply(STARTUP_SECONDS) != b"ready":
             self.end()
             raise RuntimeError(
                 f"the worker that compares answers did not start; is math-verify in {sys.executable}?"
             )
 
-    def ask(self, request: str, seconds: float) -> bool | None:
-        """The verdict, or None if the worker died or was too slow; it is of no use then."""
-        assert self._process.stdin is not None
+    def ask(self, reference: str, answer: str, seconds: float) -> bool | None:
+        """The verdict, or None if the worker died or was too slow; it is unusable then."""
         self.num_requests += 1
         try:
-            self._process.stdin.write(request.encode() + b"\n")
+            self._connection.send((reference, answer))
         except OSError:
             return None
-        return {b"1": True, b"0": False}.get(self._read_line(seconds))
+        return {b"1": True, b"0": False}.get(self._reply(seconds))
 
-    def _read_line(self, seconds: float) -> bytes:
-        """One line without its end; what there is of it if the process ends or the time is over."""
-        pipe = self._process.stdout
-        assert pipe is not None
-        line, deadline = b"", time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return line
-                part = os.read(pipe.fileno(), 64)
-                if not part:
-                    return line
-                line += part
-        return line[:-1]
+    def _reply(self, seconds: float) -> bytes:
+        """Bytes, which no worker can make dangerous; none if the process exits or time runs out."""
+        try:
+            return self._connection.recv_bytes() if self._connection.poll(seconds) else b""
+        except (EOFError, OSError):
+            return b""
 
     def kill(self) -> None:
         """End the process at once, if it still runs."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kill the process, wait for it and close its pipes."""
+        """Kill the process, wait for it and close the connection."""
         self.kill()
         self._process.wait()
-        self._close_pipes()
+        self._connection.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's worker without disturbing it."""
-        self._process.returncode = 0  # or its destructor would warn of a process that is not ours
-        self._close_pipes()
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._process.returncode = 0  # else its destructor would warn about a process that is not ours
+        self._connection.close()
 
 
 _GRADERS: weakref.WeakSet[MathGrader] = weakref.WeakSet()

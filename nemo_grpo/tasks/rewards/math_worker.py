@@ -1,35 +1,36 @@
-"""The process that compares mathematical expressions; started by `math_grader` as a script of its own.
+"""The process that compares mathematical expressions; `math_grader` starts it as a script.
 
-A request is one line of JSON, ``[reference, answer]``; the reply is one line, ``1`` or ``0``. The kernel ends
-the process when a request takes too much processor time, whatever it is doing then and whether or not the
-parent still lives; memory is limited likewise. Imports nothing of this package: torch would come with it.
+A request is ``(reference, answer)``; the reply is the byte ``1`` or ``0``. The kernel kills the process if a
+request takes too much CPU time, even if the parent is gone; memory is limited likewise. Imports nothing of
+this package, which would bring in torch.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import signal
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 
-def main(cpu_seconds: float, memory_bytes: int) -> None:
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is not a reply
+def main(connection: Connection, cpu_seconds: float, memory_bytes: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     equal = comparison()
     equal("1/2", "0.5")
-    replies.write("ready\n")
-    for line in sys.stdin.buffer:
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, OSError):  # the parent is gone
+            return
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        verdict = equal(*json.loads(line))
+        verdict = equal(*request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(f"{int(verdict)}\n")
+        connection.send_bytes(b"%d" % verdict)
 
 
 def comparison() -> Any:
@@ -55,4 +56,4 @@ def comparison() -> Any:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(Connection(int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3]))

@@ -27,7 +27,11 @@ def fields(**changes):
         ({"token_mask": torch.ones(2, 4)}, r"token_mask has shape \(2, 4\)"),
         ({"rewards": torch.zeros(2, 1)}, "rewards has shape"),
         ({"entropies": torch.zeros(1, 3)}, "entropies has shape"),
-        ({"prev_logprobs": torch.zeros(2, 3, dtype=torch.bfloat16)}, "use float32 or float64"),
+        ({"prev_logprobs": torch.zeros(2, 3, dtype=torch.bfloat16)}, "prev_logprobs is torch.bfloat16; use"),
+        (
+            {"entropies": torch.zeros(2, 3, dtype=torch.float64)},
+            "entropies is torch.float64 and prev_logprobs",
+        ),
         ({"group_ids": torch.zeros(2)}, "integer"),
         ({"sample_mask": torch.ones(2, device="meta")}, "meta"),
     ],
@@ -44,10 +48,42 @@ def test_masks_of_any_dtype_become_bool():
     assert batch.mask.tolist() == [[True, False, True], [False, False, False]]
 
 
-def test_current_and_sampler_default_to_the_scored_policy():
+def test_the_sampler_defaults_to_the_scored_policy_and_the_current_policy_to_nothing():
     batch = TokenBatch(**fields())
-    assert batch.next_token_logprobs is batch.prev_logprobs
     assert batch.generation_logprobs is batch.prev_logprobs
+    assert batch.next_token_logprobs is None
+
+
+@pytest.mark.parametrize("name", ["token_mask", "sample_mask"])
+def test_a_weight_in_a_mask_is_refused_with_its_place(name):
+    mask = fields()[name].float()
+    mask[1] = 0.5
+    place = "1" if mask.ndim == 1 else "1, 0"
+    with pytest.raises(ValueError, match=rf"{name}\[{place}\] is 0.5; a mask is 0 or 1"):
+        TokenBatch(**fields(**{name: mask}))
+
+
+def test_a_list_is_refused_by_its_name():
+    with pytest.raises(TypeError, match="rewards is a list; give a tensor"):
+        TokenBatch(**fields(rewards=[1.0, 0.0]))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused_unless_the_response_is_left_out(reward):
+    objective, rewards = build_objective("grpo"), torch.tensor([0.0, reward])
+    with pytest.raises(ValueError, match=rf"rewards\[1\] is {reward}; leave a response out"):
+        objective.prepare(TokenBatch(**fields(rewards=rewards)))
+    kept = TokenBatch(**fields(rewards=rewards, sample_mask=torch.tensor([True, False])))
+    assert objective.prepare(kept).advantages.isfinite().all()
+
+
+def test_a_loss_needs_a_prepared_batch_and_the_current_policys_logprobs():
+    objective, batch = build_objective("grpo"), TokenBatch(**fields())
+    counts = {"global_valid_toks": 6, "global_valid_seqs": 2}
+    with pytest.raises(TypeError, match="what prepare returns, not a TokenBatch"):
+        objective.loss(batch, **counts)
+    with pytest.raises(ValueError, match="next_token_logprobs is missing"):
+        objective.loss(objective.prepare(batch), **counts)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +113,8 @@ def test_constant_aggregation_needs_its_length():
         ("clip_cov", {"covariance_min": 9.0}, "must be below covariance_max"),
         ("tr_grpo", {"lower": 1.5}, "must not exceed"),
         ("tr_grpo", {"reference_policy_kl_type": "k1"}, "kl_weighting=inside is defined"),
+        ("erpo", {"entropy_momentum": 0.5}, "no effect with entropy_statistics=group; set"),
+        ("gpg", {"use_alpha": 0}, "loss_fn.use_alpha=0: .*boolean"),
         ("cw_grpo", {"author_compat": True, "scope": "batch"}, "author_compat=true is the released code"),
     ],
 )

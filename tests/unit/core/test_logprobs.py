@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_grpo.core.logprobs import logprobs_and_entropy, next_token_logprobs
+from nemo_grpo.core.logprobs import IGNORED, logprobs_and_entropy, next_token_logprobs
 
 
 def textbook(logits, targets, temperature=1.0):
@@ -115,3 +115,26 @@ def test_bad_arguments_are_refused(change, message):
     arguments = {"targets": targets} | change
     with pytest.raises(ValueError, match=message):
         logprobs_and_entropy(logits, **arguments)
+
+
+def test_an_ignored_target_has_logprob_0_and_no_gradient():
+    logits, targets = example(shape=(4,))
+    targets[1] = IGNORED
+    logp, entropy = logprobs_and_entropy(logits, targets)
+    logp.sum().backward()
+    assert logp[1] == 0
+    assert not logits.grad[1].any()
+    assert logits.grad[[0, 2, 3]].any(1).all()
+    assert entropy[1] > 0
+
+
+@pytest.mark.parametrize(("target", "vocab_size"), [(11, None), (-1, None), (-101, None), (9, 9)])
+def test_a_target_that_is_no_token_is_refused_with_its_place(target, vocab_size):
+    logits, targets = example(shape=(2, 2))
+    targets %= 9
+    targets[1, 0] = target
+    highest = (vocab_size or 11) - 1
+    with pytest.raises(
+        ValueError, match=rf"targets\[1, 0\] is {target}; a target is 0 to {highest}, or -100"
+    ):
+        next_token_logprobs(logits, targets, vocab_size=vocab_size)

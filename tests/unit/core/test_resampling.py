@@ -46,15 +46,20 @@ def test_attempts_are_bounded():
     assert step("abcde", "fGhij", max_draws=2) == ("Gfhij", 2)
 
 
+def test_threshold_of_zero_draws_once():
+    assert step("aBcde", threshold=0.0) == ("Bacde", 1)
+    assert step("abcde", threshold=0.0) == ("abcde", 1)
+
+
 def test_nothing_valid_still_fills_the_step():
     assert step("abcde", max_draws=1) == ("abcde", 1)
 
 
 @given(
     batches=st.lists(st.text("aA", min_size=4, max_size=4), min_size=6, max_size=6),
-    threshold=st.floats(0.01, 1.0),
+    threshold=st.floats(0.0, 1.0),
 )
-def test_step_is_always_full_and_meets_the_threshold_unless_draws_ran_out(batches, threshold):
+def test_step_is_full_and_meets_the_threshold_unless_draws_run_out(batches, threshold):
     taken, used = step(*batches, num_groups=4, threshold=threshold, max_draws=6)
     assert len(taken) == 4
     assert used == 6 or sum(map(str.isupper, taken)) >= threshold * 4

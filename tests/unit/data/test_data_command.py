@@ -33,7 +33,7 @@ def test_prepare_and_verify(copy, tmp_path, monkeypatch):
     assert "up to date" in again
     assert "ok  aime25" in run("verify", out)
     (out / "aime25.jsonl").write_text("")
-    assert "another sha256" in run("verify", out, code=2)
+    assert "a sha256 other than" in run("verify", out, code=2)
 
 
 def test_a_typo_stops_before_anything_is_fetched(tmp_path):

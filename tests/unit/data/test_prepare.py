@@ -135,7 +135,7 @@ def test_sums_need_no_network(tmp_path):
     assert first["answer"] == str(left + right)
 
 
-def test_copies_of_other_sets_are_not_read_in_the_place_of_a_missing_one(tmp_path):
+def test_other_data_sets_are_not_read_instead_of_a_missing_one(tmp_path):
     copies = tmp_path / "copies"
     write("aime24", copies)
     with pytest.raises(UserError, match=r"holds copies by name \(aime24\) and none of aime25; put one into"):
@@ -259,7 +259,7 @@ def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path, monkeypatch):
 def test_verify_finds_a_missing_picture(tmp_path):
     run("geoqa", tmp_path)
     (tmp_path / "out/geoqa.images/000000-0.png").unlink()
-    assert "is not there" in verify(tmp_path / "out")["geoqa"]
+    assert "is missing" in verify(tmp_path / "out")["geoqa"]
 
 
 @pytest.mark.parametrize(

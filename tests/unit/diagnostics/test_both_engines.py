@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.diagnostics import group_runs, read_run, write_report
 from nemo_grpo.diagnostics.plots import _add_legend, new_figure
-from nemo_grpo.diagnostics.runs import ENTROPY, RunGroup, common_key
+from nemo_grpo.diagnostics.report import write_report
+from nemo_grpo.diagnostics.runs import ENTROPY, RunGroup, common_key, group_runs, read_run
 from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.nemorl.run_record import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.recipe import load_recipe
@@ -43,7 +43,7 @@ def embedded_run(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def test_rows_of_a_step_on_nemo_rl_are_one_with_the_embedded_names(cluster_run: Path) -> None:
+def test_nemo_rl_rows_of_a_step_are_merged_under_embedded_names(cluster_run: Path) -> None:
     run = read_run(cluster_run)
     assert list(run.rows) == [0, 1, 10]
     assert list(run.points("validation/accuracy")) == [0, 10]

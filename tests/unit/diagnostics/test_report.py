@@ -16,9 +16,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from nemo_grpo.diagnostics import group_runs, plot_run, read_run, write_report
 from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.plots import common_key, running_mean, style_of
+from nemo_grpo.diagnostics.report import plot_run, write_report
+from nemo_grpo.diagnostics.runs import group_runs, read_run
 from nemo_grpo.errors import UserError
 
 MakeRun = Callable[..., Path]
@@ -225,7 +226,7 @@ def test_runs_with_next_to_nothing_are_drawn(make_run: MakeRun, rows: list[Mappi
 
 
 def test_every_metric_and_many_groups_are_drawn(make_run: MakeRun, tmp_path: Path) -> None:
-    panels = [panel for panel in PANELS if not panel.of_looks]
+    panels = [panel for panel in PANELS if not panel.of_diagnostics]
     names = [key for panel in panels for key in panel.keys] + ["validation/greedy", "validation/pass@8"]
     rows = [{"step": s} | {name: 0.1 * s for name in names} for s in range(4)]
     paths = [make_run(f"run{i}", rows, f"variant{i}") for i in range(5)]
@@ -269,7 +270,7 @@ def test_unwritable_output_and_no_run_are_refused(make_run: MakeRun, tmp_path: P
 def test_only_reports_are_replaced(make_run: MakeRun, tmp_path: Path) -> None:
     folder, data = make_run("a", [{"step": 1}]), tmp_path / "ok.jsonl"
     data.write_text('{"answer": 1}\n')
-    with pytest.raises(UserError, match=r"ok\.jsonl exists and is no report; remove it, or"):
+    with pytest.raises(UserError, match=r"ok\.jsonl exists and is not a report; remove it, or"):
         write_report([folder], data)
     assert data.read_text() == '{"answer": 1}\n'
     assert not (tmp_path / "plots").exists()

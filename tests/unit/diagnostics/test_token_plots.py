@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
-from nemo_grpo.diagnostics import group_runs, read_run, write_report
+from nemo_grpo.diagnostics.report import write_report
+from nemo_grpo.diagnostics.runs import group_runs, read_run
 from nemo_grpo.diagnostics.token_plots import (
     covariance_rows,
     gradient_rows,
@@ -61,7 +62,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def test_looks_are_averaged_within_a_run_and_spread_over_seeds(runs: list[Path]) -> None:
     group = group_runs([read_run(path) for path in runs])[0]
-    assert [len(run.looks) for run in group.runs] == [2, 2]  # a step without tokens is no look
+    assert [len(run.diagnostics) for run in group.runs] == [2, 2]  # a step without tokens is no look
     found = group_mean(group, "covariance", "positive")
     assert found is not None
     assert found[0].tolist() == [4.0, 0.1]  # means 3 and 5
@@ -100,7 +101,7 @@ def test_report_has_the_tables_and_pictures_of_the_tokens(runs: list[Path], tmp_
     assert {"cumulative_covariance", "gradient_share", "token_coefficient", "grad_norm"} <= names
 
 
-def test_runs_without_looks_have_no_section_about_tokens(runs: list[Path], tmp_path: Path) -> None:
+def test_runs_without_token_diagnostics_have_no_token_section(runs: list[Path], tmp_path: Path) -> None:
     for folder in runs:
         (folder / "diagnostics.jsonl").unlink()
     page = write_report(runs, tmp_path / "out" / "report.html").read_text()

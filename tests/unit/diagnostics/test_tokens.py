@@ -153,10 +153,12 @@ def test_spread_of_rewards_is_the_mean_over_groups() -> None:
     assert float(metrics["reward/group_std"]) == pytest.approx(0.5**0.5 / 3)
 
 
-def test_drawn_groups_are_counted_as_too_easy_too_hard_or_of_use() -> None:
+def test_drawn_groups_are_counted_as_too_easy_too_hard_or_useful() -> None:
+    zero = torch.zeros(1)
+
     def group(*scores: tuple[float, float]) -> Group:
         responses = [
-            Response(torch.zeros(1), torch.zeros(1), False, "", {"accuracy": a}, reward)
+            Response(zero, zero, zero == 0, False, "", scores={"accuracy": a}, reward=reward)
             for a, reward in scores
         ]
         return Group(Problem("1", "?", "!"), [0], responses)
@@ -168,12 +170,14 @@ def test_drawn_groups_are_counted_as_too_easy_too_hard_or_of_use() -> None:
 
 @pytest.mark.parametrize(("drop_truncated", "of_use"), [(False, 2 / 3), (True, 1 / 3)])
 def test_a_response_that_overlong_filtering_drops_is_no_signal(drop_truncated: bool, of_use: float) -> None:
+    zero = torch.zeros(1)
+
     def group(*responses: tuple[float, bool]) -> Group:
         return Group(
             Problem("1", "?", "!"),
             [0],
             [
-                Response(torch.zeros(1), torch.zeros(1), truncated, "", {"accuracy": reward}, reward)
+                Response(zero, zero, zero == 0, truncated, "", scores={"accuracy": reward}, reward=reward)
                 for reward, truncated in responses
             ],
         )

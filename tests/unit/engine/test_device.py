@@ -7,18 +7,16 @@ import logging
 import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
-from transformers import Qwen2Config
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo import UserError
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.megatron import adam, layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.recipe import load_recipe_dict
+from nemo_grpo.recipe.layout import Layout
 
-HF = Qwen2Config(
-    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
+SPEC = ModelSpec("tiny", "qwen2", 32, 2, 4, 2, 64, 96, 64, False, 8, rope={"rope_type": "default"})
 
 
 def recipe(device: str, num_gpus: int = 1):
@@ -92,8 +90,8 @@ def test_transformer_engine_is_taken_where_it_can_run(
 
 
 def test_a_gpu_without_transformer_engine_is_told_so(gpus, caplog):
-    parallel.initialize(parallel.Layout(), torch.device("cpu"), 0)
-    config = transformer_config(HF, parallel.Layout(), torch.bfloat16)
+    parallel.initialize(Layout(), torch.device("cpu"), 0)
+    config = transformer_config(SPEC, Layout(), torch.bfloat16)
     with caplog.at_level(logging.WARNING):
         layers.block_spec(config)
         assert caplog.text == ""  # a CPU has no use for it

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import Qwen2Config
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.options import (
@@ -21,14 +21,12 @@ from nemo_grpo.engine.megatron.options import (
     fp8_hint,
     fp8_refusals,
     fp8_width_refusals,
-    override_refusals,
-    recompute_refusals,
 )
-from nemo_grpo.engine.megatron.parallel import Layout
+from nemo_grpo.recipe.embedded_rules import SUPPORTED
+from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.sections import Megatron
 
 CUDA = (13, 0)
-H200 = Machine((9, 0), transformer_engine=True, cuda=CUDA)
 
 
 def section(**keys) -> Megatron:
@@ -39,15 +37,7 @@ def fp8(**keys) -> Megatron:
     return section(fp8_cfg={"enabled": True, **keys})
 
 
-def hf() -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+SPEC = ModelSpec("tiny", "qwen2", 32, 4, 4, 2, 64, 96, 64, False, 8, rope={"rope_type": "default"})
 
 
 @pytest.mark.parametrize(
@@ -87,19 +77,20 @@ def hf() -> Qwen2Config:
 )
 def test_sections_become_config_fields_that_megatron_takes(megatron, fields):
     assert config_fields(megatron) == fields
-    config = transformer_config(hf(), Layout(), torch.bfloat16, **fields)
+    config = transformer_config(SPEC, Layout(), torch.bfloat16, **fields)
     assert {name: getattr(config, name) for name in fields} == fields
 
 
 def test_megatron_has_every_recipe_and_field_that_is_named_here():
     assert set(FP8_CAPABILITY) <= {recipe.value for recipe in Fp8Recipe}
+    assert set(FP8_CAPABILITY) == set(SUPPORTED["policy.megatron_cfg.fp8_cfg.fp8_recipe"].values)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert {"fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "transformer_impl"} <= known
 
 
 def test_a_field_that_megatron_lacks_is_refused():
     with pytest.raises(UserError, match="has no fp8_recip; did you mean 'fp8_recipe'"):
-        transformer_config(hf(), Layout(), torch.bfloat16, fp8_recip="blockwise")
+        transformer_config(SPEC, Layout(), torch.bfloat16, fp8_recip="blockwise")
 
 
 @pytest.mark.parametrize(
@@ -122,8 +113,6 @@ def test_a_field_that_megatron_lacks_is_refused():
             Machine((9, 0), True, (12, 8)),
             "needs a torch for CUDA 12.9 or newer and this one is for 12.8; use fp8_recipe=delayed",
         ),
-        (fp8(fp8_recipe="mxfp8"), H200, "fp8_recipe=mxfp8: the embedded engine has blockwise, delayed"),
-        (fp8(fp8_param=True), H200, "fp8_param=true: .* use false"),
     ],
 )
 def test_fp8_is_refused_with_the_remedy(megatron, machine, message):
@@ -147,9 +136,9 @@ def test_delayed_scaling_in_e4m3_gets_a_hint():
 
 
 def test_fp8_needs_widths_of_sixteen():
-    assert not list(fp8_width_refusals(hf(), Layout(tensor=2), "blockwise"))  # 32, 64 / 2, 32 / 2
+    assert not list(fp8_width_refusals(SPEC, Layout(tensor=2), "blockwise"))  # 32, 64 / 2, 32 / 2
     (attention,) = fp8_width_refusals(
-        hf(), Layout(tensor=4), "delayed"
+        SPEC, Layout(tensor=4), "delayed"
     )  # 64 / 4 = 16 fits, 32 / 4 = 8 does not
     assert "num_attention_heads x head_dim / TP = 8 is not a multiple of 16" in attention
 
@@ -157,23 +146,12 @@ def test_fp8_needs_widths_of_sixteen():
 def test_blocks_of_a_shared_sequence_are_whole():
     """Transformer Engine gathers quantised inputs: its blocks of 128 may not span two ranks."""
     layout = Layout(tensor=2, sequence_parallel=True)
-    (hidden,) = fp8_width_refusals(hf(), layout, "blockwise")
+    (hidden,) = fp8_width_refusals(SPEC, layout, "blockwise")
     assert "hidden_size = 32 is not a multiple of 128" in hidden
-    assert not list(fp8_width_refusals(hf(), layout, "tensorwise"))
+    assert not list(fp8_width_refusals(SPEC, layout, "tensorwise"))
     assert [fp8_alignment(recipe) for recipe in (None, "tensorwise", "delayed", "blockwise")] == [
         1,
         16,
         16,
         128,
     ]
-
-
-def test_what_would_be_ignored_is_refused():
-    (message,) = recompute_refusals(section(recompute_granularity="selective"))
-    assert "acts only with policy.megatron_cfg.activation_checkpointing=true" in message
-    (message,) = recompute_refusals(section(activation_checkpointing=True, recompute_modules=["core_atn"]))
-    assert "core_atn is not supported by the embedded engine; did you mean 'core_attn'?" in message
-    assert not list(recompute_refusals(section(activation_checkpointing=True, recompute_modules=["mlp"])))
-    (message,) = override_refusals(section(model_overrides={"hidden_dropout": 0.1}))
-    assert "model_overrides.hidden_dropout is not supported" in message
-    assert not list(override_refusals(section(model_overrides={"first_last_layers_bf16": True})))

@@ -6,31 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from test_eval_command import run
 
-from nemo_grpo.cli.eval import eval_command
-from nemo_grpo.data.manifest import sha256, write_manifest
-from nemo_grpo.engine.local_generator import LocalGenerator
-from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.data.manifest import write_manifest
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks import Prompt, parse_task
-
-app = typer.Typer()
-app.command()(eval_command)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    settings = SimpleNamespace(
-        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, max_position_embeddings=256, num_steps=3, batch_size=4, lr=3e-3, seed=0,
-        cache_dir=str(tmp_path_factory.mktemp("cache")),
-    )  # fmt: skip
-    return warm_start(settings, parse_task({"name": "arithmetic"}).build(), Prompt())
+from nemo_grpo.evaluate.benchmarks import Choice, load_benchmarks
+from nemo_grpo.evaluate.protocols import find_protocol
+from nemo_grpo.files import sha256_of
+from nemo_grpo.sampling.local_generator import LocalGenerator
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +24,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write(folder / "aime24.jsonl", [("1+1?", "2"), ("2+2?", "4"), ("1+1?", "2"), ("3+3?", "6")])
     write(folder / "mine.jsonl", [("5+5?", "10"), ("6+6?", "12")])
-    manifest = {"task": "math", "sha256": sha256(folder / "aime24.jsonl")}
+    manifest = {"task": "math", "sha256": sha256_of(folder / "aime24.jsonl")}
     write_manifest(folder / "aime24.jsonl", manifest)
     return folder
 
@@ -47,14 +32,6 @@ def data(tmp_path_factory):
 def write(path, problems):
     lines = [{"id": f"p{i}", "question": q, "answer": a} for i, (q, a) in enumerate(problems)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def run(*arguments):
-    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "120"})
-    if result.exception is not None:
-        raise result.exception
-    assert result.exit_code == 0
-    return result.output
 
 
 def options(model, data, out, *more):
@@ -97,7 +74,7 @@ def test_summary_says_under_which_conditions(unbroken, data):
     assert (aime["num_problems"], aime["prompt"], aime["sha256"]) == (
         4,
         "gpg_7b",
-        sha256(data / "aime24.jsonl"),
+        sha256_of(data / "aime24.jsonl"),
     )
     assert aime["task"]["form"] == "boxed"
     lengths = [summary["benchmarks"][name]["metrics"]["num_tokens"] for name in ("aime24", "mine")]
@@ -144,7 +121,7 @@ def test_benchmarks_of_several_calls_are_kept_together(unbroken, model, data, tm
     assert results(tmp_path)[0]["benchmarks"].keys() == {"mine"}
 
 
-def test_a_benchmark_that_is_asked_otherwise_does_not_take_the_place_of_another(model, data, tmp_path):
+def test_results_are_not_replaced_by_a_benchmark_with_another_prompt(model, data, tmp_path):
     one(model, data, tmp_path, "aime24", "--num-problems", 1)
     with pytest.raises(UserError, match=r"results of aime24 with another prompt; .*--overwrite"):
         one(model, data, tmp_path, "aime24", "--num-problems", 1, "--prompt", "tr_grpo_math")
@@ -160,21 +137,10 @@ def test_a_benchmark_that_is_asked_otherwise_does_not_take_the_place_of_another(
     one(model, data, tmp_path, "aime24", "--num-problems", 1, "--overwrite")
 
 
-def test_a_damaged_summary_of_benchmarks_is_called_so(model, data, tmp_path):
-    one(model, data, tmp_path, "aime24", "--num-problems", 1)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    for entries in ([], {"aime24": {}}):
-        (tmp_path / "summary.json").write_text(json.dumps({**summary, "benchmarks": entries}))
-        with pytest.raises(UserError, match=r"summary\.json is damaged; .*--overwrite"):
-            one(model, data, tmp_path, "aime24", "--num-problems", 1)
-        one(model, data, tmp_path, "aime24", "--num-problems", 1, "--overwrite")
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-
-
 SLOWLY = """
 import sys, time
 from nemo_grpo.cli import app
-from nemo_grpo.engine.local_generator import LocalGenerator
+from nemo_grpo.sampling.local_generator import LocalGenerator
 generate = LocalGenerator.generate
 def slow(self, *arguments):
     time.sleep(0.2)
@@ -227,7 +193,7 @@ def test_a_recipe_gives_prompt_and_settings(model, data, tmp_path):
     assert "Q: 5+5?" in json.loads((tmp_path / "samples-mine.jsonl").read_text().splitlines()[0])["prompt"]
 
 
-def test_another_prompt_or_task_of_a_recipe_does_not_take_the_place_of_the_first(model, data, tmp_path):
+def test_results_are_not_replaced_under_another_prompt_or_task(model, data, tmp_path):
     fixed = ("--model", model, "--recipe", "recipes/quickstart.yaml", "--benchmarks", data / "mine.jsonl",
              "--k", 1, "--max-tokens", 2, "--device", "cpu", "--out", tmp_path)  # fmt: skip
     math = ("~nemo_grpo.task", "nemo_grpo.task.name=math", f"nemo_grpo.task.train_files=[{data}/mine.jsonl]",
@@ -244,6 +210,49 @@ def test_another_prompt_or_task_of_a_recipe_does_not_take_the_place_of_the_first
     run(*fixed, *math, "nemo_grpo.task.form=think", "--overwrite")
     said = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["mine"]["recipe"]
     assert (said["prompt"]["template"], said["task"]["form"]) == ("{question}", "think")
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "temperature", "top_p", "max_tokens", "prompt"),
+    [
+        ("cw_grpo", 1, 0.6, 0.95, 32768, "lighteval"),
+        ("erpo", 16, 1.0, 0.95, 2048, "gpg_7b"),
+        ("tr_grpo", 16, 1.0, 1.0, 4096, "tr_grpo_math"),
+        ("gpg", 1, 0.6, 0.95, 32768, "lighteval"),
+        ("r1", 64, 0.6, 0.95, 32768, "gpg_7b"),
+        ("qwen-math", 1, 0.0, 1.0, 2048, "qwen_math"),
+        ("greedy", 1, 0.0, 1.0, 32768, "gpg_7b"),
+    ],
+)
+def test_a_protocol_has_its_sources_values(name, k, temperature, top_p, max_tokens, prompt, data):
+    protocol = find_protocol(name)
+    assert protocol.options() == {
+        "k": k,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+    }
+    choice = Choice(data, limit=1, prompts=protocol.prompts)
+    assert load_benchmarks("aime24", choice)[0].prompt_name == prompt
+
+
+def test_a_protocol_is_recorded_cut_to_the_models_length_and_gives_way_to_options(model, data, tmp_path):
+    sets = ["--model", model, "--benchmarks", "aime24", "--data-dir", data, "--device", "cpu"]
+    few = ["--num-problems", 1, "--prompt", "tr_grpo_math"]
+    output = run(*sets, *few, "--protocol", "cw_grpo", "--temperature", 0.8, "--out", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    sampling, entry = summary["conditions"]["sampling"], summary["benchmarks"]["aime24"]
+    assert (summary["conditions"]["num_samples"], sampling["temperature"], sampling["top_p"]) == (
+        1,
+        0.8,
+        0.95,
+    )
+    assert 100 < sampling["max_new_tokens"] < 256  # of the model's 256 positions
+    assert entry["protocol"]["name"] == "cw_grpo"
+    assert "WangCheng0116/CW-GRPO" in entry["protocol"]["source"]
+    assert "protocol cw_grpo" in output
+    with pytest.raises(UserError, match=r"--protocol cwgrpo is unknown; did you mean 'cw_grpo'"):
+        run(*sets, "--protocol", "cwgrpo", "--out", tmp_path / "other")
 
 
 def test_a_preset_decides_which_form_is_right(model, data, tmp_path):
@@ -271,18 +280,17 @@ def refused(model, data, tmp_path, *arguments):
         (["--benchmarks", "math500"], "run `nemo-grpo data prepare math500 --out"),
         (["--benchmarks", "no/file.jsonl"], "No such file"),
         (["--benchmarks", "aime24,aime24"], "each once"),
-        (["--benchmarks", ","], "name one or several"),
+        (["--benchmarks", ","], "name one or more"),
         (["--benchmarks", "aime24", "--prompt", "gpg_8b"], "did you mean 'gpg_7b'"),
         (["--benchmarks", "aime24", "--task", "arithmetic"], "reads no files"),
         (["--benchmarks", "aime24", "--task", "vision_math"], "images"),
+        (["--benchmarks", "recipe"], "a recipe's held-out problems; add --recipe"),
         (["--benchmarks", "aime24", "--k", "0"], "--k 0 must be at least 1"),
         (["--benchmarks", "aime24", "--top-p", "1.5"], "top_p"),
         (["--benchmarks", "aime24", "--max-tokens", "250"], "max_position_embeddings=256"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_made(
-    model, data, tmp_path, arguments, message
-):
+def test_invalid_evaluation_is_refused_before_anything_is_created(model, data, tmp_path, arguments, message):
     assert message in refused(model, data, tmp_path, *arguments)
 
 
@@ -294,6 +302,6 @@ def test_a_model_without_weights_leaves_no_folder(model, data, tmp_path):
 
 
 def test_vllm_that_is_not_there_is_a_user_error(model, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("nemo_grpo.engine.generate_vllm.find_spec", lambda name: None)
+    monkeypatch.setattr("nemo_grpo.sampling.generate_vllm.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'nemo-grpo\[vllm\]', or use hf"):
         run(*options(model, data, tmp_path, "--generator", "vllm"))

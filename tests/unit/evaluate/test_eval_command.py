@@ -11,10 +11,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from nemo_grpo.cli.eval import eval_command
-from nemo_grpo.engine.local_generator import LocalGenerator
-from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks import Prompt, parse_task
+from nemo_grpo.sampling.local_generator import LocalGenerator
 
 app = typer.Typer()
 app.command()(eval_command)
@@ -22,54 +20,39 @@ RECIPE = ["--recipe", "recipes/quickstart.yaml"]
 TASK = ["nemo_grpo.task.name=arithmetic"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    settings = SimpleNamespace(
-        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, max_position_embeddings=128, num_steps=3, batch_size=4, lr=3e-3, seed=0,
-        cache_dir=str(tmp_path_factory.mktemp("cache")),
-    )  # fmt: skip
-    return warm_start(settings, parse_task({"name": "arithmetic"}).build(), Prompt())
-
-
 def run(*arguments):
     """Output of the command; what it raises comes through."""
-    result = CliRunner().invoke(app, [*map(str, arguments)])
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "120"})
     if result.exception is not None:
         raise result.exception
     assert result.exit_code == 0
     return result.output
 
 
-def test_it_prints_a_table_and_writes_summary_and_samples(model, tmp_path):
+def test_a_recipes_own_problems_are_one_more_benchmark(model, tmp_path):
     options = ["--k", 3, "--num-problems", 5, "--max-tokens", 7, "--temperature", 0.5, "--seed", 4]
     output = run("--model", model, *RECIPE, "--out", tmp_path / "out", *options, *TASK)
-    for word in (
-        "avg@3",
-        "greedy",
-        "pass@1",
-        "pass@2",
-        "pass@3",
-        "maj@3",
-        "stderr",
-        "5 problems x 3 samples",
-    ):
+    for word in ("recipe", "avg@3", "greedy", "pass@2", "pass@3", "maj@3", "5 problems", "3 samples"):
         assert word in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    entry, conditions = summary["benchmarks"]["recipe"], summary["conditions"]
     assert summary["model"] == str(model)
-    assert summary["task"]["name"] == "arithmetic"
-    assert (summary["num_problems"], summary["num_samples"], summary["seed"]) == (5, 3, 4)
-    assert (summary["sampling"]["max_new_tokens"], summary["sampling"]["temperature"]) == (7, 0.5)
-    assert summary["sampling"]["stop_token_ids"] == [2]
-    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    assert [len(sample["completions"]) for sample in samples] == [3] * 5
-    assert summary["metrics"]["num_tokens"] <= 7
+    assert (entry["task"]["name"], entry["num_problems"], entry["prompt"]) == ("arithmetic", 5, "recipe")
+    assert (conditions["num_samples"], conditions["seed"], conditions["dtype"]) == (3, 4, "float32")
+    sampling = conditions["sampling"]
+    assert (sampling["max_new_tokens"], sampling["temperature"], sampling["stop_token_ids"]) == (7, 0.5, [2])
+    assert [len(sample["completions"]) for sample in samples(tmp_path / "out")] == [3] * 5
+    assert entry["metrics"]["num_tokens"] <= 7
+
+
+def samples(out):
+    return [json.loads(line) for line in (out / "samples-recipe.jsonl").read_text().splitlines()]
 
 
 def test_same_seed_gives_the_same_result(model, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run("--model", model, *RECIPE, "--out", tmp_path / name, "--num-problems", 4, "--seed", seed, *TASK)
-    first, again, other = ((tmp_path / name / "samples.jsonl").read_text() for name in "abc")
+    first, again, other = ((tmp_path / name / "samples-recipe.jsonl").read_text() for name in "abc")
     assert first == again
     assert first != other
 
@@ -77,57 +60,33 @@ def test_same_seed_gives_the_same_result(model, tmp_path):
 def test_responses_that_are_there_are_not_sampled_again(model, tmp_path, monkeypatch):
     arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--num-problems", 2, "--k", 2, *TASK]
     run(*arguments)
-    before = (tmp_path / "samples.jsonl").read_text()
+    before = (tmp_path / "samples-recipe.jsonl").read_text()
     lines = (tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "summary.json").unlink()
     (tmp_path / "responses.jsonl").write_text("".join(lines[:-1]))
     generate, asked = LocalGenerator.generate, []
     monkeypatch.setattr(
-        LocalGenerator, "generate", lambda *a, **o: (asked.append(len(a[1])), generate(*a, **o))[1]
+        LocalGenerator, "generate", lambda *a, **o: (asked.append(len(a[1].prompts)), generate(*a, **o))[1]
     )
     run(*arguments)
     assert asked == [1]
-    assert (tmp_path / "samples.jsonl").read_text() == before
+    assert (tmp_path / "samples-recipe.jsonl").read_text() == before
     assert (tmp_path / "responses.jsonl").read_text() == "".join(lines)
 
 
-def test_results_are_not_overwritten_unasked(model, tmp_path):
-    arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--num-problems", 1, *TASK]
-    run(*arguments)
-    before = (tmp_path / "summary.json").read_text()
-    other_prompt = "nemo_grpo.prompt.template='Q: {question}'"
-    for change, names in ((["--seed", 3], "seed"), (["--k", 2, other_prompt], "num_samples, prompt")):
-        with pytest.raises(UserError, match=rf"other conditions \({names}\); .*--overwrite"):
-            run(*arguments, *change)
-    assert (tmp_path / "summary.json").read_text() == before
-    run(*arguments, "--seed", 3, "--overwrite")
-    assert json.loads((tmp_path / "summary.json").read_text())["seed"] == 3
-
-
-def test_a_repeated_command_samples_nothing_and_more_problems_are_added(model, tmp_path, monkeypatch):
+def test_repeated_command_samples_only_additional_problems(model, tmp_path, monkeypatch):
     arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--k", 2, *TASK]
     run(*arguments, "--num-problems", 2)
-    files = [tmp_path / name for name in ("summary.json", "samples.jsonl", "responses.jsonl")]
+    files = [tmp_path / name for name in ("summary.json", "samples-recipe.jsonl", "responses.jsonl")]
     before = [path.read_text() for path in files]
     with monkeypatch.context() as patched:
         patched.setattr(LocalGenerator, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
         run(*arguments, "--num-problems", 2)
     assert [path.read_text() for path in files] == before
     run(*arguments, "--num-problems", 3)
-    assert json.loads(files[0].read_text())["num_problems"] == 3
+    assert json.loads(files[0].read_text())["benchmarks"]["recipe"]["num_problems"] == 3
     assert files[1].read_text().startswith(before[1])
     assert files[2].read_text().startswith(before[2])
-
-
-def test_fewer_problems_do_not_take_the_place_of_more(model, tmp_path):
-    arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--k", 1, "--max-tokens", 2, *TASK]
-    run(*arguments, "--num-problems", 3)
-    before = (tmp_path / "samples.jsonl").read_text()
-    with pytest.raises(UserError, match=r"of 3 problems, and --num-problems 2 .* at least 3, .*--overwrite"):
-        run(*arguments, "--num-problems", 2)
-    assert (tmp_path / "samples.jsonl").read_text() == before
-    run(*arguments, "--num-problems", 2, "--overwrite")
-    assert json.loads((tmp_path / "summary.json").read_text())["num_problems"] == 2
 
 
 def test_an_edited_data_file_does_not_replace_results(model, tmp_path):
@@ -145,22 +104,26 @@ def test_an_edited_data_file_does_not_replace_results(model, tmp_path):
     run(*arguments, "--num-problems", 2)
     write("1", "2", "3")
     run(*arguments, "--num-problems", 3)  # more of the same are welcome
-    before = (tmp_path / "o" / "samples.jsonl").read_text()
+    before = (tmp_path / "o" / "samples-recipe.jsonl").read_text()
     write("1", "5", "3")
-    with pytest.raises(UserError, match=r"other conditions \(problems\); .*--overwrite"):
+    with pytest.raises(UserError, match=r"results of recipe with another sha256; .*--overwrite"):
         run(*arguments, "--num-problems", 3)
-    assert (tmp_path / "o" / "samples.jsonl").read_text() == before
+    assert (tmp_path / "o" / "samples-recipe.jsonl").read_text() == before
     run(*arguments, "--num-problems", 3, "--overwrite")
-    assert json.loads((tmp_path / "o" / "samples.jsonl").read_text().splitlines()[1])["gold"] == "5"
+    assert samples(tmp_path / "o")[1]["gold"] == "5"
 
 
 @pytest.mark.parametrize(
-    "content", ["{}", "{", "[]", '{"conditions": {}}', '{"conditions": 3, "metrics": {}}']
+    "content",
+    [
+        *("{}", "{", "[]", '{"conditions": {}}', '{"conditions": 3, "benchmarks": {}}'),
+        *('{"conditions": {}, "benchmarks": []}', '{"conditions": {}, "benchmarks": {"recipe": {}}}'),
+    ],
 )
 def test_a_damaged_summary_is_called_so(model, tmp_path, content):
     arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--num-problems", 1, "--k", 1, *TASK]
     (tmp_path / "summary.json").write_text(content)
-    with pytest.raises(UserError, match=r"summary\.json is damaged; remove it .*--overwrite"):
+    with pytest.raises(UserError, match=r"summary\.json is damaged, .*; remove it .*--overwrite"):
         run(*arguments)
     run(*arguments, "--overwrite")
     run(*arguments)
@@ -177,55 +140,42 @@ def test_results_of_another_model_are_refused(model, tmp_path):
         run("--model", tmp_path / "other", *options)
 
 
-def test_results_of_benchmarks_are_not_those_of_a_recipe(model, tmp_path):
+def test_no_option_excludes_another(model, tmp_path):
+    """The recipe's problems beside a file's, by another prompt, generator, precision and batch."""
     (tmp_path / "mine.jsonl").write_text('{"id": "1", "question": "1+1?", "answer": "2"}\n')
-    benchmarks = ["--benchmarks", tmp_path / "mine.jsonl", "--device", "cpu"]
-    few = ["--model", model, "--max-tokens", 4, "--k", 1]
-    run(*few, *benchmarks, "--out", tmp_path / "a")
-    run(*few, *RECIPE, *TASK, "--num-problems", 1, "--out", tmp_path / "b")
-    with pytest.raises(UserError, match="holds results of benchmarks; choose another --out"):
-        run(*few, *RECIPE, *TASK, "--num-problems", 1, "--out", tmp_path / "a")
-    with pytest.raises(UserError, match="holds results of a recipe's own problems; choose another --out"):
-        run(*few, *benchmarks, "--out", tmp_path / "b")
+    few = ["--model", model, *RECIPE, *TASK, "--k", 1, "--max-tokens", 2, "--num-problems", 1]
+    options = ["--prompt", "tr_grpo_math", "--dtype", "bfloat16", "--generator", "hf", "--batch-size", 2]
+    both = ["--benchmarks", f"recipe,{tmp_path}/mine.jsonl", "--task", "math", "--device", "cpu"]
+    run(*few, *both, *options, "--out", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["conditions"]["generator"], summary["conditions"]["dtype"]) == ("hf", "bfloat16")
+    assert {name: entry["prompt"] for name, entry in summary["benchmarks"].items()} == {
+        "recipe": "tr_grpo_math",
+        "mine": "tr_grpo_math",
+    }
+    assert samples(tmp_path)[0]["prompt"].endswith(r"output the final answer within \boxed{ }.")
 
 
-def without_tokenizer(model, folder):
-    shutil.copytree(model, folder)
-    (folder / "tokenizer.json").unlink()
-    return folder
+def copy(change):
+    """A copy of the model with this change."""
+
+    def make(model, folder):
+        shutil.copytree(model, folder)
+        change(folder)
+        return folder
+
+    return make
 
 
-def without_weights(model, folder):
-    shutil.copytree(model, folder)
-    (folder / "model.safetensors").unlink()
-    return folder
-
-
-def with_broken_config(model, folder):
-    shutil.copytree(model, folder)
-    (folder / "config.json").write_text("{")
-    return folder
-
-
-def with_broken_tokenizer(model, folder):
-    shutil.copytree(model, folder)
-    (folder / "tokenizer.json").write_text('{"model": 3}')
-    return folder
-
-
-def with_small_vocabulary(model, folder):
-    shutil.copytree(model, folder)
+def with_small_vocabulary(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 2}))
-    return folder
 
 
-def with_nan(model, folder):
-    shutil.copytree(model, folder)
+def with_nan(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][:] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def run_folder(model, folder):
@@ -243,13 +193,19 @@ def megatron_checkpoint(model, folder):
     ("damaged", "message"),
     [
         (lambda model, folder: folder, "is not a folder"),
-        (with_broken_config, "cannot read the tokenizer in .*config.* is not a valid JSON"),
-        (with_broken_tokenizer, "cannot read the tokenizer in .*; save the model's own there again"),
-        (with_small_vocabulary, "the model's vocab_size is 2; put the model's own tokenizer"),
+        (
+            copy(lambda folder: (folder / "config.json").write_text("{")),
+            "cannot read the tokenizer in .*config.* is not a valid JSON",
+        ),
+        (
+            copy(lambda folder: (folder / "tokenizer.json").write_text('{"model": 3}')),
+            "cannot read the tokenizer in .*; save the model's own there again",
+        ),
+        (copy(with_small_vocabulary), "the model's vocab_size is 2; put the model's own tokenizer"),
         (run_folder, "this is a run's folder: give its model, .*hf"),
-        (megatron_checkpoint, "this is a Megatron checkpoint: `nemo-grpo convert megatron-to-hf`"),
-        (without_tokenizer, "has no tokenizer"),
-        (without_weights, "cannot load a causal language model"),
+        (megatron_checkpoint, "this is a Megatron checkpoint: convert it with `nemo-grpo convert"),
+        (copy(lambda folder: (folder / "tokenizer.json").unlink()), "has no tokenizer"),
+        (copy(lambda folder: (folder / "model.safetensors").unlink()), "cannot load a causal language model"),
     ],
 )
 def test_an_incomplete_model_is_a_user_error_and_nothing_is_made(model, tmp_path, damaged, message):
@@ -261,8 +217,8 @@ def test_an_incomplete_model_is_a_user_error_and_nothing_is_made(model, tmp_path
 
 
 def test_a_model_whose_logits_are_nan_is_a_user_error(model, tmp_path):
-    folder = with_nan(model, tmp_path / "model")
-    with pytest.raises(UserError, match=r"logits are not finite.*; give a sound checkpoint"):
+    folder = copy(with_nan)(model, tmp_path / "model")
+    with pytest.raises(UserError, match=r"logits are not finite.*; use another checkpoint"):
         run("--model", folder, *RECIPE, "--out", tmp_path / "out", "--num-problems", 1, *TASK)
 
 
@@ -271,11 +227,11 @@ def test_a_model_whose_logits_are_nan_is_a_user_error(model, tmp_path):
     [
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "1.5"], "top_p"),
-        (["--k", "0"], "num_samples"),
-        (["--num-problems", "100000"], "ask for at most"),
-        (["--max-tokens", "127"], "max_position_embeddings=128"),
+        (["--k", "0"], "--k 0 must be at least 1"),
+        (["--num-problems", "100000"], "use 405 or fewer"),
+        (["--max-tokens", "255"], "max_position_embeddings=256"),
         (["nemo_grpo.tusk.name=arithmetic"], "did you mean"),
-        (["--prompt", "gpg", "--batch-size", "8"], "--prompt, --batch-size: only with --benchmarks"),
+        (["--benchmarks", "recipe,recipe"], "each once"),
     ],
 )
 def test_wrong_settings_are_user_errors(model, tmp_path, arguments, message):
@@ -291,7 +247,7 @@ def test_a_negative_seed_is_refused(model, tmp_path):
     assert "or equal to 0" in result.output
 
 
-def test_a_place_that_may_not_be_written_is_refused_before_the_work(model, tmp_path, monkeypatch):
+def test_unwritable_output_is_refused_before_the_work(model, tmp_path, monkeypatch):
     no_access = SimpleNamespace(access=lambda path, mode: False, W_OK=os.W_OK, X_OK=os.X_OK)
     monkeypatch.setattr("nemo_grpo.cli.model_folder.os", no_access)
     with pytest.raises(UserError, match="cannot be written"):

@@ -56,7 +56,7 @@ def test_majority_counts_equal_answers_together():
     assert majority_at_k(answers, scores, same) == Majority(1.0)
 
 
-def test_a_vote_waits_for_few_comparisons_without_a_verdict():
+def test_vote_stops_after_few_comparisons_without_a_verdict():
     asked = []
 
     def same(one, other):
@@ -80,7 +80,7 @@ def test_a_vote_asks_a_limited_number_of_times():
     assert len(asked) == 120
 
 
-def test_hopeless_answers_are_not_asked_about_and_leave_the_vote_to_the_others():
+def test_hopeless_answers_are_not_compared_and_the_others_decide_the_vote():
     asked = []
 
     def same(one, other):

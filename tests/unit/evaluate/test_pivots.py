@@ -12,12 +12,12 @@ import torch
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
-from nemo_grpo.engine.generate_hf import HFGenerator
-from nemo_grpo.engine.protocols import SamplingParams
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate import pivots
 from nemo_grpo.evaluate.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
 from nemo_grpo.evaluate.pivots import choose_points, choose_positions, response_entropies, study_pivots
+from nemo_grpo.sampling.generate_hf import HFGenerator
+from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.tasks import Problem, Prompt
 
 STOP = 19
@@ -232,8 +232,8 @@ def test_the_recipes_generator_is_used(tmp_path: Path, monkeypatch: pytest.Monke
     def build(name: str, *_: Any) -> None:
         raise Built(name)
 
-    monkeypatch.setattr("nemo_grpo.engine.generators.build_local", build)
-    monkeypatch.setattr("nemo_grpo.engine.hf_folder.load_tokenizer", lambda model: Tokenizer())
+    monkeypatch.setattr("nemo_grpo.sampling.generators.build_local", build)
+    monkeypatch.setattr("nemo_grpo.hf_folder.load_tokenizer", lambda model: Tokenizer())
     (tmp_path / "config.json").write_text("{}")
     command = ["pivots", "--model", str(tmp_path), "--recipe", "recipes/quickstart.yaml"]
     for name in ("auto", "hf", "decoder"):
@@ -243,7 +243,7 @@ def test_the_recipes_generator_is_used(tmp_path: Path, monkeypatch: pytest.Monke
         CliRunner().invoke(app, [*command, "nemo_grpo.engine.generator=vllm"], catch_exceptions=False)
 
 
-def test_results_have_the_runs_name_and_their_place_is_tried_first(
+def test_results_are_named_after_the_run_and_the_folder_is_checked_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nemo_grpo.cli import diagnose

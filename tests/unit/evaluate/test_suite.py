@@ -21,7 +21,7 @@ CONDITIONS = Conditions("f", "hf", "float32", "cpu", SAMPLING, 4, 7)
 
 def benchmark(name, problems):
     task = parse_task({"name": "knights_knaves"}).build()
-    return Benchmark(name, Path(f"{name}.jsonl"), "d", task, problems, Prompt(), "none")
+    return Benchmark(name, task, problems, Prompt(), "none", path=Path(f"{name}.jsonl"), digest="d")
 
 
 @pytest.fixture
@@ -82,6 +82,6 @@ def test_responses_to_an_open_think_block_are_read_as_such():
 
 
 def test_a_prompt_that_does_not_fit_is_named():
-    assert longest_prompt([(Prompt(), PROBLEMS)], CharacterTokenizer(), 10, 15) == len("[Q0?]")
+    assert longest_prompt([benchmark("all", PROBLEMS)], CharacterTokenizer(), 10, 15) == len("[Q0?]")
     with pytest.raises(UserError, match="problem 'p0' has 5 tokens and --max-tokens is 11"):
-        longest_prompt([(Prompt(), PROBLEMS)], CharacterTokenizer(), 11, 15)
+        longest_prompt([benchmark("all", PROBLEMS)], CharacterTokenizer(), 11, 15)

@@ -120,9 +120,7 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
     assert steps == [0, 1, 2, 3]  # it went on from where it stood
 
 
-def test_runs_finished_with_another_recipe_are_in_no_table_when_the_next_call_is_stopped(
-    tmp_path, jobs, command
-) -> None:
+def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
     longer = plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)

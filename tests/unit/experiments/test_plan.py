@@ -16,7 +16,7 @@ QUICKSTART = RECIPES / "quickstart.yaml"
 PRESETS = sorted((RECIPES / "sweeps").glob("*.yaml"))
 
 
-def test_compare_takes_the_overlay_of_a_variant_and_the_recipe_itself_for_its_own() -> None:
+def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_variant() -> None:
     settings = compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=3"])
     assert [(s.label, s.recipe.name, s.overrides) for s in settings] == [
         ("grpo", "quickstart.yaml", ("grpo.max_num_steps=3",)),
@@ -96,7 +96,7 @@ def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name:
 
 def test_a_comparison_from_different_starts_is_refused(tmp_path: Path) -> None:
     settings = [Setting("a", QUICKSTART), Setting("b", QUICKSTART, ("nemo_grpo.warm_start.num_steps=7",))]
-    with pytest.raises(UserError, match=r"nemo_grpo\.warm_start of b .* is not that of a"):
+    with pytest.raises(UserError, match=r"nemo_grpo\.warm_start of b .* differs from that of a"):
         plan_jobs(settings, [0], tmp_path, same_start=True)
     assert len(plan_jobs(settings, [0], tmp_path)) == 2  # a sweep may vary the start
 
@@ -155,7 +155,7 @@ def test_grids_are_products_and_settings_single_points(tmp_path: Path) -> None:
     [
         ("  grid: []\n", r"sweep\.grid is not a key of a sweep; did you mean 'grids'"),
         ("", "nothing is varied"),
-        ("  grids: [{loss_fn.variant: [grpo, grpo]}]\n", "comes more than once"),
+        ("  grids: [{loss_fn.variant: [grpo, grpo]}]\n", "is repeated"),
         ("  seeds: many\n", r"sweep\.seeds"),
     ],
 )
@@ -180,10 +180,10 @@ def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path: Path, override:
     assert [setting.overrides[-2] for setting in changed] == ["grpo.max_num_steps=6"] * 2
 
 
-def test_recipes_are_no_sweeps_and_an_unknown_preset_names_the_nearest() -> None:
+def test_recipe_is_not_a_sweep_and_an_unknown_preset_names_the_nearest() -> None:
     assert not is_sweep(QUICKSTART)
     assert all(map(is_sweep, PRESETS))
-    with pytest.raises(UserError, match="is no sweep"):
+    with pytest.raises(UserError, match="is not a sweep"):
         load_sweep(QUICKSTART)
     with pytest.raises(UserError, match="did you mean 'gpg-threshold'"):
         find_sweep("gpg-treshold")

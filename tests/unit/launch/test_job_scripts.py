@@ -88,7 +88,7 @@ def calls(place):
     return (place / "calls").read_text().splitlines()
 
 
-def test_last_task_of_an_array_finds_the_repository_also_in_a_folder_with_a_space(place):
+def test_last_array_task_finds_a_repository_path_with_a_space(place):
     done = run(place, "eval.sbatch", "run/hf", "aime24,math500", SLURM_ARRAY_TASK_ID="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert calls(place) == [
@@ -96,7 +96,7 @@ def test_last_task_of_an_array_finds_the_repository_also_in_a_folder_with_a_spac
     ]
 
 
-def test_conversion_finds_checkpoints_behind_a_link_and_goes_on_with_what_another_job_began(place):
+def test_conversion_follows_links_and_resumes_another_jobs_conversion(place):
     done = run(place, "convert.sbatch", "x.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     words = calls(place)[0].split()
@@ -106,7 +106,7 @@ def test_conversion_finds_checkpoints_behind_a_link_and_goes_on_with_what_anothe
 
 
 @pytest.mark.parametrize("made", ["hf-step_000020", ".hf-step_000020.partial"])
-def test_model_of_an_older_checkpoint_of_the_same_step_is_made_again(place, made):
+def test_model_of_an_older_checkpoint_of_the_same_step_is_converted_again(place, made):
     (place / "run" / made).mkdir()
     os.utime(place / "run" / made, (1, 1))
     done = run(place, "convert.sbatch", "x.yaml")
@@ -170,12 +170,12 @@ def test_second_job_in_a_run_folder_is_refused_while_the_first_runs(place):
     assert "passed" in check(place, "claim_run", QUEUE="7").stdout  # an attempt after
 
 
-def test_checkpoint_folder_that_a_node_has_for_itself_is_refused(place):
+def test_node_local_checkpoint_folder_is_refused(place):
     assert "passed" in check(place, "check_checkpoint_folder").stdout
     assert sorted(path.name for path in (place / "disk").iterdir()) == ["step_000020"]
     refused = check(place, "check_checkpoint_folder", "NODES=(n1 n2)")  # n2 writes somewhere else
     assert refused.returncode == 69
-    assert "what n2 writes there this script does not see" in refused.stdout
+    assert "this script does not see what n2 writes there" in refused.stdout
 
 
 ADDRESS = """

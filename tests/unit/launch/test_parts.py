@@ -103,9 +103,7 @@ echo "$CAUSE $RC"
         ("None", "driver", 143, "driver 143"),
     ],
 )
-def test_a_driver_that_ends_when_slurm_preempts_its_job_did_not_fail(
-    tmp_path, preempted, cause, rc, expected
-):
+def test_driver_that_ends_at_preemption_does_not_count_as_failure(tmp_path, preempted, cause, rc, expected):
     write_stubs(tmp_path)
     script = EXPLAIN.format(bin=tmp_path, root=ROOT, preempted=preempted, cause=cause, rc=rc)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)

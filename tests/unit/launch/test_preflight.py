@@ -68,7 +68,7 @@ def test_sick_node_is_refused_by_name(check, second, part):
     assert refused(found) <= {check, "free space"}
 
 
-def test_clock_within_the_time_that_asking_took_is_accepted():
+def test_clock_within_the_duration_of_the_query_is_accepted():
     assert "clocks" not in refused(verdicts(facts("n1", clock=998.5), facts("n2", clock=1002.5)))
 
 
@@ -124,7 +124,7 @@ def test_adapters_are_not_refused_for_the_size_of_the_whole_model(monkeypatch):
         ({"NCCL_DEBUG": "trace"}, [SLOW]),
     ],
 )
-def test_nccl_environment_is_judged_by_what_the_node_has(environment, expected):
+def test_nccl_environment_is_checked_against_the_nodes_devices(environment, expected):
     assert [fatal for fatal, _ in nccl_problems(facts(environment=environment))] == expected
 
 
@@ -133,7 +133,7 @@ def test_bounded_pinned_memory_is_noted_where_there_is_infiniband():
     assert nccl_problems(facts(memlock=65536, hcas=[])) == []
 
 
-def test_node_facts_arrive_whole_and_a_missing_folder_is_a_failure(tmp_path, monkeypatch, capsys):
+def test_node_facts_are_complete_and_a_missing_folder_is_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert node_facts.main(tmp_path) == 0

@@ -61,7 +61,7 @@ def decide(folder, arguments, past=(), state="RUNNING", variables=""):
         ("driver 2 40 40", [], ("stop", 2)),
     ],
 )
-def test_ended_attempt_is_retried_only_where_that_can_help(tmp_path, arguments, past, expected):
+def test_ended_attempt_is_retried_only_if_that_can_help(tmp_path, arguments, past, expected):
     assert decide(tmp_path, arguments, past) == expected
 
 
@@ -75,7 +75,7 @@ def test_silence_of_slurm_is_no_cancellation(tmp_path):
     assert decide(tmp_path, "cancelled 143 0 40", state="") == ("stop", 143)
 
 
-def test_restarts_that_slurm_made_by_itself_count_as_failures(tmp_path):
+def test_restarts_by_slurm_itself_count_as_failures(tmp_path):
     rows = [("time limit", 75, 0, 40)]
     variables = "SLURM_RESTART_COUNT=4"  # three more than this table knows of
     assert decide(tmp_path, "node 71 40 40", rows, variables=variables) == ("stop", 71)

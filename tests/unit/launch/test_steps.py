@@ -23,7 +23,7 @@ def srun(folder, variables=""):
 
 def test_step_shares_the_nodes_and_passes_words_unbroken(tmp_path):
     arguments = srun(tmp_path, "PYTHON=/env/python")
-    options = "--nodes=2 --overlap --kill-on-bad-exit=1 --cpus-per-task=96"
+    options = "--overlap --kill-on-bad-exit=1 --cpus-per-task=96 --nodes=2"
     assert arguments == [*options.split(), "/env/python", "-m", "x", "a b"]
 
 

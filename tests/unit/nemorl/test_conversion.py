@@ -74,7 +74,7 @@ def test_conversion_of_another_job_is_waited_for(root):
     assert (folder / LAST_FILE).exists()
 
 
-def test_remains_of_a_job_that_was_just_killed_are_removed_when_they_are_still(root):
+def test_remains_of_a_killed_job_are_removed_after_the_waiting_time(root):
     folder = converted(root / "org" / "model", 5)
     slept = Time().run({"model_name": "org/model"})
     assert sum(slept) == STILL_S - 5
@@ -96,7 +96,7 @@ def test_local_models_and_overridden_configurations_are_found(root, tmp_path):
     "settings",
     [{"pretrained_checkpoint": {"path": "p"}}, {"megatron_cfg": {"force_reconvert_from_hf": True}}],
 )
-def test_where_nemo_rl_looks_at_no_conversion_nothing_is_removed(root, settings):
+def test_nothing_is_removed_if_nemo_rl_uses_no_conversion(root, settings):
     folder = converted(root / "org" / "model", STILL_S)
     Time().run({"model_name": "org/model", **settings})
     assert folder.exists()
@@ -109,11 +109,11 @@ def test_remains_that_cannot_be_removed_are_a_refusal(root, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(folder), "rename", refuse)
-    with pytest.raises(UserError, match=r"iter_0000000 is left of a killed conversion.*Permission denied"):
+    with pytest.raises(UserError, match=r"iter_0000000 is left from a killed conversion.*Permission denied"):
         Time().run({"model_name": "org/model"})
 
 
-def test_another_job_that_removes_them_first_is_no_error(root, monkeypatch):
+def test_removal_by_another_job_is_not_an_error(root, monkeypatch):
     folder = converted(root / "org" / "model", STILL_S)
 
     def be_late(self, _target):

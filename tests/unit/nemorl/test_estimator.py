@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.advantage import VariantEstimator, _tokens, group_ids
+from nemo_grpo.nemorl.checkpoints import CARRIED, resume_carried, save_side_files
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.variants import parse_loss_fn
 
@@ -41,7 +45,7 @@ def test_advantages_of_grpo_by_hand():
     assert found.dtype == torch.float32
 
 
-def test_a_masked_response_is_no_part_of_its_group():
+def test_masked_response_does_not_count_in_its_group():
     mask = MASK.clone()
     mask[1] = 0  # the only sibling of response 0
     found = estimator(variant="gpg").compute_advantage(
@@ -137,6 +141,49 @@ def test_missing_tensors_are_named(loss_fn, given, message):
         estimator(**loss_fn).compute_advantage(PROMPTS, torch.ones(4), MASK, **given)
 
 
+def test_factors_of_a_mean_over_groups_reach_the_loss():
+    exchange, mask = StepExchange(), MASK.clone()
+    mask[0, 3] = 0  # group 0 keeps fewer tokens
+    estimator(exchange, variant="grpo", aggregation="group_token_mean").compute_advantage(
+        PROMPTS, torch.tensor([1.0, 0.0, 1.0, 0.0]), mask, logprobs_policy=torch.zeros(4, 4)
+    )
+    tokens = mask[:, 1:].sum(1).view(2, 2).sum(1)
+    expected = (4 / 2 / tokens).repeat_interleave(2)
+    torch.testing.assert_close(exchange.take_train_tensors()["row_factors"], expected)
+
+
+def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(tmp_path):
+    loss_fn = {"variant": "erpo", "entropy_statistics": "moving", "entropy_momentum": 0.5}
+
+    def step(exchange: StepExchange, entropy: float) -> None:
+        exchange.entropies = torch.full((4, 4), entropy)
+        logprobs = {"logprobs_policy": torch.zeros(4, 4), "logprobs_reference": torch.zeros(4, 4)}
+        estimator(exchange, **loss_fn).compute_advantage(PROMPTS, torch.arange(4.0), MASK, **logprobs)
+
+    whole = StepExchange()
+    step(whole, 1.0)
+    manager, side = SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path)), Mock()
+    save_side_files(manager, side, side, whole)
+    manager.init_tmp_checkpoint()
+    step(whole, 3.0)
+    assert whole.carried == {"mean": 2.0, "square": 5.0}
+
+    config, resumed = parse_loss_fn(loss_fn), StepExchange()
+    resume_carried(config, SimpleNamespace(get_latest_checkpoint_path=lambda: None), resumed)
+    assert resumed.carried == {}  # the run begins
+    manager.get_latest_checkpoint_path = lambda: str(tmp_path)
+    resume_carried(config, manager, resumed)
+    step(resumed, 3.0)
+    assert resumed.carried == whole.carried
+
+    (tmp_path / CARRIED).unlink()
+    with pytest.raises(
+        UserError, match=r"variant=erpo carries statistics .*nemo_grpo.json has none .*; resume"
+    ):
+        resume_carried(config, manager, resumed)
+    resume_carried(parse_loss_fn({"variant": "erpo"}), manager, resumed)  # needs none
+
+
 def conversation(prompt, *turns):
     """NeMo-RL's: what the environment says stands between the answers, and behind the last one."""
     log = [{"role": "user", "token_ids": torch.tensor(prompt)}]
@@ -146,7 +193,7 @@ def conversation(prompt, *turns):
     return log
 
 
-def test_random_draws_are_the_embedded_engines_whatever_the_logprobs():
+def test_random_draws_equal_the_embedded_engines_for_any_logprobs():
     loss_fn = {"variant": "tr_grpo", "weighting": "random", "reference_policy_kl_penalty": 0.0}
     logs = [conversation([1, 2], [7, 8]), conversation([1, 2], [7]), conversation([3, 4], [5, 6])]
     logs.append(conversation([3, 4], [5, 6]))  # twice the same

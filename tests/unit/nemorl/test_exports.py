@@ -73,7 +73,7 @@ def exported(tmp_path):
     return {path.parent.name: path.read_text() for path in (tmp_path / "hf").glob("step_*/weights")}
 
 
-def test_failed_exports_hold_nothing_and_are_tried_again_if_their_checkpoint_is_left(
+def test_failed_exports_release_links_and_are_retried_while_the_checkpoint_exists(
     tmp_path, manager, start, caplog
 ):
     exports = start(*[2] * 6)
@@ -102,9 +102,7 @@ def test_an_error_in_the_thread_is_a_failure_and_ends_no_other_export(tmp_path, 
     assert "Cannot allocate memory" in caplog.text
 
 
-def test_links_that_cannot_be_deleted_end_nothing_and_are_never_converted(
-    tmp_path, manager, start, monkeypatch, caplog
-):
+def test_undeletable_links_are_ignored_and_never_converted(tmp_path, manager, start, monkeypatch, caplog):
     remove = shutil.rmtree
 
     def busy(path, ignore_errors=False):
@@ -127,9 +125,7 @@ def test_links_that_cannot_be_deleted_end_nothing_and_are_never_converted(
     assert exported(tmp_path)["step_1"] == "weights"
 
 
-def test_links_that_cannot_be_made_end_no_training_and_no_start(
-    tmp_path, manager, start, monkeypatch, caplog
-):
+def test_failing_links_stop_neither_training_nor_start(tmp_path, manager, start, monkeypatch, caplog):
     def over_quota(*_arguments, **_options):
         raise OSError(122, "Disk quota exceeded")
 
@@ -170,7 +166,7 @@ def test_a_step_saved_again_while_its_older_export_runs_is_exported_last(
     assert not list(exports.waiting.iterdir())
 
 
-def test_a_failed_export_of_a_step_saved_again_is_made_though_an_older_one_is_there(tmp_path, manager, start):
+def test_failed_export_of_a_step_saved_again_replaces_the_older_export(tmp_path, manager, start):
     exports = start()
     manager.save(5, "old")
     assert exports.wait()

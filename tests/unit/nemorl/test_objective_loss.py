@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch, global_counts
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.loss import EXTREMES, build_loss
 from nemo_grpo.variants import VARIANTS
 
@@ -19,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIA
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 9},
     "kl": {"variant": "grpo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True},
     "gspo": {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True},
+    "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
     "tis": {"variant": "grpo", **CORRECTION, "truncated_importance_sampling_type": "tis"},
     "random": {"variant": "tr_grpo", "weighting": "random"},
     "weighted kl": {
@@ -42,6 +42,7 @@ def data() -> dict[str, torch.Tensor]:
         "reference_policy_logprobs": prev + 0.2 * torch.randn(shape, generator=generator),
         "advantages": torch.randn(shape, generator=generator),
         "token_weights": 0.5 + torch.rand(shape, generator=generator),
+        "row_factors": 0.5 + torch.rand(NUM_ROWS, generator=generator),
     }
 
 
@@ -205,7 +206,7 @@ def test_loss_travels_to_workers():
 
 
 def test_author_compat_is_refused():
-    with pytest.raises(UserError, match="author_compat=true needs one whole group"):
+    with pytest.raises(AssertionError, match="cluster_rules"):
         build_loss({"variant": "cw_grpo", "author_compat": True})
 
 
@@ -229,7 +230,7 @@ def test_loss_equals_the_objective_on_shifted_tensors():
     torch.testing.assert_close(loss, expected)
 
 
-def test_drift_is_of_tokens_where_ratios_are_of_responses():
+def test_drift_is_per_token_even_if_ratios_are_per_response():
     rows = data()
     _, per_response = build_loss(SETTINGS["gspo"])(current(), rows, **counts(rows))
     _, per_token = build_loss(SETTINGS["grpo"])(current(), rows, **counts(rows))

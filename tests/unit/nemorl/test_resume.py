@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from checkpoints_conv.torch_dist import TorchDistReader
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.resume import optimizer_of
 
@@ -62,7 +62,7 @@ def test_a_missing_optimizer_is_refused_where_the_recipe_saves_it(tmp_path):
 
 def test_a_missing_optimizer_is_accepted_where_the_recipe_does_not_save_it(tmp_path, caplog):
     assert optimizer_of(saved(tmp_path, WEIGHT), is_required=False) is None
-    assert "optimizer and schedule start anew" in caplog.text
+    assert "optimizer and schedule start from zero" in caplog.text
 
 
 def test_a_run_that_begins_has_none():

@@ -10,8 +10,7 @@ from nemo_grpo.nemorl.rollout_error import BF16_BOUND, EXCEEDS, FP8_BOUND, bound
 
 
 def recipe(num_updates=1, precision="bfloat16", fp8=False, is_async=False):
-    megatron, vllm = {"fp8_cfg": Of(enabled=fp8)}, {"precision": precision}
-    policy = Of(megatron_cfg=Of(**megatron), generation={"vllm_cfg": vllm})
+    policy = Of(megatron_cfg=Of(fp8_in_use=fp8), generation={"vllm_cfg": {"precision": precision}})
     return Of(policy=policy, grpo={"async_grpo": {"enabled": is_async}}, num_updates_per_step=num_updates)
 
 

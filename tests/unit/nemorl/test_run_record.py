@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_grpo.diagnostics import read_run
+from nemo_grpo.diagnostics.runs import read_run
 from nemo_grpo.nemorl.run_record import name_of, record_run
 from nemo_grpo.recipe import Recipe, load_recipe
 

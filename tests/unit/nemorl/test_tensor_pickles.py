@@ -33,7 +33,7 @@ pickle.dump(received + 1, open(sys.argv[2], "wb"))
 @pytest.mark.parametrize(
     ("keep", "asks_for_megatron"), [("compat.keep_tensor_pickles_plain()", False), ("", True)]
 )
-def test_drivers_tensors_need_no_megatron_after_it_has_read_a_workers(keep, asks_for_megatron, tmp_path):
+def test_driver_tensors_need_no_megatron_after_reading_a_workers_tensor(keep, asks_for_megatron, tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text(MEGATRON)

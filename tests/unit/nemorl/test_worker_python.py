@@ -59,7 +59,7 @@ def test_0_7_0_never_saves_asynchronously(nemo_rl, monkeypatch):
     worker_python.check_async_save(config(True))
 
 
-def test_environment_of_uv_is_asked_if_it_is_there(nemo_rl, monkeypatch, tmp_path):
+def test_existing_uv_environment_is_checked(nemo_rl, monkeypatch, tmp_path):
     nemo_rl(UV)
     worker_python.check_async_save(config(True))  # NeMo-RL will make it, of packages that it knows
     environment(tmp_path / "own")
@@ -70,7 +70,7 @@ def test_environment_of_uv_is_asked_if_it_is_there(nemo_rl, monkeypatch, tmp_pat
     worker_python.check_async_save(config(True))
 
 
-def test_interpreter_that_gives_no_answer_refuses_nothing(nemo_rl):
+def test_interpreter_without_an_answer_refuses_nothing(nemo_rl):
     for command in ("/absent/python", "false"):
         nemo_rl(command)
         worker_python.check_async_save(config(True))

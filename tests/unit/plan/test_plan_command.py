@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from checkpoints_conv.families import read_spec
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.plan import GPUS, plan_recipe
-from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.rules import training_fits
+from nemo_grpo.plan.presets import PRESETS, shape_of
+from nemo_grpo.plan.rules import training_fits_in_memory
 from nemo_grpo.plan.setup import setup_of
-from nemo_grpo.plan.shapes import shape_from_config, shape_of
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -77,7 +77,7 @@ def test_fitting_recipe_has_no_nearest_layout() -> None:
 
 
 def test_more_memory_accepts_what_less_refuses() -> None:
-    recipe = load_recipe(SMALL, ["policy.train_micro_batch_size=8"])
+    recipe = load_recipe(SMALL, ["policy.train_micro_batch_size=8", "grpo.num_prompts_per_step=16"])
     assert not plan_recipe(recipe, "h100").accepted
     assert plan_recipe(recipe, "h200").accepted
 
@@ -104,7 +104,7 @@ def test_shape_comes_from_a_local_folder_or_a_given_file(tmp_path: Path) -> None
         "tie_word_embeddings": False,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert shape_from_config("Qwen/Qwen2.5-7B", config) == PRESETS["Qwen/Qwen2.5-7B"]
+    assert read_spec(config, "Qwen/Qwen2.5-7B") == PRESETS["Qwen/Qwen2.5-7B"]
     local = shape_of(load_recipe(SMALL, [f"policy.model_name={tmp_path}"]))
     assert local.num_layers == 28
     given = shape_of(load_recipe(SMALL, ["policy.model_name=me/mine"]), tmp_path / "config.json")
@@ -127,7 +127,7 @@ def test_shapes_of_experts_and_of_vision_models() -> None:
         "tie_word_embeddings": False,
     }
     name = "Qwen/Qwen3-30B-A3B"
-    assert shape_from_config(name, {"model_type": "qwen3_moe", **text}) == PRESETS[name]
+    assert read_spec({"model_type": "qwen3_moe", **text}, name) == PRESETS[name]
     name = "Qwen/Qwen2.5-VL-3B-Instruct"
     inner = {
         "hidden_size": 2048,
@@ -145,19 +145,19 @@ def test_shapes_of_experts_and_of_vision_models() -> None:
         "text_config": inner,
         "vision_config": vision,
     }
-    assert shape_from_config(name, config) == PRESETS[name]
+    assert read_spec(config, name) == PRESETS[name]
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not one"),
+        ({"model_type": "gpt2"}, "model_type=gpt2 is not supported"),
         ({"model_type": "qwen2"}, "has no num_attention"),
     ],
 )
 def test_unsuitable_config_is_refused(config: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        shape_from_config("mine", config)
+        read_spec(config, "mine")
 
 
 def test_model_of_a_warm_start_is_planned_too() -> None:
@@ -177,6 +177,6 @@ def test_offloading_is_a_remedy_only_where_there_is_an_engine_that_has_it(embedd
     setup = replace(
         setup_of(load_recipe(RECIPES / "quickstart.yaml")), embedded=embedded, distributed_optimizer=False
     )
-    (message,) = training_fits(PRESETS["Qwen/Qwen2.5-32B"], setup, GPUS["h100"])
+    (message,) = training_fits_in_memory(PRESETS["Qwen/Qwen2.5-32B"], setup, GPUS["h100"])
     assert "most of it optimizer" in message
     assert ("optimizer_cpu_offload" in message) is not embedded

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.parameters import adapter_counts, layer_counts, model_parameters, stage_counts
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.setup import Layout, Setup
-from nemo_grpo.plan.shapes import ModelShape
+from nemo_grpo.plan.setup import Setup
+from nemo_grpo.recipe.layout import Layout
 
-SMALL = ModelShape(
+SMALL = ModelSpec(
     name="small",
     model_type="qwen2",
     hidden_size=8,
@@ -24,9 +25,10 @@ SMALL = ModelShape(
     max_position_embeddings=64,
     tied_embeddings=True,
     head_dim=2,
+    has_qkv_bias=True,
 )
 EXPERTS = replace(
-    SMALL, model_type="qwen3_moe", num_experts=4, num_experts_per_token=2, tied_embeddings=False
+    SMALL, has_qkv_bias=False, has_qk_norm=True, num_experts=4, num_experts_per_token=2, tied_embeddings=False
 )
 SETUP = Setup(
     layout=Layout(),

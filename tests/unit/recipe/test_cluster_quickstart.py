@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.dotted import leaves
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.recipe.keys import leaves
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -52,7 +52,7 @@ def test_task_objective_and_optimizer_are_the_quickstarts() -> None:
     assert not [key for key in differing(embedded, quickstart) if key.startswith(same)]
 
 
-def test_validation_samples_as_training_does_which_is_all_that_nemo_rl_can() -> None:
+def test_validation_samples_like_training() -> None:
     recipe = load_recipe(RECIPES / "cluster-quickstart-embedded.yaml")
     generation = recipe.policy.generation
     assert (generation.val_temperature, generation.val_top_p) == (generation.temperature, generation.top_p)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.plan.memory import GPUS
+from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import setup_of
-from nemo_grpo.plan.shapes import shape_of
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -135,7 +135,7 @@ def test_override_makes_a_section_only_for_a_known_key() -> None:
         apply_overrides({"grpo": {"seed": 1}}, ["grpo.seed.x=1"])
 
 
-def test_tilde_removes_a_key_and_refuses_one_that_is_not_there() -> None:
+def test_tilde_removes_a_key_and_refuses_a_missing_one() -> None:
     assert apply_overrides({"grpo": {"seed": 1, "x": 2}}, ["~grpo.x"]) == {"grpo": {"seed": 1}}
     assert apply_overrides({"grpo": {"seed": 1}}, ["~grpo"]) == {}
     for missing in ("~grpo.sed", "~grpo.seed.x", "~x.y"):

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe, load_recipe_dict
 from nemo_grpo.recipe.keys import FREE_FORM, is_known, nemo_rl_keys
-from nemo_grpo.recipe.recipe import DERIVED_DEFAULTS, Recipe
+from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.sections import Section, metric_key
+from nemo_grpo.recipe.validation import DERIVED_DEFAULTS
 from nemo_grpo.variants import VARIANTS
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -93,6 +94,17 @@ def test_derived_sizes(tree: dict[str, Any]) -> None:
     assert recipe.checkpoint_dir == Path("runs/test/checkpoints")
 
 
+def test_gpus_that_only_sample_do_not_train() -> None:
+    def sizes(*overrides: str) -> tuple[int, int, int]:
+        small = ["cluster={num_nodes: 4, gpus_per_node: 2}", "policy.train_micro_batch_size=16"]
+        recipe = load_recipe(RECIPES / "cluster-quickstart.yaml", [*small, *overrides])
+        return recipe.world_size, recipe.num_rollout_gpus, recipe.data_parallel_size
+
+    apart = "{enabled: false, resources: {gpus_per_node: 2, num_nodes: 3}}"
+    assert sizes() == (8, 0, 8)
+    assert sizes(f"policy.generation.colocated={apart}") == (2, 6, 2)
+
+
 def test_every_typed_key_is_one_of_nemo_rl() -> None:
     def keys(model: type[BaseModel], prefix: str) -> list[str]:
         found = []
@@ -133,7 +145,7 @@ def test_unknown_keys_name_the_nearest(tree: dict[str, Any], override: str, mess
     [
         ("grpo.seed=abc", 'grpo.seed="abc" is a text; it must be an integer'),
         ("grpo.seed=-1", "grpo.seed=-1 must be at least 0"),
-        ("grpo.seed=true", "grpo.seed=true is a truth value; it must be an integer"),
+        ("grpo.seed=true", "grpo.seed=true is a boolean; it must be an integer"),
         ("grpo.max_num_steps=2.5", "must be an integer"),
         ("grpo.max_num_steps=0", "grpo.max_num_steps=0 must be greater than 0"),
         ("grpo.use_dynamic_sampling=1", "must be true or false"),
@@ -187,9 +199,9 @@ def test_integers_serve_as_numbers_and_as_run_names(tree: dict[str, Any]) -> Non
     assert recipe.nemo_grpo.run_name == "7"
 
 
-def test_all_mistakes_are_told_at_once(tree: dict[str, Any]) -> None:
+def test_all_errors_are_reported_at_once(tree: dict[str, Any]) -> None:
     overrides = ["grpo.sed=1", "loss_fn.variant=gppo", "nemo_grpo.runname=x", "cluster={num_nodes: 0}"]
-    with pytest.raises(UserError, match=r"^4 mistakes") as raised:
+    with pytest.raises(UserError, match=r"^4 errors") as raised:
         load_recipe_dict(tree, overrides)
     for part in ("grpo.sed=1", "loss_fn.variant", "nemo_grpo.runname", "cluster.num_nodes=0"):
         assert part in str(raised.value)

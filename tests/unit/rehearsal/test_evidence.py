@@ -13,7 +13,7 @@ from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import evidence
 from nemo_grpo.rehearsal.evidence import Evidence, Stage
 from nemo_grpo.rehearsal.problems import problems_of
-from nemo_grpo.rehearsal.recipe import Layout
+from nemo_grpo.rehearsal.recipe import Ranks
 from nemo_grpo.rehearsal.stages import Failed
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
@@ -45,7 +45,7 @@ def run(tmp_path):
             recipe=recipe,
             folder=tmp_path,
             problems=problems_of(recipe, tmp_path / "problems"),
-            layout=Layout(1, 1, 1, 1, 1),
+            layout=Ranks(1, 1, 1, 1, 1),
             stack=SimpleNamespace(vllm_python=None),
         )
         return Evidence(rehearsal)
@@ -59,13 +59,13 @@ def test_a_healthy_run_passes(run):
         assert check(found)
     assert evidence.stop_and_resume(found).endswith("exit 0")
     assert evidence.refit(found) == (
-        "gen_kl_error 2.0e-05, 2.0e-05, 2.0e-05; token_mult_prob_error at most 1.0020 (bound 0.001)"
+        "gen_kl_error 2.0e-05, 2.0e-05, 2.0e-05; token_mult_prob_error at most 1.0020 (bound 0.0004)"
     )
 
 
 UNHEALTHY = {
-    "stale weights": (evidence.refit, {"mismatch/kl": 0.0027}, "the bound is 0.001"),
-    "weights that are no numbers": (evidence.refit, {"mismatch/kl": float("nan")}, "the bound is 0.001"),
+    "stale weights": (evidence.refit, {"mismatch/kl": 0.0027}, "the bound is 0.0004"),
+    "weights that are no numbers": (evidence.refit, {"mismatch/kl": float("nan")}, "the bound is 0.0004"),
     "a loss that is no number": (evidence.update, {"loss/total": float("nan")}, "loss 0.0100, nan"),
 }
 
@@ -91,8 +91,8 @@ def test_what_never_happens_fails_and_what_happens_once_passes(run, check, step,
 
 def test_several_updates_share_the_bound(run):
     """NeMo-RL adds the error up over a step's updates."""
-    two = ("policy.train_global_batch_size=96",)
-    assert evidence.refit(run({"mismatch/kl": 0.0015}, overrides=two))
+    two = ("policy.train_global_batch_size=72",)
+    assert evidence.refit(run({"mismatch/kl": 0.0007}, overrides=two))
     with pytest.raises(Failed):
         evidence.refit(run({"mismatch/kl": 0.0025}, overrides=two))
 
@@ -102,7 +102,7 @@ def test_a_step_that_is_missing_after_the_resume_is_seen(run):
         evidence.stop_and_resume(run({}, {}))
 
 
-def test_a_driver_that_failed_is_told_at_the_first_stage_that_lacks_something(run):
+def test_driver_failure_is_reported_at_the_first_incomplete_stage(run):
     found = run({"groups/valid_fraction": 0.0}).rehearsal
     stages = evidence.stages(found, "exit code 1 where 75 was expected")
     assert stages[-1] == Stage("advantage", False, "exit code 1 where 75 was expected")

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal.problems import NUM_KNOWN, RehearsedTask, problems_of
-from nemo_grpo.tasks.jsonl import write_problems
+from nemo_grpo.tasks.jsonl import count_problems, write_problems
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 OF_EACH_TASK = [
@@ -24,11 +24,11 @@ OF_EACH_TASK = [
 
 
 @pytest.mark.parametrize("name", OF_EACH_TASK)
-def test_made_up_problems_can_be_answered_rightly_and_wrongly(name, tmp_path):
+def test_invented_problems_have_correct_and_wrong_answers(name, tmp_path):
     recipe = load_recipe(RECIPES / name)
     problems = problems_of(recipe, tmp_path)
     assert not problems.are_real
-    assert "is not here" in problems.origin
+    assert "is missing" in problems.origin
     task = RehearsedTask(recipe, problems.task)
     assert len(task.known) == NUM_KNOWN
     rng = random.Random(0)
@@ -50,6 +50,7 @@ def test_a_recipe_whose_files_are_here_is_rehearsed_on_them(tmp_path):
     overrides = [
         f"nemo_grpo.task.train_files=[{train}]",
         f"nemo_grpo.task.validation_files={list(made.validation_files)}",
+        f"grpo.max_val_samples={count_problems(made.validation_files)}",
     ]
     own = load_recipe(RECIPES / "erpo" / "erpo-qwen2.5-7b-1n8g.yaml", overrides)
     problems = problems_of(own, tmp_path / "unused")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from nemo_grpo.dotted import leaves
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.recipe.keys import leaves
 from nemo_grpo.rehearsal import run, stages
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.rehearsal.model import HEAD_DIM
@@ -60,11 +60,11 @@ def test_recipe_keeps_its_steps_and_sizes_and_loses_what_needs_a_gpu(
     assert after["grpo.seed"] == 2
 
 
-def test_run_that_is_there_is_kept_unless_resumed(stack: Stack, overrides: list[str]) -> None:
+def test_existing_run_is_kept_unless_resumed(stack: Stack, overrides: list[str]) -> None:
     recipe = load_recipe(CLUSTER, overrides)
     folder = run.prepare(recipe, CLUSTER, overrides, stack, resume=False)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match="holds a run; go on with it by --resume"):
+    with pytest.raises(UserError, match="holds a run; continue it with --resume"):
         run.prepare(recipe, CLUSTER, overrides, stack, resume=False)
     assert run.prepare(recipe, CLUSTER, overrides, stack, resume=True) == folder
 
@@ -94,7 +94,7 @@ def test_policy_is_the_warm_start_rounded_to_bf16(tmp_path: Path, monkeypatch: p
 
 
 def test_policy_of_a_recipe_without_warm_start_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--policy-of takes a recipe that makes its policy"):
+    with pytest.raises(UserError, match="--policy-of needs a recipe with a warm start"):
         run.write_policy(load_recipe(CLUSTER), tmp_path / "other")
 
 

@@ -25,7 +25,7 @@ MODEL = RehearsalModel(
 def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
     recipe = load_recipe(path, overrides)
     task = problems_of(recipe, folder / "problems").task
-    layout = small.reduced_layout(small.layout_of(recipe), max_ranks)
+    layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(small.changes(recipe, task, MODEL, layout, folder / "runs", uses_vllm=True))
     small.write_recipe(folder / "recipe.yaml", path, overrides, changed)
     return recipe, load_recipe(folder / "recipe.yaml"), layout, changed
@@ -39,7 +39,7 @@ def test_a_shipped_recipe_stays_one_when_made_small(path, tmp_path):
     assert rehearsed.nemo_grpo.prompt == recipe.nemo_grpo.prompt
     assert rehearsed.grpo.use_dynamic_sampling == recipe.grpo.use_dynamic_sampling
     assert rehearsed.policy.sequence_packing.enabled == recipe.policy.sequence_packing.enabled
-    assert rehearsed.world_size == layout.ranks <= 4
+    assert rehearsed.world_size == layout.number <= 4
     assert rehearsed.num_updates_per_step == min(recipe.num_updates_per_step, 2)
     fp8 = rehearsed.policy.megatron_cfg.fp8_cfg
     assert fp8 is None or not fp8.enabled
@@ -48,18 +48,18 @@ def test_a_shipped_recipe_stays_one_when_made_small(path, tmp_path):
 
 
 LAYOUTS = [
-    (small.Layout(8, 4, 1, 2, 1), 4, small.Layout(2, 2, 1, 1, 1)),
-    (small.Layout(2, 1, 2, 8, 8), 4, small.Layout(2, 1, 2, 1, 2)),
-    (small.Layout(1, 1, 1, 8, 1), 4, small.Layout(1, 1, 1, 2, 1)),
-    (small.Layout(2, 1, 1, 4, 1), 4, small.Layout(2, 1, 1, 2, 1)),
-    (small.Layout(2, 1, 1, 4, 1), 2, small.Layout(2, 1, 1, 1, 1)),
-    (small.Layout(1, 1, 1, 1, 1), 1, small.Layout(1, 1, 1, 1, 1)),
+    (small.Ranks(8, 4, 1, 2, 1), 4, small.Ranks(2, 2, 1, 1, 1)),
+    (small.Ranks(2, 1, 2, 8, 8), 4, small.Ranks(2, 1, 2, 1, 2)),
+    (small.Ranks(1, 1, 1, 8, 1), 4, small.Ranks(1, 1, 1, 2, 1)),
+    (small.Ranks(2, 1, 1, 4, 1), 4, small.Ranks(2, 1, 1, 2, 1)),
+    (small.Ranks(2, 1, 1, 4, 1), 2, small.Ranks(2, 1, 1, 1, 1)),
+    (small.Ranks(1, 1, 1, 1, 1), 1, small.Ranks(1, 1, 1, 1, 1)),
 ]
 
 
 @pytest.mark.parametrize(("layout", "ranks", "expected"), LAYOUTS)
 def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, expected):
-    assert small.reduced_layout(layout, ranks) == expected
+    assert small.reduced_ranks(layout, ranks) == expected
 
 
 def test_an_override_of_the_user_is_rehearsed(tmp_path):
@@ -70,11 +70,19 @@ def test_an_override_of_the_user_is_rehearsed(tmp_path):
 
 def test_a_task_with_images_is_refused():
     path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
-    with pytest.raises(UserError, match="vision_grounding: a rehearsal has no small model"):
-        refuse(load_recipe(path), path)
+    with pytest.raises(UserError, match="vision_grounding: a rehearsal has no small vision model"):
+        refuse(load_recipe(path), path, has_vllm=True)
 
 
 def test_an_embedded_recipe_is_sent_to_train():
     path = RECIPES / "quickstart.yaml"
     with pytest.raises(UserError, match="use nemo-grpo train"):
-        refuse(load_recipe(path), path)
+        refuse(load_recipe(path), path, has_vllm=True)
+
+
+def test_asynchronous_rollouts_need_vllm():
+    path = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
+    recipe = load_recipe(path, ["policy.generation.vllm_cfg.async_engine=true"])
+    refuse(recipe, path, has_vllm=True)
+    with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
+        refuse(recipe, path, has_vllm=False)

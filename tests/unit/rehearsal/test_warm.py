@@ -32,7 +32,7 @@ def run(folder: Path | None, *arguments: str, **further: object) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **further)  # type: ignore[call-overload]
 
 
-def test_a_fork_has_the_askers_arguments_environment_folder_and_streams(folder, tmp_path):
+def test_fork_has_the_requesters_arguments_environment_folder_and_streams(folder, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"

@@ -1,6 +1,8 @@
 """Problems from files."""
 
 import json
+import pickle
+from collections import Counter
 
 import pytest
 
@@ -37,11 +39,11 @@ def test_read_problems_keeps_order_and_metadata_and_skips_blank_lines(tmp_path):
     [
         ("{", "a.jsonl:2: not JSON"),
         ("[1]", "a.jsonl:2: list instead of an object"),
-        ('{"id": "x", "question": "q"}', "a.jsonl:2: answer=None must be a text"),
-        ('{"id": 7, "question": "q", "answer": "a"}', "a.jsonl:2: id=7 must be a text"),
-        ('{"id": "x", "question": " ", "answer": "a"}', "question=' ' must be a text that is not empty"),
+        ('{"id": "x", "question": "q"}', "a.jsonl:2: answer=None must be a non-empty text"),
+        ('{"id": 7, "question": "q", "answer": "a"}', "a.jsonl:2: id=7 must be a non-empty text"),
+        ('{"id": "x", "question": " ", "answer": "a"}', "question=' ' must be a non-empty text"),
         ('{"id": "x", "question": "q", "answer": "a", "metadata": 1}', "metadata=1 must be an object"),
-        ('{"id": "p1", "question": "q", "answer": "a"}', "a.jsonl:2: id 'p1' comes twice"),
+        ('{"id": "p1", "question": "q", "answer": "a"}', "a.jsonl:2: id 'p1' is repeated"),
         ("[" * 100_000, "a.jsonl:2: not JSON"),
         (
             r'{"id": "x", "question": "q \ud83d", "answer": "a"}',
@@ -76,7 +78,7 @@ def test_images_are_found_beside_their_file(tmp_path):
     (problem,) = read_problems([path], with_images=True)
     assert problem.metadata["images"] == [str(tmp_path / "images" / "a.png")]
     for images, message in [
-        (["b.png"], "b.png is not there"),
+        (["b.png"], "b.png is missing"),
         ([], "metadata.images"),
         (None, "metadata.images"),
     ]:
@@ -104,12 +106,25 @@ def test_questions_of_the_validation_files_are_left_out_of_training(tmp_path):
     assert {task.train_problem(i, 0).id for i in range(4)} == {"p0", "p1", "p2", "p5"}
 
 
+def test_a_part_of_the_validation_problems_holds_every_stratum_in_proportion(tmp_path):
+    """TR-GRPO's puzzles come by size: the first 256 of 500 would have 3 to 5 people."""
+    sizes = [3] * 20 + [4] * 20 + [6] * 40 + [7] * 20
+    rows = [entry(i, metadata={"num_people": n}) for i, n in enumerate(sizes)]
+    config = Config(validation_files=[write(tmp_path / "a.jsonl", *rows)])
+    task = config.build()
+    taken = task.validation_problems(25)
+    assert Counter(p.metadata["num_people"] for p in taken) == {3: 5, 4: 5, 6: 10, 7: 5}
+    again = config.build()
+    assert again.validation_problems(50)[:25] == taken
+    assert task.validation_problems(100) == task.validation  # all, as in the file
+
+
 def test_too_few_problems_are_a_user_error(tmp_path):
     path = write(tmp_path / "a.jsonl", entry(1))
     task = Config(train_files=[path], validation_files=[path]).build()
     with pytest.raises(UserError, match="no training problems"):
         task.train_problem(0, 0)
-    with pytest.raises(UserError, match="hold 1: ask for at most so many"):
+    with pytest.raises(UserError, match="has 1; use 1 or fewer"):
         task.validation_problems(2)
 
 
@@ -121,3 +136,12 @@ def test_demonstration_is_the_solution_and_without_one_a_user_error(tmp_path):
     assert shown == "<think>half of two</think><answer>1</answer>"
     with pytest.raises(UserError, match=r"'p2' has no metadata\.solution"):
         task.demonstration(by_id["p2"], None)
+
+
+def test_a_task_of_files_can_be_sent_to_another_process(tmp_path):
+    """Asynchronous rollouts hand the data, and the task with it, to a worker."""
+    files = {"train_files": [write(tmp_path / "t", *map(entry, range(20)))], "validation_files": []}
+    task = Config(**files).build()
+    problems = [task.train_problem(index, 3) for index in range(40)]
+    sent = pickle.loads(pickle.dumps(task))
+    assert [sent.train_problem(index, 3) for index in range(40)] == problems

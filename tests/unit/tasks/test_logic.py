@@ -90,7 +90,7 @@ def test_describe_by_hand():
         assert text.count(content) == 1
 
 
-def test_sizes_are_those_asked_for_and_validation_takes_them_in_turn():
+def test_puzzle_sizes_follow_the_configuration_and_alternate_in_validation():
     logic = task(people=[2, 5], validation_people=[8, 3])
     assert {logic.train_problem(i, 0).metadata["num_people"] for i in range(40)} == {2, 5}
     assert [p.metadata["num_people"] for p in logic.validation_problems(5)] == [8, 3, 8, 3, 8]
@@ -104,7 +104,7 @@ def test_names_are_drawn_from_so_many_and_must_suffice():
         task(people=[2, 5], validation_people=[3], num_names=3)
 
 
-def test_statements_of_validation_never_come_in_training_even_under_other_names():
+def test_validation_statements_never_occur_in_training_under_any_names():
     logic = task(people=[2], validation_people=[2])
     held_out = {p.metadata["statements"] for p in logic.validation_problems(300)}
     trained = {logic.train_problem(i, seed).metadata["statements"] for seed in (0, 1) for i in range(1500)}
@@ -228,7 +228,7 @@ def test_puzzles_may_come_from_files(tmp_path):
     assert {logic.train_problem(i, 0).id for i in range(3)} == {"p0", "p1", "p2"}
     assert logic.score(logic.train_problem(0, 0), said("zoey is a knight"))["answer"] == 2.0
     path.write_text(json.dumps({**entries[0], "answer": "Zoey"}))
-    with pytest.raises(UserError, match="problem 'p0': answer='Zoey' tells nobody's role"):
+    with pytest.raises(UserError, match="problem 'p0': answer='Zoey' gives nobody's role"):
         task(train_files=[str(path)])
 
 

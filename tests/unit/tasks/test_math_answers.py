@@ -42,7 +42,7 @@ def hurried():
     grader.close()
 
 
-def test_corpus_is_large_and_has_both_verdicts_of_almost_every_kind():
+def test_answer_corpus_is_large_and_has_both_verdicts_of_almost_every_kind():
     assert len(ENTRIES) >= 300
     assert {entry["verdict"] for entry in ENTRIES} == {0, 1}
     assert sum(entry["verdict"] for entry in ENTRIES) > 100

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks import PROMPTS, Problem, Prompt, chat_messages, encode_prompt
+from nemo_grpo.tasks import PRESETS, Problem, Prompt, chat_messages, encode_prompt
 from nemo_grpo.tasks.prompts import check_vocabulary
 
 PROBLEM = Problem("id", "What is {1}?", "1")
@@ -41,9 +41,9 @@ def test_encode_prompt_ends_where_the_response_begins():
     assert "".join(map(chr, ids)) == "[system]S[user]Q: What is {1}?[assistant]"
 
 
-def test_template_without_slot_is_a_user_error():
-    with pytest.raises(UserError, match=r"needs \{question\}"):
-        chat_messages(Prompt(template="Solve it"), PROBLEM)
+def test_template_without_slot_is_refused():
+    with pytest.raises(ValueError, match=r"no slot for the problem; put \{question\} there"):
+        Prompt(template="Solve it")
 
 
 def test_tokenizer_without_chat_template_is_a_user_error():
@@ -74,14 +74,14 @@ def test_response_prefix_comes_after_the_generation_prompt():
 
 
 def test_presets_have_the_slot_once_and_the_papers_words():
-    for name, prompt in PROMPTS.items():
+    for name, prompt in ((name, Prompt(preset=name)) for name in PRESETS):
         assert prompt.template.count("{question}") == 1, name
-    assert PROMPTS["cw_grpo"].system.endswith("Note that respond by English, NOT use other languages.")
-    assert r"put your final answer within \boxed{} . The reasoning" in PROMPTS["cw_grpo"].system
-    assert "</think> <answer> answer here </answer>." in PROMPTS["cw_grpo"].system
-    assert PROMPTS["gpg"].system.endswith("here </think><answer> answer here </answer>")
-    assert PROMPTS["tr_grpo_math"].template.endswith(r"output the final answer within \boxed{ }.")
-    assert PROMPTS["tr_grpo_logic"].response_prefix == "<think>"
+    assert PRESETS["cw_grpo"]["system"].endswith("Note that respond by English, NOT use other languages.")
+    assert r"put your final answer within \boxed{} . The reasoning" in PRESETS["cw_grpo"]["system"]
+    assert "</think> <answer> answer here </answer>." in PRESETS["cw_grpo"]["system"]
+    assert PRESETS["gpg"]["system"].endswith("here </think><answer> answer here </answer>")
+    assert PRESETS["tr_grpo_math"]["template"].endswith(r"output the final answer within \boxed{ }.")
+    assert PRESETS["tr_grpo_logic"]["response_prefix"] == "<think>"
 
 
 def test_a_token_beyond_the_models_vocabulary_is_refused_by_the_problems_name():

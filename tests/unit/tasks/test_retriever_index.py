@@ -85,7 +85,7 @@ def test_bm25_scores_are_lucenes():
     assert [p.score for p in passages] == pytest.approx([fox + jumps, fox], rel=1e-5)
 
 
-def test_equal_scores_keep_the_order_and_strangers_are_not_given(corpus, tmp_path):
+def test_equal_scores_keep_the_order_and_unrelated_passages_are_not_returned(corpus, tmp_path):
     retriever = BM25Retriever.of_file(corpus)
     assert ids(retriever.search(["owl", "red", "unicorn", "", "the of and", "?!", "\ud800 owl"], 10)) == [
         ["p2", "p3"], ["p4", "p0"], [], [], [], [], ["p2", "p3"],

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from nemo_grpo.cli import retriever as retriever_command
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.environment import Episode
@@ -80,7 +81,7 @@ def test_passages_come_back_as_they_are(service, retriever):
     assert RetrieverClient(service.url).search(["\ud800 word7"], 1) == [found[0][:1]]  # half a character
 
 
-def test_a_task_hears_the_same_from_the_service_as_from_its_own_index(service, retriever):
+def test_service_and_local_index_give_the_same_observations(service, retriever):
     own = parse_task({"name": "search_qa", "hops": [2]}).build()
     retriever.inner = own.retriever
     remote = parse_task({"name": "search_qa", "retriever_url": service.url}).build()
@@ -151,20 +152,34 @@ def test_the_longest_queries_that_a_task_sends_fit_into_a_request(service):
 
 def test_other_paths_methods_and_broken_requests_are_refused(service):
     assert post(service, "{}", path="/")[0] == 404
-    assert b" 501 " in raw(service, b"DELETE /search HTTP/1.0\r\n\r\n").splitlines()[0]
-    assert b" 411 " in raw(service, b"POST /search HTTP/1.1\r\nHost: x\r\n\r\n").splitlines()[0]
-    chunked = b"POST /search HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
-    assert b" 411 " in raw(service, chunked).splitlines()[0]
-    assert b" 411 " in raw(service, b"POST /search HTTP/1.1\r\nContent-Length: -5\r\n\r\n").splitlines()[0]
+    assert b" 405 " in raw(service, b"DELETE /search HTTP/1.0\r\n\r\n").splitlines()[0]
+    for head, body in (
+        (b"", b""),
+        (b"Transfer-Encoding: chunked\r\n", b"2\r\n{}\r\n0\r\n\r\n"),
+        (b"Content-Length: -5\r\n", b""),
+        (b"Content-Length: 5\r\nContent-Length: 6\r\n", b""),
+    ):
+        asked = b"POST /search HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + head + b"\r\n" + body
+        assert b" 400 " in raw(service, asked).splitlines()[0]
+    endless = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    asked = (
+        b"POST /search HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + endless * 32
+        + b"0\r\n\r\n"
+    )
+    assert b" 413 " in raw(service, asked).splitlines()[0]
     assert raw(service, b"nonsense\r\n\r\n")
     with socket.create_connection(service.server_address) as connection:  # gone in the middle of a body
-        connection.sendall(b"POST /search HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /search HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert RetrieverClient(service.url).health()["status"] == "ok"
 
 
 def test_a_client_that_stops_in_the_middle_is_sent_away(service, monkeypatch):
-    monkeypatch.setattr(server._Handler, "timeout", 0.2)
-    assert b" 408 " in raw(service, b"POST /search HTTP/1.1\r\nContent-Length: 9\r\n\r\n{").splitlines()[0]
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    assert (
+        b" 408 "
+        in raw(service, b"POST /search HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{").splitlines()[0]
+    )
     assert raw(service, b"POST /sea") == b""
     assert RetrieverClient(service.url).health()["status"] == "ok"
 
@@ -197,7 +212,7 @@ def test_too_many_connections_are_closed_and_the_client_tries_again(service, mon
         assert answer.result(20)[0][0].id == "p7"
 
 
-def test_stopping_answers_what_is_under_way_and_ends_idle_connections(retriever):
+def test_stopping_answers_open_requests_and_closes_idle_connections(retriever):
     running = RetrieverServer(("127.0.0.1", 0), retriever, top_k=3, about={})
     accepting = threading.Thread(target=running.serve_forever)
     accepting.start()
@@ -227,7 +242,7 @@ def test_the_client_gives_up_after_its_tries_and_says_where(monkeypatch):
     assert waits == [0.5, 1.0, 2.0]
 
 
-def test_the_client_tries_broken_answers_again_but_not_refusals(service, monkeypatch, caplog):
+def test_client_retries_broken_answers_but_not_refusals(service, monkeypatch, caplog):
     waits = []
     monkeypatch.setattr(client.time, "sleep", waits.append)
     with pytest.raises(RetrieverError, match="500 internal error"):
@@ -250,6 +265,13 @@ def test_a_slow_service_times_out(service, retriever, monkeypatch):
 def test_an_address_in_use_is_refused(service, retriever):
     with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):
         RetrieverServer(service.server_address, retriever, top_k=1, about={})
+
+
+def test_the_command_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "nemo_grpo.tasks.retriever.server", None)
+    monkeypatch.delattr("nemo_grpo.tasks.retriever.server", raising=False)
+    with pytest.raises(UserError, match=r"pip install 'nemo-grpo\[search\]'"):
+        retriever_command.serve(tmp_path / "corpus.jsonl")
 
 
 def test_the_command_serves_until_sigterm(tmp_path):

@@ -217,7 +217,7 @@ def test_hops_are_the_recipes(facts):
     one = parse_task({"name": "search_qa", "hops": [1]}).build()
     assert {one.train_problem(i, 0).metadata["hops"] for i in range(50)} == {1}
     assert {facts.train_problem(i, 0).metadata["hops"] for i in range(50)} == {1, 2}
-    with pytest.raises(UserError, match="holds 344"):
+    with pytest.raises(UserError, match="has 344"):
         one.validation_problems(345)
 
 

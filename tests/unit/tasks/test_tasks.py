@@ -1,5 +1,6 @@
 """The registry, both tasks, and how responses are read."""
 
+import pickle
 import random
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import TASKS, Problem, parse_task
+from nemo_grpo.tasks.base import NOT_FINITE, checked_score
 from nemo_grpo.tasks.knights_knaves import PUZZLES, solution, truths
 from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer
 
@@ -34,6 +36,10 @@ def test_train_problems_depend_on_index_and_seed_only(task):
     assert first == again[::-1]
     assert [problem.id for problem in first] != [task.train_problem(index, 8).id for index in range(20)]
     assert len({problem.id for problem in first}) > 15
+
+
+def test_a_task_can_be_sent_to_another_process(task):
+    assert pickle.loads(pickle.dumps(task)).train_problem(5, 3) == task.train_problem(5, 3)
 
 
 def test_train_problem_is_the_same_in_another_process():
@@ -75,7 +81,7 @@ def test_statements_split_holds_out_whole_pairs_of_statements():
 
 
 def test_more_validation_problems_than_exist_is_a_user_error(task):
-    with pytest.raises(UserError, match="ask for at most"):
+    with pytest.raises(UserError, match="or fewer"):
         task.validation_problems(10**6)
 
 
@@ -290,3 +296,14 @@ def test_every_registered_task_declares_what_it_scores():
             assert set(scores) == set(config.reward_components)
             assert 0 <= scores["accuracy"] <= 1
             assert scores["format"] in (0, 1)
+
+
+def test_a_score_that_is_no_number_counts_as_0_and_is_logged(caplog):
+    class Broken(type(parse_task({"name": "arithmetic"}).build())):
+        def score(self, problem, response):
+            return {"accuracy": float("nan"), "format": 1.0}
+
+    task = Broken(parse_task({"name": "arithmetic"}))
+    problem = task.train_problem(0, 0)
+    assert checked_score(task, problem, "7") == {"accuracy": 0.0, "format": 1.0, NOT_FINITE: 1.0}
+    assert "accuracy=nan counts as 0 for the response '7'" in caplog.text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 Response = dict[str, Any]
@@ -26,7 +27,8 @@ def zscores(xs: list[float], delta: float = 1e-4) -> list[float]:
     if not xs:
         return []
     m, s = mean(xs), pstd(xs)
-    return [0.0 if s == 0 else (x - m) / (s + delta) for x in xs]
+    # The mean of equal numbers may differ from them in the last digit, and 1e-16 over delta is not nothing.
+    return [0.0 if s < 1e-15 else (x - m) / (s + delta) for x in xs]
 
 
 def group_advantages(group: list[Response], eps: float = 1e-6, scale: bool = True) -> list[float]:
@@ -48,6 +50,11 @@ def k3(o: Response, t: int, w: float = 1.0) -> float:
 
 def tokens(step: Step) -> int:
     return sum(len(o["cur"]) for group in step for o in group)
+
+
+def mean_over_groups(loss: Callable[..., float], step: Step, **parameters: Any) -> float:
+    """1 / sum_i |o_i| inside the expectation over prompts: the loss of each group alone, averaged."""
+    return mean([loss([group], **parameters) for group in step if tokens([group])])
 
 
 def grpo(step: Step, low: float = 0.2, high: float = 0.2, beta: float = 0.0) -> float:
@@ -170,15 +177,16 @@ def erpo(step: Step, buckets: int = 10, beta: float = 0.001) -> float:
     return -total / tokens(step)
 
 
-def gpg(step: Step) -> float:
+def gpg(step: Step, beta: float = 0.0) -> float:
     num = sum(map(len, step))
     dead = sum(len(group) for group in step if len({o["r"] for o in group}) == 1)
+    penalty = beta * sum(k3(o, t) for group in step for o in group for t in range(len(o["cur"])))
     if dead == num:
-        return 0.0
+        return penalty / tokens(step)
     total = sum(
         x * a
         for group in step
         for o, a in zip(group, group_advantages(group, scale=False), strict=True)
         for x in o["cur"]
     )
-    return -num / (num - dead) * total / tokens(step)
+    return (penalty - num / (num - dead) * total) / tokens(step)

@@ -32,6 +32,10 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("gpg", {"reward_normalization": "batch", "aggregation": "sequence_mean"}),
     ("grpo", {"use_leave_one_out_baseline": True, "ratio_clip_c": 3.0, "aggregation": "constant",
               "max_response_length": 9}),
+    ("erpo", {"num_buckets": 2, "entropy_statistics": "moving"}),
+    ("tr_grpo", {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.1}),
+    ("gpg", {"aggregation": "group_token_mean", "use_alpha": False}),
+    ("gpg", {"reference_policy_kl_penalty": 0.1}),
 ]  # fmt: skip
 
 ALL = [*PARAMETERS.items(), *FURTHER]

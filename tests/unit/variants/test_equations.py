@@ -23,6 +23,18 @@ CASES = [
     ("erpo", {"num_buckets": 2}, lambda s: oracles.erpo(s, buckets=2)),
     ("erpo", {}, oracles.erpo),
     ("gpg", {}, oracles.gpg),
+    ("gpg", {"reference_policy_kl_penalty": 0.1}, lambda s: oracles.gpg(s, beta=0.1)),
+    (
+        "grpo",
+        {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.1},
+        lambda s: oracles.mean_over_groups(oracles.grpo, s, beta=0.1),
+    ),
+    ("tr_grpo", {"aggregation": "group_token_mean"}, lambda s: oracles.mean_over_groups(oracles.tr_grpo, s)),
+    (
+        "gpg",  # of a single group alpha is 1
+        {"aggregation": "group_token_mean", "use_alpha": False},
+        lambda s: oracles.mean_over_groups(oracles.gpg, s),
+    ),
 ]
 
 

@@ -66,6 +66,30 @@ def test_grpo_clips_by_hand():
     assert metrics["ratio/mean"].item() == pytest.approx((2 * 3.1 + 6 * 9) / 12)
 
 
+@pytest.mark.parametrize(("how", "share"), [("token_mean", 3 / 9), ("group_token_mean", 1 / 2)])
+def test_a_mean_over_groups_weighs_a_long_group_no_more_by_hand(how, share):
+    """Group 7 has 3 of the 9 tokens and the only signal: loss -(A ln p of row 0 - A ln p of row 1) / 3."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]])
+    o = build_objective("gpg", aggregation=how, use_alpha=False)
+    loss, gradient, _ = loss_and_gradient(o, on_policy(token_mask=mask))
+    assert loss.item() == pytest.approx(-share * (0.5 * (HALF + QUARTER) - 0.5 * HALF) / 3)
+    assert gradient[0].tolist() == pytest.approx([-share * 0.5 / 3] * 2 + [0])
+
+
+def test_updates_of_whole_groups_take_the_mean_over_their_own_groups():
+    """Two updates per step divide by their own 2 sequences: each is the loss of its group alone."""
+    o = build_objective("gpg", aggregation="group_token_mean", use_alpha=False)
+    batch = on_policy(rewards=torch.tensor([1.0, 0, 1, 0], dtype=torch.float64),
+                      token_mask=torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]))  # fmt: skip
+    prepared = o.prepare(batch)
+    for rows in (slice(0, 2), slice(2, 4)):
+        alone = batch.select(rows)
+        tokens, sequences = global_counts(alone)
+        counts = {"global_valid_toks": tokens, "global_valid_seqs": sequences}
+        update = o.loss(prepared.select(rows), **counts)[0]
+        assert update.item() == pytest.approx(o.loss(o.prepare(alone), **counts)[0].item())
+
+
 def test_dual_clip_bounds_the_loss_of_bad_responses_by_hand():
     batch = on_policy()
     batch = replace(batch, next_token_logprobs=(batch.prev_logprobs + math.log(5.0)).requires_grad_())
@@ -271,6 +295,21 @@ def test_erpo_by_hand():
     assert (prepared.advantages[2:] == 0).all()  # equal rewards
 
 
+def test_erpos_moving_statistics_by_hand():
+    """12 entropies of 1 and then 12 of 3, momentum 0.75: mean 1.5, mean square 3, std sqrt(0.75)."""
+    o = build_objective("erpo", entropy_statistics="moving", entropy_momentum=0.75, gamma=1.0)
+    first = o.prepare(on_policy(entropies=torch.ones(4, 3, dtype=torch.float64)))
+    assert first.carried == {"mean": 1.0, "square": 1.0}
+    assert first.metrics["erpo/gate_mean"] == pytest.approx(0.5)  # no spread yet
+    entropies = torch.full((4, 3), 3.0, dtype=torch.float64)
+    second = o.prepare(on_policy(entropies=entropies, carried=first.carried))
+    assert second.carried == pytest.approx({"mean": 0.75 * 1 + 0.25 * 3, "square": 0.75 * 1 + 0.25 * 9})
+    gate = 1 / (1 + math.exp(-(3 - 1.5) / (math.sqrt(0.75) + 1e-4)))
+    assert second.metrics["erpo/gate_mean"] == pytest.approx(gate)
+    nothing = o.prepare(on_policy(token_mask=torch.zeros(4, 3), carried=second.carried))
+    assert nothing.carried == second.carried
+
+
 def erpo_example() -> TokenBatch:
     return random_step(
         torch.tensor([30, 12, 25, 30, 30, 8]),
@@ -343,6 +382,13 @@ def test_gpg_by_hand():
     assert gradient[0].tolist() == pytest.approx([-2 * 0.5 / 12] * 3)
 
 
+def test_gpg_without_alpha_by_hand():
+    """Table 1, alpha = 1: the loss of `test_gpg_by_hand` without its factor of 2."""
+    loss, _, prepared = loss_and_gradient(build_objective("gpg", use_alpha=False), on_policy())
+    assert prepared.metrics["gpg/alpha"] == 1
+    assert loss.item() == pytest.approx(-(0.5 * (HALF + QUARTER + HALF) - 0.5 * (HALF + EIGHTH + HALF)) / 12)
+
+
 @pytest.mark.parametrize(
     ("normalization", "scale"),
     [("none", 1.0), ("group", 1 / math.sqrt(2)), ("batch", 0.5)],  # std of (1,0); of (1,0,1,1): sqrt(0.75/3)
@@ -360,7 +406,7 @@ def test_gpg_on_policy_has_the_gradient_of_unclipped_grpo_times_alpha():
     torch.testing.assert_close(gpg, prepared.metrics["gpg/alpha"] * grpo)
 
 
-def test_gpg_without_any_signal_has_loss_zero_and_says_so():
+def test_gpg_without_signal_has_loss_zero_and_counts_the_step():
     loss, gradient, prepared = loss_and_gradient(
         build_objective("gpg"), on_policy(rewards=torch.ones(4, dtype=torch.float64))
     )

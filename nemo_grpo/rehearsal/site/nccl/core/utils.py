@@ -1,4 +1,4 @@
-"""An id of a group is the address of its store."""
+"""A group's id is the address of its store."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import socket
 
 
 class UniqueId:
-    """What the first rank tells the others."""
+    """The id that the first rank sends to the others."""
 
     def __init__(self, raw: bytes) -> None:
         self.as_bytes = raw
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> UniqueId:
-        """From what another rank has told."""
+        """The id received from another rank."""
         return cls(bytes(raw))
 
 
 def get_unique_id() -> UniqueId:
-    """An address that is free at this moment."""
+    """An address that is free right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return UniqueId(f"127.0.0.1:{probe.getsockname()[1]}".encode())

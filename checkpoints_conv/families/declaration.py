@@ -1,0 +1,113 @@
+"""What a family's file declares, and how a config.json of the family is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoints_conv.families.parts import Entry, decoder_table
+from checkpoints_conv.families.spec import ModelSpec
+from nemo_grpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A model family.
+
+    Attributes:
+        architecture, model_type: how its config.json names it.
+        has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
+        is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
+            settings in its config.json that change the computation and are not in `ModelSpec`.
+        table: every tensor of a model, for the converters; None: the planner alone knows the family.
+        vision_parameters: (vision_config, hidden_size) -> parameters of the vision tower.
+        is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows it.
+    """
+
+    architecture: str
+    model_type: str
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    is_computed: bool = True
+    table: Callable[[ModelSpec], tuple[Entry, ...]] | None = decoder_table
+    vision_parameters: Callable[[Mapping[str, Any], int], int] | None = None
+    is_bridged: bool = True
+
+    def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
+        """The model of a config.json.
+
+        Raises: UserError: a size is missing, or a setting that neither tables nor planner count.
+        """
+        text = config.get("text_config") or config
+        _check(text, name)
+        try:
+            heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+            groups = int(text.get("num_key_value_heads") or heads)
+            experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+            vision, tower = config.get("vision_config"), self.vision_parameters
+            spec = ModelSpec(
+                name=name,
+                model_type=self.model_type,
+                hidden_size=hidden,
+                num_layers=int(text["num_hidden_layers"]),
+                num_attention_heads=heads,
+                num_key_value_heads=groups,
+                ffn_size=int(text["moe_intermediate_size" if experts else "intermediate_size"]),
+                vocab_size=int(text["vocab_size"]),
+                max_position_embeddings=int(text["max_position_embeddings"]),
+                tied_embeddings=bool(
+                    config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+                ),
+                head_dim=int(text.get("head_dim") or hidden // heads),
+                has_qkv_bias=self.has_qkv_bias,
+                has_qk_norm=self.has_qk_norm,
+                num_experts=experts,
+                num_experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+                num_vision_parameters=tower(vision, hidden) if tower and vision else 0,
+                norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+                hidden_act=text.get("hidden_act", "silu"),
+                rope=_rope(text),
+                sliding_window=_sliding_window(text),
+                is_bridged=self.is_bridged,
+            )
+        except KeyError as error:
+            raise UserError(
+                f"config.json of {name} has no {error.args[0]}; is it a language model's config?"
+            ) from None
+        if heads % groups:
+            raise UserError(
+                f"config.json of {name}: num_attention_heads={heads} is no multiple of "
+                f"num_key_value_heads={groups}"
+            )
+        return spec
+
+
+def _check(text: Mapping[str, Any], name: str) -> None:
+    for key in ("attention_bias", "mlp_bias"):
+        if text.get(key):
+            raise UserError(
+                f"config.json of {name}: {key}=true is not supported; Megatron has them on all linear layers "
+                "or none"
+            )
+    dense, every = text.get("mlp_only_layers") or [], text.get("decoder_sparse_step", 1)
+    if dense or every != 1:
+        raise UserError(
+            f"config.json of {name} has mlp_only_layers={dense}, decoder_sparse_step={every}; only models "
+            "whose layers all have experts ([] and 1) are supported"
+        )
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """From the config's new form, or its older separate fields."""
+    found = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    found["rope_type"] = found.get("rope_type", found.get("type")) or "default"
+    found["rope_theta"] = float(found.get("rope_theta") or text.get("rope_theta") or 10000.0)
+    return found
+
+
+def _sliding_window(text: Mapping[str, Any]) -> int | None:
+    window = text.get("sliding_window")
+    kinds = text.get("layer_types") or ["sliding_attention"]  # a window without them is everywhere
+    used = text.get("use_sliding_window", True) and set(kinds) != {"full_attention"}
+    return int(window) if window and used and window < text["max_position_embeddings"] else None

@@ -1,0 +1,54 @@
+"""What converters, planner, engine and decoder must know of a model: the content of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder of the Llama family, dense or with experts, with a vision tower or without.
+
+    Attributes: name: for messages, behind "of".
+                head_dim: width of a head, which need not be hidden_size / num_attention_heads.
+                ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
+                has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
+                num_vision_parameters: of the vision tower and its merger.
+                rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
+                sliding_window: positions that a layer's attention is confined to; None: all of them.
+                is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows the family.
+    """
+
+    name: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    ffn_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tied_embeddings: bool
+    head_dim: int
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    num_vision_parameters: int = 0
+    norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    sliding_window: int | None = None
+    is_bridged: bool = True
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads; the value heads' is the same."""
+        return self.num_key_value_heads * self.head_dim

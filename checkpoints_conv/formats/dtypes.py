@@ -1,0 +1,100 @@
+"""The dtypes of stored tensors, known without importing torch, which takes seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """One dtype.
+
+    Attributes: name: in torch.  itemsize: bytes.  safetensors: its name there.
+                storage: the class of its storages in torch.save archives.
+    """
+
+    name: str
+    itemsize: int
+    safetensors: str = ""
+    storage: str = ""
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The dtype itself."""
+        found: Any = getattr(torch, self.name)
+        return found
+
+
+_KNOWN = (
+    Dtype("float64", 8, "F64", "DoubleStorage"), Dtype("float32", 4, "F32", "FloatStorage"),
+    Dtype("float16", 2, "F16", "HalfStorage"), Dtype("bfloat16", 2, "BF16", "BFloat16Storage"),
+    Dtype("int64", 8, "I64", "LongStorage"), Dtype("int32", 4, "I32", "IntStorage"),
+    Dtype("int16", 2, "I16", "ShortStorage"), Dtype("int8", 1, "I8", "CharStorage"),
+    Dtype("uint8", 1, "U8", "ByteStorage"), Dtype("bool", 1, "BOOL", "BoolStorage"),
+    Dtype("float8_e4m3fn", 1, "F8_E4M3"), Dtype("float8_e5m2", 1, "F8_E5M2"),
+    Dtype("float8_e4m3fnuz", 1), Dtype("float8_e5m2fnuz", 1), Dtype("float8_e8m0fnu", 1),
+    Dtype("uint16", 2), Dtype("uint32", 4), Dtype("uint64", 8),
+    Dtype("complex32", 4), Dtype("complex64", 8), Dtype("complex128", 16),
+)  # fmt: skip
+DTYPES = {dtype.name: dtype for dtype in _KNOWN}
+WEIGHT_DTYPES = tuple(DTYPES[name] for name in ("bfloat16", "float16", "float32", "float64"))
+_OPTIONS = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPES["float32"]}
+
+
+def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
+    """The dtype of a ``--dtype`` value, or of torch; None keeps what is stored.
+
+    Raises: UserError: unknown name.
+    """
+    if choice is None:
+        return None
+    known = _OPTIONS | {name: dtype for dtype in WEIGHT_DTYPES for name in (dtype.name, str(dtype))}
+    if str(choice) not in known:
+        raise UserError(f"--dtype {str(choice)!r} is not known{did_you_mean(str(choice), _OPTIONS)}")
+    return known[str(choice)]
+
+
+def cast(data: memoryview, stored: Dtype, wanted: Dtype, name: str) -> memoryview:
+    """Numbers in another dtype; the same memory if it is the same.
+
+    Raises: UserError: a finite value became infinite (fp16 ends at 65504).
+    """
+    if stored == wanted:
+        return data
+    return byte_view(cast_tensor(tensor_of(data, stored), wanted, name))
+
+
+def cast_tensor(tensor: Tensor, wanted: Dtype, name: str) -> Tensor:
+    """`cast` of a tensor."""
+    if tensor.dtype == wanted.torch:
+        return tensor
+    out = tensor.to(wanted.torch)
+    if wanted.name == "float16" and bool((out.isinf() & tensor.isfinite()).any()):
+        raise UserError(f"{name} has values beyond fp16's range (65504); use --dtype bf16 or fp32")
+    return out
+
+
+def tensor_of(data: memoryview | bytearray, dtype: Dtype, shape: Sequence[int] = (-1,)) -> Tensor:
+    """A tensor in the memory of ``data``."""
+    if not len(data):
+        return torch.empty(tuple(max(size, 0) for size in shape), dtype=dtype.torch)
+    return torch.frombuffer(data, dtype=dtype.torch).view(tuple(shape))
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor, for reading and writing."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def num_bytes_of(dtype: Dtype, shape: Sequence[int]) -> int:
+    """Size of a tensor's data."""
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,111 @@
+"""Bytes on their way between files, in pieces of about a megabyte.
+
+A piece is read, checked and written while it is in the processor's cache, in memory that is used again for
+the next: on the machines where checkpoints are converted, the first touch of fresh memory costs more than
+copying into it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from nemo_grpo.errors import UserError
+
+PIECE_BYTES = 1 << 20
+_MAX_VIEWS = 1024  # IOV_MAX of Linux
+
+
+class Buffer:
+    """Memory that grows to the largest piece and is used again for each."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Writable memory, valid until the next call."""
+        if num_bytes > len(self._memory):
+            self._memory = bytearray(num_bytes)
+        return memoryview(self._memory)[:num_bytes]
+
+
+def damaged(file: Path, why: str) -> UserError:
+    """The error for a file that is not what it should be."""
+    return UserError(f"{file} is damaged or truncated: {why}; copy or download it again")
+
+
+def same(one: memoryview, other: memoryview) -> bool:
+    """True if all bytes are equal. Python compares memory element by element, so here by eight bytes."""
+    whole = len(one) // 8 * 8
+    equal = len(one) == len(other) and one[:whole].cast("Q") == other[:whole].cast("Q")
+    return equal and one[whole:] == other[whole:]
+
+
+def open_all(files: Iterable[Path]) -> dict[Path, int]:
+    """Descriptors of files to read, as many as the system allows; 512 ranks leave more than the usual 1024.
+
+    Raises: UserError: its limit is lower.
+    """
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    descriptors: dict[Path, int] = {}
+    try:
+        for file in files:
+            descriptors[file] = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        close_all(descriptors)
+        if error.errno != errno.EMFILE:
+            raise
+        raise UserError(
+            f"{len(descriptors)} files are open and more are needed, but the limit is {hard}; raise it with "
+            "ulimit -Hn"
+        ) from None
+    return descriptors
+
+
+def close_all(descriptors: dict[Path, int]) -> None:
+    """Close files and forget them."""
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
+def read_into(descriptor: int, offset: int, buffer: memoryview) -> int:
+    """Fill the buffer from a file. Returns: bytes read; fewer than asked for only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done : done + (64 << 20)]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def scatter_into(descriptor: int, offset: int, views: Sequence[memoryview]) -> None:
+    """Fill equally long views, one after the other, from one place in a file, as far as it goes."""
+    for first in range(0, len(views), _MAX_VIEWS):
+        some = views[first : first + _MAX_VIEWS]
+        wanted = len(some) * len(some[0])
+        if os.preadv(descriptor, some, offset) != wanted:  # more than 2 GB, or the end of the file
+            for number, view in enumerate(some):
+                read_into(descriptor, offset + number * len(view), view)
+        offset += wanted
+
+
+def write_from(descriptor: int, offset: int, buffer: memoryview) -> None:
+    """Write the whole buffer at an offset."""
+    done = 0
+    while done < len(buffer):
+        done += os.pwrite(descriptor, buffer[done : done + (64 << 20)], offset + done)
+
+
+def crc32_of(descriptor: int, offset: int, num_bytes: int, crc32: int = 0) -> int:
+    """The checksum of a part of a file, continued from ``crc32``; of what there is if the file ends early."""
+    buffer = Buffer()
+    for start in range(0, num_bytes, PIECE_BYTES):
+        piece = buffer.take(min(PIECE_BYTES, num_bytes - start))
+        crc32 = zlib.crc32(piece[: read_into(descriptor, offset + start, piece)], crc32)
+    return crc32

@@ -1,0 +1,169 @@
+"""``nemo-grpo convert``, the same as ``python -m checkpoints_conv``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nemo_grpo.errors import UserError, did_you_mean
+
+EXIT_DIFFERENT = 1
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Convert checkpoints between Hugging Face and Megatron: no GPU, no model, constant memory.",
+)
+
+Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; without it nothing is rounded.")]
+Workers = Annotated[int, typer.Option(min=1, help="Threads; each needs a few megabytes.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Finish an interrupted conversion.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output, or start over.")]
+Sha256 = Annotated[bool, typer.Option("--sha256", help="Also write SHA256SUMS (reads the result once).")]
+Output = Annotated[Path, typer.Option(help="Folder to create; it appears once complete.")]
+HFModel = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.")]
+Megatron = Annotated[
+    Path, typer.Option(help="torch_dist folder, its parent, or NeMo-RL's checkpoints/step_N.")
+]
+
+
+@app.command("hf-to-megatron")
+def hf_to_megatron_command(
+    hf_model: HFModel,
+    output: Output,
+    dtype: Dtype = None,
+    workers: Workers = 2,
+    padded_vocab_size: Annotated[
+        int | None, typer.Option(help="Rows of the embeddings; megatron-core pads by itself when it loads.")
+    ] = None,
+    resume: Resume = False,
+    force: Force = False,
+    sha256: Sha256 = False,
+) -> None:
+    """Write a torch_dist checkpoint that megatron-core loads at any TP/PP/EP.
+
+    Example: python -m checkpoints_conv hf-to-megatron --hf-model Qwen2.5-7B --output qwen-megatron
+    """
+    from checkpoints_conv.hf_to_megatron import hf_to_megatron
+
+    hf_to_megatron(
+        hf_model,
+        output,
+        dtype=dtype,
+        num_workers=workers,
+        padded_vocab_size=padded_vocab_size,
+        resume=resume,
+        force=force,
+        sha256=sha256,
+    )
+    typer.echo(str(output))
+
+
+@app.command("megatron-to-hf")
+def megatron_to_hf_command(
+    megatron_checkpoint: Megatron,
+    hf_config: Annotated[Path, typer.Option(help="Folder with config.json, tokenizer, chat template.")],
+    output: Output,
+    dtype: Dtype = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB or 500MB.")] = "5GB",
+    lora: Annotated[
+        str | None, typer.Option(help="merge: adapters into --base; adapter: as a PEFT folder.")
+    ] = None,
+    base: Annotated[Path | None, typer.Option(help="With --lora: the model that was adapted.")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="Default: from run_config.yaml.")] = None,
+    workers: Workers = 2,
+    resume: Resume = False,
+    force: Force = False,
+    sha256: Sha256 = False,
+) -> None:
+    """Write a Hugging Face folder that transformers and vLLM load.
+
+    Example: python -m checkpoints_conv megatron-to-hf --megatron-checkpoint checkpoints/step_100
+    --hf-config Qwen2.5-7B --output qwen-trained
+    """
+    from checkpoints_conv.megatron_to_hf import megatron_to_hf
+
+    options: dict[str, Any] = {"dtype": dtype, "num_workers": workers, "sha256": sha256}
+    options |= {"resume": resume, "force": force}
+    shard_bytes = num_bytes(max_shard_size)
+    if (lora is None) != (base is None):
+        raise UserError("--lora and --base belong together; give both or neither")
+    if lora is None or base is None:
+        megatron_to_hf(megatron_checkpoint, hf_config, output, max_shard_bytes=shard_bytes, **options)
+    else:
+        from checkpoints_conv.lora import export_adapter, merge_lora
+
+        if lora == "merge":
+            options["max_shard_bytes"] = shard_bytes
+            merge_lora(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+        elif lora == "adapter":
+            export_adapter(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+        else:
+            raise UserError(f"--lora {lora!r} is unknown{did_you_mean(lora, ('merge', 'adapter'))}")
+    typer.echo(str(output))
+
+
+@app.command()
+def verify(
+    hf_model: HFModel,
+    megatron_checkpoint: Megatron,
+    logits: Annotated[
+        bool,
+        typer.Option("--logits", help="Also run both models, in memory, and compare logits."),
+    ] = False,
+    workers: Workers = 2,
+) -> None:
+    """Compare every tensor bit by bit; exit code 1 if any differs."""
+    from checkpoints_conv.verify import verify as compare
+
+    result = compare(hf_model, megatron_checkpoint, workers)
+    for hf, megatron in sorted(result.cast, key=str):
+        typer.echo(f"note: {hf} tensors were compared after conversion to {megatron}")
+    for name, gap in sorted(result.different.items()):
+        typer.echo(f"differs: {name} (by up to {gap:.3g})")
+    typer.echo(f"{result.num_tensors} tensors compared, {len(result.different)} differ")
+    if result.num_hashed:
+        typer.echo(f"{result.num_hashed} files match SHA256SUMS")
+    different = bool(result.different)
+    if logits:
+        from nemo_grpo.engine.megatron.logits import LOGITS_TOLERANCE, compare_logits
+
+        gap = compare_logits(hf_model, megatron_checkpoint)
+        typer.echo(f"logits differ by up to {gap:.3g} (limit {LOGITS_TOLERANCE:g})")
+        different |= not gap <= LOGITS_TOLERANCE
+    if different:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder or Megatron checkpoint.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+) -> None:
+    """Show what a checkpoint holds, from headers alone; truncated files are found."""
+    from checkpoints_conv.summary import summarize
+
+    summary = summarize(path)
+    for label, value in summary.facts:
+        typer.echo(f"{label:26} {value}")
+    for name, shape, dtype, size in summary.tensors if tensors else ():
+        typer.echo(f"{name:70} {list(shape)!s:22} {str(dtype).removeprefix('torch.'):9} {size:,}")
+
+
+def num_bytes(text: str) -> int:
+    """Bytes of a size such as ``5GB``, ``500 MB`` or ``1GiB``.
+
+    Raises: UserError: not such a size, or zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
+    size = 0
+    if match:
+        power = " KMGT".index(match[2].upper() or " ")
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if not size:
+        raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
+    return size

@@ -1,0 +1,55 @@
+"""Do a Hugging Face model and a Megatron checkpoint compute the same? Logits of both, on a fixed prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.families import COMPUTED, read_spec
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.verify import read_megatron
+from nemo_grpo.engine.megatron import cpu, parallel
+from nemo_grpo.engine.megatron.model import build_model, transformer_config
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.layout import Layout
+
+_PROMPT = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
+LOGITS_TOLERANCE = 1e-4
+
+
+def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
+    """Largest difference in float32 logits between transformers and megatron-core, on a fixed prompt.
+
+    Both models are built whole, in memory; megatron-core takes the tensors under its own names, so this also
+    tests what the names mean.
+
+    Returns: max |difference|; at most `LOGITS_TOLERANCE` for the same model.
+    Raises:  UserError: the embedded engine does not run this family.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    tokens = torch.tensor([[token % model.config.vocab_size for token in _PROMPT]])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = _megatron_logits(hf_config(hf_model), megatron_checkpoint, tokens)
+    return float((expected - found).abs().max())
+
+
+def _megatron_logits(config: dict[str, Any], checkpoint: Path, tokens: Tensor) -> Tensor:
+    cpu.install()
+    spec, layout = read_spec(config, among=COMPUTED), Layout()
+    parallel.initialize(layout, torch.device("cpu"), seed=0)
+    try:
+        model = build_model(spec, transformer_config(spec, layout, torch.float32))
+        full = read_megatron(config, checkpoint)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(full.pop(name))
+        if full:
+            raise UserError(f"megatron-core has no place for {', '.join(sorted(full))}")
+        return model(tokens, None, None).float()[..., : spec.vocab_size]
+    finally:
+        parallel.shut_down()

@@ -1,0 +1,37 @@
+"""Files that a kill or a full disk leaves whole, and hashes of files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A kill or a full disk leaves the file as it was, or complete."""
+    temporary = path.with_name(f"tmp_{path.name}.new")  # no pattern for finished files matches it
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """`flush` everything below a folder, then the folder."""
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+        flush(path)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,193 @@
+"""Hugging Face model folders: read weights, write an export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from checkpoints_conv.formats.model_folder import weight_files
+from checkpoints_conv.lora import peft_config
+from nemo_grpo.errors import UserError, first_line
+
+_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+)
+MAX_SHARD_SIZE = "5GB"
+
+
+def check_model_folder(folder: Path, setting: str) -> None:
+    """Refuse a folder from which training cannot start.
+
+    Raises: UserError: no such folder, or config, weights or tokenizer are missing; ``setting`` names the
+            recipe key.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"{setting}={str(folder)!r} is not a folder; download the model and give its local folder"
+        )
+    needed = {
+        "config.json": ["config.json"],
+        "weights (*.safetensors)": ["*.safetensors"],
+        "tokenizer (tokenizer.json or tokenizer_config.json)": ["tokenizer.json", "tokenizer_config.json"],
+    }
+    for what, patterns in needed.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            raise UserError(f"{setting}={str(folder)!r} has no {what}; save model and tokenizer there")
+
+
+def load_config(folder: Path) -> Any:
+    """The folder's transformers config object.
+
+    Raises: UserError: it cannot be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the model's config in {folder}: {first_line(error)}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer.
+
+    Raises: UserError: it cannot be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain Exception at a damaged file
+        raise UserError(
+            f"cannot read the tokenizer in {folder}: {first_line(error)}; save the model's own there again"
+        ) from error
+
+
+def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the folder's safetensors files, one at a time in memory.
+
+    Raises: UserError: a file cannot be read.
+    """
+    for opened in _safetensors(folder):
+        for name in opened.keys():  # noqa: SIM118  (no mapping)
+            yield name, opened.get_tensor(name)
+
+
+def weight_names(folder: Path) -> set[str]:
+    """Names of the tensors in the folder's safetensors files.
+
+    Raises: UserError: a file cannot be read.
+    """
+    return {name for opened in _safetensors(folder) for name in opened.keys()}  # noqa: SIM118
+
+
+def _safetensors(folder: Path) -> Iterator[Any]:
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                yield opened
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"cannot load a causal language model from {folder}: {file.name}: {error}"
+            ) from error
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, in memory.
+
+    Raises: UserError: a file cannot be read, or a tensor is not finite, which no training step could repair.
+    """
+    tensors = dict(stream_weights(folder))
+    for name, tensor in tensors.items():
+        if not all(bound.isfinite() for bound in tensor.aminmax()):
+            raise UserError(f"{folder}: {name} holds NaN or inf; give a sound checkpoint")
+    return tensors
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy a model folder without its weights: configs, tokenizer, chat template."""
+    target.mkdir(parents=True, exist_ok=True)
+    weights = {path.name for pattern in _WEIGHTS for path in source.glob(pattern)}
+    for path in source.iterdir():
+        if path.is_file() and path.name not in weights:
+            shutil.copyfile(path, target / path.name)
+
+
+def export(
+    named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, dtype: torch.dtype
+) -> None:
+    """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+    Written under a temporary name and renamed, so a folder of this name is always whole. An older one is
+    replaced.
+
+    Args: source: the model folder that training started from; its side files are copied.
+    """
+    tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
+    config = load_config(source)
+    config.dtype = dtype
+    with _appearing(target) as temporary:
+        copy_side_files(source, temporary)
+        logging.disable(logging.INFO)  # the library reports the temporary name, and its logger's name changes
+        try:
+            save_torch_state_dict(tensors, temporary, max_shard_size=MAX_SHARD_SIZE)
+        finally:
+            logging.disable(logging.NOTSET)
+        with no_transformers_bars():
+            config.save_pretrained(temporary)
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A folder under a temporary name; when the block ends it replaces ``target``."""
+    temporary = target.with_name(f"tmp_{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def export_adapter(
+    tensors: Mapping[str, Tensor], source: Path, target: Path, *, dim: int, alpha: float
+) -> None:
+    """Write LoRA matrices as a folder that PEFT's `PeftModel.from_pretrained` loads on top of ``source``.
+
+    Written under a temporary name and renamed, like `export`.
+
+    Args: tensors: by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
+          source: the base model's folder.  dim, alpha: the update is alpha / dim B A.
+    """
+    copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    config = peft_config(source.absolute(), dim, alpha, modules)
+    with _appearing(target) as temporary:
+        save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def no_transformers_bars() -> Iterator[None]:
+    """Hide the bars that transformers draws while it reads or writes weights; restores its setting."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,174 @@
+"""Rules across sections that hold for both engines, and advice. See `registry`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_grpo.errors import as_yaml, did_you_mean
+from nemo_grpo.recipe.recipe import Recipe
+from nemo_grpo.recipe.registry import Scope, rule
+from nemo_grpo.recipe.sections import MEGATRON, metric_key
+
+
+@rule(Scope.ALL)
+def model_is_named(recipe: Recipe) -> Iterator[str]:
+    if recipe.policy.model_name is None and recipe.nemo_grpo.warm_start is None:
+        yield "policy.model_name=null: no model; name a folder or a Hub model, or set nemo_grpo.warm_start"
+
+
+@rule(Scope.ALL)
+def warm_start_fits_the_layout(recipe: Recipe) -> Iterator[str]:
+    w, m = recipe.nemo_grpo.warm_start, recipe.policy.megatron_cfg
+    if w is None:
+        return
+    for name, size, key in (
+        ("TP", m.tensor_model_parallel_size, "num_key_value_heads"),
+        ("PP", m.pipeline_model_parallel_size, "num_hidden_layers"),
+    ):
+        if getattr(w, key) % size:
+            what = f"nemo_grpo.warm_start.{key}={getattr(w, key)}"
+            yield f"{what} is not a multiple of {name}={size}; change one"
+    length = recipe.policy.max_total_sequence_length
+    if length > w.max_position_embeddings:
+        yield (
+            f"nemo_grpo.warm_start.max_position_embeddings={w.max_position_embeddings} is less than "
+            f"policy.max_total_sequence_length={length}; raise it"
+        )
+
+
+@rule(Scope.ALL)
+def updates_divide_the_step(recipe: Recipe) -> Iterator[str]:
+    g, batch = recipe.grpo, recipe.policy.train_global_batch_size
+    if recipe.num_sequences_per_step % batch:
+        fitting = _divisors_near(
+            recipe.num_sequences_per_step, batch, multiple_of=_microbatch_sequences(recipe)
+        )
+        yield (
+            f"policy.train_global_batch_size={batch} does not divide grpo.num_prompts_per_step x "
+            f"grpo.num_generations_per_prompt = {g.num_prompts_per_step} x {g.num_generations_per_prompt} = "
+            f"{recipe.num_sequences_per_step}; use {fitting}"
+        )
+
+
+@rule(Scope.ALL)
+def updates_average_whole_groups(recipe: Recipe) -> Iterator[str]:
+    batch, group = recipe.policy.train_global_batch_size, recipe.grpo.num_generations_per_prompt
+    if recipe.loss_fn.aggregation == "group_token_mean" and batch % group:
+        yield (
+            f"policy.train_global_batch_size={batch} is not a multiple of grpo.num_generations_per_prompt="
+            f"{group}, and loss_fn.aggregation=group_token_mean averages whole groups; use a multiple, or "
+            "token_mean"
+        )
+
+
+@rule(Scope.ALL)
+def layout_divides_the_ranks(recipe: Recipe) -> Iterator[str]:
+    m, world, size = recipe.policy.megatron_cfg, recipe.world_size, recipe.model_parallel_size
+    if world % size:
+        yield (
+            f"cluster.gpus_per_node x cluster.num_nodes = {world} is not a multiple of TP x PP x CP = "
+            f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size} "
+            f"= {size}; use a multiple of {size} ranks, or smaller sizes in {MEGATRON}"
+        )
+    elif (world // m.pipeline_model_parallel_size) % m.expert_model_parallel_size:
+        yield (
+            f"{MEGATRON}.expert_model_parallel_size={m.expert_model_parallel_size} does not divide "
+            f"the {world // m.pipeline_model_parallel_size} ranks of a pipeline stage; use a divisor"
+        )
+
+
+@rule(Scope.ALL)
+def microbatches_divide_the_update(recipe: Recipe) -> Iterator[str]:
+    p, dp = recipe.policy, recipe.data_parallel_size
+    if p.train_global_batch_size % _microbatch_sequences(recipe):
+        yield (
+            f"policy.train_global_batch_size={p.train_global_batch_size} is not a multiple of "
+            f"policy.train_micro_batch_size x data-parallel ranks = {p.train_micro_batch_size} x {dp}; "
+            "change one of them"
+        )
+
+
+@rule(Scope.ALL)
+def grpo_section_agrees_with_the_loss(recipe: Recipe) -> Iterator[str]:
+    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
+        given, used = getattr(recipe.grpo, key), getattr(recipe.loss_fn, key, False)
+        if given is not None and given != used:
+            yield disagreement(recipe, f"grpo.{key}", key, given)
+
+
+@rule(Scope.ALL)
+def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
+    known = [f"validation/{name}" for name in validation_metrics(recipe)]
+    ranking = recipe.checkpointing.metric_key or ""
+    for key, metric in (
+        ("checkpointing.metric_name", ranking if ranking.startswith("validation/") else None),
+        ("grpo.stop_at_validation_metric", metric_key(recipe.grpo.stop_at_validation_metric)),
+    ):
+        if metric is not None and metric not in known:
+            yield f"{key}: validation has no metric {metric!r}{did_you_mean(metric, known)}"
+
+
+def validation_metrics(recipe: Recipe) -> list[str]:
+    """Names of the validation metrics of the recipe's engine."""
+    k = recipe.grpo.val_num_generations_per_prompt
+    if recipe.nemo_grpo.target == "cluster":  # NeMo-RL's validate()
+        return ["accuracy", "avg_length", *(["pass_k"] if k > 1 else [])]
+    passes = [f"pass@{n}" for n in sorted({*(1 << i for i in range(k.bit_length())), k})]
+    return ["accuracy", "greedy", f"maj@{k}", "format", "truncated", "num_tokens", *passes]
+
+
+@rule(Scope.ALL)
+def sampling_parameters_have_an_effect(recipe: Recipe) -> Iterator[str]:
+    changed = _changed(recipe, *recipe.loss_fn.sampling_keys)
+    if changed and not recipe.grpo.use_dynamic_sampling:
+        yield (
+            f"loss_fn.{changed[0]} has no effect with grpo.use_dynamic_sampling=false; set "
+            "grpo.use_dynamic_sampling=true"
+        )
+
+
+@rule(Scope.ADVICE)
+def variant_uses_its_dynamic_sampling(recipe: Recipe) -> Iterator[str]:
+    loss = recipe.loss_fn
+    if loss.without_dynamic_sampling is not None and not recipe.grpo.use_dynamic_sampling:
+        yield f"{loss.variant} without grpo.use_dynamic_sampling=true: {loss.without_dynamic_sampling}"
+
+
+@rule(Scope.ADVICE)
+def clip_has_an_effect(recipe: Recipe) -> Iterator[str]:
+    changed = _changed(recipe, "ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
+    if changed and recipe.num_updates_per_step == 1:
+        yield (
+            f"loss_fn.{changed[0]}: with one update per step the ratio is 1 and no clip acts; "
+            "policy.train_global_batch_size below prompts x generations makes several updates"
+        )
+
+
+def disagreement(recipe: Recipe, place: str, key: str, wanted: object) -> str:
+    """Message: a NeMo-RL setting contradicts the loss that trains."""
+    used = getattr(recipe.loss_fn, key, False)
+    return (
+        f"{place}={as_yaml(wanted)}, but {recipe.loss_fn.variant} trains with loss_fn.{key}={as_yaml(used)}; "
+        f"leave {place} out or make them equal"
+    )
+
+
+def _changed(recipe: Recipe, *keys: str) -> list[str]:
+    """Those keys of ``loss_fn`` that differ from the variant's default; a resolved recipe gives them all."""
+    fields = type(recipe.loss_fn).model_fields
+    return [k for k in keys if k in fields and getattr(recipe.loss_fn, k) not in (None, fields[k].default)]
+
+
+def _microbatch_sequences(recipe: Recipe) -> int:
+    """Sequences in one microbatch of all data-parallel ranks; 1 if the ranks do not fit the layout."""
+    if recipe.world_size % recipe.model_parallel_size:
+        return 1
+    return recipe.policy.train_micro_batch_size * recipe.data_parallel_size
+
+
+def _divisors_near(number: int, wanted: int, *, multiple_of: int) -> str:
+    """The divisors nearest to ``wanted``, below and above, that are multiples; if none is, any divisor."""
+    unit = multiple_of if number % multiple_of == 0 else 1
+    divisors = [d for d in range(unit, number + 1, unit) if number % d == 0]
+    near = {*[d for d in divisors if d <= wanted][-1:], *[d for d in divisors if d >= wanted][:1]}
+    return " or ".join(map(str, sorted(near)))

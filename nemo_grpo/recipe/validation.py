@@ -1,0 +1,169 @@
+"""From a file or a mapping to a validated recipe, with errors in the recipe's own terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_grpo.dotted import parents, set_value, value_of
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import (  # noqa: F401 - they register
+    cluster_rules,
+    embedded_rules,
+    rollout_rules,
+    rules,
+    saving_rules,
+)
+from nemo_grpo.recipe.keys import shown, unknown_key_errors, unknown_key_message
+from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
+from nemo_grpo.recipe.megatron_sections import WITHOUT_RULES
+from nemo_grpo.recipe.recipe import Recipe
+from nemo_grpo.recipe.registry import Scope, messages
+
+DERIVED_DEFAULTS = {
+    "policy.tokenizer.name": "policy.model_name",
+    "policy.logprob_batch_size": "policy.train_micro_batch_size",
+    "policy.generation_batch_size": "policy.train_global_batch_size",
+    "policy.generation.val_temperature": "policy.generation.temperature",
+    "policy.generation.val_top_p": "policy.generation.top_p",
+    "policy.megatron_cfg.optimizer.clip_grad": "policy.max_grad_norm",
+    "policy.megatron_cfg.scheduler.start_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
+    "policy.megatron_cfg.scheduler.end_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
+    "grpo.reward_shaping.max_response_length": "policy.generation.max_new_tokens",
+    "loss_fn.max_response_length": "policy.generation.max_new_tokens",
+    "nemo_grpo.evaluation.num_problems": "grpo.max_val_samples",
+    "nemo_grpo.evaluation.num_samples": "grpo.val_num_generations_per_prompt",
+    "nemo_grpo.evaluation.temperature": "policy.generation.val_temperature",
+    "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
+}
+"""A missing key -> the key whose value it takes, in this order."""
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read, merge, resolve and validate a recipe.
+
+    Args:    path: YAML file.  overrides: ``key=value``, ``++key=value`` or ``~key``, applied before
+             interpolation, so that dependent values follow.
+    Returns: the recipe.
+    Raises:  UserError: all errors that can be found at once.
+    """
+    return _validated(resolve(apply_overrides(load_tree(Path(path)), overrides)))
+
+
+def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+    """As `load_recipe`, from a nested mapping without ``defaults``.
+
+    Raises: UserError: as `load_recipe`.
+    """
+    return _validated(resolve(apply_overrides(tree, overrides)))
+
+
+def _validated(tree: Tree) -> Recipe:
+    errors, filled = unknown_key_errors(tree), _with_derived_defaults(tree)
+    try:
+        recipe = Recipe.model_validate(filled)
+    except ValidationError as error:
+        errors += [_explain(detail) for detail in error.errors()]
+        copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(tree, key) is None)
+        errors = [e for e in errors if not e.startswith(copied)] or errors
+        try:
+            recipe = Recipe.model_validate(filled, context=WITHOUT_RULES)
+        except ValidationError:
+            raise _together(errors) from None
+    errors += violations(recipe)
+    if errors:
+        raise _together(errors)
+    return recipe
+
+
+def violations(recipe: Recipe) -> list[str]:
+    """Messages of the rules for all recipes and of those for its target."""
+    cluster = messages(Scope.CLUSTER, recipe) if recipe.nemo_grpo.target == "cluster" else []
+    return messages(Scope.ALL, recipe) + cluster
+
+
+def advice(recipe: Recipe) -> list[str]:
+    """Settings that are allowed but probably not meant, one sentence each."""
+    return messages(Scope.ADVICE, recipe)
+
+
+def refuse_unsupported(recipe: Recipe) -> None:
+    """Refuse what the embedded engine cannot train.
+
+    Raises: UserError: naming key, value and remedy.
+    """
+    if errors := messages(Scope.EMBEDDED, recipe):
+        raise _together(errors)
+
+
+def _together(errors: list[str]) -> UserError:
+    if len(errors) == 1:
+        return UserError(errors[0])
+    return UserError(f"{len(errors)} errors in the recipe:" + "".join(f"\n  {error}" for error in errors))
+
+
+def _with_derived_defaults(tree: Tree) -> Tree:
+    """Fill in missing keys by `DERIVED_DEFAULTS`; the model reports wrong types."""
+    filled = merge({}, tree)
+    for key, source in DERIVED_DEFAULTS.items():
+        value, sections = value_of(filled, source), [value_of(filled, above, {}) for above in parents(key)]
+        if value is None or value_of(filled, key) is not None:
+            continue
+        if all(isinstance(section, dict) for section in sections):
+            set_value(filled, key, value)
+    return filled
+
+
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a float",
+    str: "a text",
+    list: "a list",
+}
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "a section of keys",
+    "model_type": "a section of keys",
+    "model_attributes_type": "a section of keys",
+    "literal_error": "one of {expected}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "a non-empty text",
+    "finite_number": "a finite number",
+}
+
+
+def _explain(error: ErrorDetails) -> str:
+    """One pydantic error as ``key=value: rule; remedy``."""
+    key, kind, context = ".".join(map(str, error["loc"])), error["type"], error.get("ctx", {})
+    cause = context.get("error")
+    if isinstance(cause, UserError):
+        return str(cause)
+    if kind == "missing":
+        return f"{key} is missing; add it to the recipe"
+    if kind == "extra_forbidden":
+        return unknown_key_message(key, error["input"])
+    if key.endswith(".[key]"):
+        return f"{key.removesuffix('.[key]')}: the name must be {_EXPECTED[kind].format(**context)}"
+    if kind in _EXPECTED:
+        is_type = kind.endswith(("_type", "_from_float"))
+        got = f" is {_TYPE_NAMES.get(type(error['input']), 'a section')}; it" if is_type else ""
+        return f"{key}={shown(error['input'])}{got} must be {_EXPECTED[kind].format(**context)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if isinstance(error["input"], Mapping):  # a section's own rule: the message begins with the key in it
+        return f"{key}.{message}"
+    return f"{key}={shown(error['input'])}: {message}"

@@ -1,0 +1,101 @@
+"""The decoder's forward pass: pre-norm attention with rotary positions, then a gated MLP, per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_grpo.sampling.decoder.cache import KVCache
+from nemo_grpo.sampling.decoder.prompts import PromptStream, prompt_streams
+from nemo_grpo.sampling.decoder.rotary import RotaryTable, rotate
+from nemo_grpo.sampling.decoder.weights import Layer, Weights
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [N, H, D], keys [N, G, D], values [N, G, D]) -> [N, H D]."""
+
+
+class Decoder:
+    """A dense decoder. `Weights.named` takes its weights."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.weights = Weights(config, dtype, device)
+        self.device = device
+        self._place: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._rotary = RotaryTable(config, dtype, device)
+        spec = self.weights.spec
+        self._eps, self._head_size = spec.norm_eps, spec.head_dim
+        self._heads, self._groups = spec.num_attention_heads, spec.num_key_value_heads
+
+    def read(self, prompts: Sequence[list[int]], prompt_of_row: Tensor, room: int) -> tuple[Tensor, KVCache]:
+        """Read prompts, each once however many rows begin with it.
+
+        Args:    prompt_of_row: [R].  room: most tokens that will follow.
+        Returns: logits [R, V] of each row's first new token, and the rows' cache.
+        """
+        cache = self._cache(prompts, prompt_of_row, room)
+        logits = torch.empty(len(prompts), len(self.weights.head), **self._place)
+        for stream, hidden in self._read(prompts, prompt_of_row, cache):
+            logits[stream.prompts] = self._logits(hidden[stream.ends])
+        return logits[prompt_of_row.to(self.device)], cache
+
+    def logits(self, sequences: Sequence[list[int]]) -> Tensor:
+        """[B, S, V] of whole sequences, right-padded with 0."""
+        rows, longest = torch.arange(len(sequences)), max(map(len, sequences))
+        logits = torch.zeros(len(sequences), longest, len(self.weights.head), **self._place)
+        for stream, hidden in self._read(sequences, rows, self._cache(sequences, rows, 0)):
+            logits[stream.prompt_of_token, stream.positions] = self._logits(hidden)
+        return logits
+
+    def _cache(self, prompts: Sequence[list[int]], prompt_of_row: Tensor, room: int) -> KVCache:
+        lengths = torch.tensor([len(prompt) for prompt in prompts])[prompt_of_row]
+        shape = len(self.weights.layers), self._groups, self._head_size
+        return KVCache(shape, lengths.to(self.device), room, self._place)
+
+    def _read(
+        self, prompts: Sequence[list[int]], prompt_of_row: Tensor, cache: KVCache
+    ) -> Iterator[tuple[PromptStream, Tensor]]:
+        """Streams of prompts with their hidden states [N, h]; the cache has their keys and values then."""
+        for stream in prompt_streams(prompts, prompt_of_row, self.device):
+            rotations = self._rotary.upto(cache.columns)[stream.positions]
+            attend = partial(cache.attend_prompts, stream.runs)
+            yield stream, self._hidden_states(stream.tokens, rotations, attend)
+
+    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Feed every row of the cache one token [R]; returns logits [R, V] of the next."""
+        cache.add_column()
+        table, positions = self._rotary.upto(cache.columns), cache.positions
+        rotations = table[positions] if isinstance(positions, Tensor) else table[positions : positions + 1]
+        return self._logits(self._hidden_states(tokens, rotations, cache.attend_step))
+
+    def _hidden_states(self, tokens: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
+        """[N, h] behind the last layer, of N tokens whose context ``attend`` knows."""
+        hidden = F.embedding(tokens, self.weights.embedding)
+        for number, layer in enumerate(self.weights.layers):
+            queries, keys, values = self._project(layer, hidden, rotations)
+            hidden = torch.addmm(hidden, attend(number, queries, keys, values), layer.output.T)
+            gate, up = F.linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down.T)
+        return hidden
+
+    def _project(self, layer: Layer, hidden: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[N, H, D] queries, [N, G, D] keys and values; queries and keys turned by their positions."""
+        fused = F.linear(self._normed(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        heads = fused.view(len(fused), -1, self._head_size)
+        turned, values = heads.split([self._heads + self._groups, self._groups], 1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = turned.split([self._heads, self._groups], 1)
+            queries = self._normed(queries, layer.query_norm)
+            turned = torch.cat([queries, self._normed(keys, layer.key_norm)], 1)
+        queries, keys = rotate(turned, rotations).split([self._heads, self._groups], 1)
+        return queries, keys, values
+
+    def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(values, weight.shape, weight, self._eps)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self._normed(hidden, self.weights.norm), self.weights.head)

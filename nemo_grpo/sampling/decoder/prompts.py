@@ -1,0 +1,88 @@
+"""Prompts as streams of tokens without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 8192
+"""Prompt tokens read at a time, or those of one longer prompt; bounds the memory of their activations."""
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """Prompts of one length, next to each other in a stream.
+
+    Attributes: tokens: where in the stream.  number, length: of the prompts.
+                rows: [r], what begins with one of them; prompt_of_row: [r], with which, from 0.
+    """
+
+    tokens: slice
+    number: int
+    length: int
+    rows: Tensor
+    prompt_of_row: Tensor
+
+
+@dataclass(frozen=True)
+class PromptStream:
+    """Prompts one behind the other, shorter ones first.
+
+    Attributes: prompts: [P], their numbers.  ends: [P], where the last token of each is.
+                tokens, positions, prompt_of_token: [N], the last by the prompts' numbers.
+                runs: the stream's parts.
+    """
+
+    prompts: Tensor
+    ends: Tensor
+    tokens: Tensor
+    positions: Tensor
+    prompt_of_token: Tensor
+    runs: list[PromptRun]
+
+
+def prompt_streams(
+    prompts: Sequence[list[int]], prompt_of_row: Tensor, device: torch.device
+) -> Iterator[PromptStream]:
+    """All prompts, each in one stream.  prompt_of_row: [R], numbers of prompts."""
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    place = torch.empty(len(order), dtype=torch.long)
+    place[order] = torch.arange(len(order))
+    place_of_row = place[prompt_of_row]
+    for first, after in _passes([len(prompts[number]) for number in order]):
+        numbers = order[first:after]
+        lengths = [len(prompts[number]) for number in numbers]
+        yield PromptStream(
+            prompts=torch.tensor(numbers, device=device),
+            ends=(torch.tensor(lengths).cumsum(0) - 1).to(device),
+            tokens=torch.tensor([token for number in numbers for token in prompts[number]], device=device),
+            positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+            prompt_of_token=torch.tensor(numbers).repeat_interleave(torch.tensor(lengths)).to(device),
+            runs=list(_runs(lengths, place_of_row - first, device)),
+        )
+
+
+def _passes(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, after) of consecutive prompts that are read together."""
+    first, total = 0, 0
+    for place, length in enumerate(lengths):
+        if total and total + length > MOST_TOKENS:
+            yield first, place
+            first, total = place, 0
+        total += length
+    yield first, len(lengths)
+
+
+def _runs(lengths: list[int], place_of_row: Tensor, device: torch.device) -> Iterator[PromptRun]:
+    """Of a stream of prompts of these lengths, ascending."""
+    place, start = 0, 0
+    for length, equal in groupby(lengths):
+        number = len(list(equal))
+        rows = ((place <= place_of_row) & (place_of_row < place + number)).nonzero()[:, 0]
+        tokens = slice(start, start + number * length)
+        yield PromptRun(tokens, number, length, rows.to(device), (place_of_row[rows] - place).to(device))
+        place, start = place + number, tokens.stop

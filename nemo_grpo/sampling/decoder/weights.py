@@ -1,0 +1,110 @@
+"""The decoder's weights: fused as the forward pass wants them, reachable under their Hugging Face names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints_conv.families import COMPUTED, family_for, read_spec
+from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.decoder import rotary
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer; H query heads and G key-value heads of size D, width h, MLP width f.
+
+    Attributes: qkv: [(H + 2G) D, h], queries, keys and values one below the other.  qkv_bias: or None.
+                query_norm, key_norm: [D], or None.  output: [h, H D].  gate_up: [2f, h].  down: [h, f].
+                input_norm, mlp_norm: [h].
+    """
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    mlp_norm: Tensor
+
+
+class Weights:
+    """Uninitialised storage for a model of this configuration.
+
+    Attributes:
+        named: Hugging Face name to tensor, a view of what the forward pass reads. Tied weights are one tensor
+            under both names.
+        layers, embedding [V, h], head [V, h], norm [h]: what the forward pass reads.
+        spec: of the model.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """``config``: a transformers config object for which `unsupported` is None."""
+        family = family_for(config.to_dict())
+        self.spec = family.spec
+        self._shapes, self._place = family.hf_shapes, {"dtype": dtype, "device": device}
+        self.named: dict[str, Tensor] = {}
+        self.embedding, self.norm = self._one(EMBEDDING), self._one(NORM)
+        if family.tied:
+            self.named[HEAD] = self.embedding
+        self.head = self.embedding if family.tied else self._one(HEAD)
+        self.layers = [self._layer(f"model.layers.{number}.") for number in range(family.num_layers)]
+
+    def _layer(self, prefix: str) -> Layer:
+        has_bias, has_norms = self.spec.has_qkv_bias, self.spec.has_qk_norm
+        return Layer(
+            qkv=self._fused(f"{prefix}{name}.weight" for name in QKV),
+            qkv_bias=self._fused(f"{prefix}{name}.bias" for name in QKV) if has_bias else None,
+            query_norm=self._one(f"{prefix}self_attn.q_norm.weight") if has_norms else None,
+            key_norm=self._one(f"{prefix}self_attn.k_norm.weight") if has_norms else None,
+            output=self._one(f"{prefix}self_attn.o_proj.weight"),
+            gate_up=self._fused(f"{prefix}{name}.weight" for name in GATE_UP),
+            down=self._one(f"{prefix}mlp.down_proj.weight"),
+            input_norm=self._one(f"{prefix}input_layernorm.weight"),
+            mlp_norm=self._one(f"{prefix}post_attention_layernorm.weight"),
+        )
+
+    def _one(self, name: str) -> Tensor:
+        self.named[name] = torch.empty(self._shapes[name], **self._place)
+        return self.named[name]
+
+    def _fused(self, names: Any) -> Tensor:
+        """These tensors one below the other; each is a view of the whole."""
+        names = list(names)
+        shapes = [self._shapes[name] for name in names]
+        rows = [shape[0] for shape in shapes]
+        whole = torch.empty((sum(rows), *shapes[0][1:]), **self._place)
+        self.named |= zip(names, whole.split(rows), strict=True)
+        return whole
+
+
+def unsupported(config: Any) -> str | None:
+    """Why the decoder cannot compute what a transformers model of this configuration does; None: it can."""
+    content = config.to_dict()
+    try:
+        spec = read_spec(content, among=COMPUTED)
+    except UserError as error:
+        return str(error)
+    if spec.hidden_act != "silu":
+        return f"hidden_act={spec.hidden_act}"
+    if content.get("quantization_config"):
+        return "its weights are quantized"
+    if spec.sliding_window:
+        return f"sliding_window={spec.sliding_window}"
+    return rotary.unsupported(config)
+
+
+def missing_weights(config: Any, names: set[str]) -> list[str]:
+    """What a checkpoint with tensors of these names lacks of the model."""
+    family = family_for(config.to_dict())
+    present = names | {EMBEDDING} if family.tied and HEAD in names else names
+    return sorted(family.hf_shapes.keys() - present)

@@ -1,0 +1,171 @@
+"""Responses: in one go, or in turns between which the task's environment speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.sampling.requests import Generator, Request, Rollout, Turn
+from nemo_grpo.tasks import Task
+from nemo_grpo.tasks.environment import Episode, MultiTurnTask
+from nemo_grpo.tasks.reserved import reserved_texts
+
+TAIL_TOKENS = 32
+"""Number of last tokens of a turn in which a stop text is looked for."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One whole response; tensors are [T].
+
+    Attributes:
+        tokens: of the policy and of the environment, in order.
+        logprobs: the sampler's, nats; 0 for the environment's tokens.
+        token_mask: bool; True where the policy chose the token.
+        truncated: the length limit ended it.
+        text: turns and observations as they were written and read.
+        episode: None for a task without turns.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    token_mask: Tensor
+    truncated: bool
+    text: str
+    episode: Episode | None = None
+
+
+def sample_responses(generator: Generator, tokenizer: Any, task: Task, request: Request) -> list[Sampled]:
+    """The whole responses that are asked for, those to one prompt together.
+
+    For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. An
+    observation that leaves no room for another token is not given, and its response counts as truncated.
+    The same arguments give the same responses wherever the task's tool answers alike.
+    """
+    if isinstance(task, MultiTurnTask):
+        return _converse(generator, tokenizer, task, request)
+    rollout = generator.generate(request)
+    return [
+        Sampled(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
+        for tokens, logprobs, truncated, text in _responses(rollout, tokenizer)
+    ]
+
+
+def _responses(rollout: Rollout, tokenizer: Any) -> list[tuple[Tensor, Tensor, bool, str]]:
+    """(tokens, logprobs, truncated, text) of each row."""
+    lengths = rollout.lengths.tolist()
+    tokens = [row[:n] for row, n in zip(rollout.tokens, lengths, strict=True)]
+    logprobs = [row[:n] for row, n in zip(rollout.logprobs, lengths, strict=True)]
+    texts = tokenizer.batch_decode([row.tolist() for row in tokens], skip_special_tokens=True)
+    return list(zip(tokens, logprobs, rollout.truncated.tolist(), texts, strict=True))
+
+
+@dataclass
+class _Growing:
+    """A response between its turns; ``left``: tokens that it may still have."""
+
+    prompt: list[int]
+    left: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    token_mask: list[bool] = field(default_factory=list)
+    text: str = ""
+    truncated: bool = False
+    episode: Episode = field(default_factory=Episode)
+
+    def add(self, tokens: list[int], logprobs: Tensor, text: str, *, by_policy: bool) -> None:
+        self.tokens += tokens
+        self.logprobs.append(logprobs)
+        self.token_mask += [by_policy] * len(tokens)
+        self.text += text
+        self.left -= len(tokens)
+
+    def finish(self) -> Sampled:
+        mask = torch.tensor(self.token_mask)
+        tokens, logprobs = torch.tensor(self.tokens), torch.cat(self.logprobs)
+        return Sampled(tokens, logprobs, mask, self.truncated, self.text, self.episode)
+
+
+def _converse(generator: Generator, tokenizer: Any, task: MultiTurnTask, request: Request) -> list[Sampled]:
+    """Turn by turn; every call samples the next turn of all responses that are not over."""
+    end = StopTexts(task.stop_texts, tokenizer)
+    limit, reserved = request.sampling.max_new_tokens, reserved_texts(tokenizer)
+    everything = [
+        _Growing(prompt, limit) for prompt in request.prompts for _ in range(request.num_generations)
+    ]
+    # In the first turn the responses to one prompt share its reading; later on all have their own context.
+    rollout = generator.generate(replace(request, turn=Turn(request.limits, end)))
+    going = _listen(everything, rollout, tokenizer, task, reserved)
+    while going:
+        contexts = [response.prompt + response.tokens for response in going]
+        turn = Turn([response.left for response in going], end)
+        rollout = generator.generate(replace(request, prompts=contexts, num_generations=1, turn=turn))
+        going = _listen(going, rollout, tokenizer, task, reserved)
+    return [response.finish() for response in everything]
+
+
+def _listen(
+    responses: list[_Growing],
+    rollout: Rollout,
+    tokenizer: Any,
+    task: MultiTurnTask,
+    reserved: Sequence[str],
+) -> list[_Growing]:
+    """Add the turns of a rollout and what the environment says to them; returns those that go on."""
+    finished, turns = [], []
+    for response, (tokens, logprobs, truncated, text) in zip(
+        responses, _responses(rollout, tokenizer), strict=True
+    ):
+        response.add(tokens.tolist(), logprobs, text, by_policy=True)
+        response.truncated = truncated
+        if not truncated:
+            finished.append(response)
+            turns.append(text)
+    if not finished:
+        return []
+    episodes = [response.episode for response in finished]
+    observed = from_first_rank(lambda: task.observe(episodes, turns, reserved))
+    going = []
+    for response, answer in zip(finished, observed, strict=True):
+        response.episode = answer.episode
+        if answer.observation is None:
+            continue
+        tokens = tokenizer(answer.observation, add_special_tokens=False)["input_ids"]
+        if len(tokens) < response.left:
+            response.add(tokens, torch.zeros(len(tokens)), answer.observation, by_policy=False)
+            going.append(response)
+        else:
+            response.truncated = True
+    return going
+
+
+class StopTexts:
+    """A `TurnEnd` for texts that a tokenizer may spell with several tokens.
+
+    Only a token that holds a text's last character can complete it, so most tokens cost one look-up.
+    """
+
+    num_tokens = TAIL_TOKENS
+
+    def __init__(self, texts: tuple[str, ...], tokenizer: Any) -> None:
+        self.texts, self._tokenizer = texts, tokenizer
+        self._last_characters = {text[-1] for text in texts}
+        self._candidates: dict[int, bool] = {}
+
+    def reached(self, tokens: Sequence[int]) -> bool:
+        """See `TurnEnd.reached`."""
+        if not self._is_candidate(tokens[-1]):
+            return False
+        tail = self._tokenizer.decode(tokens[-self.num_tokens :], skip_special_tokens=False)
+        return any(text in tail for text in self.texts)
+
+    def _is_candidate(self, token: int) -> bool:
+        if token not in self._candidates:
+            piece = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._candidates[token] = not self._last_characters.isdisjoint(piece)
+        return self._candidates[token]

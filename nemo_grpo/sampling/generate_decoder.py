@@ -1,0 +1,61 @@
+"""Sampling with the engine's own decoder, which knows the families that the engine trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.hf_folder import load_config, stream_weights
+from nemo_grpo.sampling.decoder.cache import KVCache
+from nemo_grpo.sampling.decoder.model import Decoder
+from nemo_grpo.sampling.decoder.weights import unsupported
+from nemo_grpo.sampling.local_generator import LocalGenerator
+
+
+class DecoderGenerator(LocalGenerator):
+    """A `LocalGenerator` for models for which `decoder.weights.unsupported` is None."""
+
+    name = "decoder"
+
+    def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
+        self._config = load_config(model) if isinstance(model, Path) else model
+        assert unsupported(self._config) is None, unsupported(self._config)
+        self.decoder = Decoder(self._config, dtype, self.device)
+        if isinstance(model, Path):
+            self._load(model)
+
+    def _load(self, folder: Path) -> None:
+        known = self._weights()
+        try:  # like transformers, without a look at what is no weight of the model
+            self.update_weights((name, tensor) for name, tensor in stream_weights(folder) if name in known)
+        except ValueError as error:
+            raise UserError(f"cannot load a causal language model from {folder}: {error}") from None
+
+    @torch.no_grad()
+    def logits(self, sequences: Sequence[list[int]]) -> Tensor:
+        """See `LocalGenerator.logits`."""
+        return self.decoder.logits(sequences)
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        return self.decoder.weights.named
+
+    def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> _Decoding:
+        return _Decoding(self.decoder, *self.decoder.read(prompts, prompt_of_row, room))
+
+
+class _Decoding:
+    """See `local_generator.Decoding`."""
+
+    def __init__(self, decoder: Decoder, logits: Tensor, cache: KVCache) -> None:
+        self.logits, self._decoder, self._cache = logits, decoder, cache
+
+    def keep(self, going: Tensor) -> Tensor:
+        return self._cache.keep(going)
+
+    def advance(self, tokens: Tensor) -> None:
+        self.logits = self._decoder.step(tokens, self._cache)

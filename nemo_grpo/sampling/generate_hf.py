@@ -1,0 +1,119 @@
+"""Sampling with a Hugging Face causal language model: any that transformers knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+
+from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.hf_folder import no_transformers_bars
+from nemo_grpo.sampling.local_generator import LocalGenerator
+
+_LOADING = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+
+
+class HFGenerator(LocalGenerator):
+    """A `LocalGenerator` for every model that transformers knows."""
+
+    name = "hf"
+
+    def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
+        loaded = _load(model, dtype) if isinstance(model, Path) else _random(model, dtype)
+        self._config = loaded.config
+        self.model: torch.nn.Module = loaded.eval().requires_grad_(False)
+        self.model.to(self.device)
+        self._complete = isinstance(model, Path)
+
+    @torch.no_grad()
+    def logits(self, sequences: Sequence[list[int]]) -> Tensor:
+        """See `LocalGenerator.logits`; right-padded: causal attention keeps the padding out of the rest."""
+        width = max(map(len, sequences))
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in sequences], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in sequences]).to(self.device)
+        return self.model(input_ids=ids, attention_mask=mask).logits
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
+    def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> _Decoding:
+        """Left-padded; then every row gets its prompt's cache."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self._config)
+        logits = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        state = _Decoding(self.model, logits, cache, mask, positions[:, -1])
+        state.select(prompt_of_row.to(self.device))
+        return state
+
+
+class _Decoding:
+    """See `local_generator.Decoding`; R rows with logits [R, V], cache, mask [R, L], position [R]."""
+
+    def __init__(
+        self, model: torch.nn.Module, logits: Tensor, cache: DynamicCache, mask: Tensor, position: Tensor
+    ) -> None:
+        self.logits = logits
+        self._model, self._cache, self._mask, self._position = model, cache, mask, position
+
+    def select(self, index: Tensor) -> None:
+        """Keep these rows, in this order; a row may be repeated."""
+        self.logits, self._mask = self.logits[index], self._mask[index]
+        self._position = self._position[index]
+        self._cache.batch_select_indices(index)
+
+    def keep(self, going: Tensor) -> Tensor:
+        order = going.nonzero()[:, 0]
+        self.select(order)
+        return order
+
+    def advance(self, tokens: Tensor) -> None:
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=1)
+        self._position = self._position + 1
+        self.logits = self._model(
+            input_ids=tokens[:, None],
+            attention_mask=self._mask,
+            position_ids=self._position[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+
+def _random(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    # Initialisation draws from the global generator; whoever makes a generator must not notice.
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is not a Hugging Face model folder (no config.json); give one that is")
+    try:
+        with no_transformers_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_LOADING)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot load a causal language model from {folder}: {first_line(error)}") from error
+    model, report = loaded
+    # Transformers fills gaps with random weights and only warns.
+    gaps = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    if gaps:
+        raise UserError(f"{folder} lacks {len(gaps)} weights of its architecture: {', '.join(gaps[:4])}")
+    # A file's weights may lie at any alignment, and CPU kernels round by alignment: the same weights must
+    # give the same responses, whether they were read or copied in.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model

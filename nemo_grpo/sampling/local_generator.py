@@ -1,0 +1,214 @@
+"""Sampling on one device, token by token: the loop around a model that can go on from where it is.
+
+Why not a library's ``generate``: finished rows leave the batch here, a prompt is read once however many
+responses it gets, logprobs cost one row of the vocabulary per step instead of all steps' scores, and random
+numbers belong to a response instead of a place in the batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemo_grpo.sampling.draws import draw, response_uniforms
+from nemo_grpo.sampling.requests import Request, Rollout
+
+
+class Decoding(Protocol):
+    """R responses that are going.
+
+    Attributes: logits: [R, V] of each one's next token.
+    """
+
+    logits: Tensor
+
+    def keep(self, going: Tensor) -> Tensor:
+        """Drop the rows that are False in going [R]; returns the others' old numbers, in their new order."""
+        ...
+
+    def advance(self, tokens: Tensor) -> None:
+        """Feed one token [R] per row."""
+        ...
+
+
+class LocalGenerator(ABC):
+    """A `Generator` on one device.
+
+    Attributes: name: as nemo_grpo.engine.generator calls it.
+    """
+
+    name: str
+    _config: PretrainedConfig
+
+    def __init__(
+        self,
+        model: str | Path | PretrainedConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_batch_size: int = 256,
+    ) -> None:
+        """Read a folder, or make room for the weights of a configuration.
+
+        Args:
+            model: a folder with config and weights, or a configuration; then `update_weights` comes first.
+            dtype: of weights and cache; logprobs are computed in float32 whatever it is.
+            max_batch_size: responses that are sampled together; bounds the memory of the cache.
+        Raises: UserError: the folder is not there or holds no whole model.
+        """
+        assert max_batch_size >= 1, max_batch_size
+        self.device = torch.device(device)
+        self.max_batch_size = max_batch_size
+        self._complete = False
+        self._build(model if isinstance(model, PretrainedConfig) else Path(model), dtype)
+
+    @abstractmethod
+    def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
+        """Set ``_config``, and what computes; of a folder also the weights."""
+
+    @abstractmethod
+    def _weights(self) -> Mapping[str, Tensor]:
+        """What `update_weights` writes, by Hugging Face name; tied weights have one memory."""
+
+    @abstractmethod
+    def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> Decoding:
+        """Read each prompt once; rows begin with prompt_of_row [R] and get at most ``room`` tokens more."""
+
+    @abstractmethod
+    def logits(self, sequences: Sequence[list[int]]) -> Tensor:
+        """[B, S, V] of whole sequences, one pass; columns behind a sequence's end mean nothing."""
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See `Generator.update_weights`. Tensors are copied one by one as they come.
+
+        A tied weight may come under one of its names, or under several with equal values.
+        """
+        self._complete = False
+        weights = self._weights()
+        written: dict[int, str] = {}
+        for name, tensor in named_tensors:
+            target = weights.get(name)
+            if target is None:
+                kind = f"model_type={self._config.model_type}"
+                raise ValueError(f"unexpected weight {name!r}: a model with {kind} has none of this name")
+            if target.shape != tensor.shape:
+                raise ValueError(f"weight {name!r} has shape {[*tensor.shape]}, not {[*target.shape]}")
+            tied_to = written.get(target.data_ptr())
+            value = tensor.to(device=target.device, dtype=target.dtype)
+            if tied_to is not None and not torch.equal(target, value):
+                raise ValueError(f"weight {name!r} differs from {tied_to!r}, to which the model ties it")
+            target.copy_(value)
+            written.setdefault(target.data_ptr(), name)
+        missing = [name for name, target in weights.items() if target.data_ptr() not in written]
+        if missing:
+            raise ValueError(f"{len(missing)} weights missing: {', '.join(missing[:8])}")
+        self._complete = True
+
+    @torch.no_grad()
+    def generate(self, request: Request) -> Rollout:
+        """See `Generator.generate`.
+
+        Raises: UserError: a prompt and its response do not fit into the model's context.
+                FloatingPointError: the model's logits are not finite.
+        """
+        assert self._complete, "weights are not complete: update_weights has not been called, or it failed"
+        context = getattr(self._config, "max_position_embeddings", None)
+        if context is not None:
+            request.check_context(context, "the model's max_position_embeddings")
+        uniforms = None if request.sampling.greedy else response_uniforms(request).to(self.device)
+        responses = _Responses(request, self.device)
+        # Prompts of like length together: little padding.
+        for rows in torch.argsort(request.lengths, stable=True).split(self.max_batch_size):
+            self._fill(responses, rows, request, uniforms)
+        return responses.rollout()
+
+    @torch.inference_mode()  # less work per operation than no_grad, and there are many small ones
+    def _fill(
+        self,
+        responses: _Responses,
+        rows: Tensor,
+        request: Request,
+        uniforms: Tensor | None,
+    ) -> None:
+        """Sample the responses of these rows."""
+        wanted, prompt_of_row = torch.unique(rows // request.num_generations, return_inverse=True)
+        room = responses.longest(rows)
+        state = self._read([request.prompts[number] for number in wanted.tolist()], prompt_of_row, room)
+        rows = rows.to(self.device)
+        for step in range(room):
+            here = None if uniforms is None else uniforms[rows, step]
+            tokens, logprobs = draw(state.logits, request.sampling, here)
+            going = responses.append(rows, step, tokens, logprobs)
+            num_going = int(going.sum())
+            if num_going == 0:
+                return
+            if num_going < len(rows):
+                order = state.keep(going)
+                rows, tokens = rows[order], tokens[order]
+            state.advance(tokens)
+
+
+class _Responses:
+    """Everything that is drawn, in the order of the steps, until it is laid out at the end."""
+
+    def __init__(self, request: Request, device: torch.device) -> None:
+        self._limits = torch.tensor(request.limits).repeat_interleave(request.num_generations)
+        self._device_limits = self._limits.to(device)
+        self._end = None if request.turn is None else request.turn.end
+        self._written: list[list[int]] = [[] for _ in self._limits] if self._end is not None else []
+        stop_token_ids = request.sampling.stop_token_ids
+        self._stop_tokens = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
+        self._rows: list[Tensor] = []
+        self._steps: list[int] = []
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self._stopped: list[Tensor] = []
+
+    def longest(self, rows: Tensor) -> int:
+        """The most tokens that one of these may have."""
+        return int(self._limits[rows].max())
+
+    def append(self, rows: Tensor, step: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Add a token to each of these R rows; [R] bool: the response goes on behind it."""
+        stopped = (tokens[:, None] == self._stop_tokens).any(-1)
+        if self._end is not None:
+            stopped |= self._ended(rows, tokens)
+        self._rows.append(rows)
+        self._steps.append(step)
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        self._stopped.append(stopped)
+        return ~stopped & (self._device_limits[rows] > step + 1)
+
+    def _ended(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        assert self._end is not None
+        ended = []
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            self._written[row].append(token)
+            ended.append(self._end.reached(self._written[row][-self._end.num_tokens :]))
+        return torch.tensor(ended, device=tokens.device)
+
+    def rollout(self) -> Rollout:
+        """All responses, on the CPU."""
+        rows = torch.cat(self._rows).cpu()
+        steps = torch.tensor(self._steps).repeat_interleave(torch.tensor([len(part) for part in self._rows]))
+        shape = (len(self._limits), int(steps.max()) + 1)
+
+        def laid_out(parts: list[Tensor]) -> Tensor:
+            values = torch.cat(parts).cpu()
+            return values.new_zeros(shape).index_put_((rows, steps), values)
+
+        truncated = torch.ones(shape[0], dtype=torch.bool)
+        truncated[rows[torch.cat(self._stopped).cpu()]] = False
+        return Rollout(
+            tokens=laid_out(self._tokens),
+            logprobs=laid_out(self._logprobs),
+            lengths=torch.bincount(rows, minlength=shape[0]),
+            truncated=truncated,
+        )

@@ -1,0 +1,187 @@
+"""What is asked of a generator, what it returns, and its protocol."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a response is drawn. Names as in NeMo-RL's ``policy.generation``.
+
+    Attributes:
+        max_new_tokens: a response without a stop token is cut here and counts as truncated.
+        temperature: > 0; logits are divided by it.
+        top_p: in (0, 1]; the smallest set of most likely tokens with at least this mass. 1: all.
+        top_k: that many most likely tokens, before top_p. None: all.
+        stop_token_ids: any of them ends the response and belongs to it; empty: every response is cut.
+        greedy: take the most likely token; temperature, top_p and top_k are ignored.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(
+                f"temperature must be positive and finite (greedy is its own switch); got {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1]; got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k must be at least 1, or null for no limit; got {self.top_k}")
+
+    @property
+    def filters(self) -> bool:
+        """True where sampling leaves tokens out."""
+        return not self.greedy and (self.top_p < 1 or self.top_k is not None)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Responses; row i belongs to prompt i // num_generations.
+
+    B = prompts x num_generations, T = longest response.
+
+    Attributes:
+        tokens: [B, T] int64; a stop token belongs to its response; 0 behind the end.
+        logprobs: [B, T] float32, nats, of the sampled token under softmax(logits / temperature), the whole
+            vocabulary; temperature 1 if greedy; exactly 0 behind the end. The trainer's
+            ``generation_logprobs``: training divides the logits by the same temperature, so that the ratio is
+            1 where weights agree.
+        lengths: [B] int64, response tokens, at least 1.
+        truncated: [B] bool; the response met max_new_tokens before a stop token.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    lengths: Tensor
+    truncated: Tensor
+
+
+class TurnEnd(Protocol):
+    """Tells whether a turn of a response is complete, beside its stop tokens."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """A turn ends with the token that completes one of these; the token belongs to the turn."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of a turn's last tokens that decide whether it is complete."""
+        ...
+
+    def reached(self, tokens: Sequence[int]) -> bool:
+        """True if the last of a turn's tokens completes one of the texts.
+
+        Args: tokens: the last ``num_tokens`` of the turn or more, or all of them where it has fewer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is different when a response is sampled in turns, each from where the last one left off.
+
+    Attributes: max_new_tokens: one per prompt, between 1 and the sampling's: what its response has left.
+                end: where a turn ends before the response does.
+    """
+
+    max_new_tokens: list[int]
+    end: TurnEnd
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that responses depend on, besides the weights.
+
+    Attributes:
+        prompts: token ids, none empty.  num_generations: responses to each.
+        turn: sample one turn of each response; None: whole responses.
+    """
+
+    prompts: Sequence[list[int]]
+    num_generations: int
+    sampling: SamplingParams
+    seed: int
+    turn: Turn | None = None
+
+    def __post_init__(self) -> None:
+        assert self.prompts
+        assert all(self.prompts)
+        assert self.num_generations >= 1, self.num_generations
+        assert len(self.limits) == len(self.prompts), (len(self.limits), len(self.prompts))
+
+    @property
+    def limits(self) -> list[int]:
+        """The most new tokens of each prompt's responses."""
+        if self.turn is not None:
+            return self.turn.max_new_tokens
+        return [self.sampling.max_new_tokens] * len(self.prompts)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64: the length of each row's prompt."""
+        return torch.tensor([len(prompt) for prompt in self.prompts]).repeat_interleave(self.num_generations)
+
+    @property
+    def occurrences(self) -> list[int]:
+        """How many equal prompts come before each."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        before = []
+        for prompt in map(tuple, self.prompts):
+            before.append(seen[prompt])
+            seen[prompt] += 1
+        return before
+
+    def select(self, indices: Sequence[int]) -> Request:
+        """The same for some of the prompts."""
+        turn = self.turn and replace(self.turn, max_new_tokens=[self.limits[index] for index in indices])
+        return replace(self, prompts=[self.prompts[index] for index in indices], turn=turn)
+
+    def check_context(self, context: int, name: str) -> None:
+        """Raises: UserError: a prompt and its response are longer than ``context``, which ``name`` is."""
+        sizes = ((len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True))
+        prompt, response = max(sizes, key=sum)
+        if prompt + response > context:
+            raise UserError(
+                f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
+                f"and max_new_tokens={response}: lower one of them"
+            )
+
+
+class Generator(Protocol):
+    """Samples responses from weights that it is given."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take these weights, named as in the model's Hugging Face checkpoint, for all later calls.
+
+        Raises: ValueError: a weight is missing, unknown, or of another shape; nothing can be generated until
+                a complete set has come.
+        """
+        ...
+
+    def generate(self, request: Request) -> Rollout:
+        """Sample responses, or with ``request.turn`` one turn of each.
+
+        A response depends on the weights, its prompt, the request's sampling and seed alone (up to float
+        noise), not on the other prompts, their order, the batch size or any global random state. The same
+        prompt twice in a request gives independent responses.
+        """
+        ...

@@ -1,0 +1,70 @@
+"""A variant's or a task's name stands in its own file and its registry, and nowhere else in the product.
+
+Everything else asks what the variant or the task declares, so that adding one is a file and a line.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.tasks import TASKS
+from nemo_grpo.variants import VARIANTS
+
+ROOT = Path(__file__).parents[2]
+WORDS = {"math", "logic", "arithmetic", "fractions", "gpg", "grpo"}
+"""Names that mean other things too: only as a text of their own, and ``grpo``, a section, only as a value."""
+ALLOWED = {
+    "nemo_grpo/data/sources.py": set(TASKS),  # the table of data sets says which task each is for
+    "nemo_grpo/tasks/presets.py": {"cw_grpo", "gpg", "search_qa"},  # prompts, named after papers
+    "nemo_grpo/evaluate/benchmarks.py": {"cw_grpo", "gpg", "math", "logic"},  # defaults of prepared sets
+    "nemo_grpo/evaluate/protocols.py": {"cw_grpo", "erpo", "tr_grpo", "gpg", "math"},  # evaluations of papers
+    "nemo_grpo/cli/eval.py": {"cw_grpo", "erpo", "tr_grpo"},  # its help lists the protocols
+    "nemo_grpo/cli/compare.py": {"cw_grpo", "tr_grpo", "erpo"},  # what it compares unless told otherwise
+}
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Every string of a file but docstrings and names of keys."""
+    tree = ast.parse(path.read_text())
+    statements = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in statements:
+            yield node.value
+
+
+def names_in(text: str) -> set[str]:
+    found = {name for name in WORDS if re.search(rf"(variant|task\.name)={name}\b", text)}
+    found |= {text} & (WORDS - {"grpo"})
+    rest = {*VARIANTS, *TASKS} - WORDS
+    return found | {name for name in rest if re.search(rf"(?<![\w-]){name}(?![\w-])", text)}
+
+
+def own_file(path: str) -> set[str]:
+    """Names that a file defines: the variants and tasks whose classes stand in it."""
+    module = path.removesuffix(".py").replace("/", ".")
+    registered = {**VARIANTS, **TASKS}
+    return {name for name, config in registered.items() if config.__module__ == module}
+
+
+@pytest.mark.parametrize("package", ["nemo_grpo", "checkpoints_conv"])
+def test_names_of_variants_and_tasks_stand_in_their_own_files(package):
+    registries = {"nemo_grpo/variants/__init__.py", "nemo_grpo/tasks/registry.py"}
+    strangers = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if name not in registries:
+            found = set().union(*map(names_in, texts(path))) - own_file(name) - ALLOWED.get(name, set())
+            strangers |= {name: found} if found else {}
+    assert strangers == {}
+
+
+def test_names_are_found_where_they_are_written():
+    assert names_in("loss_fn.variant=gpg") == {"gpg"}
+    assert names_in("for the task search_qa.") == {"search_qa"}
+    assert names_in("cw_grpo") == {"cw_grpo"}
+    assert names_in("grpo.seed and tr_grpo_math") == set()

@@ -1,0 +1,70 @@
+"""Clip and KL: values and derivatives, against numbers by hand and differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nemo_grpo.core.kl import kl_estimate, weighted_k3, with_score_function
+from nemo_grpo.core.surrogates import clipped_policy_gradient
+
+
+def row(*numbers: float) -> torch.Tensor:
+    return torch.tensor([numbers], dtype=torch.float64)
+
+
+def test_k3_and_its_gradient_by_hand():
+    current = row(math.log(0.7), math.log(0.2)).requires_grad_()
+    kl = kl_estimate(current, row(math.log(0.5), math.log(0.4)), "k3")
+    (gradient,) = torch.autograd.grad(kl.sum(), current)
+    torch.testing.assert_close(kl.detach(), row(5 / 7 - math.log(5 / 7) - 1, 2 - math.log(2) - 1))
+    torch.testing.assert_close(gradient, row(1 - 5 / 7, 1 - 2))  # 1 - pi_ref / pi
+
+
+def test_weighted_k3_has_its_minimum_where_the_policy_is_the_weighted_reference():
+    current = row(math.log(0.75), math.log(0.5)).requires_grad_()
+    kl = weighted_k3(current, row(math.log(0.5), math.log(0.5)), row(1.5, 1.5))
+    (gradient,) = torch.autograd.grad(kl.sum(), current)
+    torch.testing.assert_close(kl.detach(), row(0, 1.5 - math.log(1.5) - 1))
+    torch.testing.assert_close(gradient, row(0, 1 - 1.5))
+
+
+def test_score_function_adds_the_value_to_the_gradient():
+    current = row(math.log(0.7)).requires_grad_()
+    plain = kl_estimate(current, row(math.log(0.5)), "k3")
+    kl = with_score_function(plain, current)
+    (gradient,) = torch.autograd.grad(3 * kl.sum(), current)
+    assert torch.equal(kl, plain)
+    value = 5 / 7 - math.log(5 / 7) - 1
+    torch.testing.assert_close(gradient, row(3 * (1 - 5 / 7 + value)))
+
+
+def test_clip_tells_the_tokens_without_gradient():
+    ratio = row(1.5, 1.5, 0.5, 0.5, 1.0, 5.0).requires_grad_()
+    advantages = row(2, -2, 2, -2, 2, -2)
+    value, is_clipped = clipped_policy_gradient(ratio, advantages, 0.2, 0.2, 3.0)
+    (gradient,) = torch.autograd.grad(value.sum(), ratio)
+    torch.testing.assert_close(value.detach(), row(2.4, -3, 1, -1.6, 2, -6))
+    assert is_clipped.tolist() == [[1, 0, 0, 1, 0, 1]]
+    torch.testing.assert_close(gradient, row(0, -2, 2, 0, 2, 0))
+    assert not is_clipped.requires_grad
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: kl_estimate(x, row(0.2, 0.9, 1.9)),
+        lambda x: clipped_policy_gradient(x, row(1.0, -1.0, 0.5), 0.2, 0.3)[0],
+    ],
+    ids=["k3", "clipped"],
+)
+def test_derivatives_agree_with_differences(function):
+    assert torch.autograd.gradcheck(function, [row(0.3, 1.1, 1.7).requires_grad_()])
+
+
+def test_k3_is_accurate_where_the_policies_are_close():
+    distance = torch.tensor([[1e-4, -1e-4]], dtype=torch.float32)  # k3 = d^2 / 2 + d^3 / 6 + ...
+    kl = kl_estimate(-distance, torch.zeros_like(distance), "k3")
+    torch.testing.assert_close(kl, torch.full_like(kl, 5e-9), rtol=2e-3, atol=0)

@@ -1,0 +1,320 @@
+"""The decoder against transformers: every family, rope scaling, ragged prompts, and which models it takes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.decoder import cache, prompts
+from nemo_grpo.sampling.decoder.rotary import RotaryTable
+from nemo_grpo.sampling.decoder.weights import unsupported
+from nemo_grpo.sampling.generate_decoder import DecoderGenerator
+from nemo_grpo.sampling.generate_hf import HFGenerator
+from nemo_grpo.sampling.generators import build_local, choose
+from nemo_grpo.sampling.requests import Request, SamplingParams
+
+VOCAB = 48
+PROMPTS = [[3, 7, 1], [5], [9, 9, 2, 30, 11, 4, 8], [12, 1], [44, 2, 40]]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ORIGINAL = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | ORIGINAL
+FAMILIES = {
+    "qwen2": lambda **options: transformers.Qwen2Config(**SIZES | options),
+    "qwen3": lambda **options: transformers.Qwen3Config(**SIZES | options),
+    "llama": lambda **options: transformers.LlamaConfig(**SIZES | options),
+    "mistral": lambda **options: transformers.MistralConfig(**SIZES | {"sliding_window": None} | options),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "no-groups": ("llama", {"num_key_value_heads": 6}),
+    "one-group": ("qwen3", {"num_key_value_heads": 1}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear"} | ORIGINAL}),
+    "yarn-rope": ("qwen2", {"rope_parameters": {"rope_type": "yarn"} | ORIGINAL}),
+    "wide-window": ("mistral", {"sliding_window": 128}),
+}
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 64}
+
+
+def make_model(config: Any, seed: int = 0) -> Any:
+    """A model with weights of every kind far from their defaults, and logits far from uniform."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(5)
+        else:
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+def make_generator(model: Any, **options: Any) -> DecoderGenerator:
+    generator = DecoderGenerator(model.config, **options)
+    generator.update_weights(model.named_parameters())
+    return generator
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request: pytest.FixtureRequest) -> Any:
+    family, options = VARIANTS[request.param]
+    return make_model(FAMILIES[family](**options))
+
+
+def full_forward(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """[len(response), V] logits by one pass of transformers without cache or padding."""
+    return model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+
+
+def responses(rollout: Any) -> list[list[int]]:
+    return [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.lengths, strict=True)]
+
+
+def test_greedy_responses_equal_transformers_generate(model: Any) -> None:
+    rollout = make_generator(model).generate(Request(PROMPTS, 1, SamplingParams(20, greedy=True), 0))
+    for prompt, response in zip(PROMPTS, responses(rollout), strict=True):
+        options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
+        assert response == model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    assert len({tuple(response) for response in responses(rollout)}) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}])
+def test_logprobs_equal_a_full_forward_pass(model: Any, options: dict[str, Any]) -> None:
+    sampling = SamplingParams(24, stop_token_ids=tuple(range(7)), **options)
+    rollout = make_generator(model).generate(Request(PROMPTS, 4, sampling, 5))
+    assert len(set(rollout.lengths.tolist())) > 3
+    for row, response in enumerate(responses(rollout)):
+        logits = full_forward(model, PROMPTS[row // 4], response)
+        logprobs = torch.log_softmax(logits / sampling.temperature, -1)
+        want = logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(rollout.logprobs[row, : len(response)], want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.4, "top_k": 9}, {"top_p": 0.7}])
+def test_the_same_responses_as_the_transformers_generator(model: Any, options: dict[str, Any]) -> None:
+    sampling = SamplingParams(24, stop_token_ids=(4, 5), **options)
+    theirs = HFGenerator(model.config)
+    theirs.update_weights(model.named_parameters())
+    want, got = (g.generate(Request(PROMPTS, 3, sampling, 2)) for g in (theirs, make_generator(model)))
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.lengths, want.lengths)
+    assert torch.equal(got.truncated, want.truncated)
+    torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=0)
+
+
+def test_logits_of_whole_sequences(model: Any) -> None:
+    generator = make_generator(model)
+    logits = generator.logits(PROMPTS)
+    assert logits.shape == (5, 7, VOCAB)
+    for row, prompt in zip(logits, PROMPTS, strict=True):
+        want = model(input_ids=torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(row[: len(prompt)], want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> Any:
+    return make_model(FAMILIES["qwen3"](tie_word_embeddings=True))
+
+
+def test_weights_are_updated_in_place(qwen3: Any) -> None:
+    other = make_model(qwen3.config, seed=1)
+    generator, expected = make_generator(qwen3), make_generator(other)
+    named = generator.decoder.weights.named
+    assert named.keys() == dict(qwen3.state_dict()).keys()
+    places = {name: tensor.data_ptr() for name, tensor in named.items()}
+    sampling = SamplingParams(12)
+    before = generator.generate(Request(PROMPTS, 2, sampling, 0))
+    generator.update_weights(other.named_parameters())
+    assert {name: tensor.data_ptr() for name, tensor in generator.decoder.weights.named.items()} == places
+    after, wanted = (g.generate(Request(PROMPTS, 2, sampling, 0)) for g in (generator, expected))
+    assert torch.equal(after.logprobs, wanted.logprobs)
+    assert not torch.equal(before.tokens, after.tokens)
+
+
+def test_the_cache_grows_and_keeps_what_it_holds(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingParams(40, stop_token_ids=(0, 1))
+    at_once = make_generator(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
+    grown: list[int] = []
+    grow = cache.KVCache._grow
+    monkeypatch.setattr(cache, "MIN_ROOM", 2)
+    monkeypatch.setattr(cache.KVCache, "_grow", lambda self: (grow(self), grown.append(self._width))[0])
+    in_steps = make_generator(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
+    assert grown == sorted(set(grown))
+    assert len(grown) > 3
+    assert grown[-1] == 7 + 40
+    assert torch.equal(in_steps.tokens, at_once.tokens)
+    torch.testing.assert_close(in_steps.logprobs, at_once.logprobs, atol=1e-5, rtol=0)
+
+
+def test_prompts_are_read_in_passes_of_bounded_size(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
+    monkeypatch.setattr(prompts, "MOST_TOKENS", 6)
+    streams = list(prompts.prompt_streams(PROMPTS, torch.arange(5), torch.device("cpu")))
+    assert [stream.prompts.tolist() for stream in streams] == [[1, 3, 0], [4], [2]]
+    assert torch.cat([stream.tokens for stream in streams]).tolist() == [
+        *PROMPTS[1], *PROMPTS[3], *PROMPTS[0], *PROMPTS[4], *PROMPTS[2],
+    ]  # fmt: skip
+    in_passes = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
+    assert torch.equal(in_passes.tokens, at_once.tokens)
+    torch.testing.assert_close(in_passes.logprobs, at_once.logprobs, atol=1e-5, rtol=0)
+
+
+def test_prompts_are_read_once_and_finished_rows_leave(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, num_tokens = make_generator(qwen3), []
+    forward = generator.decoder._hidden_states
+    monkeypatch.setattr(
+        generator.decoder, "_hidden_states", lambda *a: (num_tokens.append(len(a[0])), forward(*a))[1]
+    )
+    sampling = SamplingParams(9, stop_token_ids=tuple(range(10)))
+    rollout = generator.generate(Request(PROMPTS, 8, sampling, 0))
+    going = [int((rollout.lengths > step).sum()) for step in range(1, 9)]
+    assert num_tokens == [sum(map(len, PROMPTS)), *[count for count in going if count]]
+    assert going[0] < 40
+
+
+def test_what_is_sampled_can_be_trained_on(qwen3: Any) -> None:
+    """Tensors made in inference mode cannot be saved for a backward pass."""
+    rollout = make_generator(qwen3).generate(Request(PROMPTS, 1, SamplingParams(3), 0))
+    weight = torch.ones((), requires_grad=True)
+    (weight * rollout.logprobs).sum().backward()
+    assert float(weight.grad) == pytest.approx(float(rollout.logprobs.sum()), rel=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_close_and_gives_float32_logprobs(qwen3: Any, dtype: torch.dtype) -> None:
+    exact, rounded = make_generator(qwen3), make_generator(qwen3, dtype=dtype)
+    rollout = rounded.generate(Request(PROMPTS, 4, SamplingParams(12, stop_token_ids=(3,)), 0))
+    assert rollout.logprobs.dtype == torch.float32
+    off = []
+    for row, response in enumerate(responses(rollout)):
+        logprobs = torch.log_softmax(full_forward(qwen3, PROMPTS[row // 4], response), -1)
+        want = logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+        off.append((rollout.logprobs[row, : len(response)] - want).abs())
+    assert float(torch.cat(off).mean()) < (0.1 if dtype == torch.bfloat16 else 0.02)
+    assert exact.decoder.weights.norm.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: FAMILIES["mistral"](sliding_window=64), "sliding_window=64"),
+        (lambda: FAMILIES["qwen2"](**WINDOW, max_window_layers=1), "sliding_window=64"),
+        (lambda: FAMILIES["llama"](attention_bias=True), "attention_bias"),
+        (lambda: FAMILIES["llama"](hidden_act="gelu"), "hidden_act=gelu"),
+        (lambda: FAMILIES["llama"](rope_parameters={"rope_type": "dynamic"} | ORIGINAL), "rope_type=dynamic"),
+        (lambda: transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16), "qwen3_moe"),
+        (lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2), "gpt2"),
+    ],
+)  # fmt: skip
+def test_other_models_are_sampled_by_transformers(
+    config: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = config()
+    with caplog.at_level(logging.INFO, "nemo_grpo"):
+        generator = build_local("auto", made, torch.float32, "cpu", 8)
+    assert isinstance(generator, HFGenerator)
+    assert reason in caplog.text
+    assert "generator hf" in caplog.text
+    with pytest.raises(UserError, match="generator=decoder cannot sample from this model"):
+        choose("decoder", made)
+
+
+def test_a_window_that_no_layer_uses_is_no_obstacle() -> None:
+    assert unsupported(FAMILIES["qwen2"](use_sliding_window=False, sliding_window=64)) is None
+
+
+@pytest.mark.parametrize("wanted", ["auto", "decoder", "hf"])
+def test_the_wanted_generator_is_built(qwen3: Any, wanted: Any) -> None:
+    generator = build_local(wanted, qwen3.config, torch.float32, "cpu", 8)
+    assert type(generator) is (HFGenerator if wanted == "hf" else DecoderGenerator)
+    with pytest.raises(AssertionError, match="not complete"):
+        generator.generate(Request(PROMPTS, 1, SamplingParams(2), 0))
+
+
+def test_a_folder_gives_the_same_model(qwen3: Any, tmp_path: Any) -> None:
+    qwen3.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    generator = build_local("auto", tmp_path, torch.float32, "cpu", 16)
+    assert isinstance(generator, DecoderGenerator)
+    want = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(5), 0))
+    assert torch.equal(generator.generate(Request(PROMPTS, 2, SamplingParams(5), 0)).logprobs, want.logprobs)
+
+
+def test_a_second_copy_of_the_weights_is_not_read(qwen3: Any, tmp_path: Any) -> None:
+    """As in Mistral's folders, whose ``consolidated.safetensors`` has names of its own."""
+    qwen3.save_pretrained(tmp_path, max_shard_size="20KB")
+    others = {name: torch.zeros_like(tensor) for name, tensor in qwen3.state_dict().items()}
+    save_file(others, tmp_path / "consolidated.safetensors")
+    generator = build_local("decoder", tmp_path, torch.float32, "cpu", 16)
+    want = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(5), 0))
+    assert torch.equal(generator.generate(Request(PROMPTS, 2, SamplingParams(5), 0)).logprobs, want.logprobs)
+
+
+def test_rotations_are_not_made_anew_at_every_step(qwen3: Any) -> None:
+    table = RotaryTable(qwen3.config, torch.float32, torch.device("cpu"))
+    made, rows = [table.upto(1)], [table.upto(1)[0]]
+    for length in range(2, 1001):
+        if table.upto(length) is not made[-1]:
+            made.append(table.upto(length))
+        rows.append(table.upto(length)[length - 1])
+    assert len(made) < 20
+    fresh = RotaryTable(qwen3.config, torch.float32, torch.device("cpu")).upto(1000)
+    assert torch.equal(torch.stack(rows), fresh[:1000])
+
+
+def test_a_tied_folder_may_name_the_head(qwen3: Any, tmp_path: Any) -> None:
+    qwen3.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)  # old exports have it
+    save_file(weights, file, metadata={"format": "pt"})
+    assert isinstance(build_local("auto", tmp_path, torch.float32, "cpu", 8), DecoderGenerator)
+
+
+def test_a_folder_with_gaps_is_left_to_transformers_to_refuse(tmp_path: Any) -> None:
+    make_model(FAMILIES["llama"]()).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"model.norm.weight": torch.zeros(31)}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"cannot load .*'model\.norm\.weight' has shape \[31\]"):
+        build_local("auto", tmp_path, torch.float32, "cpu", 8)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 weights .*: model\.norm\.weight"):
+        build_local("auto", tmp_path, torch.float32, "cpu", 8)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"cannot load a causal language model .*model\.safetensors"):
+        build_local("auto", tmp_path, torch.float32, "cpu", 8)
+
+
+def test_pickled_weights_are_left_to_transformers(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    make_model(FAMILIES["llama"]()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with caplog.at_level(logging.INFO):
+        assert choose("auto", tmp_path) == "hf"
+    assert "in a safetensors file" in caplog.text

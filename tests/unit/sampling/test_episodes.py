@@ -1,0 +1,349 @@
+"""Responses in turns: by hand with a scripted policy, then with the sampler on a model."""
+
+import pytest
+import torch
+from small_models import small_config
+from transformers import Qwen2ForCausalLM
+
+from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
+from nemo_grpo.engine.warm_start import NO_LOSS, build_tokenizer, render_example
+from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.episodes import StopTexts, sample_responses
+from nemo_grpo.sampling.generate_decoder import DecoderGenerator
+from nemo_grpo.sampling.generate_hf import HFGenerator
+from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams, Turn
+from nemo_grpo.tasks import Problem, Prompt, parse_task
+from nemo_grpo.tasks.environment import Episode, Observed
+from nemo_grpo.tasks.retriever import Passage
+from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
+
+END = 0
+
+
+class CharacterTokenizer:
+    """Token n is character n; token 0 ends a response and is written as nothing."""
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(chr(token) for token in tokens if token != END or not skip_special_tokens)
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+
+class ScriptedGenerator:
+    """Continues each context as a table says; a list: a turn per generation. Logprobs are -1, -2, .."""
+
+    def __init__(self, script):
+        self.script, self.calls = script, []
+
+    def generate(self, request):
+        prompts, num_generations, turn = request.prompts, request.num_generations, request.turn
+        self.calls.append((["".join(map(chr, prompt)) for prompt in prompts], num_generations, turn))
+        rows = []
+        for index, prompt in enumerate(self.calls[-1][0]):
+            limit = request.limits[index]
+            turns = self.script[prompt]
+            for text in turns if isinstance(turns, list) else [turns] * num_generations:
+                rows.append(([ord(c) for c in text][:limit], len(text) > limit))
+        width = max(len(tokens) for tokens, _ in rows)
+        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in rows])
+        logprobs = -torch.arange(1.0, width + 1).expand(len(rows), -1)
+        lengths = torch.tensor([len(tokens) for tokens, _ in rows])
+        truncated = torch.tensor([cut for _, cut in rows])
+        return Rollout(ids, logprobs, lengths, truncated)
+
+
+class OneFact:
+    def search(self, queries, top_k):
+        return [[Passage("1", "", f"{query.upper()}!")] for query in queries]
+
+
+@pytest.fixture
+def task():
+    return SearchQA(SearchQAConfig(max_turns=3), OneFact())
+
+
+ASK, TOLD = "<search>a</search>", "\n<information>[1] A!</information>\n"
+ANSWER = "<answer>A</answer>"
+
+
+def converse(task, script, prompts, num_generations, max_new_tokens=200):
+    generator = ScriptedGenerator(script)
+    ids = [[ord(character) for character in prompt] for prompt in prompts]
+    sampling = SamplingParams(max_new_tokens, stop_token_ids=(END,))
+    request = Request(ids, num_generations, sampling, 0)
+    sampled = sample_responses(generator, CharacterTokenizer(), task, request)
+    return sampled, generator.calls
+
+
+def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
+    script = {"p": [ASK, "no\0"], f"p{ASK}{TOLD}": ANSWER}
+    (first, second), calls = converse(task, script, ["p"], 2)
+    assert first.text == ASK + TOLD + ANSWER
+    assert "".join(map(chr, first.tokens.tolist())) == first.text
+    spoken = [True] * len(ASK) + [False] * len(TOLD) + [True] * len(ANSWER)
+    assert first.token_mask.tolist() == spoken
+    turns = [*range(-1, -len(ASK) - 1, -1)], [*range(-1, -len(ANSWER) - 1, -1)]
+    assert first.logprobs.tolist() == [*turns[0], *[0] * len(TOLD), *turns[1]]
+    assert (first.truncated, first.episode) == (False, Episode(2, 1, 0))
+    assert (second.text, second.tokens.tolist()) == ("no", [ord("n"), ord("o"), END])
+    assert (second.truncated, second.episode) == (False, Episode(1, 0, 0))
+    left = 200 - len(ASK) - len(TOLD)  # the second call: only who goes on, with what is left
+    assert [(prompts, n, turn.max_new_tokens) for prompts, n, turn in calls] == [
+        (["p"], 2, [200]),
+        ([f"p{ASK}{TOLD}"], 1, [left]),
+    ]
+
+
+def test_the_turn_limit_ends_a_response_without_an_observation(task):
+    context, script = "p", {}
+    for _ in range(3):
+        script[context] = ASK
+        context += ASK + TOLD
+    (only,), calls = converse(task, script, ["p"], 1)
+    assert only.text == ASK + TOLD + ASK + TOLD + ASK
+    assert (only.episode, only.truncated, len(calls)) == (Episode(3, 2, 0), False, 3)
+
+
+@pytest.mark.parametrize(("spare", "goes_on"), [(0, False), (1, True)])
+def test_an_observation_needs_room_for_one_more_token(task, spare, goes_on):
+    script = {"p": ASK, f"p{ASK}{TOLD}": ANSWER}
+    limit = len(ASK) + len(TOLD) + spare
+    (only,), _ = converse(task, script, ["p"], 1, limit)
+    assert only.text == (ASK + TOLD + "<" if goes_on else ASK)
+    assert only.truncated
+    assert len(only.tokens) <= limit
+
+
+def test_a_turn_that_is_cut_off_is_not_answered(task):
+    (only,), calls = converse(task, {"p": ASK}, ["p"], 1, len(ASK) - 1)
+    assert (only.text, only.truncated, only.episode, len(calls)) == (ASK[:-1], True, Episode(), 1)
+
+
+def test_a_malformed_call_is_answered_and_goes_on(task):
+    wrong, error = "x</search>", "\n<information>Error: the search was not opened.</information>\n"
+    (only,), _ = converse(task, {"p": wrong, f"p{wrong}{error}": ANSWER}, ["p"], 1)
+    assert (only.text, only.episode) == (wrong + error + ANSWER, Episode(2, 0, 1))
+
+
+def test_a_task_without_turns_is_sampled_in_one_call():
+    task = parse_task({"name": "arithmetic"}).build()
+    sampled, calls = converse(task, {"p": ["1\0", "22"], "q": ["3", "4"]}, ["p", "q"], 2)
+    assert [one.text for one in sampled] == ["1", "22", "3", "4"]
+    assert sampled[0].token_mask.tolist() == [True, True]
+    assert sampled[0].episode is None
+    assert [(n, turn) for _, n, turn in calls] == [(2, None)]
+
+
+def test_groups_carry_mask_reward_and_episode(task):
+    script = {"p": [ASK, ANSWER], f"p{ASK}{TOLD}": "no\0"}
+    problem = Problem("x", "?", "A", {"answers": ["A.", "b"]})
+    (group,) = sample_groups(
+        ScriptedGenerator(script),
+        CharacterTokenizer(),
+        task,
+        [problem],
+        Request([[ord("p")]], 2, SamplingParams(200, stop_token_ids=(END,)), 0),
+        {"answer": 1.0, "format": 0.5},
+    )
+    assert [response.reward for response in group.responses] == [-1.0, 1.5]
+    assert [response.episode for response in group.responses] == [Episode(2, 1, 0), Episode(1, 0, 0)]
+    step = assemble([group], pad_id=0, overlong=None, drop_truncated=False)
+    # columns are shifted: the prompt has one token, so column t is token t of the response
+    spoken = len(ASK) * [True] + len(TOLD) * [False] + 3 * [True]
+    assert step.token_mask[0].tolist() == spoken
+    assert step.token_mask[1].tolist() == len(ANSWER) * [True] + (len(spoken) - len(ANSWER)) * [False]
+    assert (step.generation_logprobs[0][~torch.tensor(spoken)] == 0).all()
+
+
+class Pieces:
+    """A tokenizer of given pieces."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(self.pieces[token] for token in tokens)
+
+
+def test_a_stop_text_is_found_however_it_is_spelt():
+    tokenizer = Pieces("</", "search", ">", ">\n", "</search>", "a", "b>", "</answer>.")
+    end = StopTexts(("</search>", "</answer>"), tokenizer)
+    assert end.reached([5, 0, 1, 2])
+    assert end.reached([0, 1, 3])
+    assert end.reached([4])
+    assert end.reached([5, 5, 7])
+    assert not end.reached([0, 1])
+    assert not end.reached([0, 1, 6])
+    assert not end.reached([5, 2])
+    assert not end.reached([4, 5])  # complete already before the last token
+
+
+# ---------------------------------------------------------------------- with the sampler
+
+
+VOCAB = 40
+LETTERS = "".join(map(chr, range(97, 97 + VOCAB)))
+
+
+class LetterTokenizer(Pieces):
+    def __init__(self):
+        super().__init__(*LETTERS)
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [LETTERS.index(character) for character in text]}
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+
+class Echo:
+    """Answers a turn that ends with c or f, up to three times, with its own last three letters."""
+
+    stop_texts, tags = ("c", "f"), ()
+    config = None
+
+    def observe(self, episodes, turns, reserved):
+        going = [
+            turn[-1] in "cf" and episode.num_turns < 3 for episode, turn in zip(episodes, turns, strict=True)
+        ]
+        return [
+            Observed(Episode(e.num_turns + 1), turn[-3:] if goes_on else None)
+            for e, turn, goes_on in zip(episodes, turns, going, strict=True)
+        ]
+
+    def segments(self, response): ...
+    def train_problem(self, index, seed): ...
+    def validation_problems(self, num_problems): ...
+    def demonstration(self, problem, rng): ...
+    def extract(self, response): ...
+    def score(self, problem, response): ...
+
+
+@pytest.fixture(scope="module", params=[DecoderGenerator, HFGenerator])
+def generator(request):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 32}
+    config = small_config("qwen2", **sizes, eos_token_id=None, bos_token_id=None)
+    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(6)
+    generator = request.param(config, max_batch_size=5)
+    generator.update_weights(model.named_parameters())
+    generator.reference = model
+    return generator
+
+
+PROMPTS = [[3, 7, 1], [5], [9, 9, 2, 30, 11, 4, 8], [12, 1]]
+SAMPLING = SamplingParams(24, stop_token_ids=(0,))
+
+
+def echo(generator, prompts, num_generations=4, seed=3):
+    return sample_responses(
+        generator, LetterTokenizer(), Echo(), Request(prompts, num_generations, SAMPLING, seed)
+    )
+
+
+def test_a_turn_is_the_beginning_of_an_unlimited_response(generator):
+    whole = [row.tolist() for row in generator.generate(Request(PROMPTS, 2, SAMPLING, 1)).tokens]
+    texts = ["".join(LETTERS[token] for token in row) for row in whole]
+    stops, limits = ("c", "f", texts[0][4:6]), [24, 3, 9, 1]  # the last takes two tokens
+    turn = Turn(limits, StopTexts(stops, LetterTokenizer()))
+    turns = generator.generate(Request(PROMPTS, 2, SAMPLING, 1, turn))
+    kinds = set()
+    for row, (tokens, text) in enumerate(zip(whole, texts, strict=True)):
+        full = tokens.index(0) + 1 if 0 in tokens else len(tokens)
+        ends = [end for stop in stops if stop in text and (end := text.find(stop) + len(stop)) <= full]
+        length = min([*ends, limits[row // 2], full])
+        assert turns.lengths[row] == length
+        assert turns.tokens[row, :length].tolist() == tokens[:length]
+        assert bool(turns.truncated[row]) == (length not in ends and tokens[length - 1] != 0)
+        kinds.add((bool(turns.truncated[row]), length in ends, length < full))
+    assert len(kinds) >= 2
+    assert turns.lengths[0] <= 6
+
+
+class LastTokens(StopTexts):
+    """Keeps how many tokens it was given."""
+
+    num_tokens = 5
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.asked = []
+
+    def reached(self, tokens):
+        self.asked.append(len(tokens))
+        return super().reached(tokens)
+
+
+def test_the_end_of_a_turn_is_told_by_its_last_tokens_alone(generator):
+    """A copy of the whole turn at every step would take time quadratic in its length."""
+    end = LastTokens(("never",), LetterTokenizer())
+    generator.generate(Request([[3, 7, 1]], 1, SamplingParams(24, greedy=True), 0, Turn([24], end)))
+    assert end.asked == [1, 2, 3, 4] + 20 * [5]
+
+
+def test_every_policy_token_has_the_logprob_of_a_full_forward_pass(generator):
+    sampled = echo(generator, PROMPTS)
+    assert any(not one.token_mask.all() for one in sampled)
+    for row, one in enumerate(sampled):
+        ids = torch.tensor([PROMPTS[row // 4] + one.tokens.tolist()])
+        logits = generator.reference(input_ids=ids).logits[0, -len(one.tokens) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, one.tokens[:, None])[:, 0]
+        torch.testing.assert_close(one.logprobs, expected * one.token_mask, atol=1e-5, rtol=0)
+        assert len(one.tokens) <= 24
+
+
+def test_a_response_does_not_depend_on_what_is_sampled_beside_it(generator):
+    together = echo(generator, PROMPTS)
+    apart = [one for prompt in PROMPTS for one in echo(generator, [prompt])]
+    backwards = [one for prompt in reversed(PROMPTS) for one in echo(generator, [prompt])]
+    for a, b in zip(together, apart, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+    assert [one.text for one in backwards[:4]] == [one.text for one in together[12:]]
+    assert [one.text for one in together] != [one.text for one in echo(generator, PROMPTS, seed=4)]
+    assert max(one.episode.num_turns for one in together) > 1
+
+
+def test_the_context_is_checked_with_what_each_response_has_left(generator):
+    end = StopTexts(("c",), LetterTokenizer())
+    generator.generate(Request([[1] * 30, [1] * 8], 1, SAMPLING, 0, Turn([2, 24], end)))  # 32 positions each
+    with pytest.raises(UserError, match="longest prompt has 30 tokens and max_new_tokens=3"):
+        generator.generate(Request([[1] * 30, [1] * 8], 1, SAMPLING, 0, Turn([3, 24], end)))
+
+
+# ---------------------------------------------------------------------- what is learnt from
+
+
+def test_demonstrations_teach_the_policys_part_only():
+    task = parse_task({"name": "search_qa", "top_k": 1}).build()
+    tokenizer = build_tokenizer(task, 512, 0)
+    problem = next(p for p in (task.train_problem(i, 0) for i in range(50)) if p.metadata["hops"] == 2)
+    ids, labels = render_example(tokenizer, task, Prompt(), problem, None)
+    learnt = tokenizer.decode([label for label in labels if label != NO_LOSS])
+    first, second = task._source.queries(problem)
+    assert learnt == (
+        f"<search>{first}</search><search>{second}</search><answer>{problem.answer}</answer><|im_end|>"
+    )
+    assert tokenizer.decode(ids).count("<information>") == 2
+    assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
+    for tag in (*task.tags, "<answer>"):
+        assert len(tokenizer(tag, add_special_tokens=False)["input_ids"]) == 1
+
+
+def test_without_an_environment_every_response_token_counts():
+    tokens = torch.tensor([5, 6])
+    group = Group(
+        Problem("x", "?", "A"),
+        [1, 2],
+        [Response(tokens, torch.zeros(2), tokens > 0, False, "", scores={}, reward=float(r)) for r in (0, 1)],
+    )
+    step = assemble([group], pad_id=0, overlong=None, drop_truncated=False)
+    assert step.token_mask.tolist() == [[False, True, True]] * 2

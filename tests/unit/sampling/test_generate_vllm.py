@@ -1,0 +1,193 @@
+"""The vLLM generator against a stand-in with vLLM's interface: what is asked, what comes of the answers."""
+
+import importlib.machinery
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.generate_vllm import VLLMGenerator, vllm_device
+from nemo_grpo.sampling.requests import Request, SamplingParams, Turn
+
+END = 9
+
+
+@dataclass
+class Params:
+    """The fields of vllm.SamplingParams that are used, with its names and defaults (0.11)."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    detokenize: bool = True
+    stop: list[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+
+class LLM:
+    """Answers ``n`` times: response i to a prompt is its first token, i times, then END if there is room.
+
+    Token 7 is the stop text ``</search>``.
+    """
+
+    def __init__(
+        self, model, *, tensor_parallel_size=1, dtype="auto", seed=None, gpu_memory_utilization=0.9, **kwargs
+    ):
+        assert set(kwargs) <= {
+            "max_model_len", "logprobs_mode", "generation_config", "kv_cache_memory_bytes", "enforce_eager",
+            "enable_chunked_prefill",
+        }  # fmt: skip
+        if model == "too/large":
+            raise ValueError("\nNo available memory for the cache blocks.\n  Lower max_model_len.\n")
+        self.options = {"model": model, "dtype": dtype, **kwargs}
+        self.calls = []
+        LLM.last = self
+
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
+        self.calls.append((prompts, sampling_params))
+        return [self._answer(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling_params, strict=True)]
+
+    def _answer(self, prompt, params):
+        outputs = []
+        for index in reversed(range(params.n)):  # vLLM sorts; nothing here relies on it
+            ids = ([prompt[0]] * index + [END])[: params.max_tokens]
+            stop_reason = END if ids[-1] == END else None
+            if 7 in ids and params.detokenize and "</search>" in (params.stop or ()):
+                assert params.include_stop_str_in_output
+                ids, stop_reason = ids[: ids.index(7) + 1], "</search>"
+            steps = [{token: SimpleNamespace(logprob=-0.5 - place)} for place, token in enumerate(ids)]
+            outputs.append(
+                SimpleNamespace(index=index, token_ids=tuple(ids), logprobs=steps, stop_reason=stop_reason)
+            )
+        return SimpleNamespace(outputs=outputs)
+
+
+@pytest.fixture(params=["cuda"])
+def platform(request, monkeypatch):
+    module, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    module.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
+    module.LLM, module.SamplingParams = LLM, Params
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: request.param == "cpu")
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "")  # what the generator sets goes with the test
+        monkeypatch.delenv(name)
+    return request.param
+
+
+@pytest.fixture
+def generator(platform):
+    return VLLMGenerator("some/model", "bfloat16", max_model_len=32)
+
+
+SAMPLING = SamplingParams(2, temperature=0.7, stop_token_ids=(END,))
+
+
+def test_rows_belong_to_prompts_and_stop_tokens_to_responses(generator):
+    rollout = generator.generate(Request([[3, 4, 5], [6]], 3, SAMPLING, 1))
+    assert rollout.tokens.tolist() == [[END, 0], [3, END], [3, 3], [END, 0], [6, END], [6, 6]]
+    assert rollout.lengths.tolist() == [1, 2, 2, 1, 2, 2]
+    assert rollout.truncated.tolist() == [False, False, True, False, False, True]
+    assert rollout.logprobs.tolist()[:3] == [[-0.5, 0.0], [-0.5, -1.5], [-0.5, -1.5]]
+
+
+def test_what_is_asked_of_vllm(generator):
+    generator.generate(Request([[3, 4]], 3, SamplingParams(7, 0.6, 0.95, 20, (END, 8)), 1))
+    ((request,), (params,)) = LLM.last.calls[0]
+    assert request == {"prompt_token_ids": [3, 4]}
+    assert (params.n, params.temperature, params.top_p, params.top_k) == (3, 0.6, 0.95, 20)
+    assert (params.max_tokens, params.stop_token_ids, params.ignore_eos) == (7, [END, 8], True)
+    assert LLM.last.options == {
+        "model": "some/model", "dtype": "bfloat16", "max_model_len": 32,
+        "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "kv_cache_memory_bytes": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("platform", ["cpu"], indirect=True)
+def test_a_cpu_gets_a_cache_of_1_gib_and_whole_prompts(generator):
+    options = LLM.last.options
+    assert (options["kv_cache_memory_bytes"], options["enable_chunked_prefill"]) == (2**30, False)
+    VLLMGenerator("some/model", max_model_len=32, cache_bytes=5)
+    assert LLM.last.options["kv_cache_memory_bytes"] == 5
+
+
+def test_what_vllm_says_of_a_model_is_one_line(platform):
+    with pytest.raises(UserError, match=r"too/large: No available memory .* blocks\. Lower max_model_len\.$"):
+        VLLMGenerator("too/large", max_model_len=32)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"], indirect=True)
+def test_the_device_is_what_vllm_is_built_for(platform):
+    other = {"cpu": "cuda", "cuda": "cpu"}[platform]
+    assert vllm_device("auto") == vllm_device(platform) == platform
+    with pytest.raises(UserError, match=f"device={other}.* on {platform} only"):
+        vllm_device(other)
+
+
+@pytest.mark.parametrize("temperature", [0.009, 2.1])
+def test_temperatures_that_vllm_replaces_or_refuses_are_user_errors(generator, temperature):
+    with pytest.raises(UserError, match=f"temperature={temperature}: .* between 0.01 and 2"):
+        generator.generate(Request([[3]], 1, SamplingParams(2, temperature), 1))
+    generator.generate(Request([[3]], 1, SamplingParams(2, temperature, greedy=True), 1))
+
+
+def test_stop_texts_may_be_special_tokens(generator):
+    generator.generate(Request([[3]], 1, SAMPLING, 1, Turn([2], SimpleNamespace(texts=("<|end|>",)))))
+    assert not LLM.last.calls[0][1][0].skip_special_tokens
+
+
+def test_greedy_is_temperature_0_without_filters(generator):
+    generator.generate(Request([[3]], 1, SamplingParams(7, 0.6, 0.95, 20, (END,), greedy=True), 1))
+    (_, (params,)) = LLM.last.calls[0]
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, 0)
+
+
+def test_seeds_stay_with_prompts_and_differ_between_copies(generator):
+    def seeds(prompts, seed):
+        generator.generate(Request(prompts, 1, SAMPLING, seed))
+        return [params.seed for params in LLM.last.calls[-1][1]]
+
+    first, second, copy = seeds([[3], [4], [3]], 1)
+    assert len({first, second, copy}) == 3
+    assert seeds([[4], [3]], 1) == [second, first]
+    assert seeds([[3]], 2) != [first]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "known"),
+    [
+        (SamplingParams(2, stop_token_ids=(END,)), True),
+        (SamplingParams(2, temperature=0.5, stop_token_ids=(END,)), True),
+        (SamplingParams(2, top_p=0.9, stop_token_ids=(END,)), False),
+        (SamplingParams(2, temperature=0.5, top_p=0.9, greedy=True, stop_token_ids=(END,)), True),
+    ],
+)
+def test_logprobs_that_vllm_cannot_tell_are_nan_and_0_behind_the_end(generator, sampling, known):
+    rollout = generator.generate(Request([[3]], 2, sampling, 1))
+    assert rollout.logprobs[1].tolist() == [-0.5, -1.5] if known else torch.isnan(rollout.logprobs[1]).all()
+    assert rollout.logprobs[0, 1] == 0
+
+
+def test_a_turn_ends_at_a_stop_text_or_at_what_its_response_has_left(generator):
+    turn = Turn([1, 3], SimpleNamespace(texts=("</search>", "</answer>")))
+    rollout = generator.generate(Request([[3], [7]], 3, SamplingParams(4, stop_token_ids=(END,)), 1, turn))
+    assert rollout.tokens.tolist() == [[END], [3], [3], [END], [7], [7]]
+    assert rollout.truncated.tolist() == [False, True, True, False, False, False]
+    with pytest.raises(UserError, match="31 tokens and max_new_tokens=2"):
+        generator.generate(Request([[3] * 31, [3]], 1, SAMPLING, 1, Turn([2, 2], turn.end)))
+
+
+def test_what_does_not_fit_is_a_user_error(generator):
+    with pytest.raises(UserError, match="max_model_len=32"):
+        generator.generate(Request([[3] * 31], 1, SAMPLING, 1))

@@ -1,0 +1,402 @@
+"""Both local generators against transformers' forward pass and generate; distributions by hand."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import small_config
+from transformers import Qwen2ForCausalLM
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.draws import draw, response_uniforms
+from nemo_grpo.sampling.generate_decoder import DecoderGenerator
+from nemo_grpo.sampling.generate_hf import HFGenerator
+from nemo_grpo.sampling.requests import Request, SamplingParams
+
+VOCAB = 40
+PROMPTS = [[3, 7, 1], [5], [9, 9, 2, 30, 11, 4, 8], [12, 1]]
+
+
+def make_config(tied=True):
+    family = "qwen2-tied" if tied else "qwen2"
+    return small_config(family, vocab_size=VOCAB, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+def make_model(tied=True, seed=0):
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(make_config(tied)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(6)  # the default initialisation gives an almost uniform distribution
+    return model
+
+
+@pytest.fixture(scope="module", params=[HFGenerator, DecoderGenerator])
+def kind(request):
+    return request.param
+
+
+def make_generator(kind, model, **options):
+    generator = kind(model.config, **options)
+    generator.update_weights(model.named_parameters())
+    return generator
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def generator(kind, model):
+    return make_generator(kind, model)
+
+
+def full_forward_logits(model, prompt, response):
+    """[len(response), V]: logits that predict each response token, by one pass without a cache or padding."""
+    return model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+
+
+def responses(rollout):
+    return [tokens[:length].tolist() for tokens, length in zip(rollout.tokens, rollout.lengths, strict=True)]
+
+
+def test_greedy_equals_transformers_generate(model, generator):
+    rollout = generator.generate(Request(PROMPTS, 1, SamplingParams(12, greedy=True), 0))
+    for prompt, response in zip(PROMPTS, responses(rollout), strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=None
+        )
+        assert response == expected[0, len(prompt) :].tolist()
+    assert len({tuple(response) for response in responses(rollout)}) > 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_greedy_stops_where_transformers_stops(kind, tied):
+    model = make_model(tied, seed=1)
+    generator = make_generator(kind, model)
+    unstopped = responses(generator.generate(Request(PROMPTS, 1, SamplingParams(12, greedy=True), 0)))
+    stop = unstopped[0][2], unstopped[2][4]
+    rollout = generator.generate(Request(PROMPTS, 1, SamplingParams(12, greedy=True, stop_token_ids=stop), 0))
+    for row, prompt in enumerate(PROMPTS):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=12,
+            pad_token_id=0,
+            eos_token_id=list(stop),
+        )
+        assert responses(rollout)[row] == expected[0, len(prompt) :].tolist()
+    assert rollout.lengths[0] <= 3
+    assert rollout.tokens.shape[1] == rollout.lengths.max()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_p": 0.8}, {"top_k": 5, "top_p": 0.9}]
+)
+def test_logprobs_equal_a_full_forward_pass(model, generator, options):
+    sampling = SamplingParams(10, **options)
+    rollout = generator.generate(Request(PROMPTS, 3, sampling, 5))
+    for row, response in enumerate(responses(rollout)):
+        logits = full_forward_logits(model, PROMPTS[row // 3], response)
+        chosen = torch.tensor(response)[:, None]
+        scaled = torch.log_softmax(logits / sampling.temperature, -1)
+        kept = torch.zeros_like(scaled, dtype=torch.bool)
+        for position, logprobs in enumerate(scaled):
+            order = logprobs.argsort(descending=True)[: sampling.top_k]
+            mass = logprobs[order].softmax(0)
+            num_kept = int((mass.cumsum(0) - mass < sampling.top_p).sum())
+            kept[position, order[:num_kept]] = True
+        assert kept.gather(1, chosen).all()
+        want = scaled.gather(1, chosen)[:, 0]
+        torch.testing.assert_close(rollout.logprobs[row, : len(response)], want, atol=1e-5, rtol=0)
+
+
+def test_greedy_logprobs_are_those_of_temperature_one(model, generator):
+    rollout = generator.generate(
+        Request(PROMPTS, 1, SamplingParams(6, greedy=True, temperature=0.5, top_k=1), 0)
+    )
+    for row, response in enumerate(responses(rollout)):
+        logprobs = torch.log_softmax(full_forward_logits(model, PROMPTS[row], response), -1)
+        expected = logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(rollout.logprobs[row], expected, atol=1e-5, rtol=0)
+
+
+def test_stop_token_belongs_to_its_response_and_nothing_follows(generator):
+    stop = tuple(range(0, VOCAB, 3))
+    rollout = generator.generate(Request(PROMPTS, 8, SamplingParams(6, stop_token_ids=stop), 1))
+    assert rollout.truncated.any()
+    assert not rollout.truncated.all()
+    for row, length in enumerate(rollout.lengths.tolist()):
+        response = rollout.tokens[row, :length].tolist()
+        assert all(token not in stop for token in response[:-1])
+        assert (response[-1] not in stop) == bool(rollout.truncated[row])
+        assert length == 6 or response[-1] in stop
+        for values in (rollout.tokens, rollout.logprobs):
+            assert (values[row, length:] == 0).all()
+        assert (rollout.logprobs[row, :length] < 0).all()
+
+
+def test_stop_token_at_the_limit_is_not_a_truncation(generator):
+    every = tuple(range(VOCAB))
+    rollout = generator.generate(Request(PROMPTS, 2, SamplingParams(1, stop_token_ids=every), 1))
+    assert not rollout.truncated.any()
+    assert generator.generate(Request(PROMPTS, 2, SamplingParams(1), 1)).truncated.all()
+
+
+def test_rows_belong_to_their_prompts(generator):
+    rollout = generator.generate(Request(PROMPTS, 2, SamplingParams(4), 0))
+    assert rollout.tokens.shape == (8, 4)
+
+
+def test_the_seed_alone_decides(generator):
+    sampling = SamplingParams(12, temperature=1.3)
+    first = generator.generate(Request(PROMPTS, 4, sampling, 3))
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    again = generator.generate(Request(PROMPTS, 4, sampling, 3))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.logprobs, again.logprobs)
+    assert not torch.equal(first.tokens, generator.generate(Request(PROMPTS, 4, sampling, 4)).tokens)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 5])
+def test_responses_do_not_depend_on_the_rest_of_the_batch(kind, model, generator, max_batch_size):
+    sampling = SamplingParams(10, stop_token_ids=(1, 2, 3))
+    together = generator.generate(Request(PROMPTS, 4, sampling, 3))
+    of_small_batches = make_generator(kind, model, max_batch_size=max_batch_size)
+    small = of_small_batches.generate(Request(PROMPTS, 4, sampling, 3))
+    assert responses(small) == responses(together)
+    torch.testing.assert_close(small.logprobs, together.logprobs, atol=1e-5, rtol=0)
+    reversed_order = generator.generate(Request(PROMPTS[::-1], 4, sampling, 3))
+    for row, prompt in enumerate(PROMPTS):
+        alone = responses(generator.generate(Request([prompt], 4, sampling, 3)))
+        assert alone == responses(together)[4 * row : 4 * row + 4]
+        assert alone == responses(reversed_order)[4 * (3 - row) : 4 * (3 - row) + 4]
+
+
+def test_the_same_prompt_twice_gives_independent_responses(generator):
+    rollout = generator.generate(Request([PROMPTS[0], PROMPTS[0]], 3, SamplingParams(12), 0))
+    assert len({tuple(response) for response in responses(rollout)}) == 6
+
+
+def test_prompts_are_read_once_and_finished_rows_leave(model):
+    generator = make_generator(HFGenerator, model)
+    num_rows = []
+    generator.model.register_forward_pre_hook(
+        lambda module, args, kwargs: num_rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    rollout = generator.generate(Request(PROMPTS, 8, SamplingParams(9, stop_token_ids=tuple(range(10))), 0))
+    going = [int((rollout.lengths > step).sum()) for step in range(1, 9)]
+    assert num_rows == [len(PROMPTS), *[count for count in going if count]]
+    assert going[0] < 32
+
+
+def test_draw_inverts_the_cumulative_distribution():
+    probabilities = torch.tensor([0.1, 0.2, 0.0, 0.6, 0.1])
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    tokens, logprobs = draw(probabilities.log().expand(1000, 5), SamplingParams(1), uniforms)
+    assert torch.bincount(tokens, minlength=5).tolist() == [100, 200, 0, 600, 100]
+    torch.testing.assert_close(logprobs, probabilities[tokens].log())
+
+
+def test_draw_at_the_ends_of_the_unit_interval_picks_possible_tokens():
+    logits = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).log().expand(2, 4)
+    tokens, _ = draw(logits, SamplingParams(1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert tokens.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "probabilities"),
+    [
+        ({"top_p": 0.49}, [1.0, 0.0, 0.0, 0.0]),
+        ({"top_p": 0.79}, [0.625, 0.375, 0.0, 0.0]),
+        ({"top_p": 0.81}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0]),
+        ({"top_k": 2}, [0.625, 0.375, 0.0, 0.0]),
+        ({"top_k": 9}, [0.5, 0.3, 0.15, 0.05]),
+        # of the two best, the first alone has 0.625 of the mass
+        ({"top_k": 2, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),
+        # p^2 / sum p^2, sum = 0.365
+        ({"temperature": 0.5}, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+        # 0.25 / 0.365 = 0.685 >= 0.6: the first alone; at temperature 1 it has only 0.5
+        ({"temperature": 0.5, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_filters_keep_the_mass_worked_out_by_hand(options, probabilities):
+    columns = torch.tensor([2, 0, 3, 1])  # the order of tokens must not matter
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[columns] + 7.0
+    expected = torch.tensor(probabilities)[columns]
+    num = 20000
+    uniforms = (torch.arange(num, dtype=torch.float64) + 0.5) / num
+    tokens, _ = draw(logits.expand(num, 4), SamplingParams(1, **options), uniforms)
+    frequencies = torch.bincount(tokens, minlength=4) / num
+    torch.testing.assert_close(frequencies, expected, atol=2e-4, rtol=0)
+
+
+def test_random_numbers_of_a_prompt_do_not_depend_on_its_neighbours():
+    both = response_uniforms(Request([[1, 2], [3], [1, 2]], 2, SamplingParams(5), 0))
+    assert both.shape == (6, 5)
+    assert torch.equal(both[2:4], response_uniforms(Request([[3]], 2, SamplingParams(5), 0)))
+    assert torch.equal(both[:2], response_uniforms(Request([[1, 2]], 2, SamplingParams(5), 0)))
+    assert len(both.unique()) == 30
+    many = response_uniforms(Request([[i] for i in range(2000)], 1, SamplingParams(5), 1))
+    assert abs(float(many.mean()) - 0.5) < 0.01
+    assert abs(float(many.var()) - 1 / 12) < 0.003
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_logits_that_are_not_finite_are_an_error(kind, greedy):
+    model = make_model()
+    model.model.norm.weight[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        make_generator(kind, model).generate(Request(PROMPTS, 1, SamplingParams(2, greedy=greedy), 0))
+
+
+def test_update_weights_makes_it_the_new_model(kind, model):
+    other = make_model(seed=2)
+    fresh = make_generator(kind, model)
+    before = fresh.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    fresh.update_weights(other.named_parameters())
+    after = fresh.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    assert responses(after) == responses(
+        make_generator(kind, other).generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    )
+    assert responses(before) != responses(after)
+
+
+def test_weights_are_copied_not_shared(kind):
+    source = make_model()
+    generator = make_generator(kind, source)
+    before = generator.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    for parameter in source.parameters():
+        parameter.zero_()
+    after = generator.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    assert torch.equal(before.logprobs, after.logprobs)
+
+
+def test_an_empty_generator_refuses_to_generate(kind):
+    with pytest.raises(AssertionError, match="not complete"):
+        kind(make_config()).generate(Request(PROMPTS, 1, SamplingParams(2), 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "1 weights missing: model.norm.weight"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "unexpected weight 'extra'"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.zeros(31)}),
+            r"'model.norm.weight' has shape \[31\], not \[32\]",
+        ),
+        (
+            lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] + 1}),
+            "'lm_head.weight' differs from 'model.embed_tokens.weight'",
+        ),
+    ],
+)
+def test_update_weights_is_strict(kind, change, message):
+    source = make_model()
+    weights = dict(source.named_parameters())
+    generator = make_generator(kind, source)
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        generator.update_weights(weights.items())
+    with pytest.raises(AssertionError, match="not complete"):
+        generator.generate(Request(PROMPTS, 1, SamplingParams(2), 0))
+    generator.update_weights(source.named_parameters())
+    generator.generate(Request(PROMPTS, 1, SamplingParams(2), 0))
+
+
+def test_a_tied_weight_may_come_under_either_name_or_both(kind):
+    source = make_model()
+    embedding = source.model.embed_tokens.weight
+    rest = {name: w for name, w in source.named_parameters() if name != "model.embed_tokens.weight"}
+    expected = make_generator(kind, source).generate(Request(PROMPTS, 1, SamplingParams(5, greedy=True), 0))
+    for names in (["lm_head.weight"], ["lm_head.weight", "model.embed_tokens.weight"]):
+        generator = kind(source.config)
+        generator.update_weights([*rest.items(), *((name, embedding) for name in names)])
+        got = generator.generate(Request(PROMPTS, 1, SamplingParams(5, greedy=True), 0))
+        assert torch.equal(got.logprobs, expected.logprobs)
+
+
+def test_an_untied_head_is_missed(kind):
+    source = make_model(tied=False)
+    weights = {name: w for name, w in source.named_parameters() if name != "lm_head.weight"}
+    with pytest.raises(ValueError, match=r"1 weights missing: lm_head\.weight"):
+        kind(source.config).update_weights(weights.items())
+
+
+def test_loading_from_a_folder_gives_the_same_model(kind, tmp_path, model, generator):
+    model.save_pretrained(tmp_path)
+    loaded = kind(tmp_path).generate(Request(PROMPTS, 2, SamplingParams(5), 0))
+    assert torch.equal(
+        loaded.logprobs, generator.generate(Request(PROMPTS, 2, SamplingParams(5), 0)).logprobs
+    )
+
+
+def test_making_a_generator_leaves_the_global_random_state_alone(kind):
+    state = torch.get_rng_state()
+    kind(make_config())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_low_precision_weights_still_give_float32_logprobs(kind, model):
+    rounded = make_generator(kind, model, dtype=torch.bfloat16)
+    rollout = rounded.generate(Request(PROMPTS, 2, SamplingParams(5), 0))
+    assert rollout.logprobs.dtype == torch.float32
+    assert (rollout.logprobs < 0).all()
+
+
+def test_folder_without_a_model_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        HFGenerator(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot load a causal language model"):
+        HFGenerator(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda weights: weights.pop("model.norm.weight"),
+        lambda weights: weights.update({"model.norm.weight": torch.zeros(31)}),
+    ],
+)
+def test_folder_with_gaps_is_a_user_error_not_random_weights(tmp_path, damage):
+    make_model(tied=False).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    damage(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 weights .*: model\.norm\.weight"):
+        HFGenerator(tmp_path)
+
+
+def test_damaged_weight_file_is_a_user_error(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot load a causal language model"):
+        HFGenerator(tmp_path)
+
+
+def test_a_prompt_that_leaves_no_room_is_a_user_error(generator):
+    generator.generate(Request([[1] * 60], 1, SamplingParams(4), 0))
+    with pytest.raises(UserError, match=r"max_position_embeddings=64.*61 tokens.*max_new_tokens=4"):
+        generator.generate(Request([[1], [1] * 61], 1, SamplingParams(4), 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+    ],
+)
+def test_sampling_params_refuse_nonsense(options, message):
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**{"max_new_tokens": 4, **options})
