@@ -29,7 +29,8 @@ import torch  # noqa: E402
 
 from benchmarks.agreement.comparison import Differences, compare, drift_table, table  # noqa: E402
 from benchmarks.agreement.recording import LAYOUTS, VARIANTS, Case, StepResult, record  # noqa: E402
-from nemo_grpo.rehearsal.environment import Stack, find_stack, free_port, ray_cluster  # noqa: E402
+from nemo_grpo.ports import free_port  # noqa: E402
+from nemo_grpo.rehearsal.environment import Stack, find_stack, ray_cluster  # noqa: E402
 
 Results = dict[Case, list[StepResult]]
 TIMEOUT = 3000

@@ -9,13 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
+
+from nemo_grpo.ports import reserved_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["nemo_grpo.engine.trainer"])
@@ -29,9 +30,11 @@ def slow_but(cases: Iterable[str], *quick: str) -> list[Any]:
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """``function(*arguments)`` on each rank; the results in rank order. Raises if any rank raised."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserved_port() as port:
+        return _run(world_size, port, function, arguments)
+
+
+def _run(world_size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
         _context.Process(target=_rank, args=(rank, world_size, port, pipes[rank][1], function, arguments))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, SIGNALS
+from nemo_grpo.ports import reserved_port
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,11 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
     Returns: 0 if all ranks returned 0, else the exit code of the first rank that did not.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with reserved_port() as port:
+        return _launch(arguments, num_ranks, port)
+
+
+def _launch(arguments: Sequence[str], num_ranks: int, port: int) -> int:
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "nemo_grpo.cli", *arguments]
     ranks = [

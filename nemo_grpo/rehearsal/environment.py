@@ -6,7 +6,6 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import nemo_grpo
 from nemo_grpo.errors import UserError
+from nemo_grpo.ports import free_port
 from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
 
 HERE = Path(__file__).parent
@@ -185,13 +185,6 @@ def warm_command(python: str, server: str, folder: str | None) -> list[str]:
     if not folder:
         return [python]
     return [python, "-I", "-S", str(HERE / "warm.py"), "run", f"{folder}/{server}", python]
-
-
-def free_port() -> int:
-    """A TCP port that is free right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _die_with_the_parent() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import types
 from pathlib import Path
 from unittest import mock
@@ -14,6 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron_without_gpu import our_worker, stock_worker
 from torch import Tensor
+
+from nemo_grpo.ports import free_port
 
 VOCAB, LENGTHS, WIDTH = 16, [5, 8, 3], 10
 
@@ -39,12 +40,6 @@ def expected(ids: Tensor, table: Tensor, temperature: float) -> tuple[Tensor, Te
 
 def sampling(temperature: float) -> types.SimpleNamespace:
     return types.SimpleNamespace(temperature=temperature, top_k=None, top_p=1.0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def join(rank: int, tensor: int, context: int, port: int) -> None:
