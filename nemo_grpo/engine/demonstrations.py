@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
+from nemo_grpo.tasks.base import stream
 from nemo_grpo.tasks.environment import MultiTurnTask
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """A recipe's demonstrations by number, for both engines; always the same ones."""
+
+    recipe: Recipe
+    task: Task
+    tokenizer: Any
+
+    def training(self, index: int) -> Group:
+        """That of problem number ``index`` of the training stream."""
+        seed = self.recipe.grpo.seed
+        return self._of(self.task.train_problem(index, seed), seed, index)
+
+    def held_out(self, problem: Problem) -> Group:
+        """That of a validation problem."""
+        return self._of(problem, problem.id)
+
+    def check(self) -> None:
+        """Encode all training demonstrations, of an endless stream the first ones.
+
+        Raises: UserError: see `demonstrated`.
+        """
+        for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
+            self.training(index)
+
+    def _of(self, problem: Problem, *seed: object) -> Group:
+        prompt, rng = self.recipe.nemo_grpo.prompt, stream("demonstration", *seed)
+        key, limit = "policy.max_total_sequence_length", self.recipe.policy.max_total_sequence_length
+        return demonstrated(self.tokenizer, self.task, prompt, problem, rng, limit=limit, key=key)
 
 
 def demonstrated(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from nemo_grpo.engine.demonstrations import demonstrated
+from nemo_grpo.engine.demonstrations import Demonstrations
 from nemo_grpo.engine.records import Clock, mean_metrics
 from nemo_grpo.engine.rollout import Group, Step, assemble
 from nemo_grpo.engine.trainer import Trainer
-from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
-from nemo_grpo.tasks import Problem
-from nemo_grpo.tasks.base import stream
 
 
 class SupervisedTrainer(Trainer):
@@ -23,15 +20,15 @@ class SupervisedTrainer(Trainer):
     def _check_prompts(self) -> None:
         """Encode every demonstration before anything is written, of an endless stream the first ones."""
         self._encode(self.problems)
-        self.held_out = self._demonstrate([(problem, (problem.id,)) for problem in self.problems])
-        for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
-            self._training_groups(index, 1)
+        self.demonstrations = Demonstrations(self.recipe, self.task, self.tokenizer)
+        self.held_out = [self.demonstrations.held_out(problem) for problem in self.problems]
+        self.demonstrations.check()
 
     def train_step(self) -> dict[str, Any]:
         """One update on the next demonstrations; returns its metrics."""
         recipe, state, clock = self.recipe, self.state, Clock()
-        number = recipe.grpo.num_prompts_per_step
-        step = self._assemble(self._training_groups(state.next_problem, number))
+        first, number = state.next_problem, recipe.grpo.num_prompts_per_step
+        step = self._assemble([self.demonstrations.training(i) for i in range(first, first + number)])
         state.next_problem += number
         prepared = self.objective.prepare(step.token_batch(step.generation_logprobs, None, None))
         clock.lap("time/data")
@@ -58,29 +55,6 @@ class SupervisedTrainer(Trainer):
         loss = -logprobs[step.token_mask].double().mean()
         sampled = super().validate()
         return {"validation/val_loss": float(loss)} | sampled | {"time/validation": time.monotonic() - start}
-
-    def _training_groups(self, first: int, number: int) -> list[Group]:
-        """The demonstrations with these numbers in the training stream; always the same ones."""
-        seed = self.recipe.grpo.seed
-        return self._demonstrate(
-            [(self.task.train_problem(index, seed), (seed, index)) for index in range(first, first + number)]
-        )
-
-    def _demonstrate(self, problems: list[tuple[Problem, tuple[object, ...]]]) -> list[Group]:
-        """Each problem with the demonstration that its seed chooses."""
-        key, limit = "policy.max_total_sequence_length", self.recipe.policy.max_total_sequence_length
-        return [
-            demonstrated(
-                self.tokenizer,
-                self.task,
-                self.recipe.nemo_grpo.prompt,
-                problem,
-                stream("demonstration", *seed),
-                limit=limit,
-                key=key,
-            )
-            for problem, seed in problems
-        ]
 
     def _assemble(self, groups: list[Group]) -> Step:
         return assemble(groups, pad_id=self.tokenizer.pad_token_id, overlong=None, drop_truncated=False)

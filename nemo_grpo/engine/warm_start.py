@@ -40,6 +40,8 @@ from nemo_grpo.variants.sft import SFT
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
+    from nemo_grpo.engine.megatron.policy import MegatronPolicy
+
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
@@ -163,37 +165,43 @@ def fine_tune(
 ) -> None:
     """Train the folder's model on ``num_steps`` batches of demonstrations; replaces its weights."""
     from nemo_grpo.engine.megatron import parallel  # most runs find the model made
+
+    joined = dist.is_initialized()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            policy = _trained(folder, config, task, prompt, layout, device)
+        tensors = list(policy.named_tensors())  # every rank takes part in gathering them
+        if parallel.is_rank_zero():
+            export(tensors, folder, folder, torch.float32)
+    finally:
+        if not joined:
+            parallel.shut_down()
+
+
+def _trained(
+    folder: Path, config: WarmStart, task: Task, prompt: Prompt, layout: Layout, device: torch.device | None
+) -> MegatronPolicy:
     from nemo_grpo.engine.megatron.policy import MegatronPolicy
 
-    tokenizer, joined = load_tokenizer(folder), dist.is_initialized()
-    objective, batches = SFT().build(), _batches(tokenizer, config, task, prompt)
-    with torch.random.fork_rng(devices=[]):
-        policy = MegatronPolicy(
-            load_config(folder), *schedule(config), layout=layout, device=device, seed=config.seed
-        )
-        policy.load_weights(load_weights(folder), keep_reference=False)
-        shown = (
-            progress("warm start", config.num_steps)
-            if parallel.is_rank_zero()
-            else nullcontext(lambda _note: None)
-        )
-        with shown as advance:
-            for groups in islice(batches, config.num_steps):
-                step = assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=False)
-                batch = step.token_batch(step.generation_logprobs, None, None)
-                result = policy.update(
-                    objective,
-                    objective.prepare(batch),
-                    step.sequences,
-                    micro_batch_size=config.batch_size,
-                    temperature=1.0,
-                )
-                advance(f"loss {result.metrics['loss/total']:.3f}")
-    tensors = list(policy.named_tensors())  # every rank takes part in gathering them
-    if parallel.is_rank_zero():
-        export(tensors, folder, folder, torch.float32)
-    if not joined:
-        parallel.shut_down()
+    tokenizer, objective = load_tokenizer(folder), SFT().build()
+    policy = MegatronPolicy(
+        load_config(folder), *schedule(config), layout=layout, device=device, seed=config.seed
+    )
+    policy.load_weights(load_weights(folder), keep_reference=False)
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    shown = progress("warm start", config.num_steps) if leads else nullcontext(lambda _note: None)
+    with shown as advance:
+        for groups in islice(_batches(tokenizer, config, task, prompt), config.num_steps):
+            step = assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=False)
+            result = policy.update(
+                objective,
+                objective.prepare(step.token_batch(step.generation_logprobs, None, None)),
+                step.sequences,
+                micro_batch_size=config.batch_size,
+                temperature=1.0,
+            )
+            advance(f"loss {result.metrics['loss/total']:.3f}")
+    return policy
 
 
 def schedule(config: WarmStart) -> tuple[MegatronOptimizer, MegatronScheduler]:

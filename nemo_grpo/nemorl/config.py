@@ -11,11 +11,13 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.sft import SFT, sft_tree
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 
 log = logging.getLogger(__name__)
 
+GRPO = "nemo_rl.algorithms.grpo"
 BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations, for text and for images."""
 
@@ -68,7 +70,9 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
     if compat.version() == compat.V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
     tree = nemo_rl_tree(recipe, resolve(apply_overrides(load_tree(path), overrides)), _base_tree(recipe))
-    return ClusterRun(recipe, _validated(tree))
+    if recipe.loss_fn.learns_from_demonstrations:
+        return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
+    return ClusterRun(recipe, _validated(tree, GRPO))
 
 
 def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
@@ -171,11 +175,11 @@ def base_folder() -> Path:
     return folder
 
 
-def _validated(tree: Tree) -> Any:
+def _validated(tree: Tree, algorithm: str) -> Any:
     from pydantic import ValidationError
 
     try:
-        return compat.import_name("nemo_rl.algorithms.grpo:MasterConfig")(**tree)
+        return compat.import_name(f"{algorithm}:MasterConfig")(**tree)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError(f"NeMo-RL refuses the configuration: {wrong}") from None

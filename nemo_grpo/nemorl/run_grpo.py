@@ -19,7 +19,7 @@ from checkpoints_conv.families import family_for
 from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import compat, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
 from nemo_grpo.nemorl.compat import Setup
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         compat.check()
         run = load_run(arguments.config, arguments.overrides)
-        loss_fn = ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=_fused(run.master_config))
+        loss_fn = loss_of(run)
         ready = set_up(run)  # refuses what only the task can check: a missing file, too few problems
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Ready(NamedTuple):
-    """All arguments of NeMo-RL's trainer except the loss; ``processor`` is None without images.
+    """All arguments of NeMo-RL's trainer except our loss; ``processor`` is None without images.
 
     ``exports`` is set if the recipe exports every checkpoint.
     """
@@ -104,6 +104,10 @@ def set_up(run: ClusterRun) -> Ready:
     )
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     processor, tokenizer = load_tokenizer(run)
+    if run.recipe.loss_fn.learns_from_demonstrations:
+        parts = sft.set_up(run, problems, tokenizer)
+        save_side_files(parts.checkpointer, tokenizer, hf_config)
+        return Ready(parts, tokenizer, None, [{}, {}], exports)
     from nemo_grpo.nemorl.policy import policy_factory
 
     dataset, val_dataset, *environments = setup_data(run, problems, processor or tokenizer)
@@ -126,7 +130,15 @@ def set_up(run: ClusterRun) -> Ready:
     return Ready(parts, tokenizer, processor, environments, exports)
 
 
-def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
+def loss_of(run: ClusterRun) -> ObjectiveLoss | None:
+    """The variant's loss; None: NeMo-RL's own, for supervised training."""
+    if run.recipe.loss_fn.learns_from_demonstrations:
+        return None
+    fused = bool(value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
+    return ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=fused)
+
+
+def train(run: ClusterRun, loss_fn: ObjectiveLoss | None, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
     parts, tokenizer, processor, environments, exports = ready
     code = None
@@ -137,7 +149,10 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
                 exports.begin()
             recipe, logger = run.recipe, parts.logger
             with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
-                run_trainer(parts, loss_fn, tokenizer, processor, environments)
+                if loss_fn is None:
+                    sft.run_trainer(parts, tokenizer, stop)
+                else:
+                    run_trainer(parts, loss_fn, tokenizer, processor, environments)
         finally:
             close(parts, environments)
         code = exit_code(run, parts, stop)
@@ -169,6 +184,8 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
     processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
     tokenizer = get_tokenizer(policy["tokenizer"]) if processor is None else processor.tokenizer
+    if "generation" not in policy:  # supervised training
+        return processor, tokenizer
     policy["generation"] = compat.import_name("nemo_rl.models.generation:configure_generation_config")(
         policy["generation"],
         tokenizer,
@@ -313,10 +330,6 @@ def exit_code(run: ClusterRun, parts: Setup, stop: Stop) -> int:
         return 1
     log.info("stopped after step %d with a checkpoint; start again to resume", done)
     return EXIT_INTERRUPTED
-
-
-def _fused(master_config: Any) -> bool:
-    return bool(value_of(master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
           something shows the reason, and nothing is exported.
     """
     evidence = Evidence(rehearsal)
-    checks = {name: check for name, check in CHECKS.items() if failure is None or name != "export"}
+    names = SUPERVISED if rehearsal.recipe.loss_fn.learns_from_demonstrations else tuple(CHECKS)
+    checks = {name: CHECKS[name] for name in names if failure is None or name != "export"}
     found = [_judged(name, check, evidence) for name, check in checks.items()]
     if failure is None:
         return found
@@ -93,6 +94,8 @@ def setup(evidence: Evidence) -> str:
     r = evidence.rehearsal
     engine = "vLLM" if r.stack.vllm_python else "the stand-in sampler"
     _refuse(not evidence.steps, "no step was trained")
+    if r.recipe.loss_fn.learns_from_demonstrations:
+        return f"{r.layout.number} policy worker(s), {r.layout}; NeMo-RL's supervised training"
     return f"{r.layout.number} policy worker(s), {r.layout}; rollouts by {engine}"
 
 
@@ -144,9 +147,11 @@ def update(evidence: Evidence) -> str:
 def validation(evidence: Evidence) -> str:
     if not evidence.rehearsal.recipe.grpo.validates:
         return "the recipe has none"
-    found = [row["validation/accuracy"] for row in metrics(evidence.recipe) if "validation/accuracy" in row]
-    _refuse(not found, "no validation/accuracy is logged")
-    return f"accuracy {found[-1]:.3f} of {small.NUM_VALIDATION} problems"
+    name = "val_loss" if evidence.recipe.loss_fn.learns_from_demonstrations else "accuracy"
+    key = f"validation/{name}"
+    found = [row[key] for row in metrics(evidence.recipe) if key in row]
+    _refuse(not found, f"no {key} is logged")
+    return f"{name} {found[-1]:.3f} of {small.NUM_VALIDATION} problems"
 
 
 def checkpoint(evidence: Evidence) -> str:
@@ -259,6 +264,8 @@ CHECKS: dict[str, Callable[[Evidence], str]] = {
     "export": export,
 }
 """Stage -> the function that proves it, or raises `Failed`."""
+SUPERVISED = ("setup", "update", "validation", "checkpoint", "stop and resume", "export")
+"""Stages of a run on demonstrations, which has no rollouts."""
 
 
 # ---------------------------------------------------------------------- responses

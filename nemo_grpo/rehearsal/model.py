@@ -17,6 +17,7 @@ from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.rehearsal.problems import RehearsedTask
+from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, chat_messages, encode_prompt
 
 HEAD_DIM = 32
@@ -131,9 +132,11 @@ def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder:
     config, architecture = small_config(recipe, vocab_size, tokenizer)
     rng = random.Random(0)
     held_out = task.validation_problems(num_validation) if num_validation else []
-    problems = [*task.known, *held_out]
+    learns = recipe.loss_fn.learns_from_demonstrations
+    problems = [*(trained_on(recipe, task) if learns else task.known), *held_out]
     prompts = [len(encode_prompt(tokenizer, prompt, problem)) for problem in problems]
-    responses = [len(_shown(recipe, task, tokenizer, p, rng).responses[0].tokens) for p in problems]
+    shown = task.task if learns else task
+    responses = [len(_shown(recipe, shown, tokenizer, p, rng).responses[0].tokens) for p in problems]
     is_small = vocab_size <= 4 * VOCABULARY
     torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
@@ -146,12 +149,16 @@ def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder:
     return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses))
 
 
-def _shown(
-    recipe: Recipe, task: RehearsedTask, tokenizer: Any, problem: Problem, rng: random.Random
-) -> Group:
+def trained_on(recipe: Recipe, task: RehearsedTask) -> list[Problem]:
+    """What the driver of a run on demonstrations encodes before it starts."""
+    number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED)
+    return [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
+
+
+def _shown(recipe: Recipe, task: Any, tokenizer: Any, problem: Problem, rng: random.Random) -> Group:
     """A problem with its demonstration; models and their contexts are made to fit."""
     prompt, key = recipe.nemo_grpo.prompt, "max_position_embeddings"
-    return demonstrated(tokenizer, task, prompt, problem, rng, limit=sys.maxsize, key=key)  # type: ignore[arg-type]
+    return demonstrated(tokenizer, task, prompt, problem, rng, limit=sys.maxsize, key=key)
 
 
 def teach(model: Any, lessons: Iterator[Group], pad_id: int, num_steps: int, batch_size: int) -> None:
