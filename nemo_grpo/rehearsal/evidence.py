@@ -136,9 +136,9 @@ def advantage(evidence: Evidence) -> str:
 
 def update(evidence: Evidence) -> str:
     losses, norms = evidence.series("loss/total"), evidence.series("grad_norm")
-    shown = (
-        f"loss {', '.join(f'{x:.4f}' for x in losses)}; gradient norm {', '.join(f'{x:.3f}' for x in norms)}"
-    )
+    few = slice(None, None, max(1, len(losses) // small.NUM_STEPS))
+    shown = f"loss {', '.join(f'{x:.4f}' for x in losses[few])}; "
+    shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     _refuse(not any(norms), f"{shown}: no step moved the weights")
     return shown
@@ -162,11 +162,9 @@ def checkpoint(evidence: Evidence) -> str:
 
 
 def stop_and_resume(evidence: Evidence) -> str:
-    done = sorted(evidence.steps)
-    _refuse(done != list(range(1, small.NUM_STEPS + 1)), f"steps {done} are logged")
-    return (
-        f"SIGUSR1 in step {small.STOP_AFTER}: exit 75; started again at step {small.STOP_AFTER + 1}: exit 0"
-    )
+    done, stop = sorted(evidence.steps), evidence.rehearsal.stopped_after
+    _refuse(done != list(range(1, small.num_steps(evidence.recipe) + 1)), f"steps {done} are logged")
+    return f"SIGUSR1 in step {stop}: exit 75; started again at step {stop + 1}: exit 0"
 
 
 def export(evidence: Evidence) -> str:

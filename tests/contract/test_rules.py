@@ -168,7 +168,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "loss_fn={_override_: true, variant: sft}; grpo.num_generations_per_prompt=1; $GBS=16; "
      "grpo.use_dynamic_sampling=false; checkpointing.metric_name=null",
      "vision_math: sft has no demonstrations with images", "-"),
-    ("validation_metrics_exist", "shown", "checkpointing.metric_name=val:accuracy; checkpointing.save_period=100",
+    ("validation_metrics_exist", "shown",
+     "checkpointing.metric_name=val:accuracy; checkpointing.save_period=100",
      "has no metric 'validation/accuracy'", "checkpointing.metric_name=val:val_loss"),
     # across sections
     ("model_is_named", "embedded", "policy.model_name=null", "policy.model_name=null", "$WARM={}"),

@@ -33,6 +33,8 @@ CW_7B = CW | dict(tokens=3584)  # the model reads 4096
 ERPO = dict(prompts=2, responses=8, updates=1, steps=4220, lr=5e-6, schedule="cosine", min_lr=0.0, warmup=422,
             weight_decay=0.001, prompt_tokens=512, tokens=1536, temperature=1.0, rewards=ACCURACY,
             prompt=BOXED, data=["math-l35"])  # fmt: skip
+# Section 5.1 and appendix A.2: the same MATH training set, 3 epochs; the rest as for GRPO and ERPO, Table 3.
+ERPO_SFT = ERPO | dict(prompts=16, responses=1, steps=1583, warmup=158)
 # TR-GRPO Tables 5 and 6, appendix B.1; steps and prompt length are not in the paper.
 LOGIC = CONSTANT | dict(prompts=64, responses=8, updates=2, steps=400, prompt_tokens=1024, tokens=4096,
                         temperature=0.7, rewards={"format_signed": 1.0, "answer": 1.0}, prompt="9ab1daac",
@@ -74,6 +76,7 @@ L_ERPO_GRPO = CLIP | dict(reference_policy_kl_penalty=0.001)  # Eq. 5, Table 3
 # ERPO section 5.1; the last three are not in the paper.
 L_ERPO = L_ERPO_GRPO | dict(gamma=5.0, eta=0.2, beta_progress=0.1, entropy_statistics="group",
                             num_buckets=10, sigma_target=1.0, delta=1e-4)  # fmt: skip
+L_SFT = dict(aggregation="token_mean", advantage_eps=1e-6)  # section 5.1: cross entropy
 L_TR_GRPO = CLIP | dict(ratio_clip_max=0.24, reference_policy_kl_penalty=0.001)  # Eq. 5, Table 6
 L_TR = L_TR_GRPO | dict(alpha=2.0, mu=0.25, tau=9.0, lower=1.0, upper=1.4, tau_convention="multiply",
                         weight_placement="outside", kl_weighting="inside",
@@ -102,6 +105,7 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "ERPO Tables 1, 3"),
     ("grpo-qwen2.5-1.5b-1n8g grpo-qwen2.5-3b-1n8g grpo-qwen2.5-7b-1n8g", ERPO, L_ERPO_GRPO,
      "ERPO Tables 1, 3"),
+    ("sft-qwen2.5-1.5b-1n8g sft-qwen2.5-3b-1n8g sft-qwen2.5-7b-1n8g", ERPO_SFT, L_SFT, "ERPO Tables 1, 2"),
     ("erpo-qwen2.5-32b-2n8g", ERPO, L_ERPO, "layout only"),
     ("tr_grpo-qwen2.5-3b-instruct-logic-1n8g tr_grpo-qwen2.5-7b-instruct-1m-logic-1n8g", LOGIC, L_TR,
      "TR-GRPO Tables 1, 5, 6"),
