@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         compat.check()
         run = load_run(arguments.config, arguments.overrides)
-        loss_fn = loss_of(run)
+        loss_fn = ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=_fused(run.master_config))
         ready = set_up(run)  # refuses what only the task can check: a missing file, too few problems
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 class Ready(NamedTuple):
     """All arguments of NeMo-RL's trainer except our loss; ``processor`` is None without images.
 
-    ``exports`` is set if the recipe exports every checkpoint.
+    ``exports`` is set if the recipe exports every checkpoint. ``is_supervised``: the trainer is NeMo-RL's for
+    supervised training, with its own loss.
     """
 
     parts: Setup
@@ -79,6 +80,7 @@ class Ready(NamedTuple):
     processor: Any
     environments: list[Any]
     exports: Exports | None
+    is_supervised: bool = False
 
 
 def set_up(run: ClusterRun) -> Ready:
@@ -107,7 +109,7 @@ def set_up(run: ClusterRun) -> Ready:
     if run.recipe.loss_fn.learns_from_demonstrations:
         parts = sft.set_up(run, problems, tokenizer)
         save_side_files(parts.checkpointer, tokenizer, hf_config)
-        return Ready(parts, tokenizer, None, [{}, {}], exports)
+        return Ready(parts, tokenizer, None, [{}, {}], exports, is_supervised=True)
     from nemo_grpo.nemorl.policy import policy_factory
 
     dataset, val_dataset, *environments = setup_data(run, problems, processor or tokenizer)
@@ -130,17 +132,9 @@ def set_up(run: ClusterRun) -> Ready:
     return Ready(parts, tokenizer, processor, environments, exports)
 
 
-def loss_of(run: ClusterRun) -> ObjectiveLoss | None:
-    """The variant's loss; None: NeMo-RL's own, for supervised training."""
-    if run.recipe.loss_fn.learns_from_demonstrations:
-        return None
-    fused = bool(value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
-    return ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=fused)
-
-
-def train(run: ClusterRun, loss_fn: ObjectiveLoss | None, ready: Ready) -> int:
+def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
-    parts, tokenizer, processor, environments, exports = ready
+    parts, tokenizer, processor, environments, exports, is_supervised = ready
     code = None
     try:
         try:
@@ -149,7 +143,7 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss | None, ready: Ready) -> int:
                 exports.begin()
             recipe, logger = run.recipe, parts.logger
             with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
-                if loss_fn is None:
+                if is_supervised:
                     sft.run_trainer(parts, tokenizer, stop)
                 else:
                     run_trainer(parts, loss_fn, tokenizer, processor, environments)
@@ -330,6 +324,10 @@ def exit_code(run: ClusterRun, parts: Setup, stop: Stop) -> int:
         return 1
     log.info("stopped after step %d with a checkpoint; start again to resume", done)
     return EXIT_INTERRUPTED
+
+
+def _fused(master_config: Any) -> bool:
+    return bool(value_of(master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
 
 
 if __name__ == "__main__":

@@ -7,60 +7,21 @@ in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.demonstrations import Demonstrations
 from nemo_grpo.engine.rollout import Group
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import Setup
+from nemo_grpo.nemorl.config import SFT, ClusterRun
 from nemo_grpo.nemorl.stopping import Stop
 
 if TYPE_CHECKING:
-    from nemo_grpo.nemorl.config import ClusterRun
     from nemo_grpo.nemorl.environments import TaskProblems
-    from nemo_grpo.recipe import Recipe
-
-SFT = "nemo_rl.algorithms.sft"
-SECTIONS = ("policy", "data", "logger", "cluster", "checkpointing", "nemo_grpo")
-"""Of the configuration for GRPO; the others are about rollouts."""
-ALL_BATCHES = -1
-
-
-def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """NeMo-RL's configuration for supervised training.
-
-    Args: tree: the one for GRPO, see `nemo_rl_tree`.
-    """
-    kept = {name: tree[name] for name in SECTIONS}
-    kept["policy"] = {name: value for name, value in tree["policy"].items() if name != "generation"}
-    return kept | {"sft": sft_section(recipe)}
-
-
-def sft_section(recipe: Recipe) -> dict[str, Any]:
-    """NeMo-RL's section ``sft``, from the recipe's ``grpo``.
-
-    One validation batch holds all problems; NeMo-RL fills it up to whole microbatches of all ranks only if
-    it is not full.
-    """
-    grpo, micro = recipe.grpo, recipe.policy.logprob_batch_size
-    unit = micro * recipe.data_parallel_size
-    return {
-        "max_num_steps": grpo.max_num_steps,
-        "max_num_epochs": value_of(recipe, "grpo.max_num_epochs", 1),
-        "val_period": grpo.val_period,
-        "val_batches": ALL_BATCHES,
-        "val_global_batch_size": -(-grpo.max_val_samples // unit) * unit,
-        "val_micro_batch_size": micro,
-        "val_at_start": grpo.val_at_start,
-        "val_at_end": grpo.val_at_end,
-        "seed": grpo.seed,
-        "only_unmask_final": False,
-    }
 
 
 def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Setup:

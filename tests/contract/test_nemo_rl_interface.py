@@ -15,10 +15,10 @@ import pytest
 from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
+from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
-from nemo_grpo.nemorl.sft import sft_section
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig

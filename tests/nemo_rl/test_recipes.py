@@ -15,9 +15,8 @@ from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.config import base_folder, load_run
+from nemo_grpo.nemorl.config import base_folder, load_run, sft_section
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.sft import sft_section
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 

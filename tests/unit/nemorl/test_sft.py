@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_grpo.engine.rollout import Group, Response
-from nemo_grpo.nemorl import sft
+from nemo_grpo.nemorl import config, sft
 from nemo_grpo.nemorl.compat import Setup
 from nemo_grpo.nemorl.stopping import Stop
 from nemo_grpo.recipe import load_recipe
@@ -20,7 +20,7 @@ RECIPE = Path(__file__).parents[3] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml"
 
 def test_section_is_the_recipes_loop():
     recipe = load_recipe(RECIPE, ["grpo.seed=3", "grpo.val_at_start=false"])
-    section = sft.sft_section(recipe)
+    section = config.sft_section(recipe)
     assert section == {
         "max_num_steps": 1583, "max_num_epochs": 1000, "val_period": 100, "val_batches": -1,
         "val_global_batch_size": 256, "val_micro_batch_size": 2, "val_at_start": False, "val_at_end": True,
@@ -30,15 +30,18 @@ def test_section_is_the_recipes_loop():
 
 def test_validation_batch_is_whole_microbatches_of_all_ranks():
     recipe = load_recipe(RECIPE, ["grpo.max_val_samples=250"])
-    assert sft.sft_section(recipe)["val_global_batch_size"] == 256  # 8 ranks x 2; filled up from 250
+    assert config.sft_section(recipe)["val_global_batch_size"] == 256  # 8 ranks x 2; filled up from 250
 
 
 def test_tree_has_the_sections_of_supervised_training_alone():
-    tree = {name: {} for name in (*sft.SECTIONS, "grpo", "loss_fn", "env")}
-    tree["policy"] = {"model_name": "m", "generation": {"backend": "vllm"}}
-    found = sft.sft_tree(load_recipe(RECIPE), tree)
-    assert set(found) == {*sft.SECTIONS, "sft"}
-    assert found["policy"] == {"model_name": "m"}  # NeMo-RL would prepare for sampling
+    tree = {name: {} for name in (*config.SFT_SECTIONS, "grpo", "loss_fn", "env")}
+    tree["policy"] = {"model_name": "m", "generation": {"backend": "vllm"}, "megatron_cfg": {"enabled": True}}
+    found = config.sft_tree(load_recipe(RECIPE), tree)
+    assert set(found) == {*config.SFT_SECTIONS, "sft"}
+    assert found["policy"] == {  # with generation NeMo-RL would prepare for sampling
+        "model_name": "m",
+        "megatron_cfg": {"enabled": True, "use_linear_ce_fusion_loss": False},
+    }
 
 
 def shown(tokens, mask):
