@@ -81,4 +81,6 @@ def _needs(config: type[VariantConfig]) -> str:
 
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:
+    if config.learns_from_demonstrations:  # what it inherits is about rollouts, and refused
+        return {}
     return {key: field.default for key, field in config.model_fields.items() if key != "variant"}

@@ -17,6 +17,14 @@ PANELS: tuple[Panel, ...] = (
         "problems that at least one of k samples solves.",
     ),
     Panel(
+        "held_out_loss",
+        "Held-out loss",
+        "nats per response token",
+        ("validation/val_loss",),
+        draw_training,
+        "Mean cross entropy of the held-out problems' demonstrations; only supervised runs have it.",
+    ),
+    Panel(
         "reward",
         "Training reward",
         "mean over rollouts",

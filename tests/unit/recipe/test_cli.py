@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import recipe, variants
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.variants import VARIANTS
+from nemo_grpo.variants import OBJECTIVES, VARIANTS
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = str(RECIPES / "quickstart.yaml")
@@ -100,7 +100,8 @@ def test_variants_lists_all_with_needs(
     monkeypatch.setenv("COLUMNS", "200")
     variants.variants(None)
     rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
-    assert set(VARIANTS) <= set(rows)
+    assert set(OBJECTIVES) <= set(rows)
+    assert rows["sft"].split("│")[4].strip() == "-"  # no parameters
     assert rows["erpo"].split("│")[3].strip() == "entropy"
     for optional in ("gpg", "grpo"):
         assert rows[optional].split("│")[3].strip() == "(reference)"
