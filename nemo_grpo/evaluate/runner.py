@@ -92,20 +92,24 @@ def _never(reference: str, answer: str) -> bool:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """All problems with their responses, and the task's parameters."""
+    """All problems with their responses, and the task's parameters.
+
+    Attributes: pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
+    """
 
     task: dict[str, Any]
     num_samples: int
     problems: list[ProblemResult]
     same_answer: SameAnswer = field(default=operator.eq, compare=False)
     undecided: Undecided = field(default=_never, compare=False)
+    pass_at: tuple[int, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Means over problems.
 
         Returns: ``accuracy`` (avg@k) and ``greedy``, each with ``_stderr`` over problems; ``pass@1,2,4,8,..``
-                 up to and including the number of samples; ``maj@<samples>``; ``format``, ``truncated`` and
-                 ``num_tokens`` as means over samples.
+                 up to and including the number of samples, and those of ``pass_at``;
+                 ``maj@<samples>``; ``format``, ``truncated`` and ``num_tokens`` as means over samples.
         """
         n = self.num_samples
         accuracy, accuracy_stderr = mean_and_stderr([_mean(p.samples.scores) for p in self.problems])
@@ -115,7 +119,7 @@ class EvalResult:
             "accuracy_stderr": accuracy_stderr,
             "greedy": greedy,
             "greedy_stderr": greedy_stderr,
-            **{f"pass@{k}": _mean(self._passes(k)) for k in ks(n)},
+            **{f"pass@{k}": _mean(self._passes(k)) for k in ks(n, self.pass_at)},
             f"maj@{n}": _mean(self._vote_scores),
             "format": _mean([_mean(p.samples.formats) for p in self.problems]),
             "truncated": _mean([_mean(p.samples.truncated) for p in self.problems]),
@@ -129,7 +133,7 @@ class EvalResult:
             "accuracy": mean_and_stderr([_mean(p.samples.scores) for p in self.problems])[1],
             "accuracy_runs": stderr_of_runs([p.samples.scores for p in self.problems]),
             "greedy": mean_and_stderr([p.greedy.scores[0] for p in self.problems])[1],
-            **{f"pass@{k}": mean_and_stderr(self._passes(k))[1] for k in ks(n)},
+            **{f"pass@{k}": mean_and_stderr(self._passes(k))[1] for k in ks(n, self.pass_at)},
             f"maj@{n}": mean_and_stderr(self._vote_scores)[1],
         }
 
@@ -181,10 +185,10 @@ class EvalResult:
                 file.write(json.dumps(problem.to_record(), ensure_ascii=False) + "\n")
 
 
-def ks(num_samples: int) -> list[int]:
-    """1, 2, 4, 8, ... up to the number of samples, and that number."""
+def ks(num_samples: int, others: Sequence[int] = ()) -> list[int]:
+    """1, 2, 4, 8, ... up to the number of samples, that number, and others, in order."""
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
-    return [*powers, num_samples]
+    return sorted({*powers, num_samples, *others})
 
 
 def evaluate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,14 @@ class Conditions:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def describe(self) -> str:
-        """In words."""
+    def describe(self, seeds: Sequence[int] = ()) -> str:
+        """In words; ``seeds``: of several results under these conditions."""
         sampling = self.sampling
+        seeded = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {self.seed}"
         drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
         return (
             f"{self.num_samples} samples, {'greedy' if sampling.greedy else drawn}, "
-            f"at most {sampling.max_new_tokens} tokens, seed {self.seed}, {self.generator} in {self.dtype} "
+            f"at most {sampling.max_new_tokens} tokens, {seeded}, {self.generator} in {self.dtype} "
             f"on {self.device}"
         )
 
@@ -106,6 +107,7 @@ class SuiteResult:
 
         Returns: the summary, with the other benchmarks that the folder had under the same conditions.
         """
+        folder.mkdir(exist_ok=True)
         for name, result in self.results.items():
             result.write_samples(folder / f"samples-{name}.jsonl")
         summary = {"model": str(model), **joined(read_summary(folder), self.to_dict())}
@@ -122,11 +124,12 @@ def run_suite(
     *,
     problems_per_call: int,
     on_progress: Callable[[str], None] | None = None,
+    pass_at: tuple[int, ...] = (),
 ) -> SuiteResult:
     """Evaluate one benchmark after the other; responses that ``log`` holds are not sampled again."""
     results = {}
     for benchmark in benchmarks:
-        results[benchmark.name] = evaluate(
+        result = evaluate(
             generator,
             tokenizer,
             benchmark.as_prompted(tokenizer),
@@ -139,6 +142,7 @@ def run_suite(
             Resumable(log, benchmark.name, {**conditions.to_dict(), **tool_conditions(benchmark.task)}),
             problems_per_call,
         )
+        results[benchmark.name] = replace(result, pass_at=pass_at)
     return SuiteResult(conditions, {b.name: b for b in benchmarks}, results)
 
 

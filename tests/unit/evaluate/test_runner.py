@@ -97,6 +97,8 @@ def test_metrics_by_hand(task):
     assert metrics["truncated"] == pytest.approx(5 / 12)
     num_tokens = 3 * (len(RIGHT) + 1) + 3 * (len(WRONG) + 1) + len(BARE) + 1 + 5 * len(NONE)
     assert metrics["num_tokens"] == pytest.approx(num_tokens / 12)
+    # 2 of 4 right: every 3 hold one; 1 of 4: 1 - C(3,3)/C(4,3) = 3/4
+    assert replace(run(task), pass_at=(3, 4)).metrics()["pass@3"] == pytest.approx((1 + 3 / 4) / 3)
     assert list(metrics)[4:7] == ["pass@1", "pass@2", "pass@4"]
 
 
