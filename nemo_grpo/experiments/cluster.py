@@ -63,8 +63,8 @@ def submit_experiment(jobs: Sequence[Job], out: Path, slurm: Slurm, command: str
     """Write the recipes, submit the runs that have not been, and write the results of those that are done.
 
     ``out/submitted.json`` has each run's job and is written after every submission, so that a command that
-    is killed and repeated goes on with the next run. (A kill between sbatch's answer and that note leaves a job
-    that is submitted again; its name tells.)
+    is killed and repeated goes on with the next run. (A kill between sbatch's answer and that note leaves a
+    job that is submitted again; its name tells.)
 
     Args:    command: this command line, for the record.
     Returns: the text of table.md.

@@ -91,6 +91,8 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     # recipes                                             setting, loss, table
     ("cw_grpo-r1-distill-qwen-1.5b-1n8g", CW, L_CW, "CW-GRPO Tables 2, 5"),
     ("grpo-r1-distill-qwen-1.5b-1n8g", CW, L_CW_GRPO, "CW-GRPO Table 2"),
+    ("cw_grpo-r1-distill-qwen-1.5b-200steps-1n8g", CW | dict(steps=200, warmup=20), L_CW, "CW-GRPO Table 3"),
+    ("grpo-r1-distill-qwen-1.5b-200steps-1n8g", CW | dict(steps=200, warmup=20), L_CW_GRPO, "CW-GRPO Table 3"),
     ("clip_cov-r1-distill-qwen-1.5b-1n8g", CW, L_COV, "CW-GRPO Table 2"),
     ("cw_grpo-qwen2.5-math-7b-instruct-1n8g", CW_7B, L_CW, "CW-GRPO Tables 2, 5"),
     ("cw_grpo-qwen2.5-math-7b-instruct-release-1n8g",
@@ -227,6 +229,13 @@ def test_fp8_recipe_differs_in_precision_alone(name: str) -> None:
     recipe, base = load_recipe(FILES[name]), load_recipe(FILES[name.removesuffix("-fp8")])
     assert setting_of(recipe) == setting_of(base)
     assert loss_of(recipe) == loss_of(base) | {"use_importance_sampling_correction": True}
+
+
+@pytest.mark.parametrize("variant", ["cw_grpo", "grpo"])
+def test_cw_grpos_table_3_keeps_the_checkpoints_that_it_compares(variant: str) -> None:
+    recipe = load_recipe(FILES[f"{variant}-r1-distill-qwen-1.5b-200steps-1n8g"])
+    assert (recipe.checkpointing.save_period, recipe.checkpointing.keep_top_k) == (50, None)
+    assert recipe.grpo.max_num_steps == 200
 
 
 def test_lora_of_erpo_is_the_papers() -> None:
