@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from nemo_grpo.evaluate.settings import Settings
     from nemo_grpo.evaluate.suite import SuiteResult
 
-PICTURE = "scores.png"
 Model = Annotated[Path, typer.Option(help="Hugging Face folder: config, weights, tokenizer.")]
 RecipeOption = Annotated[
     Path | None,
@@ -160,7 +158,9 @@ def eval_command(
 
     tokenizer, asked = tokenizer_of(model), find_protocol(protocol) if protocol else None
     prompts = asked.prompts if asked else {}
-    chosen = load_benchmarks(benchmarks, Choice(data_dir, num_problems, task, prompt, section, prompts))
+    images = (generator or (section and section.engine.generator)) == "vllm"
+    choice = Choice(data_dir, num_problems, task, prompt, section, prompts, images)
+    chosen = load_benchmarks(benchmarks, choice)
     options = {
         "k": k,
         "temperature": temperature,
@@ -188,7 +188,9 @@ def eval_command(
         followed = {"name": str(protocol), "source": asked.source}
         results = {number: replace(result, protocol=followed) for number, result in results.items()}
     summaries = {number: result.write(folders[number], model) for number, result in results.items()}
-    _finish(next(iter(results.values())), summaries, model, out)
+    from nemo_grpo.evaluate.show import show
+
+    show(next(iter(results.values())), summaries, model, out)
 
 
 def _seed_folders(seeds: str, seed: int | None, settings: Settings, out: Path) -> dict[int, Path]:
@@ -208,13 +210,19 @@ def _seed_folders(seeds: str, seed: int | None, settings: Settings, out: Path) -
 
 def _fitting(asked: Protocol, chosen: list[Benchmark], tokenizer: Any, model: Path) -> dict[str, Any]:
     """The protocol's options, its length cut to what the model reads behind the longest prompt."""
-    from nemo_grpo.evaluate.suite import longest_prompt
-
     options, (limit, vocab_size) = asked.options(), model_limits(model)
     if limit is not None:
-        left = limit - longest_prompt(chosen, tokenizer, 0, None, vocab_size)
+        left = limit - _longest(chosen, tokenizer, model, 0, None, vocab_size)
         options["max_tokens"] = max(1, min(asked.max_tokens, left))
     return options
+
+
+def _longest(benchmarks: list[Benchmark], tokenizer: Any, model: Path, *limits: Any) -> int:
+    from nemo_grpo.evaluate.suite import longest_prompt
+    from nemo_grpo.sampling.images import ImageTokens
+
+    has_images = any(benchmark.task.config.needs_images for benchmark in benchmarks)
+    return longest_prompt(benchmarks, tokenizer, *limits, ImageTokens(model) if has_images else None)
 
 
 @dataclass(frozen=True)
@@ -235,19 +243,26 @@ class _Plan:
         """
         from nemo_grpo.evaluate.responses import ResponseLog
         from nemo_grpo.evaluate.settings import LazyGenerator
-        from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt, run_suite
+        from nemo_grpo.evaluate.suite import RESPONSES, run_suite
         from nemo_grpo.evaluate.summary import check_summary
         from nemo_grpo.progress import progress
 
         settings, benchmarks = self.settings, self.benchmarks
         conditions = settings.conditions(self.model, self.tokenizer)
-        limits = model_limits(self.model)
-        longest = longest_prompt(benchmarks, self.tokenizer, settings.max_tokens, *limits)
+        limits = settings.max_tokens, *model_limits(self.model)
+        longest = _longest(benchmarks, self.tokenizer, self.model, *limits)
+        max_images = max(
+            len(p.metadata["images"]) if b.task.config.needs_images else 0
+            for b in benchmarks
+            for p in b.problems
+        )
         of_seed = {seed: replace(conditions, seed=seed) for seed in folders}
         if not overwrite:
             for seed, folder in folders.items():
                 check_summary(folder, of_seed[seed].to_dict(), benchmarks)
-        generator = LazyGenerator(lambda: settings.build_generator(self.model, conditions, longest))
+        generator = LazyGenerator(
+            lambda: settings.build_generator(self.model, conditions, longest, max_images)
+        )
         if not (self.out / RESPONSES).exists():
             generator.load()  # a broken model is reported before anything is created
         total = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
@@ -265,29 +280,3 @@ class _Plan:
                 )
                 for seed in folders
             }
-
-
-def _finish(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Path, out: Path) -> None:
-    """Show the results and draw them; of several seeds also write their mean."""
-    from rich.console import Console
-
-    from nemo_grpo.evaluate.seeds import SEEDS, SPREAD, over_seeds
-    from nemo_grpo.evaluate.show import groups, plot, table
-    from nemo_grpo.evaluate.summary import BENCHMARKS, ERRORS, SUMMARY
-
-    summary, written, spread = next(iter(summaries.values())), SUMMARY, ERRORS
-    described, spread_name = result.conditions.describe([*summaries]), "standard error over problems"
-    if len(summaries) > 1:
-        summary, written, spread = over_seeds(summaries), SEEDS, SPREAD
-        (out / SEEDS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        spread_name = f"standard deviation over {len(summaries)} seeds"
-    plot(summary, out / PICTURE, f"{model.resolve().name}: {described}", spread)
-    prompts = ", ".join(f"{name}: {entry['prompt']}" for name, entry in summary[BENCHMARKS].items())
-    console = Console()
-    console.print(f"{model}; per cent +- {spread_name}", highlight=False, soft_wrap=True)
-    console.print(table(summary, spread))
-    for line in groups(summary):
-        console.print(line, highlight=False, soft_wrap=True)
-    followed = f"; protocol {result.protocol['name']}" if result.protocol else ""
-    console.print(f"{described}; prompts {prompts}{followed}", highlight=False)
-    console.print(f"{out / written}, {out / PICTURE}", highlight=False, soft_wrap=True)

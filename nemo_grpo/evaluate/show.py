@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from nemo_grpo.evaluate.summary import BENCHMARKS, ERRORS, common
+from nemo_grpo.evaluate.seeds import SEEDS, SPREAD, over_seeds
+from nemo_grpo.evaluate.summary import BENCHMARKS, ERRORS, SUMMARY, common
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from nemo_grpo.evaluate.suite import SuiteResult
+
+PICTURE = "scores.png"
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 TOKENS = "num_tokens"
+
+
+def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Path, out: Path) -> None:
+    """Print the results and draw them; of several seeds also write their mean.
+
+    Args: result: of one seed.  summaries: by seed, as `SuiteResult.write` returns them.
+    """
+    from rich.console import Console
+
+    summary, written, spread = next(iter(summaries.values())), SUMMARY, ERRORS
+    described, spread_name = result.conditions.describe([*summaries]), "standard error over problems"
+    if len(summaries) > 1:
+        summary, written, spread = over_seeds(summaries), SEEDS, SPREAD
+        (out / SEEDS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        spread_name = f"standard deviation over {len(summaries)} seeds"
+    plot(summary, out / PICTURE, f"{model.resolve().name}: {described}", spread)
+    prompts = ", ".join(f"{name}: {entry['prompt']}" for name, entry in summary[BENCHMARKS].items())
+    console = Console()
+    console.print(f"{model}; per cent +- {spread_name}", highlight=False, soft_wrap=True)
+    console.print(table(summary, spread))
+    for line in groups(summary):
+        console.print(line, highlight=False, soft_wrap=True)
+    followed = f"; protocol {result.protocol['name']}" if result.protocol else ""
+    console.print(f"{described}; prompts {prompts}{followed}", highlight=False)
+    console.print(f"{out / written}, {out / PICTURE}", highlight=False, soft_wrap=True)
 
 
 def table(summary: Mapping[str, Any], spread: str = ERRORS) -> Table:

@@ -157,20 +157,26 @@ def longest_prompt(
     max_new_tokens: int,
     limit: int | None,
     vocab_size: int | None = None,
+    image_tokens: Callable[[Sequence[str]], int] | None = None,
 ) -> int:
     """Tokens of the longest prompt.
 
     Args:    limit: the model's longest sequence; None: none is known.
              vocab_size: the model's; None: it is not known.
+             image_tokens: what a problem's images take beside their placeholders, for tasks with images.
     Raises:  UserError: it and its response do not fit, or the tokenizer is of another model; names the
              problem.
     """
     longest = 0
     for benchmark in benchmarks:
         for problem in benchmark.problems:
-            tokens = encode_prompt(tokenizer, benchmark.prompt, problem)
+            has_images = benchmark.task.config.needs_images
+            tokens = encode_prompt(tokenizer, benchmark.prompt, problem, with_images=has_images)
             check_vocabulary(tokens, problem, vocab_size)
             length = len(tokens)
+            if has_images:
+                assert image_tokens is not None
+                length += image_tokens(problem.metadata["images"])
             if limit is not None and length + max_new_tokens > limit:
                 remedy = "lower it" if length < limit else "leave it out"
                 raise UserError(
