@@ -133,14 +133,14 @@ def load_benchmark(item: str, choice: Choice) -> Benchmark:
     """
     path = None if item == RECIPE else _path_of(item, choice.data_dir)
     base, prompt, prompt_name, by_recipe = _asked(path, choice)
-    options = TASK_OPTIONS.get(prompt_name, {})
-    known = {key: value for key, value in options.items() if key in type(base).model_fields}
-    task = base.model_copy(update=known).build()
     if base.needs_images and not choice.images:
         raise UserError(
             f"--benchmarks {item}: task {base.name} has images, which the generator vllm alone takes; add "
             "--generator vllm"
         )
+    options = TASK_OPTIONS.get(prompt_name, {})
+    known = {key: value for key, value in options.items() if key in type(base).model_fields}
+    task = base.model_copy(update=known).build()
     if path is None:
         assert choice.recipe is not None
         problems = task.validation_problems(choice.limit or choice.recipe.evaluation.num_problems)

@@ -93,7 +93,9 @@ def _never(reference: str, answer: str) -> bool:
 class EvalResult:
     """All problems with their responses, and the task's parameters.
 
-    Attributes: pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
+    Attributes:
+        pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
+        overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
     """
 
     task: dict[str, Any]
@@ -102,6 +104,7 @@ class EvalResult:
     same_answer: SameAnswer = field(default=operator.eq, compare=False)
     undecided: Undecided = field(default=_never, compare=False)
     pass_at: tuple[int, ...] = ()
+    overall: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Means over problems.
@@ -123,6 +126,7 @@ class EvalResult:
             "format": _mean([_mean(p.samples.formats) for p in self.problems]),
             "truncated": _mean([_mean(p.samples.truncated) for p in self.problems]),
             "num_tokens": _mean([_mean(p.samples.lengths) for p in self.problems]),
+            **self.overall,
         }
 
     def standard_errors(self) -> dict[str, float]:
@@ -237,7 +241,11 @@ def evaluate(
     ordered = [results[index] for index in range(len(problems))]
     config = task.config.model_dump(mode="json")
     undecided: Undecided = getattr(task, "undecided", _never)
-    return EvalResult(config, num_samples, ordered, same_answer(task), undecided)
+    overall = getattr(task, "overall", lambda answered: {})
+    answered = [
+        (problem, result.samples.completions) for problem, result in zip(problems, ordered, strict=True)
+    ]
+    return EvalResult(config, num_samples, ordered, same_answer(task), undecided, overall=overall(answered))
 
 
 def same_answer(task: Task) -> SameAnswer:

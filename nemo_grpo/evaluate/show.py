@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PICTURE = "scores.png"
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 TOKENS = "num_tokens"
+OWN = ("box_", "mask_")
+"""How metrics of a task's own begin that the table shows."""
 
 
 def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Path, out: Path) -> None:
@@ -83,7 +85,7 @@ def _num_samples(summary: Mapping[str, Any]) -> int:
     return int(summary["conditions"]["num_samples"])
 
 
-def labels(num_samples: int, measured: Iterable[str]) -> dict[str, str]:
+def labels(num_samples: int, measured: Sequence[str]) -> dict[str, str]:
     """A table's metrics -> their labels."""
     passes = {name: name for name in measured if name.startswith("pass@") and name != "pass@1"}
     return {
@@ -94,6 +96,7 @@ def labels(num_samples: int, measured: Iterable[str]) -> dict[str, str]:
         "format": "format",
         "truncated": "truncated",
         TOKENS: "mean tokens",
+        **{name: name for name in measured if name.startswith(OWN)},
     }
 
 

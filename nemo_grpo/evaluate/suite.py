@@ -20,8 +20,9 @@ from nemo_grpo.tasks.environment import MultiTurnTask
 from nemo_grpo.tasks.prompts import check_vocabulary
 
 RESPONSES = "responses.jsonl"
-GROUPED_BY = ("num_people",)
-"""Metadata by which results are also grouped: puzzles by size (TR-GRPO Table 1)."""
+GROUPED_BY = ("num_people", "type", "task")
+"""Metadata by which results are also grouped: puzzles by size (TR-GRPO Table 1), CV-Bench by 2D and 3D and by
+task (GPG Table 7), MATH by subject."""
 
 
 @dataclass(frozen=True)
