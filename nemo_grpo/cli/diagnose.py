@@ -38,8 +38,15 @@ def pivots(
     share: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of a response's tokens, per kind.")
     ] = 0.05,
-    max_positions: Annotated[int, typer.Option(min=1, help="Maximum positions per kind and response.")] = 4,
-    k: Annotated[int, typer.Option(min=1, help="Continuations per position.")] = 4,
+    max_positions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum positions per kind and response. Default: 4; together: all."),
+    ] = None,
+    k: Annotated[int, typer.Option(min=1, help="Continuations of each perturbed response.")] = 4,
+    perturbation: Annotated[
+        Literal["separately", "together", "truncate"],
+        typer.Option(help="Replace one token at a time, or all of a kind at once, or cut before one."),
+    ] = "separately",
     replacement: Annotated[
         Literal["uniform", "policy"],
         typer.Option(help="Any other token, or another one drawn from the policy."),
@@ -60,6 +67,8 @@ def pivots(
       nemo-grpo diagnose pivots --run runs/quickstart
 
       nemo-grpo diagnose pivots --model FOLDER --recipe recipes/quickstart.yaml --replacement policy
+
+      nemo-grpo diagnose pivots --run runs/quickstart --perturbation together
     """
     from nemo_grpo.recipe import load_recipe
 
@@ -72,7 +81,8 @@ def pivots(
 
     from nemo_grpo.evaluate.pivot_results import PivotSettings
 
-    settings = PivotSettings(num_problems, share, max_positions, k, replacement, seed)
+    most = max_positions or (None if perturbation == "together" else PivotSettings.max_positions)
+    settings = PivotSettings(num_problems, share, most, k, replacement, seed, perturbation)
     with finite_logits(model):
         study, decode = _study(loaded, model, settings)
     result = {"model": str(model), "task": loaded.nemo_grpo.task.model_dump(mode="json")} | study.to_dict(
@@ -145,7 +155,8 @@ def _show(result: dict[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("positions", "entropy", "token kept", "token replaced", "drop")
+    changed = "cut" if result["settings"]["perturbation"] == "truncate" else "replaced"
+    table = Table("positions", "entropy", "token kept", f"token {changed}", "drop")
     for kind, row in result["summary"].items():
         pairs = [f"{row[name]:.3f} +- {row[f'{name}_stderr']:.3f}" for name in ("kept", "replaced", "drop")]
         table.add_row(kind, f"{row['entropy']:.3f}", *pairs)
