@@ -92,6 +92,34 @@ def pivots(
     _show(result, out)
 
 
+@app.command()
+def masks(
+    samples: Annotated[Path, typer.Option(help="samples-NAME.jsonl of nemo-grpo eval.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="The benchmark's JSONL file.", show_default=False)],
+    sam: Annotated[Path, typer.Option(help="Folder of a Segment Anything model.", show_default=False)],
+    device: Annotated[str, typer.Option(help="Device of that model.")] = "cpu",
+) -> None:
+    """Make masks of the boxes in greedy responses, and compare them with the targets: gIoU and cIoU.
+
+    Example:
+
+      nemo-grpo diagnose masks --samples runs/eval-x/samples-lisa-test.jsonl --data data/lisa-test.jsonl
+      --sam sam-vit-huge
+    """
+    from nemo_grpo.evaluate.masks import SamMasks, greedy_responses, score_masks
+    from nemo_grpo.tasks.jsonl import read_problems
+
+    problems, responses = read_problems([data], with_images=True), greedy_responses(samples)
+    scores = score_masks(problems, responses, SamMasks(sam, device))
+    out = samples.with_name(samples.name.replace("samples-", "masks-", 1)).with_suffix(".json")
+    result = {"samples": str(samples), "data": str(data), "sam": str(sam), **scores.to_dict()}
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    typer.echo(
+        f"gIoU {100 * scores.giou:.1f}, cIoU {100 * scores.ciou:.1f} over {len(scores.ious)} images, "
+        f"{scores.num_boxes} with a box; {out}"
+    )
+
+
 def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple[Path, Path]:
     """Model folder and recipe: the run's, or those given."""
     if run is not None:
