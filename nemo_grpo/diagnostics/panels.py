@@ -45,6 +45,14 @@ PANELS: tuple[Panel, ...] = (
         from_zero=True,
     ),
     Panel(
+        "loss",
+        "Training loss",
+        "loss",
+        ("loss/total",),
+        draw_training,
+        "The variant's loss (GPG Figure 3). It is no measure of progress: advantages have mean 0 in a group.",
+    ),
+    Panel(
         "length",
         "Response length",
         "tokens",

@@ -28,6 +28,7 @@ COSINE = CONSTANT | dict(schedule="cosine", min_lr=1e-7, warmup=10)
 # CW-GRPO Table 5, appendices B and C; schedule of the release. 12 prompts: docs/recipes.md.
 CW = COSINE | dict(prompts=12, responses=12, updates=1, steps=100, prompt_tokens=512, tokens=4096,
                    temperature=0.7, rewards=AND_FORMAT, prompt=CW_PROMPT, data=["open-rs"])  # fmt: skip
+CW_200 = CW | dict(steps=200, warmup=20)
 CW_7B = CW | dict(tokens=3584)  # the model reads 4096
 # ERPO Table 3, sections 5.1 and A.3.
 ERPO = dict(prompts=2, responses=8, updates=1, steps=4220, lr=5e-6, schedule="cosine", min_lr=0.0, warmup=422,
@@ -94,6 +95,8 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     # recipes                                             setting, loss, table
     ("cw_grpo-r1-distill-qwen-1.5b-1n8g", CW, L_CW, "CW-GRPO Tables 2, 5"),
     ("grpo-r1-distill-qwen-1.5b-1n8g", CW, L_CW_GRPO, "CW-GRPO Table 2"),
+    ("cw_grpo-r1-distill-qwen-1.5b-200steps-1n8g", CW_200, L_CW, "CW-GRPO Table 3"),
+    ("grpo-r1-distill-qwen-1.5b-200steps-1n8g", CW_200, L_CW_GRPO, "CW-GRPO Table 3"),
     ("clip_cov-r1-distill-qwen-1.5b-1n8g", CW, L_COV, "CW-GRPO Table 2"),
     ("cw_grpo-qwen2.5-math-7b-instruct-1n8g", CW_7B, L_CW, "CW-GRPO Tables 2, 5"),
     ("cw_grpo-qwen2.5-math-7b-instruct-release-1n8g",
@@ -231,6 +234,13 @@ def test_fp8_recipe_differs_in_precision_alone(name: str) -> None:
     recipe, base = load_recipe(FILES[name]), load_recipe(FILES[name.removesuffix("-fp8")])
     assert setting_of(recipe) == setting_of(base)
     assert loss_of(recipe) == loss_of(base) | {"use_importance_sampling_correction": True}
+
+
+@pytest.mark.parametrize("variant", ["cw_grpo", "grpo"])
+def test_cw_grpos_table_3_keeps_the_checkpoints_that_it_compares(variant: str) -> None:
+    recipe = load_recipe(FILES[f"{variant}-r1-distill-qwen-1.5b-200steps-1n8g"])
+    assert (recipe.checkpointing.save_period, recipe.checkpointing.keep_top_k) == (50, None)
+    assert recipe.grpo.max_num_steps == 200
 
 
 def test_lora_of_erpo_is_the_papers() -> None:
