@@ -24,6 +24,8 @@ class Setup:
                 num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
+                vllm_max_sequences: that an engine decodes at once; 1024 is vLLM's default on these GPUs.
+                packed: microbatches are packed by tokens; else padded.
     """
 
     layout: Layout
@@ -52,6 +54,10 @@ class Setup:
     vllm_share: float
     has_rollouts: bool
     embedded: bool = False
+    vllm_expert: int = 1
+    vllm_max_sequences: int = 1024
+    vllm_eager: bool = False
+    packed: bool = True
 
     @property
     def world_size(self) -> int:
@@ -110,6 +116,10 @@ def setup_of(recipe: Recipe) -> Setup:
         vllm_share=value_of(recipe, f"{VLLM}.gpu_memory_utilization", 0.6),
         has_rollouts=cluster and value_of(recipe, f"{GENERATION}.backend") == "vllm",
         embedded=not cluster,
+        vllm_expert=value_of(recipe, f"{VLLM}.expert_parallel_size", 1),
+        vllm_max_sequences=value_of(recipe, f"{GENERATION}.vllm_kwargs.max_num_seqs", 1024),
+        vllm_eager=bool(value_of(recipe, f"{VLLM}.enforce_eager", False)),
+        packed=packed,
     )
 
 
