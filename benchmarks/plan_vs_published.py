@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
 from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.lengths import of_mean
@@ -231,7 +232,8 @@ def main() -> None:
         tokens = f"{row.tokens:g}" if row.tokens else "-"
         print(
             f"| {row.gpu} | {row.name} | {row.source} | {row.seconds:g} | {step.seconds:.0f} | "
-            f"{error(row, step):+.0%} | {tokens} | {step.tokens_per_second_per_gpu:.3g} | {error(row, whole):+.0%} |"
+            f"{error(row, step):+.0%} | {tokens} | {step.tokens_per_second_per_gpu:.3g} | "
+            f"{error(row, whole):+.0%} |"
         )
         if options.phases:
             print("   ", {k: round(v, 1) for k, v in step.phases.items()}, dict(row.phases))

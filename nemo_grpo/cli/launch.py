@@ -41,7 +41,7 @@ def submit(
     time: Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    gpu: Annotated[str, typer.Option(help="GPU that the plan is for: h100 or h200.")] = "h100",
+    gpu: Annotated[str, typer.Option(help="GPU that the plan is for: h100, h200, b200 or gb200.")] = "h100",
     container: Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")] = None,
     mounts: Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")] = None,
@@ -65,7 +65,7 @@ def submit(
 
     overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
     loaded = load_recipe(recipe, overrides)
-    _plan(loaded, gpu)
+    _plan(loaded, gpu, time)
     if rehearse:
         _rehearse(recipe, overrides)
     options = {"time": time, "account": account, "partition": partition, **_pairs(sbatch or [])}
@@ -81,13 +81,18 @@ def submit(
     typer.echo(f"  cancel  scancel {job}")
 
 
-def _plan(recipe: Recipe, gpu: str) -> None:
-    from nemo_grpo.launch.plan import plan_verdict
+def _plan(recipe: Recipe, gpu: str, time: str | None) -> None:
+    from nemo_grpo.launch.plan import plan_verdict, time_verdict
 
     accepted, sentence = plan_verdict(recipe, gpu)
     typer.echo(f"plan: {sentence}", err=True)
     if not accepted:
         raise UserError("the plan refuses the recipe; nothing was submitted")
+    if time is not None:
+        enough, sentence = time_verdict(recipe, gpu, time)
+        if not enough:
+            raise UserError(f"{sentence}; nothing was submitted")
+        typer.echo(f"plan: {sentence}", err=True)
 
 
 def _rehearse(recipe: Path, overrides: list[str]) -> None:

@@ -46,4 +46,4 @@ class Efficiency:
 FITTED = Efficiency()
 
 ERRORS = {"h100": (0.11, 0.30), "gb200": (0.28, 0.58)}
-"""GPU -> median and worst error of published steps whose model the fit had not seen. No GB200 is in the fit."""
+"""GPU -> median and worst error of published steps whose model the fit had not seen; it has no GB200."""

@@ -69,7 +69,8 @@ def _entry(where: str, entry: Mapping[str, Any]) -> Hardware:
     base = entry.get("base")
     if base is not None and base not in HARDWARE:
         raise UserError(f"{where}.base={base}: unknown{did_you_mean(str(base), HARDWARE)}")
-    values = {name: getattr(HARDWARE[base], name) for name in _NAMES} if base else {"nvlink_domain": 8}
+    values: dict[str, Any] = {name: getattr(HARDWARE[base], name) for name in _NAMES} if base else {}
+    values.setdefault("nvlink_domain", 8)
     values |= {key: value for key, value in entry.items() if key != "base"}
     for key, value in values.items():
         if key not in _NAMES:

@@ -1,4 +1,4 @@
-"""How long prompts and responses are: a step's time depends on the whole distribution, not on its mean alone."""
+"""How long prompts and responses are: a step waits for its longest response, not for the mean one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Lengths:
 
     @cached_property
     def attended(self) -> float:
-        """Tokens that a token of a sequence attends to, on average: E[s^2] / 2 E[s], s of prompt and response."""
+        """Mean tokens that a token attends to: E[s^2] / 2 E[s], with s of prompt and response."""
         total = [self.prompt + length for length in self.responses]
         return sum(s * s for s in total) / sum(total) / 2
 
@@ -66,7 +66,7 @@ class Lengths:
         return self.responses[below] + weight * (above - self.responses[below])
 
     def packed(self, capacity: int) -> float:
-        """Tokens in a packed row of this capacity, on average: first-fit decreasing over two of each class."""
+        """Mean tokens in a packed row of this capacity: first-fit decreasing over two of each class."""
         return _packed(tuple(self.prompt + length for length in self.responses), capacity)
 
 

@@ -46,8 +46,8 @@ class Engine:
     def iteration(self, active: float, context: float, hardware: Hardware, eff: Efficiency) -> float:
         """Seconds to decode one token of ``active`` sequences that hold ``context`` tokens each.
 
-        Experts are read that at least one token chose: E (1 - (1 - k / E)^n) with n independent tokens. Tokens
-        of one problem are not: n is 1 + routes x (active - 1).
+        Experts are read that at least one token chose: E (1 - (1 - k / E)^n) with n independent tokens.
+        Tokens of one problem are not: n is 1 + routes x (active - 1).
         """
         independent = 1 + eff.routes * (active - 1)
         touched = 1 - (1 - self.chosen / self.num_experts) ** independent if self.num_experts else 0.0

@@ -1,8 +1,9 @@
-"""Seconds of one step, phase by phase, and what follows from them: throughput, MFU, GPU-hours, the bottleneck."""
+"""Seconds of one step, phase by phase, and what follows from them: throughput, MFU, the run's time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
@@ -12,6 +13,7 @@ from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.training_time import model_flops, scoring_seconds, swap_seconds, update_seconds
 from nemo_grpo.plan.transfer_time import checkpoint_seconds, refit_seconds
 from nemo_grpo.plan.workload import Workload
+from nemo_grpo.recipe.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ def step_time(
     Each formula stands in the module of its phase. Rewards and the like are a fixed time and one per sample.
     """
     arguments = shape, setup, work, hardware, eff
+    rollout, steady, validation = _rollout(shape, _of_rollouts(setup), work, hardware, eff)
     update = update_seconds(*arguments)
-    phases = rollout_seconds(*arguments)
+    phases = dict(rollout)
     phases["scoring"] = work.scoring_passes * scoring_seconds(*arguments)
     phases |= update
     phases["refit"] = refit_seconds(shape, setup, hardware, eff)
@@ -90,9 +93,9 @@ def step_time(
     phases["rewards, data, logs"] = eff.step + eff.sample * work.num_samples * work.num_draws
     return StepTime(
         phases=phases,
-        validation=validation_seconds(*arguments),
+        validation=validation,
         checkpoint=checkpoint_seconds(shape, setup, saves_optimizer=work.saves_optimizer),
-        steady=steady_seconds(*arguments) + phases["refit"],
+        steady=steady + phases["refit"],
         age=work.trajectory_age,
         tokens=work.tokens,
         num_gpus=setup.num_nodes * setup.gpus_per_node,
@@ -100,6 +103,19 @@ def step_time(
         update_flops=3 * work.tokens * model_flops(shape, work.lengths.attended),
         peak_flops=hardware.bf16_flops,
     )
+
+
+def _of_rollouts(setup: Setup) -> Setup:
+    """The same for all layouts of training, so that a search computes each kind of rollout once."""
+    return replace(setup, layout=Layout(), recompute=(), train_tokens=1, score_tokens=1, num_microbatches=1)
+
+
+@lru_cache(maxsize=256)
+def _rollout(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
+) -> tuple[dict[str, float], float, float]:
+    arguments = shape, setup, work, hardware, eff
+    return rollout_seconds(*arguments), steady_seconds(*arguments), validation_seconds(*arguments)
 
 
 def validation_seconds(

@@ -8,6 +8,7 @@ matrix. Stages work in 1F1B, whose bubble is (p - 1) microbatches of the slowest
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import memory
@@ -32,13 +33,13 @@ class Microbatches:
 
 def microbatches(setup: Setup, work: Workload, data_parallel: int, capacity: int) -> Microbatches:
     """Of one update; packed rows hold whole sequences, padded ones have the longest length."""
-    sequences = work.num_samples / work.num_updates / data_parallel
+    sequences = max(work.num_samples / work.num_updates / data_parallel, 1.0)  # the others wait for one
     if not setup.packed:
         number = max(round(sequences * setup.max_length / capacity), 1)
         return Microbatches(number, sequences * setup.max_length / number)
     tokens = sequences * work.lengths.mean_sequence
-    number = max(-(-tokens // work.lengths.packed(capacity)), 1)
-    return Microbatches(int(number), tokens / number)
+    rows = max(ceil(tokens / work.lengths.packed(capacity)), 1)
+    return Microbatches(rows, tokens / rows)
 
 
 def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> tuple[float, float, float]:
@@ -52,7 +53,7 @@ def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> 
         scores = 2 * attended * shape.num_attention_heads * (2 * shape.head_dim + shape.rope_head_dim)
     else:
         scores = 4 * attended * shape.query_size
-    dense, experts = divided + replicated, 0
+    dense, experts = float(divided + replicated), 0
     if shape.num_experts and not is_dense:
         dense += shape.num_experts * h + shape.num_shared_experts * 3 * h * f
         experts = shape.num_experts_per_token * 3 * h * f
@@ -98,7 +99,7 @@ def layer_seconds(
 
 
 def _quantized(shape: ModelSpec, setup: Setup, is_dense: bool) -> float:
-    """Bytes per token moved to quantize the inputs of a layer's products: read 2, write 1, and transposed 1."""
+    """Bytes per token to quantize the inputs of a layer's products: read 2, write 1, and transposed 1."""
     h, t = shape.hidden_size, setup.layout.tensor
     width = 2 * h + (shape.query_size + (shape.dense_ffn_size or shape.ffn_size)) / t
     if not is_dense:
@@ -217,7 +218,7 @@ def _gradient_seconds(
 def _optimizer_seconds(
     shape: ModelSpec, setup: Setup, stage: int, hardware: Hardware, eff: Efficiency
 ) -> float:
-    """Adam reads and writes its state once, and reads gradients; what is offloaded goes over the host's bus."""
+    """Adam reads and writes its state and reads gradients; what is offloaded goes over the host's bus."""
     counts, each = memory.trained_counts(shape, setup, stage), memory.optimizer_bytes_per_parameter(setup)
     shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
     moved = (2 * each + setup.grad_bytes) * (counts.dense / shards + counts.expert / expert_shards)

@@ -1,4 +1,4 @@
-"""What one step has to compute: samples, lengths, passes over them, draws, and what comes beside the steps."""
+"""What one step has to compute: samples, lengths, passes, draws, and what comes beside the steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 SIGNAL = 0.5
-"""Share of groups whose rewards differ, where no run states it; it decides how often prompts are drawn again."""
+"""Share of groups whose rewards differ, where no run states it: how often prompts are drawn again."""
 
 
 @dataclass(frozen=True)
