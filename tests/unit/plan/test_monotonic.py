@@ -71,7 +71,7 @@ def test_more_recomputation_is_never_faster(case: tuple[str, Setup, Workload]) -
 @settings(max_examples=30, deadline=None)
 @given(cases())
 def test_longer_responses_and_more_passes_are_never_faster(case: tuple[str, Setup, Workload]) -> None:
-    """One response less at once, where the cache holds no more of the longer ones, may save 2 % of a rollout."""
+    """Where the cache holds one longer response less, the rollout may take up to 2 % less."""
     name, setup, work = case
     longer = replace(work, lengths=of_mean(work.lengths.mean * 1.2, 3968))
     more = replace(work, scoring_passes=work.scoring_passes + 1)
