@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from nemo_grpo.plan.forecast import Assumptions
     from nemo_grpo.recipe import Recipe
 
-EMBEDDED = (
-    "counted as NeMo-RL lays it out, in BF16; the embedded engine needs more: twice the weights under "
-    "policy.precision=float32, FP32 gradients, and the sampler's own copy of the model"
-)
-"""Note on plans of embedded recipes: what they leave out."""
-
 
 def plan(
     items: Annotated[
@@ -146,8 +140,6 @@ def _show(console: Console, plans: list[Plan], further: dict[str, Any], price: f
         console.print(tables.variants_table(further["compare"], price))
     if "scale" in further:
         console.print(tables.scale_table(further["scale"], price))
-    if embedded := [one.name for one in plans if one.setup.embedded]:
-        line(f"note: {', '.join(embedded)}: {EMBEDDED}")
     for one in (one for one in plans if not one.accepted):
         for problem in one.problems:
             line(f"{one.name}: {problem}", "red")

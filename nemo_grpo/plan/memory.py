@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan.hardware import HARDWARE
-from nemo_grpo.plan.parameters import Counts, adapter_counts, attention_sizes, stage_counts
+from nemo_grpo.plan.parameters import (
+    Counts,
+    adapter_counts,
+    attention_sizes,
+    model_parameters,
+    stage_counts,
+)
 from nemo_grpo.plan.setup import Setup
 
 GIB = 1024**3
@@ -24,6 +30,13 @@ ALLOWANCE = 6 * GIB
 
 VLLM_WORKSPACE = 4 * GIB
 """Not computed: activations of vLLM's largest prefill batch, and its CUDA graphs."""
+
+PROCESS = 346 * 1024**2
+"""The embedded engine's interpreter with all of its imports, measured on a CPU."""
+
+HEAP = 0.6
+"""Of the embedded engine's activations, for the backward pass's own tensors and what the heap keeps of freed
+ones; measured on a CPU (benchmarks/plan_vs_measured.py)."""
 
 LOGIT_BYTES = 14
 """Training, per logit: BF16 logits 2, FP32 copy 4, log-softmax 4, softmax kept for the backward pass 4."""
@@ -135,6 +148,8 @@ def logit_bytes(shape: ModelSpec, setup: Setup, stage: int, *, scoring: bool = F
 
 def training_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
     """The training phase of one stage, part by part."""
+    if setup.embedded:
+        return _embedded_bytes(shape, setup, stage)
     return {
         "weights": weight_bytes(shape, setup, stage),
         "gradients": gradient_bytes(shape, setup, stage),
@@ -145,6 +160,45 @@ def training_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]
     }
 
 
+def _embedded_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
+    """The embedded engine: its precision, FP32 gradients, and the sampler's and the reference's own weights.
+
+    Adam keeps two FP32 moments, and an FP32 copy of parameters that are not FP32. The sampler holds the whole
+    model, whatever the layout.
+    """
+    counts, each = stage_counts(shape, setup.layout, stage), setup.precision_bytes
+    trained = trained_counts(shape, setup, stage)
+    adapters = trained.total if setup.lora_dim else 0
+    shards = setup.shards if setup.distributed_optimizer else 1
+    tokens = setup.train_tokens / setup.layout.context
+    layers = setup.layout.stage_layers(shape.num_layers)[stage]
+    activations = tokens * layers * _local_layer_bytes(shape, setup)
+    return {
+        "weights": each * (counts.total + adapters),
+        "reference": each * counts.total if setup.keeps_reference else 0,
+        "sampler": each * model_parameters(shape),
+        "gradients": 4 * trained.total,
+        "optimizer": (8 if each == 4 else 12) * trained.total // shards,
+        "activations": int((1 + HEAP) * activations),
+        "logits": logit_bytes(shape, setup, stage),
+        "allowance": PROCESS,
+    }
+
+
+def _local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
+    """What one of megatron-core's local layers keeps of one token: no kernel is fused.
+
+    Inputs and outputs of both norms 4 h; q, k and v, q and k after rotation, the attention's output
+    3 q + 3 kv; of the feed-forward layer gate and up 2 f, their copies, the activation and the product 3 f.
+    Counted by torch.autograd.graph.saved_tensors_hooks on two sizes, to 2 %. Full recomputation: h.
+    """
+    t = setup.layout.tensor
+    if "full" in setup.recompute:
+        return setup.precision_bytes * shape.hidden_size
+    attention = 3 * (shape.query_size + shape.key_value_size)
+    return setup.precision_bytes * (4 * shape.hidden_size + (attention + 5 * shape.ffn_size) / t)
+
+
 def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """The scoring phase: weights, gradient buffer, one layer's activations, logits.
 
@@ -152,6 +206,14 @@ def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """
     tokens = setup.score_tokens / setup.layout.context
     forward = int(tokens * layer_bytes_per_token(shape, setup))
+    if setup.embedded:
+        held = training_bytes(shape, setup, stage)
+        return (
+            sum(held.values())
+            - held["activations"]
+            - held["logits"]
+            + logit_bytes(shape, setup, stage, scoring=True)
+        )
     kept = weight_bytes(shape, setup, stage) + gradient_bytes(shape, setup, stage)
     return kept + forward + logit_bytes(shape, setup, stage, scoring=True) + ALLOWANCE
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _HOW = {
     "weights": "{weights}",
+    "reference": "the reference policy's own",
+    "sampler": "its own, the whole model",
     "gradients": "whole buffer",
     "optimizer": "sharded over {shards} ranks",
     "activations": "{tokens} tokens, {recompute}",
@@ -123,10 +125,11 @@ def _rows(shape: ModelSpec, setup: Setup, stage: int) -> tuple[Row, ...]:
     facts = {
         "shards": setup.shards if setup.distributed_optimizer else 1,
         "tokens": setup.train_tokens // setup.layout.context,
-        "weights": "BF16" + (", FP8 copies" if setup.fp8_training else ""),
+        "weights": ("FP32" if setup.embedded and setup.precision_bytes == 4 else "BF16")
+        + (", FP8 copies" if setup.fp8_training else ""),
         "recompute": " ".join(setup.recompute) + " recomputed" if setup.recompute else "all kept",
     }
-    parts = memory.training_bytes(shape, setup, stage)
+    parts = {part: size for part, size in memory.training_bytes(shape, setup, stage).items() if size}
     return tuple(Row(part, size, _HOW[part].format(**facts)) for part, size in parts.items())
 
 

@@ -167,9 +167,13 @@ def test_model_of_a_warm_start_is_planned_too() -> None:
     assert "rollout weights" not in plan.peaks
 
 
-def test_plan_of_an_embedded_recipe_says_what_it_leaves_out() -> None:
-    assert "note: quickstart: counted as NeMo-RL lays it out" in run(RECIPES / "quickstart.yaml")[1]
-    assert "note:" not in run(SMALL)[1]
+def test_plan_of_an_embedded_recipe_counts_its_engine() -> None:
+    plain = run(RECIPES / "quickstart.yaml")[1]
+    assert "FP32" in plain
+    assert "sampler" in plain
+    assert "reference" not in plain
+    assert "reference" in run(RECIPES / "quickstart.yaml", "loss_fn.reference_policy_kl_penalty=0.1")[1]
+    assert "sampler" not in run(SMALL)[1]
 
 
 @pytest.mark.parametrize("embedded", [True, False])

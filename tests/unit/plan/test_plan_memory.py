@@ -218,3 +218,17 @@ def test_deepseek_has_671_billion_parameters_and_dense_layers_first() -> None:
     assert first.expert == 0
     # 4 layers of 16 experts each, 3 x 7168 x 2048
     assert second.expert == 4 * 16 * 3 * 7168 * 2048
+
+
+def test_embedded_engine_by_hand() -> None:
+    setup = replace(
+        SETUP, embedded=True, precision_bytes=4, keeps_reference=True, distributed_optimizer=False
+    )
+    parameters = 4 * (LINEAR + 2 * 8) + 800 + 8
+    parts = memory.training_bytes(SMALL, setup, 0)
+    assert parts["weights"] == parts["reference"] == parts["sampler"] == parts["gradients"] == 4 * parameters
+    assert parts["optimizer"] == 8 * parameters
+    # 10 tokens, 4 layers, FP32: 4 x 8 + 3 x (8 + 4) + 5 x 16, and the heap's share
+    assert parts["activations"] == int(1.6 * 10 * 4 * 4 * (32 + 36 + 80))
+    half = memory.training_bytes(SMALL, replace(setup, precision_bytes=2, keeps_reference=False), 0)
+    assert (half["weights"], half["reference"], half["optimizer"]) == (2 * parameters, 0, 12 * parameters)
