@@ -88,4 +88,4 @@ def num_parameters(recipe: Recipe) -> int | None:
 
 def kind_of(name: str) -> str | None:
     """The planner's name of a GPU that calls itself ``name``; None: the planner does not know it."""
-    return next((kind for kind in GPUS if kind in name.lower()), None)
+    return max((kind for kind in GPUS if kind in name.lower()), key=len, default=None)

@@ -8,6 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.hardware import Hardware
@@ -15,6 +16,7 @@ from nemo_grpo.plan.nearest import overrides_between
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import StepTime, step_time
+from nemo_grpo.recipe.sections import PACKING
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -73,7 +75,9 @@ def _candidates(recipe: Recipe, start: Setup, shape: ModelSpec) -> Iterator[Setu
     recomputes = dict.fromkeys((start.recompute, (), ("full",)))
     batch = recipe.policy.train_global_batch_size
     rollouts = list(_rollouts(start))
-    for tp, pp, cp, ep, recompute, rows in product(TENSOR, PIPELINE, contexts, experts, recomputes, ROWS):
+    given = value_of(recipe, f"{PACKING}.train_mb_tokens") is not None
+    sizes = (start.train_tokens // start.max_length,) if given else ROWS
+    for tp, pp, cp, ep, recompute, rows in product(TENSOR, PIPELINE, contexts, experts, recomputes, sizes):
         layout = replace(
             start.layout,
             tensor=tp,
@@ -96,7 +100,7 @@ def _candidates(recipe: Recipe, start: Setup, shape: ModelSpec) -> Iterator[Setu
                 rollout,
                 layout=layout,
                 recompute=recompute,
-                train_tokens=start.max_length * rows,
+                train_tokens=start.train_tokens if given else start.max_length * rows,
                 num_microbatches=batch // parallel // rows,
             )
 

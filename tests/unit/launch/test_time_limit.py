@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.launch.plan import time_limit, time_verdict
+from nemo_grpo.launch.plan import kind_of, time_limit, time_verdict
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.recipe import load_recipe
 
@@ -52,3 +52,9 @@ def test_time_without_a_step_and_a_checkpoint_is_refused() -> None:
 
 def test_embedded_recipes_are_not_compared() -> None:
     assert time_verdict(load_recipe(RECIPES / "quickstart.yaml"), "h100", "1")[0]
+
+
+def test_gpus_are_known_by_their_longest_name() -> None:
+    assert kind_of("NVIDIA GB200") == "gb200"
+    assert kind_of("NVIDIA B200") == "b200"
+    assert kind_of("NVIDIA A100") is None

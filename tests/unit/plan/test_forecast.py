@@ -155,6 +155,15 @@ def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Rec
     assert again.forecast.step.seconds == pytest.approx(found[0].step.seconds)
 
 
+def test_best_layout_leaves_a_given_microbatch_alone() -> None:
+    given = load_recipe(LARGE, ["policy.sequence_packing.train_mb_tokens=17408"])
+    found = plan_recipe(given, assumed=Assumptions(4000)).forecast
+    assert found is not None
+    for one in best_layouts(given, found, SHAPE, H100):
+        assert one.setup.train_tokens == 17408
+        assert not any("train_micro_batch_size" in override for override in one.overrides)
+
+
 def test_scaling_keeps_or_grows_the_batch(base: Forecast) -> None:
     twice = at_scale(base, SHAPE, H100, 64)
     assert twice.work == base.work
