@@ -137,6 +137,8 @@ def of_variants(
     for name in names:
         if name not in VARIANTS:
             raise UserError(f"--compare {name}: not a variant{did_you_mean(name, VARIANTS)}")
+        if VARIANTS[name].learns_from_demonstrations:
+            raise UserError(f"--compare {name}: it samples nothing; name algorithms that do")
         longest = recipe.policy.generation.max_new_tokens
         loss_fn = parse_loss_fn({"variant": name, "max_response_length": longest})
         sampling = loss_fn.without_dynamic_sampling is not None

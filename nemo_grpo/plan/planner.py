@@ -53,7 +53,7 @@ class Plan:
                 cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
                 problems: messages ``key=value: rule; remedy``.
                 nearest: overrides that make it fit; None where it fits, or where nothing was found.
-                forecast: time of the step and the run; None without vLLM, or where the layout is wrong.
+                forecast: time of the step and the run; None without rollouts, or where the layout is wrong.
     """
 
     name: str
@@ -116,7 +116,7 @@ def plan_recipe(
         nearest=nearest_layout(recipe, shape, gpu_bytes) if found else None,
         hardware=hardware,
         forecast=forecast(recipe, shape, gpu, hardware, assumed)
-        if is_laid_out and setup.has_rollouts
+        if is_laid_out and setup.has_rollouts and not recipe.loss_fn.learns_from_demonstrations
         else None,
     )
 
