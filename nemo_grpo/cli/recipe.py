@@ -1,4 +1,4 @@
-"""``nemo-grpo recipe``: check, resolve and compare recipes without starting anything."""
+"""``nemo-grpo recipe``: list, copy, check, resolve and compare recipes without starting anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 app = typer.Typer(
-    no_args_is_help=True, help="Check, resolve and compare recipes. Nothing is trained or written."
+    no_args_is_help=True, help="List, copy, check, resolve and compare recipes. Nothing is trained."
 )
 
 Overrides = Annotated[
@@ -116,6 +116,49 @@ def diff(
     a, b = (dict(leaves(load_recipe(path).to_dict())) for path in (first, second))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
     typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
+
+
+@app.command("list")
+def list_recipes(
+    pattern: Annotated[str, typer.Argument(help="Part of a name.", show_default=False)] = "",
+) -> None:
+    """List the recipes that come with the package; every command takes their names for a file.
+
+    Example: nemo-grpo recipe list quickstart
+    """
+    from nemo_grpo import shipped
+    from nemo_grpo.recipe import load_recipe
+
+    names = [name for name in shipped.recipe_names() if pattern in name]
+    if not names:
+        raise UserError(f"no shipped recipe has {pattern!r} in its name; `nemo-grpo recipe list` shows all")
+    for name in names:
+        typer.echo(f"{name}: {_summary(load_recipe(name))}")
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A shipped recipe, see list.", show_default=False)],
+    target: Annotated[
+        Path | None, typer.Argument(help="File to write. Default: its name, here.", show_default=False)
+    ] = None,
+) -> None:
+    """Copy a shipped recipe here, to be changed; its bases stay the shipped ones.
+
+    Example: nemo-grpo recipe copy quickstart my.yaml
+    """
+    from nemo_grpo import shipped
+
+    source = shipped.recipe_file(shipped.folder("recipes") / f"{name.removesuffix('.yaml')}.yaml")
+    written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
+    try:
+        with written.open("x", encoding="utf-8") as file:
+            file.write(shipped.portable(source))
+    except FileExistsError:
+        raise UserError(f"{written} exists; name another file") from None
+    except OSError as error:
+        raise UserError(f"{written} cannot be written: {error.strerror}") from None
+    typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:

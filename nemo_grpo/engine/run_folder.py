@@ -1,7 +1,7 @@
 """``runs/<name>/``: everything that a run leaves behind.
 
-recipe.resolved.yaml  versions.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl  tensorboard/  plots/
-report.html  checkpoints/  evaluation/  hf/  hf-adapter/
+recipe.resolved.yaml  own/  versions.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl  tensorboard/
+plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.errors import UserError
@@ -89,8 +92,18 @@ class RunFolder:
                 "choose another nemo_grpo.runs_dir"
             )
 
-    def open(self, recipe_yaml: str, *, from_step: int, tensorboard: bool = False) -> None:
-        """Create or continue the folder; rows of steps after ``from_step`` go: they will come again."""
+    def open(
+        self,
+        recipe_yaml: str,
+        own_files: Mapping[str, str] = MappingProxyType({}),
+        *,
+        from_step: int,
+        tensorboard: bool = False,
+    ) -> None:
+        """Create or continue the folder; rows of steps after ``from_step`` go: they will come again.
+
+        Args: own_files: `Recipe.own_files`.
+        """
         if not self.leads:
             return
         try:
@@ -98,6 +111,7 @@ class RunFolder:
             self._lock()
             write_atomically(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
             write_atomically(self.recipe, recipe_yaml)
+            keep_own_files(self.path, own_files)
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"
@@ -147,6 +161,19 @@ class RunFolder:
         """Add one step's object to diagnostics.jsonl."""
         if self.leads:
             _append(self.diagnostics, row)
+
+
+def own_copy(folder: Path, name: str) -> Path:
+    """Where a run's folder keeps the file of a user's own variant, task or reward."""
+    return folder / "own" / re.sub(r"[^\w.-]+", "_", name)
+
+
+def keep_own_files(folder: Path, own_files: Mapping[str, str]) -> None:
+    """Copies of `Recipe.own_files`: the resolved recipe alone would not say what ran."""
+    for name, text in own_files.items():
+        copy = own_copy(folder, name)
+        copy.parent.mkdir(exist_ok=True)
+        write_atomically(copy, text)
 
 
 def versions() -> dict[str, str]:

@@ -31,6 +31,7 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.scoring import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class Trainer:
         self.run = RunFolder(recipe.run_dir, leads=leads, resume=resume)
         self.objective = recipe.loss_fn.build()
         self.task = recipe.nemo_grpo.task.build()
+        self.scorer = Scorer(self.task, recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
+        self.scorer.try_out(recipe.grpo.seed)
         self.source = self._model_source()
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size
@@ -85,7 +88,7 @@ class Trainer:
             self._restore(checkpoint)
         from_step = -1 if checkpoint is None else self.state.step
         tensorboard = recipe.logger.tensorboard_enabled
-        self.run.open(recipe.to_yaml(), from_step=from_step, tensorboard=tensorboard)
+        self.run.open(recipe.to_yaml(), recipe.own_files, from_step=from_step, tensorboard=tensorboard)
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
             self.store.remove_leftovers()
 
@@ -146,6 +149,7 @@ class Trainer:
             raise
         finally:
             self.run.close()
+            self.scorer.close()
         if finished:
             self.finish()
         return finished
@@ -260,8 +264,7 @@ class Trainer:
         seed, number = recipe.grpo.seed * 1_000_003 + first, recipe.grpo.num_generations_per_prompt
         request = Request(self._encode(problems), number, self.sampling, seed)
         self.state.next_problem += len(problems)
-        rewards = recipe.nemo_grpo.rewards
-        return sample_groups(self.generator, self.tokenizer, self.task, problems, request, rewards)
+        return sample_groups(self.generator, self.tokenizer, self.scorer, problems, request)
 
     # ------------------------------------------------------------------ validation, saving, the end
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import load_tree
-from nemo_grpo.variants import VARIANTS
+from nemo_grpo.variants import variant_class
 
 RUNS = "runs"
 """Folder of the runs within an experiment's folder."""
@@ -70,9 +70,8 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
     base = load_tree(recipe).get("loss_fn", {}).get("variant")
     settings = []
     for variant in variants:
-        if variant not in VARIANTS:
-            raise UserError(f"--variants {variant}: not a variant{did_you_mean(variant, VARIANTS)}")
-        overlay = recipe.with_name(f"{recipe.stem}-{variant}{recipe.suffix}")
+        variant_class(variant, "--variants")
+        overlay = recipe.with_name(f"{recipe.stem}-{variant.replace('/', '-')}{recipe.suffix}")
         replaced: tuple[str, ...] = ()
         if variant != base and not overlay.is_file():
             replaced = ("~loss_fn", f"loss_fn.variant={variant}")

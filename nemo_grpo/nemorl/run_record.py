@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
+from nemo_grpo.engine.run_folder import keep_own_files
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe
 
@@ -44,6 +45,7 @@ def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
     folder = recipe.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    keep_own_files(folder, recipe.own_files)
     log_metrics = logger.log_metrics
 
     def recorded(

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
 
 from nemo_grpo.dotted import value_of
+from nemo_grpo.extensions import texts_of
 from nemo_grpo.recipe.loader import Tree
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.recipe.sections import GENERATION, Checkpointing, Cluster, GRPOSection, Logger, Policy
@@ -92,6 +93,12 @@ class Recipe(BaseModel):
         """Folder of the run's checkpoints."""
         given = self.checkpointing.checkpoint_dir
         return Path(given) if given else self.run_dir / "checkpoints"
+
+    @property
+    def own_files(self) -> dict[str, str]:
+        """Files of the user's own variant, task and rewards -> their texts."""
+        own = self.nemo_grpo
+        return texts_of([self.loss_fn.variant, own.task.name, *own.rewards])
 
     def to_dict(self) -> Tree:
         """Plain nested mapping of every value; `load_recipe_dict` turns it back into an equal recipe."""

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.errors import UserError, as_yaml, did_you_mean
+from nemo_grpo.extensions import is_reference, load_class
 from nemo_grpo.variants.base import VariantConfig
 from nemo_grpo.variants.clip_cov import ClipCov
 from nemo_grpo.variants.cw_grpo import CWGRPO
@@ -52,16 +53,26 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
                  rule.
     """
     name = loss_fn.get("variant")
-    if name not in VARIANTS:
-        raise UserError(f"loss_fn.variant={name!r} is not a variant{did_you_mean(str(name), VARIANTS)}")
+    config = variant_class(str(name), "loss_fn.variant")
     for key, remedy in _STOCK_LOSS_KEYS.items():
         if key in loss_fn:
             raise UserError(f"loss_fn.{key}={as_yaml(loss_fn[key])} is not supported: {remedy}")
-    config = VARIANTS[name]
     try:
         return config.model_validate(dict(loss_fn))
     except ValidationError as error:
-        raise UserError("; ".join(_explain(name, config, e) for e in error.errors())) from None
+        raise UserError("; ".join(_explain(str(name), config, e) for e in error.errors())) from None
+
+
+def variant_class(name: str, key: str) -> type[VariantConfig]:
+    """The configuration class of a variant: one of `VARIANTS`, or an own ``my_file.py:MyVariant``.
+
+    Raises: UserError: there is none; the message begins with ``key``.
+    """
+    if is_reference(name):
+        return load_class(name, VariantConfig, key)
+    if name not in VARIANTS:
+        raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, VARIANTS)}")
+    return VARIANTS[name]
 
 
 def _explain(name: str, config: type[VariantConfig], error: Any) -> str:

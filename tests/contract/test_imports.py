@@ -22,10 +22,10 @@ ALLOWED_OWN = {
     "sampling": {"core", "tasks", "sampling", "hf_folder", "progress", "errors"},
     "evaluate": {"core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"},
     "core": {"core"},
-    "variants": {"core", "variants", "errors"},
-    "tasks": {"tasks", "errors"},
+    "variants": {"core", "variants", "errors", "extensions"},
+    "tasks": {"tasks", "errors", "extensions"},
     "data": {"data", "tasks", "errors", "files"},
-    "recipe": {"core", "variants", "recipe", "tasks", "dotted", "errors"},
+    "recipe": {"core", "variants", "recipe", "tasks", "dotted", "errors", "extensions", "shipped"},
     "plan": {"plan", "recipe", "dotted", "errors"},
     "diagnostics": {"core", "variants", "recipe", "diagnostics", "dotted", "errors"},
 }

@@ -38,9 +38,19 @@ def tokenizer():
     return made
 
 
-def environment(section: dict[str, Any], rewards: dict[str, float], reserved: tuple[str, ...] = ()) -> Any:
+def environment(
+    section: dict[str, Any], rewards: dict[str, float], reserved: tuple[str, ...] = (), own_files=None
+) -> Any:
     """The environment in this process, with the interface of its actor."""
-    made = environments.TaskEnvironmentImpl({"task": section, "rewards": rewards, "reserved": reserved})
+    made = environments.TaskEnvironmentImpl(
+        {
+            "task": section,
+            "rewards": rewards,
+            "reserved": reserved,
+            "prompt": {},
+            "own_files": own_files or {},
+        }
+    )
     step = types.SimpleNamespace(remote=lambda *arguments: functools.partial(made.step, *arguments))
     return types.SimpleNamespace(step=step, made=made)
 
