@@ -61,11 +61,16 @@ def submit(
     """
     from nemo_grpo.launch.submit import prepare
     from nemo_grpo.launch.submit import submit as run_sbatch
+    from nemo_grpo.launch.time_limit import parse_time_limit
     from nemo_grpo.recipe import load_recipe
 
     overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
     loaded = load_recipe(recipe, overrides)
+    if time is not None:
+        limit = parse_time_limit(time)
+        typer.echo(f"time limit of an attempt: {limit or 'none'}", err=True)
     _plan(loaded, gpu)
+    _check_data(loaded, refuse=not dry_run)
     if rehearse:
         _rehearse(recipe, overrides)
     options = {"time": time, "account": account, "partition": partition, **_pairs(sbatch or [])}
@@ -88,6 +93,16 @@ def _plan(recipe: Recipe, gpu: str) -> None:
     typer.echo(f"plan: {sentence}", err=True)
     if not accepted:
         raise UserError("the plan refuses the recipe; nothing was submitted")
+
+
+def _check_data(recipe: Recipe, *, refuse: bool) -> None:
+    from nemo_grpo.launch.data_files import check_data
+
+    data = check_data(recipe)
+    for sentence in (*data.errors, *data.notes, *([data.found] if data.found else [])):
+        typer.echo(f"data: {sentence}", err=True)
+    if data.errors and refuse:
+        raise UserError("the data are not ready, as said above; nothing was submitted")
 
 
 def _rehearse(recipe: Path, overrides: list[str]) -> None:

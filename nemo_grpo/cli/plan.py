@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from nemo_grpo.plan import Plan
+    from nemo_grpo.recipe import Recipe
 
 GIB = 1024**3
 EMBEDDED = (
@@ -52,12 +53,15 @@ def plan(
     from nemo_grpo.recipe import load_recipe
 
     paths, overrides = split_items(items, "plan")
-    plans = [plan_recipe(load_recipe(path, overrides), gpu, model_config) for path in paths]
+    recipes = [load_recipe(path, overrides) for path in paths]
+    plans = [plan_recipe(recipe, gpu, model_config) for recipe in recipes]
     console = wide_console()
     console.print(details(plans[0]) if len(plans) == 1 else overview(plans))
     if embedded := [one.name for one in plans if one.setup.embedded]:
         names = ", ".join(embedded)
         console.print(f"note: {names}: {EMBEDDED}", soft_wrap=True, highlight=False, markup=False)
+    for sentence in _about_data(recipes):
+        console.print(f"data: {sentence}", soft_wrap=True, highlight=False, markup=False)
     for one in (one for one in plans if not one.accepted):
         for problem in one.problems:
             console.print(
@@ -69,6 +73,16 @@ def plan(
             )
     if not all(one.accepted for one in plans):
         raise typer.Exit(EXIT_USAGE)
+
+
+def _about_data(recipes: list[Recipe]) -> list[str]:
+    """What the recipes' files lack, once for all; of a single recipe also what they hold."""
+    from nemo_grpo.launch.data_files import check_data, missing_files, remedies
+
+    if len(recipes) > 1:
+        return list(remedies(file for recipe in recipes for file in missing_files(recipe)))
+    data = check_data(recipes[0])
+    return [*data.errors, *data.notes, *([data.found] if data.found else [])]
 
 
 def details(one: Plan) -> Table:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.extensions import is_reference
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -42,14 +43,22 @@ def check(
     Example: nemo-grpo recipe check recipes grpo.max_num_steps=2
     """
     paths, overrides = split_items(items, "check")
-    results = [_check_one(path, overrides) for path in paths]
+    missing: list[str] = []
+    results = [_check_one(path, overrides, missing) for path in paths]
+    if missing:
+        from nemo_grpo.launch.data_files import remedies
+
+        for sentence in remedies(missing):
+            _note(sentence)
     if not all(results):
         typer.echo(f"{results.count(False)} of {len(results)} recipes are wrong", err=True)
         raise typer.Exit(EXIT_USAGE)
 
 
-def _check_one(path: Path, overrides: list[str]) -> bool:
+def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
+    """Print a recipe's line; ``missing`` gets the files that its task lacks."""
     from nemo_grpo.experiments.sweep import is_sweep
+    from nemo_grpo.launch.data_files import check_data, missing_files
     from nemo_grpo.recipe import advice, load_recipe, refuse_unsupported
 
     try:
@@ -59,13 +68,40 @@ def _check_one(path: Path, overrides: list[str]) -> bool:
         recipe = load_recipe(path, overrides)
         if recipe.nemo_grpo.target == "embedded":
             refuse_unsupported(recipe)
+        data = check_data(recipe)
+        if lacking := missing_files(recipe):
+            missing += lacking
+        elif data.errors:
+            raise UserError("; ".join(data.errors))
+        else:
+            try_own_rewards(recipe)
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}")
         return False
     typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
-    for sentence in advice(recipe):
-        typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
+    for sentence in (*advice(recipe), *data.notes):
+        _note(sentence)
     return True
+
+
+def _note(sentence: str) -> None:
+    typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
+
+
+def try_own_rewards(recipe: Recipe) -> None:
+    """Call the recipe's own reward functions on a few of its problems.
+
+    Raises: UserError: see `Scorer.try_out`.
+    """
+    own = recipe.nemo_grpo
+    if not any(map(is_reference, own.rewards)):
+        return
+    from contextlib import closing
+
+    from nemo_grpo.tasks.scoring import Scorer
+
+    with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
+        scorer.try_out(recipe.grpo.seed)
 
 
 def _summary(recipe: Recipe) -> str:
