@@ -91,6 +91,7 @@ def render(groups: Sequence[RunGroup], plots: Path) -> str:
         f"<h1>{html.escape(title)}</h1>",
         f"<p class=sub>{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {html.escape(paths)}</p>",
         summary_table(groups),
+        _findings(groups),
         _picture(plots / "learning_curve.png", "Held-out accuracy by training step"),
         _picture(plots / "overview.png", "All metrics by training step"),
         _token_tables(groups),
@@ -104,6 +105,12 @@ def render(groups: Sequence[RunGroup], plots: Path) -> str:
 def summary_table(groups: Sequence[RunGroup]) -> str:
     """Accuracies, greedy, pass@k, entropy and time of each group over its seeds."""
     return f"{_table(*summary.table(groups))}<p class=note>{_escaped(summary.NOTE)}</p>"
+
+
+def _findings(groups: Sequence[RunGroup]) -> str:
+    """What keeps runs from learning."""
+    items = "".join(f"<li>{_escaped(line)}</li>" for line in summary.stuck_runs(groups))
+    return f"<h2>Does not learn</h2><ul class=stuck>{items}</ul>" if items else ""
 
 
 def _picture(path: Path, alternative: str) -> str:
@@ -193,6 +200,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2px solid #bbb }
 tbody tr:hover { background: #f6f8fa }
+.stuck { color: #a40000 }
 img { width: 100%; max-width: 1060px; display: block; margin: 1.2rem auto }
 dt { font-weight: 600; margin-top: .5rem } dd { margin: 0 }
 """

@@ -13,6 +13,7 @@ import torch
 
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.resampling import accumulate_groups
+from nemo_grpo.diagnostics.stuck import Watch
 from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.engine import setup, validation
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
@@ -165,7 +166,7 @@ class Trainer:
                     state.step,
                     recipe.grpo.max_num_steps,
                 )
-            stopping = False
+            stopping, watch = False, Watch(recipe.grpo.max_num_steps)
             with self._progress() as advance:
                 while state.step < recipe.grpo.max_num_steps and not stopping and not state.reached_goal:
                     row = self.train_step()
@@ -175,6 +176,8 @@ class Trainer:
                     row |= self.validated
                     self.run.append_metrics(row)
                     advance(note(row))
+                    for sentence in watch(row):
+                        log.warning("%s", sentence)
                     state.reached_goal = validation.reached_goal(recipe.grpo, row)
                     self._save_if_due(stopping)
         self.saver.finish()
