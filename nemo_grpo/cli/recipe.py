@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,11 +132,35 @@ def resolve(
 ) -> None:
     """Print a recipe as it will run: bases merged, overrides applied, every default written out.
 
+    An invalid recipe is shown with what is wrong above each key; exit code 2.
+
     Example: nemo-grpo recipe resolve recipes/quickstart.yaml loss_fn.variant=gpg
     """
-    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.recipe import as_text
+    from nemo_grpo.recipe.validation import settings_of
 
-    typer.echo(load_recipe(path, overrides or ()).to_yaml(), nl=False)
+    tree, errors = settings_of(path, overrides or ())
+    typer.echo("\n".join(annotated(as_text(tree).splitlines(), errors)))
+    if errors:
+        raise typer.Exit(EXIT_USAGE)
+
+
+def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
+    """YAML lines with each message as a comment above its key; those about no line come first."""
+    left, shown, place = list(errors), list[str](), list[str]()
+    for line in lines:
+        if key := re.match(r"( *)([^\s#-][^\s]*):(?= |$)", line):
+            place = [*place[: len(key[1]) // 2], key[2].strip("'\"")]
+            about = [error for error in left if _is_about(error, ".".join(place))]
+            shown += [typer.style(f"{key[1]}# wrong: {error}", fg="red") for error in about]
+            left = [error for error in left if error not in about]
+        shown.append(line)
+    yield from (typer.style(f"# wrong: {error}", fg="red") for error in left)
+    yield from shown
+
+
+def _is_about(error: str, key: str) -> bool:
+    return re.match(rf"(unknown key )?{re.escape(key)}(?![\w.])", error) is not None
 
 
 @app.command()
@@ -144,14 +170,21 @@ def diff(
 ) -> None:
     """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
 
+    What is wrong with an invalid one is said below; exit code 2.
+
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
     """
     from nemo_grpo.dotted import leaves
-    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.validation import settings_of
 
-    a, b = (dict(leaves(load_recipe(path).to_dict())) for path in (first, second))
+    (tree_a, wrong_a), (tree_b, wrong_b) = settings_of(first), settings_of(second)
+    a, b = dict(leaves(tree_a)), dict(leaves(tree_b))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
     typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
+    for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:
+        typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}", err=True)
+    if wrong_a or wrong_b:
+        raise typer.Exit(EXIT_USAGE)
 
 
 @app.command("list")

@@ -43,6 +43,11 @@ def check_supported(recipe: Recipe) -> None:
 
     Raises: UserError: naming key, value and remedy.
     """
+    if recipe.nemo_grpo.target == "cluster":
+        raise UserError(
+            "nemo_grpo.target=cluster: this recipe is for NeMo-RL; `nemo-grpo launch RECIPE --time 04:00:00` "
+            "submits it to Slurm, `nemo-grpo rehearse RECIPE` tries it here without a GPU"
+        )
     refuse_unsupported(recipe)
     if errors := list(options.fp8_refusals(recipe.policy.megatron_cfg, options.this_machine())):
         raise UserError("; ".join(errors))

@@ -106,7 +106,12 @@ class Recipe(BaseModel):
 
     def to_yaml(self) -> str:
         """The resolved recipe; `load_recipe` of such a file gives an equal recipe."""
-        return yaml.safe_dump(_escaped(self.to_dict()), sort_keys=False, allow_unicode=True, width=110)
+        return as_text(self.to_dict())
+
+
+def as_text(tree: Tree) -> str:
+    """Settings as YAML, which means the same when it is read again."""
+    return yaml.safe_dump(_escaped(tree), sort_keys=False, allow_unicode=True, width=110)
 
 
 def _escaped(value: Any) -> Any:

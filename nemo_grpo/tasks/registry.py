@@ -59,7 +59,13 @@ def parse_task(section: Mapping[str, Any]) -> TaskConfig:
         raise UserError(f"unknown task nemo_grpo.task.name={name!r}{did_you_mean(name, TASKS)}")
     for key in section:
         if key not in config.model_fields:
+            owners = [other for other, known in TASKS.items() if key in known.model_fields]
             hint = did_you_mean(str(key), config.model_fields)
+            if owners:
+                hint = (
+                    f", but for {', '.join(owners)}; ~nemo_grpo.task.{key} removes an inherited one, "
+                    "_override_: true in the section all of them"
+                )
             raise UserError(f"unknown key nemo_grpo.task.{key} for task {name!r}{hint}")
     try:
         return config.model_validate(dict(section))

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_grpo.aliases import advice_on
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.errors import UserError, as_yaml, did_you_mean
 from nemo_grpo.extensions import is_reference, load_class
@@ -78,7 +79,14 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
 def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"loss_fn.{key} is not a parameter of {name}{did_you_mean(key, config.model_fields)}"
+        owners = [other for other, known in VARIANTS.items() if key in known.model_fields and other != name]
+        hint = advice_on(key) or did_you_mean(key, config.model_fields)
+        if owners:
+            hint = (
+                f" but of {', '.join(owners)}; ~loss_fn.{key} removes an inherited one, "
+                "_override_: true all of them"
+            )
+        return f"loss_fn.{key} is not a parameter of {name}{hint}"
     message = error["msg"].removeprefix("Value error, ")
     return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn: {message}"
 

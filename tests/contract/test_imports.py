@@ -22,10 +22,10 @@ ALLOWED_OWN = {
     "sampling": {"core", "tasks", "sampling", "hf_folder", "progress", "errors"},
     "evaluate": {"core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"},
     "core": {"core"},
-    "variants": {"core", "variants", "errors", "extensions"},
+    "variants": {"core", "variants", "aliases", "errors", "extensions"},
     "tasks": {"tasks", "errors", "extensions"},
     "data": {"data", "tasks", "errors", "files"},
-    "recipe": {"core", "variants", "recipe", "tasks", "dotted", "errors", "extensions", "shipped"},
+    "recipe": {"core", "variants", "recipe", "tasks", "aliases", "dotted", "errors", "extensions", "shipped"},
     "plan": {"plan", "recipe", "dotted", "errors"},
     "diagnostics": {"core", "variants", "recipe", "diagnostics", "dotted", "errors"},
 }
