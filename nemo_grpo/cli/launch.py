@@ -63,7 +63,9 @@ def submit(
     from nemo_grpo.launch.submit import submit as run_sbatch
     from nemo_grpo.launch.time_limit import parse_time_limit
     from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.shipped import recipe_file
 
+    recipe = recipe_file(recipe)
     overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
     loaded = load_recipe(recipe, overrides)
     if time is not None:

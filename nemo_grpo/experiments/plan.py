@@ -11,6 +11,7 @@ from pathlib import Path
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import load_tree
+from nemo_grpo.shipped import recipe_file
 from nemo_grpo.variants import variant_class
 
 RUNS = "runs"
@@ -67,6 +68,7 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
     """
     if any(override.lstrip("+").startswith("loss_fn.variant=") for override in overrides):
         raise UserError("loss_fn.variant is what --variants varies; name the variants there")
+    recipe = recipe_file(recipe)
     base = load_tree(recipe).get("loss_fn", {}).get("variant")
     settings = []
     for variant in variants:

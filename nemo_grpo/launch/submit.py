@@ -40,16 +40,17 @@ class Submission:
 
 
 def scripts_folder() -> Path:
-    """The repository's folder slurm.
+    """The job scripts: of NEMO_GRPO_ROOT, else of the repository. The package's sources lie beside them.
 
-    Raises: UserError: the package was installed without its repository.
+    Raises: UserError: there are none.
     """
-    folder = Path(nemo_grpo.__file__).parents[1] / "slurm"
-    if not folder.is_dir():
+    root = Path(os.environ.get("NEMO_GRPO_ROOT") or Path(nemo_grpo.__file__).parents[1]).absolute()
+    if not (root / "slurm").is_dir():
         raise UserError(
-            f"{folder} is not there; install with `pip install -e` from the repository, which holds it"
+            f"NEMO_GRPO_ROOT: {root} has no job scripts; `nemo-grpo slurm scripts DIR` writes them for an "
+            "installation without the repository; then export NEMO_GRPO_ROOT=DIR"
         )
-    return folder
+    return root / "slurm"
 
 
 def prepare(

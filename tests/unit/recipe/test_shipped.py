@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from nemo_grpo import shipped
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
+from nemo_grpo.experiments.plan import compare_settings
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -65,3 +66,13 @@ def test_list_names_every_recipe():
     )
     only = runner.invoke(app, ["recipe", "list", "quickstart-gpg"]).output
     assert only.startswith("quickstart-gpg: gpg, warm start, 160 steps of 16 x 8")
+
+
+def test_a_job_and_a_comparison_get_the_shipped_file_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f" {RECIPES}/quickstart.yaml" in runner.invoke(app, ["launch", "quickstart", "--dry-run"]).stdout
+    settings = compare_settings(Path("quickstart"), ["grpo", "gpg"])
+    assert [setting.recipe for setting in settings] == [
+        RECIPES / "quickstart.yaml",
+        RECIPES / "quickstart-gpg.yaml",
+    ]
