@@ -71,7 +71,11 @@ Device = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(help="Responses sampled together; not for vllm. Default: the recipe's, or 256.", min=1),
+    typer.Option(
+        help="Responses sampled together; not for vllm. Default: the recipe's, or what "
+        "fits 1 GiB of cache, at most 256.",
+        min=1,
+    ),
 ]
 TensorParallel = Annotated[int, typer.Option(help="GPUs that share the model, for vllm.", min=1)]
 CacheGib = Annotated[
@@ -137,11 +141,12 @@ def eval_command(
 
     from nemo_grpo.evaluate.benchmarks import Choice, load_benchmarks
     from nemo_grpo.evaluate.protocols import find_protocol
-    from nemo_grpo.evaluate.settings import Settings
+    from nemo_grpo.evaluate.settings import Settings, fitting_batch_size
 
     tokenizer, asked = tokenizer_of(model), find_protocol(protocol) if protocol else None
     prompts = asked.prompts if asked else {}
     chosen = load_benchmarks(benchmarks, Choice(data_dir, num_problems, task, prompt, section, prompts))
+    longest = max_tokens or (asked.max_tokens if asked else Settings.max_tokens)
     options = {
         "k": k,
         "temperature": temperature,
@@ -150,7 +155,7 @@ def eval_command(
         "generator": generator,
         "dtype": dtype,
         "device": device,
-        "batch_size": batch_size,
+        "batch_size": batch_size if batch_size or loaded else fitting_batch_size(model, longest),
         "tensor_parallel": tensor_parallel,
         "cache_gib": cache_gib,
         "seed": seed,
@@ -191,7 +196,7 @@ def _evaluate(
     from nemo_grpo.evaluate.settings import LazyGenerator
     from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt, run_suite
     from nemo_grpo.evaluate.summary import check_summary
-    from nemo_grpo.progress import progress
+    from nemo_grpo.progress import TokenMeter, progress
 
     conditions = settings.conditions(model, tokenizer)
     longest = longest_prompt(benchmarks, tokenizer, settings.max_tokens, *model_limits(model))
@@ -202,6 +207,8 @@ def _evaluate(
         generator.load()  # a broken model is reported before anything is created
     total = sum(len(benchmark.problems) for benchmark in benchmarks)
     with ResponseLog(out / RESPONSES) as log, progress("evaluate", total) as advance:
+        num_responses = total * (1 if conditions.sampling.greedy else 1 + settings.k) - len(log)
+        generator.meter = TokenMeter(advance, max(num_responses, 1), conditions.sampling.max_new_tokens)
         return run_suite(
             generator,
             tokenizer,

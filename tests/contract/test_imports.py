@@ -20,7 +20,10 @@ ALLOWED_ENGINES = {
 }
 ALLOWED_OWN = {
     "sampling": {"core", "tasks", "sampling", "hf_folder", "progress", "errors"},
-    "evaluate": {"core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"},
+    "evaluate": {
+        *("core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"),
+        "hf_folder",
+    },
     "core": {"core"},
     "variants": {"core", "variants", "aliases", "errors", "extensions"},
     "tasks": {"tasks", "errors", "extensions"},
