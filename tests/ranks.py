@@ -19,7 +19,7 @@ import pytest
 from nemo_grpo.ports import reserved_port
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["nemo_grpo.engine.trainer"])
+_context.set_forkserver_preload(["nemo_grpo.engine.trainer", "transformers.activations", "pytest"])
 TIMEOUT = 240
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,8 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
 CPU_CACHE_BYTES = 1 << 30
 """Of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
+_UNREADABLE = "llvmlite.binding.ffi"
+"""vLLM 0.32 reads every loaded module on a CPU and fails at this one of numba, which bm25s loads."""
 
 
 def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
@@ -85,6 +88,7 @@ class VLLMGenerator:
         from vllm import LLM
 
         self.max_model_len = max_model_len
+        hidden = sys.modules.pop(_UNREADABLE, None)
         try:
             self._engine = LLM(
                 model=str(model),
@@ -100,6 +104,9 @@ class VLLMGenerator:
             )
         except Exception as error:  # vLLM's own are of many kinds, with a traceback of a hundred lines
             raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
+        finally:
+            if hidden is not None:
+                sys.modules[_UNREADABLE] = hidden
 
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`; bit-identical only on one machine and version, with equal batches.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ SETTINGS = MegatronOptimizer(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 TP2 = Layout(tensor=2, sequence_parallel=True)
+ONE_AND_TWO = [pytest.param(1, Layout(), id="tp1"), pytest.param(2, TP2, id="tp2-sp")]
 
 
 def make(layout: Layout, dtype: torch.dtype, fields: dict[str, Any], family: str = "qwen2") -> MegatronPolicy:
@@ -59,9 +60,14 @@ def trained(layout: Layout, dtype: torch.dtype, fields: dict[str, Any], num_step
     }
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, Layout()), (2, TP2)], ids=["tp1", "tp2-sp"])
+@cache
+def trained_in_fp32(num_ranks, layout):
+    return run_ranks(num_ranks, trained, layout, torch.float32, {}, 4)[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
 def test_bf16_trains_like_fp32_with_fp32_main_parameters(num_ranks, layout):
-    full = run_ranks(num_ranks, trained, layout, torch.float32, {}, 4)[0]
+    full = trained_in_fp32(num_ranks, layout)
     half = run_ranks(num_ranks, trained, layout, torch.bfloat16, {}, 4)[0]
     assert half["dtypes"] == {torch.bfloat16}
     assert half["main_dtypes"] == full["main_dtypes"] == {torch.float32}
@@ -71,11 +77,11 @@ def test_bf16_trains_like_fp32_with_fp32_main_parameters(num_ranks, layout):
     assert abs(full["losses"][-1] - full["losses"][0]) > 0.1  # the comparison spans real training
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, Layout()), (2, TP2)], ids=["tp1", "tp2-sp"])
+@pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
 @pytest.mark.parametrize("fields", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_recompute_leaves_every_gradient_as_it_is(num_ranks, layout, fields):
-    plain = run_ranks(num_ranks, trained, layout, torch.float32, {}, 2)[0]
-    again = run_ranks(num_ranks, trained, layout, torch.float32, fields, 2)[0]
+    plain = trained_in_fp32(num_ranks, layout)
+    again = run_ranks(num_ranks, trained, layout, torch.float32, fields, 4)[0]
     assert again["losses"] == plain["losses"]
     assert again["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
@@ -188,7 +194,7 @@ def one_update(layout: Layout, fused: bool, family: str, save: Any, load: Any) -
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, Layout()), (2, TP2)], ids=["tp1", "tp2-sp"])
+@pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
 def test_norms_within_linear_layers_load_train_and_gather_the_same(num_ranks, layout, family):
     fused = run_ranks(num_ranks, one_update, layout, True, family, None, None)[0]
     apart = run_ranks(num_ranks, one_update, layout, False, family, None, None)[0]

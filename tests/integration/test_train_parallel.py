@@ -99,6 +99,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in children]
 
 
+@pytest.mark.slow
 def test_the_command_starts_the_ranks_and_sigterm_ends_them_with_a_checkpoint(tmp_path, cache):
     process = started(tmp_path, cache)
     assert len(ranks_of(process)) == 2
