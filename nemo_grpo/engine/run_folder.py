@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.files import write_atomically
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from nemo_grpo.engine.trackers import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class RunFolder:
         self.hf = path / "hf"
         self.hf_adapter = path / "hf-adapter"
         self.recipe = path / "recipe.resolved.yaml"
-        self._events: SummaryWriter | None = None
+        self._trackers: list[Tracker] = []
         self._lock_file: int | None = None
 
     def _lock(self) -> None:
@@ -98,11 +98,11 @@ class RunFolder:
         own_files: Mapping[str, str] = MappingProxyType({}),
         *,
         from_step: int,
-        tensorboard: bool = False,
+        trackers: Callable[[Path], Iterable[Tracker]] = lambda _folder: (),
     ) -> None:
         """Create or continue the folder; rows of steps after ``from_step`` go: they will come again.
 
-        Args: own_files: `Recipe.own_files`.
+        Args: own_files: `Recipe.own_files`.  trackers: opens them, given this folder.
         """
         if not self.leads:
             return
@@ -128,26 +128,22 @@ class RunFolder:
                 path.unlink()
             else:
                 _keep_rows_up_to(path, from_step)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=from_step + 1)
+        self._trackers = list(trackers(self.path))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
         if not self.leads:
             return
         _append(self.metrics, row)
-        if self._events is not None:
-            for name, value in row.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, row["step"])
+        numbers = {name: value for name, value in row.items() if name != "step"}
+        for tracker in self._trackers:
+            tracker.log(numbers, row["step"])
 
     def close(self) -> None:
-        """Flush and close the event file, and give the folder free."""
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        """Flush and close the trackers, and give the folder free."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None

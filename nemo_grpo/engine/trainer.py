@@ -26,6 +26,7 @@ from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver, export_policy
 from nemo_grpo.engine.signals import stop_on_signals
+from nemo_grpo.engine.trackers import open_trackers
 from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
@@ -88,8 +89,12 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         from_step = -1 if checkpoint is None else self.state.step
-        tensorboard = recipe.logger.tensorboard_enabled
-        self.run.open(recipe.to_yaml(), recipe.own_files, from_step=from_step, tensorboard=tensorboard)
+        self.run.open(
+            recipe.to_yaml(),
+            recipe.own_files,
+            from_step=from_step,
+            trackers=lambda folder: open_trackers(recipe, folder, from_step),
+        )
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
             self.store.remove_leftovers()
 
