@@ -25,11 +25,11 @@ def variants(
     """
     from rich.console import Console
 
-    from nemo_grpo.variants import VARIANTS, variant_class
+    from nemo_grpo.variants import OBJECTIVES, variant_class
 
     console = Console()
     if name is None:
-        console.print(overview(VARIANTS))
+        console.print(overview(OBJECTIVES))
         console.print("(reference): with reference_policy_kl_penalty > 0. In a recipe: loss_fn.variant.")
         console.print("All parameters of one: [bold]nemo-grpo variants NAME[/bold]")
     else:
@@ -79,4 +79,6 @@ def _needs(config: type[VariantConfig]) -> str:
 
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:
+    if config.learns_from_demonstrations:  # what it inherits is about rollouts, and refused
+        return {}
     return {key: field.default for key, field in config.model_fields.items() if key != "variant"}

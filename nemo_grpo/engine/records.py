@@ -88,6 +88,7 @@ def note(row: dict[str, Any]) -> str:
         "length/truncated": lambda v: f"cut {v:.0%}",
         "entropy/mean": lambda v: f"entropy {v:.2f}",
         "tokens_per_second": lambda v: f"{v:.0f} tokens/s",
+        "validation/val_loss": lambda v: f"held-out loss {v:.3f}",
         "validation/accuracy": lambda v: f"accuracy {v:.3f}",
     }
     return "  ".join(show(row[name]) for name, show in shown.items() if name in row)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.shipped import recipe_file
-from nemo_grpo.variants import variant_class
+from nemo_grpo.variants import VARIANTS
 
 RUNS = "runs"
 """Folder of the runs within an experiment's folder."""
@@ -72,7 +73,8 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
     base = load_tree(recipe).get("loss_fn", {}).get("variant")
     settings = []
     for variant in variants:
-        variant_class(variant, "--variants")
+        if not is_reference(variant) and variant not in VARIANTS:
+            raise UserError(f"--variants={variant!r} is not a variant{did_you_mean(variant, VARIANTS)}")
         overlay = recipe.with_name(f"{recipe.stem}-{variant.replace('/', '-')}{recipe.suffix}")
         replaced: tuple[str, ...] = ()
         if variant != base and not overlay.is_file():
@@ -85,12 +87,18 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
 
 
 def plan_jobs(
-    settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, same_start: bool = False
+    settings: Sequence[Setting],
+    seeds: Sequence[int],
+    out: Path,
+    *,
+    same_start: bool = False,
+    prefix: str = "",
 ) -> list[Job]:
     """The runs, all settings with the first seed first, so that early results already compare.
 
     Args:    out: the experiment's folder; the runs go to ``out/runs``.
              same_start: refuse settings that do not start from one model on one task.
+             prefix: of the runs' names, which are the jobs' on a cluster.
     Raises:  UserError: no seed or setting, a recipe that is not valid (naming the setting), runs that would
              share a folder, different starts, or an override of what every job sets itself (`OWN_KEYS`).
     """
@@ -99,7 +107,7 @@ def plan_jobs(
             raise UserError(f"{key} cannot be set for all runs of an experiment; {remedy}")
     if not settings or not seeds:
         raise UserError("nothing to run; name at least one setting and one seed")
-    jobs = [_job(setting, seed, out) for seed in dict.fromkeys(seeds) for setting in settings]
+    jobs = [_job(setting, seed, out, prefix) for seed in dict.fromkeys(seeds) for setting in settings]
     for what in ("folder", "checkpoints"):
         places = [job.folder if what == "folder" else job.recipe.checkpoint_dir for job in jobs]
         if len(set(places)) < len(places):
@@ -117,8 +125,8 @@ def override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _job(setting: Setting, seed: int, out: Path) -> Job:
-    name = f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', setting.label)}-s{seed}"
+def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:
+    name = f"{prefix}{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', setting.label)}-s{seed}"
     runs_dir = json.dumps(str(out / RUNS), ensure_ascii=False)  # a folder may be called "runs #1"
     own = (f"grpo.seed={seed}", f"nemo_grpo.runs_dir={runs_dir}", f"nemo_grpo.run_name={name}")
     overrides = (*setting.overrides, *own)

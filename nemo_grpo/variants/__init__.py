@@ -19,6 +19,7 @@ from nemo_grpo.variants.dr_grpo import DrGRPO
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.gpg import GPG
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
 
 VARIANTS: dict[str, type[VariantConfig]] = {
@@ -33,6 +34,8 @@ VARIANTS: dict[str, type[VariantConfig]] = {
 }
 """Variant name -> configuration class. To add a variant: its file, one line here, one recipe, one test."""
 
+OBJECTIVES: dict[str, type[VariantConfig]] = {**VARIANTS, "sft": SFT}
+"""What ``loss_fn.variant`` can be: the variants, which learn from rollouts, and the supervised baseline."""
 
 _STOCK_LOSS_KEYS = {
     "force_on_policy_ratio": "it would replace prev_logprobs, which variants read, by zeros; one update per "
@@ -65,15 +68,15 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
 
 
 def variant_class(name: str, key: str) -> type[VariantConfig]:
-    """The configuration class of a variant: one of `VARIANTS`, or an own ``my_file.py:MyVariant``.
+    """The configuration class of a variant: one of `OBJECTIVES`, or an own ``my_file.py:MyVariant``.
 
     Raises: UserError: there is none; the message begins with ``key``.
     """
     if is_reference(name):
         return load_class(name, VariantConfig, key)
-    if name not in VARIANTS:
-        raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, VARIANTS)}")
-    return VARIANTS[name]
+    if name not in OBJECTIVES:
+        raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
+    return OBJECTIVES[name]
 
 
 def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
@@ -94,7 +97,7 @@ def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
 def build_objective(variant: str, **parameters: Any) -> Objective:
     """Build an algorithm by name.
 
-    Args:    variant: a name of `VARIANTS`.  parameters: the recipe's ``loss_fn`` keys of that variant.
+    Args:    variant: a name of `OBJECTIVES`.  parameters: the recipe's ``loss_fn`` keys of that variant.
     Returns: `Objective` with ``prepare`` and ``loss``.
     Raises:  UserError: as `parse_loss_fn`.
 

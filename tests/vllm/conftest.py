@@ -1,8 +1,8 @@
 """A small policy that knows some arithmetic; heads of 32, the least that vLLM takes on a CPU."""
 
 import pytest
+from taught_policy import taught
 
-from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.hf_folder import load_tokenizer
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
@@ -15,9 +15,8 @@ def model(tmp_path_factory):
     settings = WarmStart(
         vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=96, max_position_embeddings=512, num_steps=40, batch_size=16, lr=3e-3, seed=0,
-        cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
-    return warm_start(settings, parse_task(TASK).build(), Prompt())
+    return taught(settings, parse_task(TASK).build(), Prompt(), tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from taught_policy import taught
 
-from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.hf_folder import load_tokenizer
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import sample_responses
@@ -20,9 +20,9 @@ RECIPE = Path(__file__).parents[2] / "recipes/quickstart_search_qa.yaml"
 
 
 def test_greedy_conversations_are_the_decoders(tmp_path):
-    own = load_recipe(RECIPE, [f"nemo_grpo.warm_start.cache_dir={tmp_path}"]).nemo_grpo
+    own = load_recipe(RECIPE).nemo_grpo
     task = own.task.build()
-    model = warm_start(own.warm_start, task, own.prompt)
+    model = taught(own.warm_start, task, own.prompt, tmp_path)
     tokenizer = load_tokenizer(model)
     prompts = [encode_prompt(tokenizer, own.prompt, problem) for problem in task.validation_problems(32)]
     greedy = SamplingParams(96, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
