@@ -66,8 +66,8 @@ def the_process_is_left_as_it_was_found(request):
         return
     if parallel := sys.modules.get("nemo_grpo.engine.megatron.parallel"):
         parallel.shut_down()  # what the engine leaves to whoever ends the process
-    if grader := sys.modules.get("nemo_grpo.tasks.rewards.math_grader"):
-        grader._at_exit()
+    if pools := sys.modules.get("nemo_grpo.tasks.rewards.worker_pool"):
+        pools.close_all()
     end = time.monotonic() + PATIENCE
     while (left := changes(before, state())) and time.monotonic() < end:
         time.sleep(0.05)  # threads and processes that have been told to end

@@ -18,6 +18,7 @@ from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
+from nemo_grpo.tasks.scoring import Scorer
 
 ROOT = Path(__file__).parents[2]
 NUM_PROMPTS, NUM_GENERATIONS, NUM_BATCHES = 4, 4, 3
@@ -166,10 +167,9 @@ def sample(recipe: Recipe) -> list[Step]:
         groups = sample_groups(
             generator,
             tokenizer,
-            task,
+            Scorer(task, recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt),
             problems,
             Request(prompts, NUM_GENERATIONS, sampling, number),
-            recipe.nemo_grpo.rewards,
         )
         steps.append(assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=True))
     return steps

@@ -21,6 +21,7 @@ from nemo_grpo.cli import (
     rehearse,
     report,
     retriever,
+    slurm,
     train,
     variants,
 )
@@ -38,6 +39,7 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(launch.app, name="launch")
 app.add_typer(retriever.app, name="retriever")
+app.add_typer(slurm.app, name="slurm")
 app.command("train")(train.train)
 app.command("eval")(eval.eval_command)
 app.command("preflight")(preflight.preflight)

@@ -83,7 +83,11 @@ Device = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(help="Responses sampled together; not for vllm. Default: the recipe's, or 256.", min=1),
+    typer.Option(
+        help="Responses sampled together; not for vllm. Default: the recipe's, or what "
+        "fits 1 GiB of cache, at most 256.",
+        min=1,
+    ),
 ]
 TensorParallel = Annotated[int, typer.Option(help="GPUs that share the model, for vllm.", min=1)]
 CacheGib = Annotated[
@@ -154,13 +158,14 @@ def eval_command(
     from nemo_grpo.evaluate.benchmarks import Choice, load_benchmarks
     from nemo_grpo.evaluate.passk import parse_ks
     from nemo_grpo.evaluate.protocols import find_protocol
-    from nemo_grpo.evaluate.settings import Settings
+    from nemo_grpo.evaluate.settings import Settings, fitting_batch_size
 
     tokenizer, asked = tokenizer_of(model), find_protocol(protocol) if protocol else None
     prompts = asked.prompts if asked else {}
     images = (generator or (section and section.engine.generator)) == "vllm"
     choice = Choice(data_dir, num_problems, task, prompt, section, prompts, images)
     chosen = load_benchmarks(benchmarks, choice)
+    longest = max_tokens or (asked.max_tokens if asked else Settings.max_tokens)
     options = {
         "k": k,
         "temperature": temperature,
@@ -169,7 +174,7 @@ def eval_command(
         "generator": generator,
         "dtype": dtype,
         "device": device,
-        "batch_size": batch_size,
+        "batch_size": batch_size if batch_size or loaded else fitting_batch_size(model, longest),
         "tensor_parallel": tensor_parallel,
         "cache_gib": cache_gib,
         "seed": seed,
@@ -245,7 +250,7 @@ class _Plan:
         from nemo_grpo.evaluate.settings import LazyGenerator
         from nemo_grpo.evaluate.suite import RESPONSES, run_suite
         from nemo_grpo.evaluate.summary import check_summary
-        from nemo_grpo.progress import progress
+        from nemo_grpo.progress import TokenMeter, progress
 
         settings, benchmarks = self.settings, self.benchmarks
         conditions = settings.conditions(self.model, self.tokenizer)
@@ -267,6 +272,8 @@ class _Plan:
             generator.load()  # a broken model is reported before anything is created
         total = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
         with ResponseLog(self.out / RESPONSES) as log, progress("evaluate", total) as advance:
+            num_responses = total * (1 if conditions.sampling.greedy else 1 + settings.k) - len(log)
+            generator.meter = TokenMeter(advance, max(num_responses, 1), settings.max_tokens)
             return {
                 seed: run_suite(
                     generator,

@@ -12,6 +12,8 @@ from nemo_grpo.cli.recipe import Overrides
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from nemo_grpo.recipe import Recipe
 
 
@@ -69,11 +71,18 @@ def submit(
     """
     from nemo_grpo.launch.submit import prepare
     from nemo_grpo.launch.submit import submit as run_sbatch
+    from nemo_grpo.launch.time_limit import parse_time_limit
     from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.shipped import recipe_file
 
+    recipe = recipe_file(recipe)
     overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
     loaded = load_recipe(recipe, overrides)
-    _plan(loaded, gpu, time)
+    limit = None if time is None else parse_time_limit(time)
+    if time is not None:
+        typer.echo(f"time limit of an attempt: {limit or 'none'}", err=True)
+    _plan(loaded, gpu, limit)
+    _check_data(loaded, refuse=not dry_run)
     if rehearse:
         _rehearse(recipe, overrides)
     options = sbatch_options(time, account, partition, sbatch)
@@ -90,18 +99,28 @@ def submit(
     typer.echo(f"  cancel  scancel {job}")
 
 
-def _plan(recipe: Recipe, gpu: str, time: str | None) -> None:
+def _plan(recipe: Recipe, gpu: str, limit: timedelta | None) -> None:
     from nemo_grpo.launch.plan import plan_verdict, time_verdict
 
     accepted, sentence = plan_verdict(recipe, gpu)
     typer.echo(f"plan: {sentence}", err=True)
     if not accepted:
         raise UserError("the plan refuses the recipe; nothing was submitted")
-    if time is not None:
-        enough, sentence = time_verdict(recipe, gpu, time)
+    if limit is not None:
+        enough, sentence = time_verdict(recipe, gpu, limit)
         if not enough:
             raise UserError(f"{sentence}; nothing was submitted")
         typer.echo(f"plan: {sentence}", err=True)
+
+
+def _check_data(recipe: Recipe, *, refuse: bool) -> None:
+    from nemo_grpo.launch.data_files import check_data
+
+    data = check_data(recipe)
+    for sentence in (*data.errors, *data.notes, *([data.found] if data.found else [])):
+        typer.echo(f"data: {sentence}", err=True)
+    if data.errors and refuse:
+        raise UserError("the data are not ready, as said above; nothing was submitted")
 
 
 def _rehearse(recipe: Path, overrides: list[str]) -> None:

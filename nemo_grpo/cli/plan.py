@@ -75,13 +75,23 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_machine(plans, further, price), indent=2))
     else:
-        _show(wide_console(), plans, further, price)
+        _show(wide_console(), plans, further, price, _about_data(recipes))
     if png:
         from nemo_grpo.plan.scaling import draw_scaling
 
         draw_scaling(further["scale"], png, f"{plans[0].name} on {gpu}")
     if not all(one.accepted for one in plans):
         raise typer.Exit(EXIT_USAGE)
+
+
+def _about_data(recipes: list[Recipe]) -> list[str]:
+    """What the recipes' files lack, once for all; of a single recipe also what they hold."""
+    from nemo_grpo.launch.data_files import check_data, missing_files, remedies
+
+    if len(recipes) > 1:
+        return list(remedies(file for recipe in recipes for file in missing_files(recipe)))
+    data = check_data(recipes[0])
+    return [*data.errors, *data.notes, *([data.found] if data.found else [])]
 
 
 def _assumptions(lengths: str | None, prompt: float, signal: float) -> Assumptions:
@@ -120,7 +130,9 @@ def _further(
     return found
 
 
-def _show(console: Console, plans: list[Plan], further: dict[str, Any], price: float | None) -> None:
+def _show(
+    console: Console, plans: list[Plan], further: dict[str, Any], price: float | None, data: list[str]
+) -> None:
     from nemo_grpo.cli import plan_tables as tables
 
     def line(text: str, style: str | None = None) -> None:
@@ -140,6 +152,8 @@ def _show(console: Console, plans: list[Plan], further: dict[str, Any], price: f
         console.print(tables.variants_table(further["compare"], price))
     if "scale" in further:
         console.print(tables.scale_table(further["scale"], price))
+    for sentence in data:
+        line(f"data: {sentence}")
     for one in (one for one in plans if not one.accepted):
         for problem in one.problems:
             line(f"{one.name}: {problem}", "red")

@@ -1,19 +1,22 @@
-"""``nemo-grpo recipe``: check, resolve and compare recipes without starting anything."""
+"""``nemo-grpo recipe``: list, copy, check, resolve and compare recipes without starting anything."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.extensions import is_reference
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 app = typer.Typer(
-    no_args_is_help=True, help="Check, resolve and compare recipes. Nothing is trained or written."
+    no_args_is_help=True, help="List, copy, check, resolve and compare recipes. Nothing is trained."
 )
 
 Overrides = Annotated[
@@ -42,14 +45,22 @@ def check(
     Example: nemo-grpo recipe check recipes grpo.max_num_steps=2
     """
     paths, overrides = split_items(items, "check")
-    results = [_check_one(path, overrides) for path in paths]
+    missing: list[str] = []
+    results = [_check_one(path, overrides, missing) for path in paths]
+    if missing:
+        from nemo_grpo.launch.data_files import remedies
+
+        for sentence in remedies(missing):
+            _note(sentence)
     if not all(results):
         typer.echo(f"{results.count(False)} of {len(results)} recipes are wrong", err=True)
         raise typer.Exit(EXIT_USAGE)
 
 
-def _check_one(path: Path, overrides: list[str]) -> bool:
+def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
+    """Print a recipe's line; ``missing`` gets the files that its task lacks."""
     from nemo_grpo.experiments.sweep import is_sweep
+    from nemo_grpo.launch.data_files import check_data, missing_files
     from nemo_grpo.recipe import advice, load_recipe, refuse_unsupported
 
     try:
@@ -59,13 +70,40 @@ def _check_one(path: Path, overrides: list[str]) -> bool:
         recipe = load_recipe(path, overrides)
         if recipe.nemo_grpo.target == "embedded":
             refuse_unsupported(recipe)
+        data = check_data(recipe)
+        if lacking := missing_files(recipe):
+            missing += lacking
+        elif data.errors:
+            raise UserError("; ".join(data.errors))
+        else:
+            try_own_rewards(recipe)
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}")
         return False
     typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
-    for sentence in advice(recipe):
-        typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
+    for sentence in (*advice(recipe), *data.notes):
+        _note(sentence)
     return True
+
+
+def _note(sentence: str) -> None:
+    typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
+
+
+def try_own_rewards(recipe: Recipe) -> None:
+    """Call the recipe's own reward functions on a few of its problems.
+
+    Raises: UserError: see `Scorer.try_out`.
+    """
+    own = recipe.nemo_grpo
+    if not any(map(is_reference, own.rewards)):
+        return
+    from contextlib import closing
+
+    from nemo_grpo.tasks.scoring import Scorer
+
+    with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
+        scorer.try_out(recipe.grpo.seed)
 
 
 def _summary(recipe: Recipe) -> str:
@@ -98,11 +136,35 @@ def resolve(
 ) -> None:
     """Print a recipe as it will run: bases merged, overrides applied, every default written out.
 
+    An invalid recipe is shown with what is wrong above each key; exit code 2.
+
     Example: nemo-grpo recipe resolve recipes/quickstart.yaml loss_fn.variant=gpg
     """
-    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.recipe import as_text
+    from nemo_grpo.recipe.validation import settings_of
 
-    typer.echo(load_recipe(path, overrides or ()).to_yaml(), nl=False)
+    tree, errors = settings_of(path, overrides or ())
+    typer.echo("\n".join(annotated(as_text(tree).splitlines(), errors)))
+    if errors:
+        raise typer.Exit(EXIT_USAGE)
+
+
+def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
+    """YAML lines with each message as a comment above its key; those about no line come first."""
+    left, shown, place = list(errors), list[str](), list[str]()
+    for line in lines:
+        if key := re.match(r"( *)([^\s#-][^\s]*):(?= |$)", line):
+            place = [*place[: len(key[1]) // 2], key[2].strip("'\"")]
+            about = [error for error in left if _is_about(error, ".".join(place))]
+            shown += [typer.style(f"{key[1]}# wrong: {error}", fg="red") for error in about]
+            left = [error for error in left if error not in about]
+        shown.append(line)
+    yield from (typer.style(f"# wrong: {error}", fg="red") for error in left)
+    yield from shown
+
+
+def _is_about(error: str, key: str) -> bool:
+    return re.match(rf"(unknown key )?{re.escape(key)}(?![\w.])", error) is not None
 
 
 @app.command()
@@ -112,14 +174,64 @@ def diff(
 ) -> None:
     """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
 
+    What is wrong with an invalid one is said below; exit code 2.
+
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
     """
     from nemo_grpo.dotted import leaves
-    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.validation import settings_of
 
-    a, b = (dict(leaves(load_recipe(path).to_dict())) for path in (first, second))
+    (tree_a, wrong_a), (tree_b, wrong_b) = settings_of(first), settings_of(second)
+    a, b = dict(leaves(tree_a)), dict(leaves(tree_b))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
     typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
+    for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:
+        typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}", err=True)
+    if wrong_a or wrong_b:
+        raise typer.Exit(EXIT_USAGE)
+
+
+@app.command("list")
+def list_recipes(
+    pattern: Annotated[str, typer.Argument(help="Part of a name.", show_default=False)] = "",
+) -> None:
+    """List the recipes that come with the package; every command takes their names for a file.
+
+    Example: nemo-grpo recipe list quickstart
+    """
+    from nemo_grpo import shipped
+    from nemo_grpo.recipe import load_recipe
+
+    names = [name for name in shipped.recipe_names() if pattern in name]
+    if not names:
+        raise UserError(f"no shipped recipe has {pattern!r} in its name; `nemo-grpo recipe list` shows all")
+    for name in names:
+        typer.echo(f"{name}: {_summary(load_recipe(name))}")
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A shipped recipe, see list.", show_default=False)],
+    target: Annotated[
+        Path | None, typer.Argument(help="File to write. Default: its name, here.", show_default=False)
+    ] = None,
+) -> None:
+    """Copy a shipped recipe here, to be changed; its bases stay the shipped ones.
+
+    Example: nemo-grpo recipe copy quickstart my.yaml
+    """
+    from nemo_grpo import shipped
+
+    source = shipped.recipe_file(shipped.folder("recipes") / f"{name.removesuffix('.yaml')}.yaml")
+    written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
+    try:
+        with written.open("x", encoding="utf-8") as file:
+            file.write(shipped.portable(source))
+    except FileExistsError:
+        raise UserError(f"{written} exists; name another file") from None
+    except OSError as error:
+        raise UserError(f"{written} cannot be written: {error.strerror}") from None
+    typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:

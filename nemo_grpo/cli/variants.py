@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_grpo.errors import UserError, as_yaml, did_you_mean
+from nemo_grpo.errors import as_yaml
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,17 +25,15 @@ def variants(
     """
     from rich.console import Console
 
-    from nemo_grpo.variants import OBJECTIVES
+    from nemo_grpo.variants import OBJECTIVES, variant_class
 
-    if name is not None and name not in OBJECTIVES:
-        raise UserError(f"{name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
     console = Console()
     if name is None:
         console.print(overview(OBJECTIVES))
         console.print("(reference): with reference_policy_kl_penalty > 0. In a recipe: loss_fn.variant.")
         console.print("All parameters of one: [bold]nemo-grpo variants NAME[/bold]")
     else:
-        console.print(parameters(name, OBJECTIVES[name]))
+        console.print(parameters(name, variant_class(name, "variants")))
 
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:

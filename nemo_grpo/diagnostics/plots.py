@@ -27,6 +27,8 @@ MAX_BANDS = 5
 MAX_PALE = 2
 """With more groups than this, single steps behind the running means are left out."""
 
+METRIC_HEIGHT = 15
+"""Points between a panel's axes and its title, for the metric's name."""
 LEGEND_LETTERS, LEGEND_HANDLE = 12, 9
 """Letters per inch of a legend, and the width of a label's line in letters."""
 
@@ -200,17 +202,27 @@ def _seeds_label(group: RunGroup) -> str:
 
 def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     metric = panel.draw(axes, groups, panel.keys)
-    axes.set_title(metric, loc="right", fontsize=7.5, color=COMPANION)
-    axes.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
+    # Below the title, which it would run into beside it.
+    axes.text(0, 1.02, metric, transform=axes.transAxes, fontsize=7.5, color=COMPANION)
+    axes.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold", pad=METRIC_HEIGHT)
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
     if not panel.of_diagnostics:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.margins(x=0.02)
     if panel.from_zero:
-        top = max(axes.get_ylim()[1], 0.01)
-        axes.set_ylim(-0.02 * top, top)  # a line at 0 stays visible
+        axes.set_ylim(top=max(axes.get_ylim()[1], 0.01))
+    if panel.from_zero or _is_never_negative(axes):
+        axes.set_ylim(bottom=0)
+        for line in axes.lines:
+            line.set_clip_on(False)  # a line at 0 stays visible
     axes.tick_params(labelsize=8.5)
     tidy(axes)
+
+
+def _is_never_negative(axes: Axes) -> bool:
+    """True for lines at or above 0 whose axis would begin below it, where no value can be."""
+    lowest = min((np.nanmin(line.get_ydata()) for line in axes.lines if len(line.get_ydata())), default=-1.0)
+    return axes.get_yscale() == "linear" and axes.get_ylim()[0] < 0 <= lowest
 
 
 def tidy(axes: Axes) -> None:

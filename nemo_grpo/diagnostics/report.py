@@ -22,6 +22,8 @@ from nemo_grpo.recipe.keys import shown
 
 PLOTS = "plots"
 REPORT = "report.html"
+TITLE_LENGTH = 60
+"""Letters of a title on one line."""
 
 
 def plot_run(run_dir: str | Path) -> Path:
@@ -84,13 +86,15 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
 
 def render(groups: Sequence[RunGroup], plots: Path) -> str:
     """The HTML text with the pictures of ``plots`` embedded."""
-    title = " vs ".join(group.label for group in groups) if len(groups) <= 4 else f"{len(groups)} settings"
+    title = " vs ".join(group.label for group in groups)
+    title = title if len(title) <= TITLE_LENGTH else f"{len(groups)} settings"
     runs = [run for group in groups for run in group.runs]
     paths = ", ".join(str(run.path) for run in runs)
     sections = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p class=sub>{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {html.escape(paths)}</p>",
         summary_table(groups),
+        _findings(groups),
         _picture(plots / "learning_curve.png", "Held-out accuracy by training step"),
         _picture(plots / "overview.png", "All metrics by training step"),
         _token_tables(groups),
@@ -103,7 +107,15 @@ def render(groups: Sequence[RunGroup], plots: Path) -> str:
 
 def summary_table(groups: Sequence[RunGroup]) -> str:
     """Accuracies, greedy, pass@k, entropy and time of each group over its seeds."""
-    return f"{_table(*summary.table(groups))}<p class=note>{_escaped(summary.NOTE)}</p>"
+    return (
+        f"<div class=summary>{_table(*summary.table(groups))}</div><p class=note>{_escaped(summary.NOTE)}</p>"
+    )
+
+
+def _findings(groups: Sequence[RunGroup]) -> str:
+    """What keeps runs from learning."""
+    items = "".join(f"<li>{_escaped(line)}</li>" for line in summary.stuck_runs(groups))
+    return f"<h2>Does not learn</h2><ul class=stuck>{items}</ul>" if items else ""
 
 
 def _picture(path: Path, alternative: str) -> str:
@@ -173,7 +185,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return html.escape(text).replace("+-", "&plusmn;")
+    return html.escape(text).replace("+- ", "&plusmn;&nbsp;")
 
 
 _TOKEN_LISTS = {
@@ -184,7 +196,7 @@ _TOKEN_LISTS = {
 }
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1100px;
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1400px;
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
 .sub, .note { color: #666; margin: .3rem 0 1rem; font-size: .9rem }
@@ -192,7 +204,9 @@ h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2px solid #bbb }
+.summary th, .summary td { white-space: normal; padding: .35rem .45rem; vertical-align: bottom }
 tbody tr:hover { background: #f6f8fa }
+.stuck { color: #a40000 }
 img { width: 100%; max-width: 1060px; display: block; margin: 1.2rem auto }
 dt { font-weight: 600; margin-top: .5rem } dd { margin: 0 }
 """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_grpo.diagnostics.runs import ENTROPY, RunGroup, RunLog, common_key, pass_key
+from nemo_grpo.diagnostics.stuck import findings
 
 ACCURACY = "validation/accuracy"
 
@@ -100,6 +101,16 @@ def _record(values: Sequence[float]) -> dict[str, Any] | None:
         return None
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return {"values": list(values), "mean": statistics.mean(values), "std": deviation}
+
+
+def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
+    """What keeps runs from learning at their end: ``run: finding``."""
+    return [
+        f"{run.path.name}: {sentence}"
+        for group in groups
+        for run in group.runs
+        for sentence in findings([row for step, row in run.rows.items() if step > 0])
+    ]
 
 
 def mean_std(values: Sequence[float], digits: int = 3, sign: str = "") -> str:

@@ -10,6 +10,7 @@ from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.setup import choose_device
+from nemo_grpo.engine.trackers import check_trackers
 from nemo_grpo.errors import UserError
 from nemo_grpo.hf_folder import check_model_folder, load_config
 from nemo_grpo.recipe import Recipe, refuse_unsupported
@@ -27,6 +28,7 @@ def check(recipe: Recipe, *, resume: bool) -> None:
     check_model_source(recipe)
     check_layout(recipe)
     choose_device(recipe)
+    check_trackers(recipe)
     run = RunFolder(recipe.run_dir)
     run.check(resume=resume)
     if resume:
@@ -43,6 +45,11 @@ def check_supported(recipe: Recipe) -> None:
 
     Raises: UserError: naming key, value and remedy.
     """
+    if recipe.nemo_grpo.target == "cluster":
+        raise UserError(
+            "nemo_grpo.target=cluster: this recipe is for NeMo-RL; `nemo-grpo launch RECIPE --time 04:00:00` "
+            "submits it to Slurm, `nemo-grpo rehearse RECIPE` tries it here without a GPU"
+        )
     refuse_unsupported(recipe)
     if errors := list(options.fp8_refusals(recipe.policy.megatron_cfg, options.this_machine())):
         raise UserError("; ".join(errors))

@@ -80,11 +80,15 @@ def sample_rows(step: int, groups: list[Group], num_samples: int) -> list[dict[s
 
 
 def note(row: dict[str, Any]) -> str:
-    """The few numbers beside the progress bar."""
+    """The numbers beside the progress bar, which a person reads while a run trains."""
     shown: dict[str, Callable[[Any], str]] = {
         "reward/mean": lambda v: f"reward {v:.2f}",
-        "entropy/mean": lambda v: f"entropy {v:.2f}",
+        "reward/accuracy": lambda v: f"right {v:.0%}",
+        "rollout/with_signal": lambda v: f"signal {v:.0%}",
         "length/mean": lambda v: f"length {v:.0f}",
+        "length/truncated": lambda v: f"cut {v:.0%}",
+        "entropy/mean": lambda v: f"entropy {v:.2f}",
+        "tokens_per_second": lambda v: f"{v:.0f} tokens/s",
         "validation/val_loss": lambda v: f"held-out loss {v:.3f}",
         "validation/accuracy": lambda v: f"accuracy {v:.3f}",
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nemo_grpo.dotted import leaves
 from nemo_grpo.engine.checkpoint import CheckpointStore
+from nemo_grpo.engine.run_folder import own_copy
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 
@@ -60,6 +61,13 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
             f"--resume with another recipe than {resolved.parent} was started with: {'; '.join(changed)}; "
             "undo that, or start another nemo_grpo.run_name"
         )
+    for name, text in recipe.own_files.items():
+        copy = own_copy(resolved.parent, name)
+        if copy.is_file() and copy.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"--resume with another {name} than the run was started with, which {copy} holds; "
+                "undo the change, or start another nemo_grpo.run_name"
+            )
     left = CheckpointStore(first.checkpoint_dir).latest()
     if left is not None and CheckpointStore(recipe.checkpoint_dir).latest() is None:
         raise UserError(

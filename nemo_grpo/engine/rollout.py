@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from nemo_grpo.core.resampling import rewards_differ
 from nemo_grpo.sampling.episodes import Sampled, sample_responses
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Generator, Request
-from nemo_grpo.tasks import Problem, Task
-from nemo_grpo.tasks.base import checked_score, reward_of
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.scoring import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,26 +106,23 @@ class Step:
 def sample_groups(
     generator: Generator,
     tokenizer: Any,
-    task: Task,
+    scorer: Scorer,
     problems: Sequence[Problem],
     request: Request,
-    reward_weights: Mapping[str, float],
 ) -> list[Group]:
     """Sample the responses that are asked for, to a prompt per problem, and score them.
 
     The first rank scores for all: a verdict at a grader's time limit may differ between two calls.
     """
-    sampled = sample_responses(generator, tokenizer, task, request)
+    sampled = sample_responses(generator, tokenizer, scorer.task, request)
     num_generations = request.num_generations
     rows = [problem for problem in problems for _ in range(num_generations)]
-    scored = from_first_rank(
-        lambda: [checked_score(task, problem, one.text) for problem, one in zip(rows, sampled, strict=True)]
-    )
+    scored = from_first_rank(lambda: scorer(rows, [one.text for one in sampled]))
     groups = []
     for index, problem in enumerate(problems):
         part = slice(index * num_generations, (index + 1) * num_generations)
         responses = [
-            Response(**vars(one), scores=scores, reward=reward_of(scores, reward_weights))
+            Response(**vars(one), scores=scores, reward=scorer.reward(scores))
             for one, scores in zip(sampled[part], scored[part], strict=True)
         ]
         groups.append(Group(problem, request.prompts[index], responses))

@@ -1,7 +1,7 @@
 """``runs/<name>/``: everything that a run leaves behind.
 
-recipe.resolved.yaml  versions.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl  tensorboard/  plots/
-report.html  checkpoints/  evaluation/  hf/  hf-adapter/
+recipe.resolved.yaml  own/  versions.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl  tensorboard/
+plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import write_atomically
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from nemo_grpo.engine.trackers import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class RunFolder:
         self.hf = path / "hf"
         self.hf_adapter = path / "hf-adapter"
         self.recipe = path / "recipe.resolved.yaml"
-        self._events: SummaryWriter | None = None
+        self._trackers: list[Tracker] = []
         self._lock_file: int | None = None
 
     def _lock(self) -> None:
@@ -89,8 +92,18 @@ class RunFolder:
                 "choose another nemo_grpo.runs_dir"
             )
 
-    def open(self, recipe_yaml: str, *, from_step: int, tensorboard: bool = False) -> None:
-        """Create or continue the folder; rows of steps after ``from_step`` go: they will come again."""
+    def open(
+        self,
+        recipe_yaml: str,
+        own_files: Mapping[str, str] = MappingProxyType({}),
+        *,
+        from_step: int,
+        trackers: Callable[[Path], Iterable[Tracker]] = lambda _folder: (),
+    ) -> None:
+        """Create or continue the folder; rows of steps after ``from_step`` go: they will come again.
+
+        Args: own_files: `Recipe.own_files`.  trackers: opens them, given this folder.
+        """
         if not self.leads:
             return
         try:
@@ -98,6 +111,7 @@ class RunFolder:
             self._lock()
             write_atomically(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
             write_atomically(self.recipe, recipe_yaml)
+            keep_own_files(self.path, own_files)
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"
@@ -114,26 +128,22 @@ class RunFolder:
                 path.unlink()
             else:
                 _keep_rows_up_to(path, from_step)
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=from_step + 1)
+        self._trackers = list(trackers(self.path))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
         if not self.leads:
             return
         _append(self.metrics, row)
-        if self._events is not None:
-            for name, value in row.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, row["step"])
+        numbers = {name: value for name, value in row.items() if name != "step"}
+        for tracker in self._trackers:
+            tracker.log(numbers, row["step"])
 
     def close(self) -> None:
-        """Flush and close the event file, and give the folder free."""
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        """Flush and close the trackers, and give the folder free."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._trackers = []
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
@@ -147,6 +157,19 @@ class RunFolder:
         """Add one step's object to diagnostics.jsonl."""
         if self.leads:
             _append(self.diagnostics, row)
+
+
+def own_copy(folder: Path, name: str) -> Path:
+    """Where a run's folder keeps the file of a user's own variant, task or reward."""
+    return folder / "own" / re.sub(r"[^\w.-]+", "_", name)
+
+
+def keep_own_files(folder: Path, own_files: Mapping[str, str]) -> None:
+    """Copies of `Recipe.own_files`: the resolved recipe alone would not say what ran."""
+    for name, text in own_files.items():
+        copy = own_copy(folder, name)
+        copy.parent.mkdir(exist_ok=True)
+        write_atomically(copy, text)
 
 
 def versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.resampling import accumulate_groups
+from nemo_grpo.diagnostics.stuck import Watch
 from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.engine import setup, validation
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
@@ -25,12 +26,14 @@ from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver, export_policy
 from nemo_grpo.engine.signals import stop_on_signals
+from nemo_grpo.engine.trackers import open_trackers
 from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.scoring import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class Trainer:
         self.run = RunFolder(recipe.run_dir, leads=leads, resume=resume)
         self.objective = recipe.loss_fn.build()
         self.task = recipe.nemo_grpo.task.build()
+        self.scorer = Scorer(self.task, recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
+        self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size
@@ -84,8 +89,12 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         from_step = -1 if checkpoint is None else self.state.step
-        tensorboard = recipe.logger.tensorboard_enabled
-        self.run.open(recipe.to_yaml(), from_step=from_step, tensorboard=tensorboard)
+        self.run.open(
+            recipe.to_yaml(),
+            recipe.own_files,
+            from_step=from_step,
+            trackers=lambda folder: open_trackers(recipe, folder, from_step),
+        )
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
             self.store.remove_leftovers()
 
@@ -137,6 +146,7 @@ class Trainer:
             raise
         finally:
             self.run.close()
+            self.scorer.close()
         if finished:
             self.finish()
         return finished
@@ -152,7 +162,7 @@ class Trainer:
                     state.step,
                     recipe.grpo.max_num_steps,
                 )
-            stopping = False
+            stopping, watch = False, Watch(recipe.grpo.max_num_steps)
             with self._progress() as advance:
                 while state.step < recipe.grpo.max_num_steps and not stopping and not state.reached_goal:
                     row = self.train_step()
@@ -162,6 +172,8 @@ class Trainer:
                     row |= self.validated
                     self.run.append_metrics(row)
                     advance(note(row))
+                    for sentence in watch(row):
+                        log.warning("%s", sentence)
                     state.reached_goal = validation.reached_goal(recipe.grpo, row)
                     self._save_if_due(stopping)
         self.saver.finish()
@@ -251,8 +263,7 @@ class Trainer:
         seed, number = recipe.grpo.seed * 1_000_003 + first, recipe.grpo.num_generations_per_prompt
         request = Request(self._encode(problems), number, self.sampling, seed)
         self.state.next_problem += len(problems)
-        rewards = recipe.nemo_grpo.rewards
-        return sample_groups(self.generator, self.tokenizer, self.task, problems, request, rewards)
+        return sample_groups(self.generator, self.tokenizer, self.scorer, problems, request)
 
     # ------------------------------------------------------------------ validation, saving, the end
 

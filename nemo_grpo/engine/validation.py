@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from nemo_grpo.engine import setup
 from nemo_grpo.evaluate.runner import evaluate
+from nemo_grpo.progress import TokenMeter, progress
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
-from nemo_grpo.sampling.requests import Generator
+from nemo_grpo.sampling.local_generator import LocalGenerator
+from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.tasks import Problem, Task
 
 log = logging.getLogger(__name__)
@@ -36,20 +39,40 @@ def validate(
     """Greedy, avg@k and pass@k of these weights on these problems, as ``validation/*``."""
     start = time.monotonic()
     generator.update_weights(named_tensors)
-    result = evaluate(
-        generator,
-        tokenizer,
-        task,
-        recipe.nemo_grpo.prompt,
-        problems,
-        num_samples=recipe.grpo.val_num_generations_per_prompt,
-        sampling=setup.validation_sampling(recipe, tokenizer),
-        seed=recipe.grpo.seed,
-    )
+    k, sampling = recipe.grpo.val_num_generations_per_prompt, setup.validation_sampling(recipe, tokenizer)
+    with _shown(generator, len(problems), k, sampling) as advance:
+        result = evaluate(
+            generator,
+            tokenizer,
+            task,
+            recipe.nemo_grpo.prompt,
+            problems,
+            num_samples=k,
+            sampling=sampling,
+            seed=recipe.grpo.seed,
+            on_progress=advance,
+        )
     for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
         log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
     metrics = {f"validation/{name}": value for name, value in result.metrics().items()}
     return metrics | {"time/validation": time.monotonic() - start}
+
+
+@contextmanager
+def _shown(
+    generator: Generator, num_problems: int, k: int, sampling: SamplingParams
+) -> Iterator[Callable[[str], None] | None]:
+    """Lines with rate and time left, if a validation takes longer than a few seconds; of one rank alone."""
+    if not isinstance(generator, LocalGenerator):
+        yield None
+        return
+    num_responses = num_problems * (1 if sampling.greedy else 1 + k)
+    with progress("validation", num_problems, bar=False) as advance:
+        generator.meter = TokenMeter(advance, num_responses, sampling.max_new_tokens)
+        try:
+            yield advance
+        finally:
+            generator.meter = None
 
 
 def reached_goal(grpo: GRPOSection, row: Mapping[str, Any]) -> bool:

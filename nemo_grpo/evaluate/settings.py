@@ -14,9 +14,11 @@ import torch
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.responses import fingerprint
 from nemo_grpo.evaluate.suite import Conditions
+from nemo_grpo.hf_folder import load_config
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
 from nemo_grpo.sampling.generators import build_local, choose
+from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.sampling.requests import Generator, Request, Rollout, SamplingParams
 
 
@@ -124,6 +126,22 @@ def _of_recipe(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+CACHE_BYTES = 1 << 30
+"""Of the KV cache of responses that are sampled together."""
+
+
+def fitting_batch_size(model: Path, max_tokens: int) -> int:
+    """Responses of this length whose KV cache fits `CACHE_BYTES` in float32, between 1 and the default.
+
+    A large model then gets few at a time: answers come, and are on disk, early.
+    """
+    config = load_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_response = 2 * 4 * config.num_hidden_layers * heads * width * max_tokens
+    return max(1, min(Settings.batch_size, CACHE_BYTES // per_response))
+
+
 class LazyGenerator:
     """Loads the model when the first response is needed: never if all are recorded.
 
@@ -132,7 +150,11 @@ class LazyGenerator:
 
     def __init__(self, build: Callable[[], Generator]) -> None:
         self.load = cache(build)
+        self.meter: Callable[[int, int], None] | None = None
 
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`."""
-        return self.load().generate(request)
+        loaded = self.load()
+        if isinstance(loaded, LocalGenerator):
+            loaded.meter = self.meter
+        return loaded.generate(request)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import load_tree
+from nemo_grpo.shipped import recipe_file
 from nemo_grpo.variants import VARIANTS
 
 RUNS = "runs"
@@ -67,12 +69,13 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
     """
     if any(override.lstrip("+").startswith("loss_fn.variant=") for override in overrides):
         raise UserError("loss_fn.variant is what --variants varies; name the variants there")
+    recipe = recipe_file(recipe)
     base = load_tree(recipe).get("loss_fn", {}).get("variant")
     settings = []
     for variant in variants:
-        if variant not in VARIANTS:
-            raise UserError(f"--variants {variant}: not a variant{did_you_mean(variant, VARIANTS)}")
-        overlay = recipe.with_name(f"{recipe.stem}-{variant}{recipe.suffix}")
+        if not is_reference(variant) and variant not in VARIANTS:
+            raise UserError(f"--variants={variant!r} is not a variant{did_you_mean(variant, VARIANTS)}")
+        overlay = recipe.with_name(f"{recipe.stem}-{variant.replace('/', '-')}{recipe.suffix}")
         replaced: tuple[str, ...] = ()
         if variant != base and not overlay.is_file():
             replaced = ("~loss_fn", f"loss_fn.variant={variant}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_grpo.diagnostics.report import write_group_report
 from nemo_grpo.diagnostics.runs import RunGroup, read_run
-from nemo_grpo.diagnostics.summary import NOTE, markdown, records
+from nemo_grpo.diagnostics.summary import NOTE, markdown, records, stuck_runs
 from nemo_grpo.experiments.plan import Job
 from nemo_grpo.experiments.runner import Status
 
@@ -48,6 +48,7 @@ def write_results(
     if groups:
         write_group_report(groups, out / REPORT)
         text += f"{markdown(groups)}\n{NOTE}\n"
+        text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(groups))
     if missing:
         text += f"\nNot in the table, {len(missing)} of {len(jobs)} runs:\n\n"
         text += "".join(f"- {name}: {reason}\n" for name, reason in missing.items())

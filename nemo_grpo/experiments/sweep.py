@@ -25,6 +25,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from nemo_grpo import shipped
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.experiments.plan import Setting, override_key
 
@@ -84,7 +85,7 @@ def find_sweep(name: str) -> Path:
 
     Raises: UserError: there is none; the presets are listed.
     """
-    folders = (FOLDER, Path(__file__).parents[2] / FOLDER)
+    folders = (FOLDER, shipped.folder("recipes") / "sweeps")
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.is_file():
             return path

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.launch.data_files import check_data
 from nemo_grpo.launch.nccl import nccl_problems
 from nemo_grpo.launch.plan import kind_of, num_parameters, plan_verdict
 from nemo_grpo.recipe import Recipe
@@ -54,7 +55,7 @@ def read_facts(folder: Path) -> list[dict[str, Any]]:
 
 def check_job(recipe: Recipe, job: Job) -> list[Row]:
     """Return one row for each check of the job's nodes and folders."""
-    checks = (plan, shared_folder, num_nodes, gpus, clocks, free_space, shared_memory, versions, nccl)
+    checks = (plan, data, shared_folder, num_nodes, gpus, clocks, free_space, shared_memory, versions, nccl)
     return [row for check in checks for row in check(recipe, job)]
 
 
@@ -72,6 +73,17 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
         yield Row("plan", "note", str(error))
     else:
         yield Row("plan", "ok" if accepted else "refused", sentence)
+
+
+def data(recipe: Recipe, _job: Job) -> Iterator[Row]:
+    """The files of the recipe's task are there and hold enough problems."""
+    checked = check_data(recipe)
+    for sentence in checked.errors:
+        yield Row("data", "refused", sentence)
+    for sentence in checked.notes:
+        yield Row("data", "note", sentence)
+    if checked.found and not checked.errors:
+        yield Row("data", "ok", checked.found)
 
 
 def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:

@@ -19,6 +19,10 @@ SCRIPTS = {"cluster": "train.sbatch", "embedded": "embedded.sbatch"}
 """nemo_grpo.target -> the script that runs it."""
 
 
+INHERITED = ("CONTAINER", "MOUNTS", "PYTHON", "LOGS", "NEMO_GRPO_ROOT", "MAX_RETRIES")
+"""Variables that the job scripts read and a job takes from the shell that submits it."""
+
+
 @dataclass(frozen=True)
 class Submission:
     """An sbatch command and what is added to its environment."""
@@ -27,21 +31,26 @@ class Submission:
     environment: Mapping[str, str]
 
     def __str__(self) -> str:
-        """The line to type instead."""
-        return shlex.join([*(f"{k}={v}" for k, v in self.environment.items()), *self.command])
+        """The line to type instead, in any shell and folder: with the variables that the job inherits."""
+        inherited = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
+        added = (
+            f"{name}={shlex.quote(value)}" for name, value in (inherited | dict(self.environment)).items()
+        )
+        return " ".join([*added, shlex.join(self.command)])
 
 
 def scripts_folder() -> Path:
-    """The repository's folder slurm.
+    """The job scripts: of NEMO_GRPO_ROOT, else of the repository. The package's sources lie beside them.
 
-    Raises: UserError: the package was installed without its repository.
+    Raises: UserError: there are none.
     """
-    folder = Path(nemo_grpo.__file__).parents[1] / "slurm"
-    if not folder.is_dir():
+    root = Path(os.environ.get("NEMO_GRPO_ROOT") or Path(nemo_grpo.__file__).parents[1]).absolute()
+    if not (root / "slurm").is_dir():
         raise UserError(
-            f"{folder} is not there; install with `pip install -e` from the repository, which holds it"
+            f"NEMO_GRPO_ROOT: {root} has no job scripts; `nemo-grpo slurm scripts DIR` writes them for an "
+            "installation without the repository; then export NEMO_GRPO_ROOT=DIR"
         )
-    return folder
+    return root / "slurm"
 
 
 def prepare(
@@ -64,7 +73,11 @@ def prepare(
             f"cluster.num_nodes={cluster.num_nodes}: the embedded engine runs on one node; set "
             "nemo_grpo.target=cluster, or cluster.num_nodes=1"
         )
-    given = {"job-name": recipe.nemo_grpo.run_name, "nodes": str(cluster.num_nodes)}
+    given = {
+        "job-name": recipe.nemo_grpo.run_name,
+        "chdir": str(Path.cwd()),  # the recipe's paths are relative to it, wherever the command is typed
+        "nodes": str(cluster.num_nodes),
+    }
     if target == "cluster" or recipe.nemo_grpo.engine.device == "cuda":
         given["gpus-per-node"] = str(cluster.gpus_per_node)
     given |= {name: value for name, value in options.items() if value is not None}

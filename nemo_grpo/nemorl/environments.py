@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.dotted import value_of
+from nemo_grpo.extensions import receive_files
 from nemo_grpo.nemorl import compat
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
-from nemo_grpo.tasks.base import checked_score, reward_of
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
 from nemo_grpo.tasks.reserved import reserved_texts
+from nemo_grpo.tasks.scoring import Scorer
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.config import ClusterRun
@@ -64,6 +65,8 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     if run.has_images:
         check_image_prompt(own.prompt)
     task.train_problem(0, grpo.seed)
+    with closing(Scorer(task, own.rewards, own.prompt)) as scorer:
+        scorer.try_out(grpo.seed)
     return TaskProblems(task, task.validation_problems(grpo.max_val_samples) if grpo.validates else [])
 
 
@@ -85,11 +88,14 @@ def setup_data(
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
     reserved = list(reserved_texts(getattr(encoder, "tokenizer", encoder)))
+    shared = {
+        "task": own.task.model_dump(mode="json"),
+        "prompt": own.prompt.model_dump(),
+        "own_files": recipe.own_files,
+        "reserved": reserved,
+    }
     trained, validated = (
-        start_environment(
-            {"task": own.task.model_dump(mode="json"), "rewards": dict(weights), "reserved": reserved}
-        )
-        for weights in (own.rewards, {"accuracy": 1.0})
+        start_environment(shared | {"rewards": dict(weights)}) for weights in (own.rewards, {"accuracy": 1.0})
     )
     return data, validation, {TASK_NAME: trained}, {TASK_NAME: validated}
 
@@ -165,11 +171,13 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
     """Scores responses and gives the observations between their turns."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Args: config: ``task``, the recipe's section; ``rewards``, component -> weight; ``reserved``, the
-        tokenizer's marks, which observations must not contain.
+        """Args: config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
+        ``own_files``, `Recipe.own_files`; ``reserved``, the tokenizer's marks, which observations must not
+        contain.
         """
+        receive_files(config["own_files"])
         self.task = parse_task(config["task"]).build()
-        self.rewards = dict(config["rewards"])
+        self.scorer = Scorer(self.task, config["rewards"], Prompt.model_validate(config["prompt"]))
         self.reserved = tuple(config["reserved"])
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="score")
 
@@ -185,7 +193,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         """
         problems = [Problem(**info["problem"]) for info in metadata]
         texts = ["".join(message["content"] for message in log[1:]) for log in message_log_batch]
-        scores = list(self.pool.map(partial(checked_score, self.task), problems, texts))
+        scores = self.scorer(problems, texts, self.pool.map)
         totals = [self._reward(score) for score in scores]
         observations, episodes = self._observe(message_log_batch, metadata)
         over = [observation is None for observation in observations]
@@ -205,7 +213,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         )
 
     def _reward(self, score: Mapping[str, float]) -> float:
-        reward = reward_of(score, self.rewards)
+        reward = self.scorer.reward(score)
         return round(reward * REWARD_UNITS) / REWARD_UNITS if isinstance(self.task, MultiTurnTask) else reward
 
     def _observe(
@@ -228,8 +236,9 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         }
 
     def shutdown(self) -> None:
-        """End the threads."""
+        """End the threads and the workers of own rewards."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.scorer.close()
 
 
 def _floats(values: Any) -> Tensor:

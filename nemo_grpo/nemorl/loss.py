@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.masking import zero_outside
+from nemo_grpo.extensions import receive_files, texts_of
 from nemo_grpo.nemorl import compat
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
@@ -45,6 +46,11 @@ class ObjectiveLoss:
         self.reference_policy_kl_penalty = getattr(config, "reference_policy_kl_penalty", 0.0)
         self.objective = config.build()
         assert not self.objective.whole_groups_per_loss_call, "recipe.cluster_rules refuses it"
+
+    def __reduce__(self) -> Any:
+        """Sent as the recipe's section, with the file of a user's own variant: workers need none."""
+        section = self.config.model_dump()
+        return _received, (section, texts_of([self.config.variant]), self.use_fused_linear_logprobs)
 
     @property
     def input_type(self) -> Any:
@@ -186,6 +192,13 @@ def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str
         return dict(zip(EXTREMES, (float("inf"), float("-inf")) * 2, strict=True))
     clamped = (min(max(bound, low), high) for bound in bounds)
     return dict(zip(EXTREMES, (*bounds, *clamped), strict=True))
+
+
+def _received(
+    section: Mapping[str, Any], own_files: Mapping[str, str], use_fused_linear_logprobs: bool
+) -> ObjectiveLoss:
+    receive_files(own_files)
+    return ObjectiveLoss(parse_loss_fn(section), use_fused_linear_logprobs=use_fused_linear_logprobs)
 
 
 def build_loss(loss_fn: Mapping[str, Any]) -> ObjectiveLoss:

@@ -166,7 +166,8 @@ def share_sources() -> None:
     if root.name in ("site-packages", "dist-packages"):
         raise UserError(
             f"PYTHONPATH: nemo_grpo was imported from {root}, whose other packages would shadow the "
-            "workers' own; put a folder with the repository on PYTHONPATH that every node sees"
+            "workers' own; put the repository, or what `nemo-grpo slurm scripts DIR` writes, on PYTHONPATH, "
+            "where every node sees it"
         )
     paths = [str(root), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))

@@ -7,14 +7,19 @@ rows.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
+from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
+from nemo_grpo.engine.run_folder import keep_own_files
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe
+
+log = logging.getLogger(__name__)
 
 OUR_NAMES = {
     "train/reward": "reward/mean",
@@ -44,7 +49,8 @@ def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
     folder = recipe.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
-    log_metrics = logger.log_metrics
+    keep_own_files(folder, recipe.own_files)
+    log_metrics, watch = logger.log_metrics, Watch(recipe.grpo.max_num_steps)
 
     def recorded(
         metrics: Mapping[str, Any], step: int, prefix: str | None = "", *rest: Any, **named: Any
@@ -56,6 +62,8 @@ def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
         }
         with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **row}) + "\n")
+        for sentence in watch({"step": step, **row}) if SIGNAL in row else ():
+            log.warning("%s", sentence)
         return log_metrics(metrics, step, prefix, *rest, **named)
 
     with compat.replaced(logger, "log_metrics", recorded):

@@ -18,6 +18,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from nemo_grpo import shipped
 from nemo_grpo.dotted import parents, set_value, value_of
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
@@ -48,11 +49,13 @@ def _register(name: str, function: Callable[..., Any]) -> None:
         OmegaConf.register_new_resolver(name, function)
 
 
-def load_tree(path: Path) -> Tree:
+def load_tree(path: str | Path) -> Tree:
     """One file merged onto its ``defaults``, interpolations not yet resolved.
 
+    Args:   path: a file, or the name of a shipped recipe, such as ``quickstart``.
     Raises: UserError: a file is missing, a sweep or not a YAML mapping, or the defaults form a cycle.
     """
+    path = shipped.recipe_file(path)
     tree = _load_tree(path, ())
     if list(tree) == ["sweep"]:
         raise UserError(f"{path} is a sweep, not a recipe; give it to `nemo-grpo sweep` or `recipe check`")
@@ -71,10 +74,11 @@ def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
         raise UserError(f"{path}: defaults={bases!r} must be a file name or a list of file names")
     merged: Tree = {}
     for base in bases:
-        file = path.parent / base
+        file = shipped.recipe_at(base) if base.startswith(shipped.SCHEME) else path.parent / base
         if not file.is_file():
             raise UserError(
-                f"{path}: defaults={base!r}: there is no file {file}; paths are relative to the recipe"
+                f"{path}: defaults={base!r}: there is no file {file}; paths are relative to the recipe, and "
+                f"a shipped recipe is {shipped.SCHEME}base/embedded.yaml or the like"
             )
         merged = merge(merged, _load_tree(file, (*including, resolved)))
     return merge(merged, tree)

@@ -16,8 +16,10 @@ from pydantic import (
 )
 
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe.megatron_sections import section_rule
 from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
+from nemo_grpo.tasks.rewards.own_reward import parameters_of
 
 
 class OwnSection(BaseModel):
@@ -125,7 +127,8 @@ class NemoGRPOSection(OwnSection):
     prompt: Prompt = Field(default_factory=Prompt)
     """Prompt."""
     rewards: dict[str, float] = {"accuracy": 1.0}
-    """Weight of each reward component that the task declares; the reward is their weighted sum."""
+    """Weight of each reward component that the task declares, or own function (my_rewards.py:length_bonus);
+    the reward is their weighted sum."""
     warm_start: WarmStart | None = None
     """A model made for the run instead of policy.model_name; null: none."""
     engine: Engine = Field(default_factory=Engine)
@@ -166,7 +169,9 @@ class NemoGRPOSection(OwnSection):
     def _reward_components_exist(cls, rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         task: TaskConfig | None = info.data.get("task")  # None: refused itself
         for name, weight in rewards.items():
-            if task is not None and name not in task.reward_components:
+            if is_reference(name):
+                parameters_of(name)
+            elif task is not None and name not in task.reward_components:
                 raise UserError(
                     f"nemo_grpo.rewards.{name}={weight}: task {task.name!r} has no such reward "
                     f"component{did_you_mean(name, task.reward_components)}"

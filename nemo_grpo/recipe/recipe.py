@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
 
 from nemo_grpo.dotted import value_of
+from nemo_grpo.extensions import texts_of
 from nemo_grpo.recipe.loader import Tree
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.recipe.sections import GENERATION, Checkpointing, Cluster, GRPOSection, Logger, Policy
@@ -93,13 +94,24 @@ class Recipe(BaseModel):
         given = self.checkpointing.checkpoint_dir
         return Path(given) if given else self.run_dir / "checkpoints"
 
+    @property
+    def own_files(self) -> dict[str, str]:
+        """Files of the user's own variant, task and rewards -> their texts."""
+        own = self.nemo_grpo
+        return texts_of([self.loss_fn.variant, own.task.name, *own.rewards])
+
     def to_dict(self) -> Tree:
         """Plain nested mapping of every value; `load_recipe_dict` turns it back into an equal recipe."""
         return self.model_dump()
 
     def to_yaml(self) -> str:
         """The resolved recipe; `load_recipe` of such a file gives an equal recipe."""
-        return yaml.safe_dump(_escaped(self.to_dict()), sort_keys=False, allow_unicode=True, width=110)
+        return as_text(self.to_dict())
+
+
+def as_text(tree: Tree) -> str:
+    """Settings as YAML, which means the same when it is read again."""
+    return yaml.safe_dump(_escaped(tree), sort_keys=False, allow_unicode=True, width=110)
 
 
 def _escaped(value: Any) -> Any:

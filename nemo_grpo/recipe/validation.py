@@ -52,7 +52,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Returns: the recipe.
     Raises:  UserError: all errors that can be found at once.
     """
-    return _validated(resolve(apply_overrides(load_tree(Path(path)), overrides)))
+    return _validated(resolve(apply_overrides(load_tree(path), overrides)))
 
 
 def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
@@ -74,10 +74,10 @@ def _validated(tree: Tree) -> Recipe:
         try:
             recipe = Recipe.model_validate(filled, context=WITHOUT_RULES)
         except ValidationError:
-            raise _together(errors) from None
+            raise RecipeErrors(errors) from None
     errors += violations(recipe)
     if errors:
-        raise _together(errors)
+        raise RecipeErrors(errors)
     return recipe
 
 
@@ -98,13 +98,29 @@ def refuse_unsupported(recipe: Recipe) -> None:
     Raises: UserError: naming key, value and remedy.
     """
     if errors := messages(Scope.EMBEDDED, recipe):
-        raise _together(errors)
+        raise RecipeErrors(errors)
 
 
-def _together(errors: list[str]) -> UserError:
-    if len(errors) == 1:
-        return UserError(errors[0])
-    return UserError(f"{len(errors)} errors in the recipe:" + "".join(f"\n  {error}" for error in errors))
+class RecipeErrors(UserError):
+    """Everything that is wrong with a recipe: ``errors``, one message each."""
+
+    def __init__(self, errors: list[str]) -> None:
+        self.errors = errors
+        listed = "".join(f"\n  {error}" for error in errors)
+        super().__init__(errors[0] if len(errors) == 1 else f"{len(errors)} errors in the recipe:{listed}")
+
+
+def settings_of(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Tree, list[str]]:
+    """A recipe's settings, valid or not, and what is wrong with them.
+
+    Returns: (every value that is known: of a valid recipe all of them, messages).
+    Raises:  UserError: the file cannot be read, or an override or interpolation cannot be carried out.
+    """
+    tree = resolve(apply_overrides(load_tree(path), overrides))
+    try:
+        return _validated(tree).to_dict(), []
+    except RecipeErrors as error:
+        return _with_derived_defaults(tree), error.errors
 
 
 def _with_derived_defaults(tree: Tree) -> Tree:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_grpo.nemorl.rollout_error import bound, per_update
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.problems import RehearsedTask
+from nemo_grpo.rehearsal.problems import RehearsedTask, of_the_task
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint, run_python
 from nemo_grpo.tasks import Problem
 
@@ -289,7 +289,7 @@ def scored(evidence: Evidence) -> Iterator[tuple[Problem, str, Mapping[str, floa
 def reward_components(evidence: Evidence) -> dict[str, float]:
     """Mean of each component that the recipe weights, over the run's responses."""
     scores = [score for _, _, score in scored(evidence)]
-    weights = evidence.rehearsal.recipe.nemo_grpo.rewards
+    weights = of_the_task(evidence.rehearsal.recipe.nemo_grpo.rewards)
     return {name: fmean(score[name] for score in scores) for name in weights} if scores else {}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks import Problem, Task, TaskConfig
 from nemo_grpo.tasks.base import reward_of
@@ -55,6 +56,11 @@ def problems_of(recipe: Recipe, folder: Path) -> Problems:
     return Problems(task.made_up(folder, NUM_MADE_UP), f"made up, because {missing[0]} is missing", False)
 
 
+def of_the_task(rewards: Mapping[str, float]) -> dict[str, float]:
+    """The weights of the task's own components; a user's functions do not choose the demonstrations."""
+    return {name: weight for name, weight in rewards.items() if not is_reference(name)}
+
+
 class RehearsedTask:
     """A recipe's task with short demonstrations: half correct, a quarter wrong, a quarter without an answer.
 
@@ -64,7 +70,7 @@ class RehearsedTask:
 
     def __init__(self, recipe: Recipe, config: TaskConfig) -> None:
         self.task: Task = config.build()
-        self.config, self.rewards = config, recipe.nemo_grpo.rewards
+        self.config, self.rewards = config, of_the_task(recipe.nemo_grpo.rewards)
         self.known = [self.task.train_problem(index, recipe.grpo.seed) for index in range(NUM_KNOWN)]
         self.num_known = len(self.known)
 

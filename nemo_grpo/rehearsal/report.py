@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from nemo_grpo.diagnostics.stuck import findings
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.evidence import Evidence, Stage, sample
 from nemo_grpo.rehearsal.problems import NUM_KNOWN
@@ -50,6 +51,9 @@ def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
     shown = sample(Evidence(rehearsal)) if all(stage.ok for stage in stages[:4]) else ""
     if shown:
         yield f"a response: {shown}"
+    evidence = Evidence(rehearsal)
+    for sentence in findings([evidence.steps[step] for step in sorted(evidence.steps)]):
+        yield f"of this small model, {sentence}"
     yield f"seconds: {', '.join(f'{name} {took:.0f}' for name, took in rehearsal.seconds.items())}"
     yield from was_real(rehearsal)
     yield from was_reduced(rehearsal)

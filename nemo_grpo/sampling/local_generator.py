@@ -8,7 +8,7 @@ numbers belong to a response instead of a place in the batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +45,8 @@ class LocalGenerator(ABC):
 
     name: str
     _config: PretrainedConfig
+    meter: Callable[[int, int], None] | None = None
+    """Called after each step with the tokens drawn in it and the responses that ended with it."""
 
     def __init__(
         self,
@@ -147,6 +149,8 @@ class LocalGenerator(ABC):
             tokens, logprobs = draw(state.logits, request.sampling, here)
             going = responses.append(rows, step, tokens, logprobs)
             num_going = int(going.sum())
+            if self.meter is not None:
+                self.meter(len(rows), len(rows) - num_going)
             if num_going == 0:
                 return
             if num_going < len(rows):

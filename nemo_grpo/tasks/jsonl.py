@@ -1,8 +1,12 @@
-"""Problems from JSONL files: one object ``{"id", "question", "answer", "metadata"}`` per line."""
+"""Problems from JSONL files: one object ``{"id", "question", "answer", "metadata"}`` per line.
+
+A missing id is the file's name and the line's number; an id or an answer may be a number.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -16,7 +20,12 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, stream
 from nemo_grpo.tasks.response import render_response
 
-REQUIRED = ("id", "question", "answer")
+REQUIRED: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("id", (int,), "a non-empty text or a whole number"),
+    ("question", (), "a non-empty text"),
+    ("answer", (int, float), "a non-empty text or a number"),
+)
+"""Key, the types besides text, the rule."""
 STRATA = ("num_people", "task", "level")
 """Metadata whose values a subset of the validation problems represents in proportion."""
 
@@ -178,9 +187,14 @@ def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
 
 def _parse(line: str, where: str) -> Problem:
     entry = parse_object(line, where)
-    for key in REQUIRED:
-        if not isinstance(entry.get(key), str) or not entry[key].strip():
-            raise UserError(f"{where}: {key}={entry.get(key)!r} must be a non-empty text")
+    entry.setdefault("id", where.rpartition("/")[2])
+    for key, kinds, rule in REQUIRED:
+        value = entry.get(key)
+        if type(value) in kinds and (value == value and abs(value) != math.inf):
+            entry[key] = str(value)
+        elif not isinstance(value, str) or not value.strip():
+            given = f"{key}={json.dumps(value)}" if key in entry else f"{key} is missing; it"
+            raise UserError(f"{where}: {given} must be {rule}")
     if "\\u" in line:
         _check_characters(entry, where)
     metadata: Any = entry.get("metadata", {})

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.extensions import is_reference, load_class
 from nemo_grpo.tasks.arithmetic import ArithmeticConfig
 from nemo_grpo.tasks.base import TaskConfig
 from nemo_grpo.tasks.fractions import FractionsConfig
@@ -43,19 +44,28 @@ TASKS: dict[str, type[TaskConfig]] = {
 def parse_task(section: Mapping[str, Any]) -> TaskConfig:
     """The task configuration that a recipe's ``nemo_grpo.task`` section describes.
 
-    Args:    section: ``name`` and that task's parameters.
+    Args:    section: ``name`` and that task's parameters; an own task's name is ``my_file.py:MyTaskConfig``.
     Returns: the frozen configuration; ``build()`` makes the task.
     Raises:  UserError: no name, an unknown name or parameter, or a value that breaks a rule.
     """
     name = section.get("name")
     if not isinstance(name, str):
         raise UserError(f"nemo_grpo.task needs a name (one of {', '.join(sorted(TASKS))}); got {name!r}")
-    if name not in TASKS:
+    if is_reference(name):
+        config = load_class(name, TaskConfig, "nemo_grpo.task.name")
+    elif name in TASKS:
+        config = TASKS[name]
+    else:
         raise UserError(f"unknown task nemo_grpo.task.name={name!r}{did_you_mean(name, TASKS)}")
-    config = TASKS[name]
     for key in section:
         if key not in config.model_fields:
+            owners = [other for other, known in TASKS.items() if key in known.model_fields]
             hint = did_you_mean(str(key), config.model_fields)
+            if owners:
+                hint = (
+                    f", but for {', '.join(owners)}; ~nemo_grpo.task.{key} removes an inherited one, "
+                    "_override_: true in the section all of them"
+                )
             raise UserError(f"unknown key nemo_grpo.task.{key} for task {name!r}{hint}")
     try:
         return config.model_validate(dict(section))

@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from nemo_grpo.aliases import advice_on
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.errors import UserError, as_yaml, did_you_mean
+from nemo_grpo.extensions import is_reference, load_class
 from nemo_grpo.variants.base import VariantConfig
 from nemo_grpo.variants.clip_cov import ClipCov
 from nemo_grpo.variants.cw_grpo import CWGRPO
@@ -55,22 +57,39 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
                  rule.
     """
     name = loss_fn.get("variant")
-    if name not in OBJECTIVES:
-        raise UserError(f"loss_fn.variant={name!r} is not a variant{did_you_mean(str(name), OBJECTIVES)}")
+    config = variant_class(str(name), "loss_fn.variant")
     for key, remedy in _STOCK_LOSS_KEYS.items():
         if key in loss_fn:
             raise UserError(f"loss_fn.{key}={as_yaml(loss_fn[key])} is not supported: {remedy}")
-    config = OBJECTIVES[name]
     try:
         return config.model_validate(dict(loss_fn))
     except ValidationError as error:
-        raise UserError("; ".join(_explain(name, config, e) for e in error.errors())) from None
+        raise UserError("; ".join(_explain(str(name), config, e) for e in error.errors())) from None
+
+
+def variant_class(name: str, key: str) -> type[VariantConfig]:
+    """The configuration class of a variant: one of `OBJECTIVES`, or an own ``my_file.py:MyVariant``.
+
+    Raises: UserError: there is none; the message begins with ``key``.
+    """
+    if is_reference(name):
+        return load_class(name, VariantConfig, key)
+    if name not in OBJECTIVES:
+        raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
+    return OBJECTIVES[name]
 
 
 def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"loss_fn.{key} is not a parameter of {name}{did_you_mean(key, config.model_fields)}"
+        owners = [other for other, known in VARIANTS.items() if key in known.model_fields and other != name]
+        hint = advice_on(key) or did_you_mean(key, config.model_fields)
+        if owners:
+            hint = (
+                f" but of {', '.join(owners)}; ~loss_fn.{key} removes an inherited one, "
+                "_override_: true all of them"
+            )
+        return f"loss_fn.{key} is not a parameter of {name}{hint}"
     message = error["msg"].removeprefix("Value error, ")
     return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn: {message}"
 

@@ -27,8 +27,8 @@ class VariantConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    title: ClassVar[str]
-    paper: ClassVar[str]
+    title: ClassVar[str] = "own variant"
+    paper: ClassVar[str] = "none"
     needs_entropy: ClassVar[bool] = False
     """`shape` reads the policy's entropies."""
     needs_prev_logprobs: ClassVar[bool] = True

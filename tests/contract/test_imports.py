@@ -20,12 +20,15 @@ ALLOWED_ENGINES = {
 }
 ALLOWED_OWN = {
     "sampling": {"core", "tasks", "sampling", "hf_folder", "progress", "errors"},
-    "evaluate": {"core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"},
+    "evaluate": {
+        *("core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"),
+        "hf_folder",
+    },
     "core": {"core"},
-    "variants": {"core", "variants", "errors"},
-    "tasks": {"tasks", "errors"},
+    "variants": {"core", "variants", "aliases", "errors", "extensions"},
+    "tasks": {"tasks", "errors", "extensions"},
     "data": {"data", "tasks", "errors", "files"},
-    "recipe": {"core", "variants", "recipe", "tasks", "dotted", "errors"},
+    "recipe": {"core", "variants", "recipe", "tasks", "aliases", "dotted", "errors", "extensions", "shipped"},
     "plan": {"plan", "recipe", "variants", "dotted", "errors"},
     "diagnostics": {"core", "variants", "recipe", "diagnostics", "dotted", "errors"},
 }

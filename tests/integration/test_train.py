@@ -187,7 +187,7 @@ def test_dynamic_sampling_asks_for_signal_in_what_overlong_filtering_leaves(reci
     ],
     ids=["equal rewards", "nothing trains"],
 )
-def test_a_step_without_signal_updates_nothing(recipe, overrides):
+def test_a_step_without_signal_updates_nothing_and_the_log_says_so(recipe, overrides, caplog):
     r = recipe(
         *("policy.generation.max_new_tokens=1", "grpo.max_num_steps=2"),
         *("policy.megatron_cfg.optimizer.weight_decay=0.1", *overrides),
@@ -196,6 +196,8 @@ def test_a_step_without_signal_updates_nothing(recipe, overrides):
     before = {name: tensor.clone() for name, tensor in trainer.policy.named_tensors()}
     trainer.train()
     assert rows(r.run_dir)[-1]["steps/no_signal"] == 2
+    assert "steps 1 to 2: in no group do two rewards differ, so nothing is learnt" in caplog.text
+    assert "steps 1 to 2: nearly all responses are cut off before they end (100% of them" in caplog.text
     for name, tensor in trainer.policy.named_tensors():
         assert torch.equal(tensor, before[name])
 

@@ -24,8 +24,9 @@ from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.episodes import Sampled
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request, SamplingParams
-from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks import Problem, Prompt
 from nemo_grpo.tasks.retriever import RetrieverError
+from nemo_grpo.tasks.scoring import Scorer
 
 PROMPT = [4, 9, 17]
 TURNS = [  # (tokens, by the policy) of two responses to one prompt
@@ -207,7 +208,11 @@ def scores_of_two():
     rollout.sample_responses = lambda *_: [one, one]
     problem = Problem("p", "q", "a")
     (group,) = rollout.sample_groups(
-        None, None, ByRank(), [problem], Request([[1]], 2, SamplingParams(1), 0), {"accuracy": 1.0}
+        None,
+        None,
+        Scorer(ByRank(), {"accuracy": 1.0}, Prompt()),
+        [problem],
+        Request([[1]], 2, SamplingParams(1), 0),
     )
     judged = _judge(ByRank(), problem, [Recorded("a", 1, False)])
     return [response.reward for response in group.responses], judged.scores, judged.extracted

@@ -38,9 +38,19 @@ def tokenizer():
     return made
 
 
-def environment(section: dict[str, Any], rewards: dict[str, float], reserved: tuple[str, ...] = ()) -> Any:
+def environment(
+    section: dict[str, Any], rewards: dict[str, float], reserved: tuple[str, ...] = (), own_files=None
+) -> Any:
     """The environment in this process, with the interface of its actor."""
-    made = environments.TaskEnvironmentImpl({"task": section, "rewards": rewards, "reserved": reserved})
+    made = environments.TaskEnvironmentImpl(
+        {
+            "task": section,
+            "rewards": rewards,
+            "reserved": reserved,
+            "prompt": {},
+            "own_files": own_files or {},
+        }
+    )
     step = types.SimpleNamespace(remote=lambda *arguments: functools.partial(made.step, *arguments))
     return types.SimpleNamespace(step=step, made=made)
 
@@ -87,6 +97,25 @@ def test_validation_rewards_are_the_accuracy_alone():
     assert validated.rewards.tolist() == [1.0, 0.0]
     assert trained.terminateds.all()
     assert trained.answers == ["2", None]
+
+
+def test_a_users_rewards_and_task_arrive_as_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the files are not
+    task = """
+from nemo_grpo.tasks.arithmetic import Arithmetic, ArithmeticConfig
+class Mine(ArithmeticConfig):
+    name: str
+    def build(self): return Arithmetic(self)
+"""
+    files = {"r.py": "def length(response, prompt): return len(response) + len(prompt)", "t.py": task}
+    info = {
+        "problem": {"id": "1", "question": "1 + 1?", "answer": "2", "metadata": {}},
+        "episode": {}, "rewarded": 0.0,
+    }  # fmt: skip
+    logs = [[{"role": "user", "content": "<chat>1 + 1?"}, {"role": "assistant", "content": "two"}]]
+    made = environment({"name": "t.py:Mine"}, {"accuracy": 1.0, "r.py:length": 0.5}, own_files=files).made
+    assert made.step(logs, [info]).rewards.tolist() == [0.5 * (3 + len("1 + 1?"))]
+    made.shutdown()
 
 
 class Scripted:

@@ -6,7 +6,7 @@ import logging
 from rich.console import Console
 
 from nemo_grpo import progress as module
-from nemo_grpo.progress import progress
+from nemo_grpo.progress import TokenMeter, progress
 
 
 def run(caplog, monkeypatch, seconds_per_unit, total, console):
@@ -39,3 +39,30 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(caplog):
     assert caplog.records == []
     assert "3/3" in out.getvalue()
     assert "loss 2" in out.getvalue()
+
+
+def test_a_meter_shows_rate_and_time_left_before_a_unit_is_done(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with caplog.at_level(logging.INFO), progress("work", 2, console=console) as advance:
+        meter = TokenMeter(advance, num_responses=4, max_new_tokens=100)
+        for second in range(1, 21):
+            now[0] = float(second)
+            meter(10, int(second == 10))
+        advance()
+    lines = [record.getMessage() for record in caplog.records]
+    # 10 tokens a second: at 3 s at most 400 - 30 are left; at 13 s one of 130, so 100, has ended: 400 - 130
+    assert lines == [
+        "work 0/2, 3 s, 10 tokens/s, 0/4 responses, at most 37 s left",
+        "work 0/2, 13 s, 10 tokens/s, 1/4 responses, about 27 s left",
+    ]
+
+
+def test_work_within_other_work_has_lines_on_a_terminal_too(caplog):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True)
+    with caplog.at_level(logging.INFO), progress("work", 1, console=console, bar=False) as advance:
+        advance()
+    assert [record.getMessage()[:8] for record in caplog.records] == ["work 1/1"]
+    assert out.getvalue() == ""

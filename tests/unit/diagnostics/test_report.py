@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
+from nemo_grpo.diagnostics import plots
 from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.plots import common_key, running_mean, style_of
 from nemo_grpo.diagnostics.report import plot_run, write_report
@@ -59,7 +61,7 @@ def accuracy(*values: float) -> list[Mapping[str, Any]]:
 
 def cells(page: str) -> list[list[str]]:
     """Rows of the first table, tags and entities taken away."""
-    table = page.split("<table>")[1].split("</table>")[0].replace("&plusmn;", "+-")
+    table = page.split("<table>")[1].split("</table>")[0].replace("&plusmn;&nbsp;", "+- ")
     return [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
 
 
@@ -338,3 +340,25 @@ def _is_balanced(page: str) -> bool:
     parser = Stack()
     parser.feed(page)
     return parser.good and not parser.open_tags
+
+
+def test_a_share_has_no_axis_below_zero_and_no_title_touches_the_metrics_name(make_run: MakeRun) -> None:
+    names = ("validation/accuracy", "reward/accuracy", "rollout/all_wrong", "covariance/p1", "covariance/p50")
+    rows = [{"step": step, **dict.fromkeys(names, 0.01 * step)} for step in range(5)]
+    groups = group_runs([read_run(make_run("a", rows))])
+    for panel in (panel for panel in PANELS if panel.is_filled(groups)):
+        figure = plots.new_figure(4.1, 2.9)  # as in the overview
+        axes = figure.add_subplot()
+        plots._fill(axes, panel, groups)
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw(renderer)
+        (metric,) = axes.texts
+        title = axes._left_title.get_window_extent(renderer)
+        assert not metric.get_window_extent(renderer).overlaps(title), panel.name
+        assert panel.name == "covariance" or axes.get_ylim()[0] == 0, panel.name
+
+
+def test_a_title_is_one_line(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [make_run(f"r{i}", accuracy(0.1, 0.2), variant=f"a_rather_long_variant_{i}") for i in range(4)]
+    page = write_report(runs, tmp_path / "out/report.html").read_text()
+    assert "<h1>4 settings</h1>" in page

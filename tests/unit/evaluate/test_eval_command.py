@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli.eval import eval_command
 from nemo_grpo.errors import UserError
+from nemo_grpo.evaluate.settings import fitting_batch_size
 from nemo_grpo.sampling.local_generator import LocalGenerator
 
 app = typer.Typer()
@@ -266,6 +267,15 @@ def test_results_of_a_runs_model_are_named_after_the_run(model, tmp_path):
     run("--model", tmp_path / "gpg" / "hf", *RECIPE, *options)
     run("--model", model, *RECIPE, *options)
     assert {path.name for path in tmp_path.glob("eval-*")} == {"eval-gpg", f"eval-{model.name}"}
+
+
+def test_the_default_batch_follows_the_size_of_the_model(tmp_path):
+    """SmolLM2-135M: 30 layers, 3 key heads of 64: 46,080 bytes per token in float32."""
+    sizes = {"num_hidden_layers": 30, "num_key_value_heads": 3, "num_attention_heads": 9, "hidden_size": 576}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    assert fitting_batch_size(tmp_path, 2048) == (1 << 30) // (46_080 * 2048) == 11
+    assert fitting_batch_size(tmp_path, 16) == 256
+    assert fitting_batch_size(tmp_path, 1 << 20) == 1
 
 
 def test_pass_at_any_k_and_the_mean_over_seeds(model, tmp_path):

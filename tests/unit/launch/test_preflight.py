@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
 from nemo_grpo.launch import node_facts
+from nemo_grpo.launch.data_files import missing_files
 from nemo_grpo.launch.nccl import FATAL, SLOW, nccl_problems
 from nemo_grpo.launch.preflight import Job, check_job
 from nemo_grpo.recipe import load_recipe
@@ -29,6 +30,18 @@ def facts(node="n1", **changes):
         "environment": {},
         "versions": {"ray": "2.55"},
     } | changes
+
+
+@pytest.fixture(autouse=True)
+def data_are_prepared(tmp_path, monkeypatch):
+    """The recipe's files, in the folder of the job."""
+    job = tmp_path.parent / f"{tmp_path.name}-job"
+    job.mkdir()
+    monkeypatch.chdir(job)
+    for number, file in enumerate(missing_files(load_recipe(RECIPE))):
+        rows = ({"question": f"{number}.{i}", "answer": i} for i in range(500))
+        (job / file).parent.mkdir(exist_ok=True)
+        (job / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def verdicts(*all_facts, nodes=("n1", "n2"), overrides=("cluster.num_nodes=2",)):

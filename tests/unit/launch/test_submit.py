@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.launch.status import status_of
+from nemo_grpo.launch.time_limit import parse_time_limit
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml"
@@ -25,16 +27,60 @@ def test_dry_run_prints_the_command_with_the_recipes_nodes_gpus_and_name():
     done = launch(CLUSTER, *options)
     assert done.exit_code == 0, done.output
     assert done.stdout.strip() == (
-        "CONTAINER=x.sqsh sbatch --job-name=cw_grpo-qwen2.5-math-7b-instruct-1n8g --nodes=2 "
-        f"--gpus-per-node=8 --time=04:00:00 --account=A {ROOT}/slurm/train.sbatch {CLUSTER} "
-        "cluster.num_nodes=2"
+        "CONTAINER=x.sqsh sbatch --job-name=cw_grpo-qwen2.5-math-7b-instruct-1n8g "
+        f"--chdir={Path.cwd()} --nodes=2 --gpus-per-node=8 --time=04:00:00 --account=A "
+        f"{ROOT}/slurm/train.sbatch {CLUSTER} cluster.num_nodes=2"
     )
 
 
 def test_interpreter_of_this_machine_is_not_for_a_container(monkeypatch):
     monkeypatch.delenv("PYTHON", raising=False)
     assert launch(QUICKSTART, "--dry-run").stdout.startswith(f"PYTHON={sys.executable} sbatch ")
-    assert launch(QUICKSTART, "--dry-run", CONTAINER="x.sqsh").stdout.startswith("sbatch ")
+    assert launch(QUICKSTART, "--dry-run", CONTAINER="x.sqsh").stdout.startswith("CONTAINER=x.sqsh sbatch ")
+
+
+def test_the_printed_command_is_complete_in_another_shell_and_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shell = {"CONTAINER": "", "MOUNTS": "/a b:/a", "PYTHON": "/opt/python", "LOGS": "/logs"}
+    printed = shlex.split(launch(QUICKSTART, "--dry-run", **shell).stdout)
+    assert printed[:3] == ["MOUNTS=/a b:/a", "PYTHON=/opt/python", "LOGS=/logs"]
+    assert f"--chdir={tmp_path}" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400), ("90:30", 5430), ("04:00:00", 14400), ("1-12", 129600), ("1-12:30", 131400),
+        ("2-00:00:10", 172810), ("100:00:00", 360000), ("UNLIMITED", None), ("-1", None),
+    ],
+)  # fmt: skip
+def test_time_is_read_as_slurm_reads_it(text, seconds):
+    limit = parse_time_limit(text)
+    assert (limit and limit.total_seconds()) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("4h", "use 04:00:00"), ("90min", "use 01:30:00"), ("1d12h", "use 1-12:00:00"), ("0", "such as"),
+        ("tomorrow", "such as"), ("1:2:3:4", "such as"), ("", "such as"), ("00:00:00", "such as"),
+    ],
+)  # fmt: skip
+def test_another_time_is_refused_before_slurm_sees_it(text, remedy):
+    done = launch(QUICKSTART, "--dry-run", "--time", text)
+    assert isinstance(done.exception, UserError)
+    assert str(done.exception).startswith(f"--time={text}: Slurm reads")
+    assert remedy in str(done.exception)
+
+
+def test_missing_data_are_named_and_nothing_is_submitted(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    dry = launch(CLUSTER, "--dry-run")
+    assert dry.exit_code == 0
+    assert "`nemo-grpo data prepare " in dry.stderr
+    done = launch(CLUSTER)
+    assert str(done.exception) == "the data are not ready, as said above; nothing was submitted"
 
 
 def test_embedded_recipe_goes_to_its_own_script():

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nemo_grpo.cli import recipe, variants
+from nemo_grpo.cli import app, recipe, variants
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import OBJECTIVES, VARIANTS
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = str(RECIPES / "quickstart.yaml")
+runner = CliRunner()
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -129,3 +130,35 @@ def test_variants_of_one_shows_every_parameter(
         assert (name in output) == (name != "variant")
     with pytest.raises(UserError, match="did you mean 'erpo'"):
         variants.variants("erp")
+
+
+def test_resolve_shows_an_invalid_recipe_with_what_is_wrong_beside_it() -> None:
+    wrong = ["grpo.num_generations_per_prompt=0", "policy.max_grad_norm=x", "loss_fn.beta=1"]
+    done = runner.invoke(app, ["recipe", "resolve", str(QUICKSTART), *wrong])
+    assert done.exit_code == 2
+    lines = done.output.splitlines()
+    for key, message in (
+        ("  num_generations_per_prompt: 0", "  # wrong: grpo.num_generations_per_prompt=0 must be"),
+        ("  max_grad_norm: x", "  # wrong: policy.max_grad_norm="),
+        ("  beta: 1", "  # wrong: loss_fn.beta is not a parameter of grpo; TRL's beta is"),
+    ):
+        assert lines[lines.index(key) - 1].startswith(message)
+    assert runner.invoke(app, ["recipe", "resolve", str(QUICKSTART)]).output.count("# wrong") == 0
+
+
+def test_diff_shows_an_invalid_recipe(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "defaults: nemo_grpo://quickstart.yaml\ngrpo: {max_num_steps: 0, seed: 4}"
+    )
+    done = runner.invoke(app, ["recipe", "diff", str(QUICKSTART), str(tmp_path / "a.yaml")])
+    assert done.exit_code == 2
+    assert "~ grpo.max_num_steps: 160 -> 0" in done.stdout
+    assert "~ grpo.seed: 0 -> 4" in done.stdout
+    assert "a.yaml: grpo.max_num_steps=0 must be greater than 0" in done.stderr
+
+
+def test_train_of_a_cluster_recipe_names_launch_and_rehearse() -> None:
+    done = runner.invoke(app, ["train", "erpo/erpo-qwen2.5-1.5b-1n8g"])
+    assert isinstance(done.exception, UserError)
+    assert "`nemo-grpo launch RECIPE --time 04:00:00`" in str(done.exception)
+    assert "`nemo-grpo rehearse RECIPE`" in str(done.exception)

@@ -15,6 +15,7 @@ from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams, Turn
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, Observed
 from nemo_grpo.tasks.retriever import Passage
+from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
 
 END = 0
@@ -145,10 +146,9 @@ def test_groups_carry_mask_reward_and_episode(task):
     (group,) = sample_groups(
         ScriptedGenerator(script),
         CharacterTokenizer(),
-        task,
+        Scorer(task, {"answer": 1.0, "format": 0.5}, Prompt()),
         [problem],
         Request([[ord("p")]], 2, SamplingParams(200, stop_token_ids=(END,)), 0),
-        {"answer": 1.0, "format": 0.5},
     )
     assert [response.reward for response in group.responses] == [-1.0, 1.5]
     assert [response.episode for response in group.responses] == [Episode(2, 1, 0), Episode(1, 0, 0)]

@@ -175,6 +175,15 @@ def test_responses_do_not_depend_on_the_rest_of_the_batch(kind, model, generator
         assert alone == responses(reversed_order)[4 * (3 - row) : 4 * (3 - row) + 4]
 
 
+def test_every_token_and_every_end_is_told_to_the_meter(kind, model):
+    generator, told = make_generator(kind, model, max_batch_size=3), []
+    generator.meter = lambda *counts: told.append(counts)
+    rollout = generator.generate(Request(PROMPTS, 2, SamplingParams(6, stop_token_ids=(4, 5)), 0))
+    assert sum(tokens for tokens, _ in told) == int(rollout.lengths.sum())
+    assert sum(ended for _, ended in told) == 2 * len(PROMPTS)
+    assert told[0][0] == 3
+
+
 def test_the_same_prompt_twice_gives_independent_responses(generator):
     rollout = generator.generate(Request([PROMPTS[0], PROMPTS[0]], 3, SamplingParams(12), 0))
     assert len({tuple(response) for response in responses(rollout)}) == 6

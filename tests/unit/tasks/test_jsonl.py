@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, read_problems
 
 
@@ -39,9 +40,16 @@ def test_read_problems_keeps_order_and_metadata_and_skips_blank_lines(tmp_path):
     [
         ("{", "a.jsonl:2: not JSON"),
         ("[1]", "a.jsonl:2: list instead of an object"),
-        ('{"id": "x", "question": "q"}', "a.jsonl:2: answer=None must be a non-empty text"),
-        ('{"id": 7, "question": "q", "answer": "a"}', "a.jsonl:2: id=7 must be a non-empty text"),
-        ('{"id": "x", "question": " ", "answer": "a"}', "question=' ' must be a non-empty text"),
+        (
+            '{"id": "x", "question": "q"}',
+            "a.jsonl:2: answer is missing; it must be a non-empty text or a number",
+        ),
+        ('{"question": "q", "answer": null}', "a.jsonl:2: answer=null must be a non-empty text or a number"),
+        ('{"question": "q", "answer": true}', "answer=true must be a non-empty text or a number"),
+        ('{"question": "q", "answer": NaN}', "answer=NaN must be a non-empty text or a number"),
+        ('{"id": 0.5, "question": "q", "answer": "a"}', "id=0.5 must be a non-empty text or a whole number"),
+        ('{"id": "x", "question": " ", "answer": "a"}', 'question=" " must be a non-empty text'),
+        ('{"id": "x", "question": 7, "answer": "a"}', "question=7 must be a non-empty text"),
         ('{"id": "x", "question": "q", "answer": "a", "metadata": 1}', "metadata=1 must be an object"),
         ('{"id": "p1", "question": "q", "answer": "a"}', "a.jsonl:2: id 'p1' is repeated"),
         ("[" * 100_000, "a.jsonl:2: not JSON"),
@@ -61,6 +69,15 @@ def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
     with pytest.raises(UserError, match=message) as error:
         read_problems([path])
     assert "\n" not in str(error.value)
+
+
+def test_ids_may_be_missing_and_answers_numbers(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"question": "a", "answer": 43}, {"id": 7, "question": "b", "answer": -0.5}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert [(p.id, p.answer) for p in read_problems([path])] == [("a.jsonl:1", "43"), ("7", "-0.5")]
+    task = parse_task({"name": "math", "train_files": [str(path)]}).build()
+    assert task.score(read_problems([path])[0], r"\boxed{43.0}")["accuracy"] == 1.0
 
 
 def test_missing_or_undecodable_file_is_a_user_error(tmp_path):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from nemo_grpo.evaluate.passk import Majority, majority_at_k
-from nemo_grpo.tasks.rewards import math_grader
+from nemo_grpo.tasks.rewards import math_grader, worker_pool
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 
 BOMB = "9^{9^{9^9}}"
@@ -129,7 +129,7 @@ def test_threads_have_workers_of_their_own(grader):
 
 
 def test_worker_is_replaced_after_its_number_of_requests(grader, monkeypatch):
-    monkeypatch.setattr(math_grader, "REQUESTS_PER_WORKER", 2)
+    monkeypatch.setattr(worker_pool, "REQUESTS_PER_WORKER", 2)
     assert grader.equal("1/2", "0.5")
     assert len(grader._idle) == 1
     assert grader.equal("1/4", "0.25")

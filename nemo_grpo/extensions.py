@@ -1,0 +1,118 @@
+"""A user's own classes and functions, which a recipe names as ``my_file.py:Name`` or ``package.module:Name``.
+
+A file is relative to the working directory, as a recipe's data files are. Its text travels to other processes
+(`texts_of`, `receive_files`), so the machines of a cluster need no copy; what it imports must be installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nemo_grpo.errors import UserError, did_you_mean
+
+_FILES: dict[str, str] = {}
+"""File, as the recipe names it -> its text: all that this process loaded or received."""
+
+
+def is_reference(name: object) -> bool:
+    """True for ``my_file.py:Name`` and ``package.module:Name``; built-in names have no colon."""
+    return isinstance(name, str) and ":" in name
+
+
+def load(reference: str, key: str) -> Any:
+    """The object that a recipe's ``key`` names.
+
+    Args:    reference: ``my_file.py:Name`` or ``package.module:Name``.  key: for messages.
+    Raises:  UserError: no such file, module or name, or it fails when it is imported.
+    """
+    where, _, name = reference.rpartition(":")
+    module = _file_module(where, key, reference) if where.endswith(".py") else _module(where, key, reference)
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+        raise UserError(f"{key}: {where} has no {name!r}{did_you_mean(name, own)}")
+    return getattr(module, name)
+
+
+def load_class(reference: str, base: type[Any], key: str) -> Any:
+    """As `load`, for a class that derives from ``base``.
+
+    Raises: UserError: it is another kind of object, or `load` fails.
+    """
+    found = load(reference, key)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise UserError(
+            f"{key}={reference}: it must be a class that derives from {base.__name__} ({base.__module__})"
+        )
+    return found
+
+
+def texts_of(references: Iterable[object]) -> dict[str, str]:
+    """File -> text of the references that name files, for `receive_files` in another process."""
+    files = [str(name).rpartition(":")[0] for name in references if is_reference(name)]
+    return {file: _FILES[file] for file in files if file in _FILES}
+
+
+def receive_files(files: Mapping[str, str]) -> None:
+    """Use these texts for these files, whether or not this machine has them."""
+    _FILES.update(files)
+
+
+def _module(name: str, key: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{key}={reference}: {error}; install it, or name a file, as my_file.py:Name"
+        ) from None
+
+
+def _file_module(file: str, key: str, reference: str) -> ModuleType:
+    """The file as a module under a name of its own, which a change of its text changes."""
+    text = _FILES.get(file) if not Path(file).is_file() else _read(file, key, reference)
+    if text is None:
+        raise UserError(
+            f"{key}={reference}: there is no file {Path(file).absolute()}; a path is relative to the working "
+            "directory"
+        )
+    _FILES[file] = text
+    digest = hashlib.sha256(f"{file}\n{text}".encode()).hexdigest()[:12]
+    name = f"nemo_grpo_own_{Path(file).stem}_{digest}"
+    if name not in sys.modules:
+        _run(text, file, name, f"{key}={reference}")
+    return sys.modules[name]
+
+
+def _read(file: str, key: str, reference: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}={reference}: {file} cannot be read ({error})") from None
+
+
+def _run(text: str, file: str, name: str, what: str) -> None:
+    module = ModuleType(name)
+    module.__file__ = file
+    sys.modules[name] = module  # before it runs: dataclasses and pydantic look their module up
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    try:
+        exec(compile(text, file, "exec"), vars(module))
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"{what}: {place_of(error, file)}") from None
+
+
+def place_of(error: BaseException, file: str | None) -> str:
+    """``Error: message (file:line)``, the last line of ``file`` that the error passed through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    text = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    return f"{text} ({file}:{line})" if line else text

@@ -1,0 +1,78 @@
+"""Whether a recipe's files of problems are on this machine, and hold as many problems as it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_grpo.data import SOURCES
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.tasks.jsonl import FileTaskConfig, count_problems
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What was found.
+
+    Attributes: errors: the run would end with them.  notes: probably not meant.  found: counts, in words;
+        empty: the task has no files.
+    """
+
+    errors: tuple[str, ...]
+    notes: tuple[str, ...]
+    found: str
+
+
+def check_data(recipe: Recipe) -> DataCheck:
+    """Look for the files of the recipe's task, and count their problems.
+
+    Every message gives key, value and remedy. Paths are relative to the working directory.
+    """
+    task, missing = recipe.nemo_grpo.task, missing_files(recipe)
+    if missing or not isinstance(task, FileTaskConfig):
+        return DataCheck(tuple(remedies(missing)), (), "")
+    counts = {key: count_problems(getattr(task, key)) for key in ("train_files", "validation_files")}
+    found = ", ".join(f"{count} problems in {key}" for key, count in counts.items() if count is not None)
+    return DataCheck(tuple(_too_few(recipe, counts)), tuple(_repeated(recipe, counts)), found)
+
+
+def missing_files(recipe: Recipe) -> list[str]:
+    """What the recipe's task would read and this machine does not have."""
+    task = recipe.nemo_grpo.task
+    corpus = getattr(task, "corpus", None)
+    listed = (*task.train_files, *task.validation_files) if isinstance(task, FileTaskConfig) else ()
+    return [file for file in (*listed, corpus) if file and not Path(file).exists()]
+
+
+def remedies(missing: Iterable[str]) -> Iterator[str]:
+    """One message for the files that a `data prepare` writes, by folder, and one for each other file."""
+    folders: dict[str, list[str]] = {}
+    for file in map(Path, dict.fromkeys(missing)):
+        if file.suffix == ".jsonl" and file.stem in SOURCES:
+            folders.setdefault(str(file.parent), []).append(file.stem)
+        else:
+            yield f"nemo_grpo.task: {file} is missing; write it (docs/tasks.md, Files), or correct the path"
+    for folder, names in folders.items():
+        yield (
+            f"nemo_grpo.task: {len(names)} of its files are missing in {folder}; write them with "
+            f"`nemo-grpo data prepare {' '.join(names)} --out {folder}`"
+        )
+
+
+def _too_few(recipe: Recipe, counts: dict[str, int | None]) -> Iterator[str]:
+    wanted, available = recipe.grpo.max_val_samples, counts["validation_files"]
+    if recipe.grpo.validates and available is not None and wanted > available:
+        yield (
+            f"grpo.max_val_samples={wanted}: nemo_grpo.task.validation_files has {available} problems; use "
+            f"{available} or fewer"
+        )
+
+
+def _repeated(recipe: Recipe, counts: dict[str, int | None]) -> Iterator[str]:
+    prompts, available = recipe.grpo.num_prompts_per_step, counts["train_files"]
+    if available is not None and prompts > available:
+        yield (
+            f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {available} problems, so a "
+            f"step trains on some of them twice; use {available} or fewer"
+        )

@@ -1,0 +1,66 @@
+"""Files that come with the package: in a clone beside it, in an installed wheel within it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from nemo_grpo.errors import UserError, did_you_mean
+
+SCHEME = "nemo_grpo://"
+"""``defaults: nemo_grpo://base/embedded.yaml`` names a shipped recipe wherever the file lies."""
+
+
+def folder(name: str) -> Path:
+    """The shipped folder ``recipes`` or ``slurm``.
+
+    Raises: UserError: this installation lacks it.
+    """
+    package = Path(__file__).parent
+    found = next((path for path in (package / name, package.parent / name) if path.is_dir()), None)
+    if found is None:
+        raise UserError(f"{package / name} is missing; install the package again, by `pip install`")
+    return found
+
+
+def recipe_names() -> list[str]:
+    """Shipped recipes without base files and sweeps, as ``quickstart`` and ``gpg/gpg-qwen2.5-32b-4n8g``."""
+    root = folder("recipes")
+    files = (path.relative_to(root) for path in root.rglob("*.yaml"))
+    return sorted(str(path.with_suffix("")) for path in files if path.parts[0] not in ("base", "sweeps"))
+
+
+def portable(recipe: Path) -> str:
+    """The text of a shipped recipe whose ``defaults`` are found from anywhere."""
+    root = folder("recipes").resolve()
+
+    def elsewhere(match: re.Match[str]) -> str:
+        return SCHEME + (recipe.parent / match[0]).resolve().relative_to(root).as_posix()
+
+    def line(match: re.Match[str]) -> str:
+        return re.sub(r"[\w./-]+\.yaml", elsewhere, match[0])
+
+    return re.sub(r"^defaults:[^#\n]*", line, recipe.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def recipe_file(given: str | Path) -> Path:
+    """A recipe on this machine: the file itself, or the shipped one of that name (`recipe_names`).
+
+    Raises: UserError: it is neither.
+    """
+    given = Path(given)
+    if given.exists():
+        return given
+    shipped = folder("recipes") / (given if given.suffix == ".yaml" else f"{given}.yaml")
+    if shipped.is_file():
+        return shipped
+    near = did_you_mean(given.stem, {Path(name).name for name in recipe_names()})
+    raise UserError(
+        f"{given}: No such file, nor a shipped recipe of that name"
+        f"{near if near.startswith('; did') else ''}; `nemo-grpo recipe list` shows them"
+    )
+
+
+def recipe_at(name: str) -> Path:
+    """The shipped file that ``nemo_grpo://name`` means; it may not exist."""
+    return folder("recipes") / name.removeprefix(SCHEME)

@@ -1,0 +1,115 @@
+"""A user's function as a component of the reward: ``nemo_grpo.rewards: {my_rewards.py:length_bonus: 0.1}``.
+
+It runs in a worker process under the limits of the mathematics grader, the same on both engines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo import extensions
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks.base import Problem
+from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
+
+log = logging.getLogger(__name__)
+
+WORKER = Path(__file__).with_name("function_worker.py")
+ONE = ("prompt", "response", "problem")
+"""Parameters of a function that scores one response; it may take any of them."""
+BATCH = ("prompts", "responses", "problems")
+"""Parameters of a function that scores a list of responses and returns a list of numbers."""
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def parameters_of(reference: str) -> tuple[str, ...]:
+    """What the function takes: some of `ONE`, or some of `BATCH`.
+
+    Raises: UserError: it cannot be loaded, is no function, or takes other parameters.
+    """
+    key = f"nemo_grpo.rewards.{reference}"
+    function = extensions.load(reference, key)
+    rule = f"a reward function takes some of {', '.join(ONE)} and returns a number, or some of " + (
+        f"{', '.join(BATCH)} and returns a list of numbers"
+    )
+    if not callable(function) or inspect.isclass(function):
+        raise UserError(f"{key}: it is not a function; {rule}")
+    named = [p for p in inspect.signature(function).parameters.values() if p.kind in _NAMED]
+    names = tuple(p.name for p in named if p.default is p.empty or p.name in (*ONE, *BATCH))
+    if not names or not (set(names) <= set(ONE) or set(names) <= set(BATCH)):
+        raise UserError(f"{key}({', '.join(names)}): {rule}")
+    return names
+
+
+class OwnReward:
+    """One function and its workers.
+
+    Attributes: reference: its name in the recipe.  batched: it takes lists.
+    """
+
+    def __init__(self, reference: str) -> None:
+        """Raises: UserError: see `parameters_of`."""
+        self.reference = reference
+        self.parameters = parameters_of(reference)
+        self.batched = self.parameters[0] in BATCH
+        self.pool = WorkerPool(
+            WORKER,
+            f"the worker of nemo_grpo.rewards.{reference} did not start; its messages are above",
+            greeting=(sys.path, extensions.texts_of([reference]), reference),
+            prints=True,
+        )
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        problems: Sequence[Problem],
+        each: Callable[..., Any] = map,
+    ) -> list[float]:
+        """One number per response; NaN where the function failed, which the log says.
+
+        Args: each: ``map``, or one that calls in parallel.
+        """
+        if not responses:
+            return []
+        if self.batched:
+            given = dict(zip(BATCH, (prompts, responses, problems), strict=True))
+            values, errors = self._ask(given, len(responses))
+        else:
+            rows = zip(prompts, responses, problems, strict=True)
+            replies = list(each(lambda row: self._ask(dict(zip(ONE, row, strict=True)), None), rows))
+            values = [value for numbers, _ in replies for value in numbers]
+            errors = [error for _, failed in replies for error in failed]
+        if errors:
+            log.warning(
+                "nemo_grpo.rewards.%s failed for %d of %d responses, which get 0 for it: %s",
+                *(self.reference, sum(map(math.isnan, values)), len(values), errors[0]),
+            )
+        return values
+
+    def try_on(self, prompt: str, response: str, problem: Problem) -> None:
+        """Raises: UserError: the function fails on this response, or its value is not finite."""
+        names, wrap = (BATCH, lambda value: [value]) if self.batched else (ONE, lambda value: value)
+        given = {name: wrap(value) for name, value in zip(names, (prompt, response, problem), strict=True)}
+        values, errors = self._ask(given, 1 if self.batched else None)
+        if errors or not math.isfinite(values[0]):
+            raise UserError(
+                f"nemo_grpo.rewards.{self.reference}: {errors[0] if errors else values[0]}, for the response "
+                f"{response!r} to problem {problem.id!r}; return a finite number for any response"
+            )
+
+    def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float], list[str]]:
+        """(values, errors); ``count`` None: one response."""
+        reply = self.pool.ask(({name: given[name] for name in self.parameters}, count))
+        found = json.loads(reply) if reply else {"error": "no value within the limits on time and memory"}
+        if "error" in found:
+            return [math.nan] * (count or 1), [found["error"]]
+        return found["values"], []

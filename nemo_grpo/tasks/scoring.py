@@ -1,0 +1,75 @@
+"""The reward of a response: the task's components and the user's own functions, weighted by the recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nemo_grpo import extensions
+from nemo_grpo.tasks.base import NOT_FINITE, Problem, Task, checked_score, reward_of
+from nemo_grpo.tasks.prompts import Prompt, chat_messages
+from nemo_grpo.tasks.response import render_response
+from nemo_grpo.tasks.rewards.own_reward import OwnReward
+
+NUM_TRIED = 4
+"""Problems on which own reward functions are tried before a run."""
+
+
+class Scorer:
+    """Components and rewards of responses.
+
+    Attributes: task: gives the components that it declares.  weights: ``nemo_grpo.rewards``.
+    """
+
+    def __init__(self, task: Task, weights: Mapping[str, float], prompt: Prompt) -> None:
+        """Raises: UserError: an own function cannot be loaded."""
+        self.task, self.weights, self.prompt = task, weights, prompt
+        self.own = [OwnReward(name) for name in weights if extensions.is_reference(name)]
+
+    def __call__(
+        self, problems: Sequence[Problem], responses: Sequence[str], each: Callable[..., Any] = map
+    ) -> list[dict[str, float]]:
+        """Each response's components; one without a finite value is 0 and marked by `NOT_FINITE`.
+
+        Args: each: ``map``, or one that calls in parallel.
+        """
+        rows: list[dict[str, float]] = list(
+            each(lambda pair: checked_score(self.task, *pair), zip(problems, responses, strict=True))
+        )
+        prompts = [self._text(problem) for problem in problems] if self.own else []
+        for function in self.own:
+            values = function(prompts, responses, problems, each)
+            rows = [
+                row | ({function.reference: value} if math.isfinite(value) else _failed(function.reference))
+                for row, value in zip(rows, values, strict=True)
+            ]
+        return rows
+
+    def reward(self, scores: Mapping[str, float]) -> float:
+        """The scalar reward of a response with these components."""
+        return reward_of(scores, self.weights)
+
+    def try_out(self, seed: int) -> None:
+        """Call each own function on a few training problems, with an empty, a short and a correct response.
+
+        Raises: UserError: one fails, or its value is not finite; or the task has no training problems.
+        """
+        for number in range(NUM_TRIED if self.own else 0):
+            problem = self.task.train_problem(number, seed)
+            for function in self.own:
+                for response in ("", problem.answer, render_response("so", problem.answer)):
+                    function.try_on(self._text(problem), response, problem)
+
+    def close(self) -> None:
+        """End the workers of own functions."""
+        for function in self.own:
+            function.pool.close()
+
+    def _text(self, problem: Problem) -> str:
+        """What own functions get as the prompt: the user's message, without the chat template's marks."""
+        return chat_messages(self.prompt, problem)[-1]["content"]
+
+
+def _failed(name: str) -> dict[str, float]:
+    return {name: 0.0, NOT_FINITE: 1.0}

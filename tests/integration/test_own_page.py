@@ -1,0 +1,77 @@
+"""docs/own.md, done as it says, with a tiny model as ``model``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.recipe.own import WarmStart
+from nemo_grpo.tasks import Prompt, parse_task
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests/contract"))
+from test_documents import blocks  # noqa: E402
+
+PAGE = ROOT / "docs/own.md"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The page's files and the model, in a folder far from the repository."""
+    folder = tmp_path_factory.mktemp("own")
+    settings = WarmStart(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, max_position_embeddings=512, num_steps=3, batch_size=4, lr=3e-3, seed=0,
+        cache_dir=str(folder / "cache"),
+    )  # fmt: skip
+    shutil.copytree(
+        warm_start(settings, parse_task({"name": "arithmetic"}).build(), Prompt()), folder / "model"
+    )
+    for language in ("python", "yaml"):
+        for block in blocks(PAGE, language):
+            (folder / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+    return folder
+
+
+def run(folder: Path, line: str) -> str:
+    command = {"python": [sys.executable], "nemo-grpo": [sys.executable, "-m", "nemo_grpo.cli"]}
+    name, *arguments = line.split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command[name], *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def test_the_page_works_as_it_is_written(folder):
+    said = {line: run(folder, line) for block in blocks(PAGE, "bash") for line in block.splitlines()}
+    trained = folder / "runs/here"
+    assert (trained / "hf/model.safetensors").is_file()
+    assert {path.name for path in (trained / "own").iterdir()} == {"my_loss.py", "my_rewards.py"}
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 20
+    assert all(row["reward/not_finite"] == 0 for row in rows[1:])
+    assert all("reward/my_rewards.py:brevity" in row for row in rows[1:])
+    assert (folder / "runs/eval-here/summary.json").is_file(), list((folder / "runs").iterdir())
+    launched = next(text for line, text in said.items() if "--dry-run" in line)
+    assert "train.sbatch" in launched
+    assert str(folder / "cluster.yaml") in launched
+
+
+def test_a_run_goes_on_only_with_the_files_it_began_with(folder):
+    (folder / "my_rewards.py").write_text("def brevity(response): return 0.5\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_grpo.cli", "train", "here.yaml", "--resume"],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--resume with another my_rewards.py than the run was started with" in done.stderr

@@ -1,0 +1,105 @@
+"""A recipe's files of problems: looked for and counted before any GPU is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nemo_grpo.cli import app
+from nemo_grpo.launch.data_files import check_data, missing_files, remedies
+from nemo_grpo.launch.preflight import Job, data
+from nemo_grpo.recipe import load_recipe
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ROOT / "recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml"
+MINE = [
+    "nemo_grpo.task={name: math, train_files: [train.jsonl], validation_files: [validation.jsonl]}",
+    "nemo_grpo.prompt={}",
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name, number):
+    lines = [json.dumps({"question": f"{name} {i}?", "answer": i}) for i in range(number)]
+    Path(name).write_text("\n".join(lines) + "\n")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def test_the_remedy_for_missing_sets_is_one_command():
+    recipe = load_recipe(CLUSTER)
+    assert len(missing_files(recipe)) > 1
+    (message,) = check_data(recipe).errors
+    names = " ".join(Path(file).stem for file in missing_files(recipe))
+    assert f"`nemo-grpo data prepare {names} --out data`" in message
+
+
+def test_a_file_of_ones_own_is_named_by_itself():
+    assert list(remedies(["mine.jsonl", "data/aime24.jsonl", "mine.jsonl", "data/math500.jsonl"])) == [
+        "nemo_grpo.task: mine.jsonl is missing; write it (docs/tasks.md, Files), or correct the path",
+        "nemo_grpo.task: 2 of its files are missing in data; write them with "
+        "`nemo-grpo data prepare aime24 math500 --out data`",
+    ]
+
+
+def test_counts_are_compared_with_what_the_recipe_draws():
+    write("train.jsonl", 8)
+    write("validation.jsonl", 3)
+    checked = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, "grpo.max_val_samples=4"]))
+    assert checked.errors == (
+        "grpo.max_val_samples=4: nemo_grpo.task.validation_files has 3 problems; use 3 or fewer",
+    )
+    assert checked.notes[0].startswith(
+        "grpo.num_prompts_per_step=16: nemo_grpo.task.train_files has 8 problems"
+    )
+    fitting = ["grpo.max_val_samples=3", "grpo.num_prompts_per_step=8"]
+    good = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, *fitting]))
+    assert good.errors == good.notes == ()
+    assert good.found == "8 problems in train_files, 3 problems in validation_files"
+
+
+def test_recipe_check_names_missing_data_once_for_all_recipes_and_passes():
+    done = run("recipe", "check", ROOT / "recipes/cw_grpo", ROOT / "recipes/gpg")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("nemo-grpo data prepare") == 1
+
+
+def test_recipe_check_refuses_too_few_validation_problems():
+    write("train.jsonl", 40)
+    write("validation.jsonl", 3)
+    done = run("recipe", "check", ROOT / "recipes/quickstart.yaml", *MINE)
+    assert done.exit_code == 2
+    assert "use 3 or fewer" in done.output
+
+
+def test_recipe_check_tries_own_rewards_on_the_problems():
+    Path("mine.py").write_text("def bad(response, problem): return problem.metadata['level']")
+    change = "nemo_grpo.rewards={accuracy: 1.0, mine.py:bad: 0.1}"
+    done = run("recipe", "check", ROOT / "recipes/quickstart.yaml", change)
+    assert done.exit_code == 2
+    assert "nemo_grpo.rewards.mine.py:bad: KeyError: 'level' (mine.py:1), for the response ''" in done.output
+
+
+def test_plan_says_what_is_missing():
+    done = run("plan", CLUSTER)
+    assert done.exit_code == 0
+    assert "data: nemo_grpo.task: 2 of its files are missing in data" in done.output
+
+
+def test_the_preflight_refuses_a_job_without_its_data():
+    job = Job(["n1"], [], 0.0, 0.0)
+    assert [row.verdict for row in data(load_recipe(CLUSTER), job)] == ["refused"]
+    write("train.jsonl", 20)
+    write("validation.jsonl", 256)
+    (row,) = data(load_recipe(ROOT / "recipes/quickstart.yaml", MINE), job)
+    assert (row.verdict, row.found) == ("ok", "20 problems in train_files, 256 problems in validation_files")

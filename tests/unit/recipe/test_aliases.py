@@ -1,0 +1,58 @@
+"""Other libraries' names of a recipe's keys: one table for the advice and for the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.aliases import TABLE, advice_on, markdown
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe.keys import is_known
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = ROOT / "recipes/quickstart.yaml"
+
+
+def test_every_key_of_the_table_is_a_recipes_key():
+    assert [alias.key for alias in TABLE if not is_known(alias.key)] == []
+
+
+def test_the_page_holds_the_table():
+    assert markdown() in (ROOT / "docs/coming_from.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("++loss_fn.beta=0.1", "TRL's beta is loss_fn.reference_policy_kl_penalty"),
+        ("++loss_fn.kl_coef=0.1", "verl's kl_coef is loss_fn.reference_policy_kl_penalty"),
+        ("++loss_fn.clip_ratio=0.1", "verl's clip_ratio is loss_fn.ratio_clip_min"),
+        ("++grpo.num_generations=4", "TRL's num_generations is grpo.num_generations_per_prompt"),
+        ("++policy.learning_rate=1e-6", "TRL's learning_rate is policy.megatron_cfg.optimizer.lr"),
+        ("++policy.generation.max_tokens=5", "TRL's max_tokens is policy.generation.max_new_tokens"),
+        (
+            "++policy.train_batch_size=5",
+            "verl's train_batch_size is grpo.num_prompts_per_step, OpenRLHF's train_batch_size is "
+            "policy.train_global_batch_size",
+        ),
+    ],
+)
+def test_a_name_of_another_library_is_answered_by_the_key(override, key):
+    with pytest.raises(UserError) as error:
+        load_recipe(QUICKSTART, [override])
+    assert key in str(error.value)
+
+
+def test_a_name_that_is_the_same_here_is_no_advice():
+    assert advice_on("temperature") == ""
+    assert advice_on("nothing") == ""
+
+
+def test_swapping_task_or_variant_names_the_way_to_drop_inherited_keys():
+    logic = ROOT / "recipes/tr_grpo/tr_grpo-qwen2.5-7b-instruct-1m-logic-1n8g.yaml"
+    with pytest.raises(UserError, match=r"for logic.*_override_: true in the section"):
+        load_recipe(QUICKSTART, ["nemo_grpo.task.name=math", "++nemo_grpo.task.people=[2]"])
+    with pytest.raises(UserError, match=r"is not a parameter of gpg but of .*_override_: true all of them"):
+        load_recipe(logic, ["loss_fn.variant=gpg"])

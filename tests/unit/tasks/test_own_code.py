@@ -1,0 +1,253 @@
+"""A user's own rewards, tasks and variants, named in a recipe by file and name."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo import extensions
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.tasks import Problem, Prompt, parse_task
+from nemo_grpo.tasks.base import NOT_FINITE
+from nemo_grpo.tasks.rewards.own_reward import OwnReward, parameters_of
+from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.variants import parse_loss_fn
+
+ROOT = Path(__file__).parents[3]
+PROBLEM = Problem("p", "How many?", "4", {"level": 2})
+REWARDS = """
+import os
+
+def length(response):
+    return len(response)
+
+def everything(prompt, response, problem):
+    assert prompt == "Say: How many?" and problem.id == "p"
+    return problem.metadata["level"] * (response == problem.answer)
+
+def all_at_once(prompts, responses, problems, **others):
+    return [len(responses) + len(text) for text in responses]
+
+def of_its_process(response): return os.getpid()
+
+def fails_on_b(response):
+    return {"a": 1.0}[response]
+
+def infinite(response): return float("inf")
+def text(response): return "1"
+def too_few(responses): return [1.0]
+def for_ever(response):
+    while response == "loop":
+        pass
+    return 1
+def greedy_for_memory(response): return len(bytearray(8 << 30))
+def other_names(completion): return 0.0
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def values(name, responses, **limits):
+    function = OwnReward(f"my_rewards.py:{name}")
+    function.pool.arguments = (str(limits.get("cpu", 3.0)), str(2 << 30))
+    got = function(["Say: How many?"] * len(responses), responses, [PROBLEM] * len(responses))
+    function.pool.close()
+    return got
+
+
+def test_a_function_takes_what_it_names(folder):
+    assert values("length", ["", "abc"]) == [0.0, 3.0]
+    assert values("everything", ["4", "5"]) == [2.0, 0.0]
+    assert values("all_at_once", ["a", "bc"]) == [3.0, 4.0]
+
+
+def test_a_function_runs_outside_of_this_process(folder):
+    import os
+
+    assert values("of_its_process", ["x"]) != [os.getpid()]
+
+
+def test_a_failure_is_no_number_and_the_log_says_why(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        got = values("fails_on_b", ["a", "b", "a"])
+    assert got[0] == got[2] == 1.0
+    assert math.isnan(got[1])
+    assert "my_rewards.py:fails_on_b failed for 1 of 3 responses, which get 0 for it: KeyError" in caplog.text
+    assert "(my_rewards.py:17)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["text", "too_few", "greedy_for_memory"])
+def test_what_is_not_a_number_per_response_is_a_failure(folder, name):
+    assert all(map(math.isnan, values(name, ["a", "b"])))
+
+
+def test_a_function_beyond_the_time_limit_costs_only_its_response(folder):
+    got = values("for_ever", ["a", "loop", "b"], cpu=0.3)
+    assert (got[0], got[2]) == (1.0, 1.0)
+    assert math.isnan(got[1])
+
+
+def test_own_functions_join_the_tasks_components(folder):
+    weights = {"accuracy": 1.0, "my_rewards.py:length": 0.1, "my_rewards.py:infinite": 1.0}
+    task = parse_task({"name": "arithmetic"}).build()
+    with closing(Scorer(task, weights, Prompt(template="Say: {question}"))) as scorer:
+        (row,) = scorer([PROBLEM], ["<answer>4</answer>"])
+    expected = {"my_rewards.py:length": 18.0, "my_rewards.py:infinite": 0.0, NOT_FINITE: 1.0}
+    assert row == {"accuracy": 1.0, "format": 0.0, **expected}
+    assert scorer.reward(row) == pytest.approx(2.8)
+
+
+def test_a_function_that_fails_on_a_sample_problem_is_refused_before_the_run(folder):
+    task = parse_task({"name": "arithmetic"}).build()
+    for name, message in (
+        ("fails_on_b", "KeyError: '' .*for the response '' to problem"),
+        ("infinite", ": inf,"),
+    ):
+        scorer = Scorer(task, {f"my_rewards.py:{name}": 1.0}, Prompt())
+        with closing(scorer), pytest.raises(UserError, match=message):
+            scorer.try_out(0)
+    weights = {"my_rewards.py:length": 1.0, "my_rewards.py:all_at_once": 1.0}
+    with closing(Scorer(task, weights, Prompt())) as scorer:
+        scorer.try_out(0)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("my_rewards.py:lenght", "my_rewards.py has no 'lenght'; did you mean 'length'?"),
+        ("none.py:length", "there is no file /.*none.py; a path is relative to the working directory"),
+        ("no_such_package.rewards:f", "No module named 'no_such_package'; install it"),
+        ("my_rewards.py:other_names", r"other_names\(completion\): a reward function takes some of prompt"),
+        ("my_rewards.py:not_a_function", "it is not a function"),
+        ("broken.py:f", r"broken.py:f: SyntaxError: .* \(broken.py:2\)"),
+        ("raises.py:f", r"raises.py:f: ZeroDivisionError: division by zero \(raises.py:3\)"),
+    ],
+)
+def test_a_wrong_reference_is_one_line(folder, reference, message):
+    (folder / "broken.py").write_text("x = 1\ndef f(:\n")
+    (folder / "raises.py").write_text("x = 1\n\n1 / 0\n")
+    with pytest.raises(UserError, match=message) as error:
+        parameters_of(reference)
+    assert "\n" not in str(error.value)
+
+
+def test_an_installed_function_may_be_named(folder):
+    assert parameters_of("test_own_code:installed") == ("response",)
+
+
+def installed(response: str) -> float:
+    return float(len(response))
+
+
+def test_a_file_is_read_again_when_it_changes(folder):
+    assert parameters_of("my_rewards.py:length") == ("response",)
+    (folder / "my_rewards.py").write_text("def length(problem): return 1")
+    assert parameters_of("my_rewards.py:length") == ("problem",)
+
+
+VARIANT = '''
+"""Half of GRPO's advantages."""
+from __future__ import annotations
+from pydantic import Field
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.objective import Shaped
+from nemo_grpo.variants.base import RatioConfig
+
+class Half(RatioConfig):
+    factor: float = Field(0.5, ge=0)
+
+    def shape(self, batch: TokenBatch, seed: int) -> Shaped:
+        shaped = super().shape(batch, seed)
+        return Shaped(self.factor * shaped.advantages, shaped.base)
+'''
+TASK = """
+from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
+
+class LettersConfig(FileTaskConfig):
+    bonus: float = 0.0
+    def build(self): return Letters(self)
+
+class Letters(FileTask):
+    def __init__(self, config):
+        super().__init__(config)
+        self.config = config
+    def extract(self, response): return response.strip() or None
+    def score(self, problem, response):
+        right = float(self.extract(response) == problem.answer)
+        return {"accuracy": right + self.config.bonus, "format": 1.0}
+"""
+
+
+def test_an_own_variant_is_a_variant_and_travels_without_its_file(folder):
+    (folder / "mine.py").write_text(VARIANT)
+    section = {"variant": "mine.py:Half", "factor": 0.25, "ratio_clip_max": 0.3}
+    config = parse_loss_fn(section)
+    assert (config.factor, config.ratio_clip_max, config.build().name) == (0.25, 0.3, "mine.py:Half")
+    sent = folder / "loss.pickle"
+    sent.write_bytes(pickle.dumps(ObjectiveLoss(config)))
+    (folder / "mine.py").unlink()
+    code = "import pickle; print(pickle.load(open('loss.pickle', 'rb')).config.factor)"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        cwd=folder,
+    )
+    assert elsewhere.stdout == "0.25\n", elsewhere.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"variant": "mine.py:Half", "facto": 1.0}, "loss_fn.facto is not .* did you mean 'factor'"),
+        ({"variant": "mine.py:Half", "factor": -1.0}, "loss_fn.factor=-1.0"),
+        ({"variant": "mine.py:TokenBatch"}, "it must be a class that derives from VariantConfig"),
+    ],
+)
+def test_a_wrong_section_of_an_own_variant_is_refused(folder, section, message):
+    (folder / "mine.py").write_text(VARIANT)
+    with pytest.raises(UserError, match=message):
+        parse_loss_fn(section)
+
+
+def test_an_own_task_is_a_task(folder):
+    (folder / "mine.py").write_text(TASK)
+    (folder / "train.jsonl").write_text('{"question": "q", "answer": 4}\n')
+    config = parse_task({"name": "mine.py:LettersConfig", "bonus": 0.5, "train_files": ["train.jsonl"]})
+    task = config.build()
+    assert task.score(task.train_problem(0, 0), " 4") == {"accuracy": 1.5, "format": 1.0}
+    with pytest.raises(UserError, match=r"unknown key nemo_grpo.task.bonu .*did you mean 'bonus'"):
+        parse_task({"name": "mine.py:LettersConfig", "bonu": 0.5})
+    with pytest.raises(UserError, match="must be a class that derives from TaskConfig"):
+        parse_task({"name": "mine.py:Letters"})
+
+
+def test_a_recipe_names_its_own_files_and_its_resolved_copy_is_equal(folder):
+    (folder / "mine.py").write_text(VARIANT)
+    changes = ["loss_fn.variant=mine.py:Half", "loss_fn.factor=0.75"]
+    changes += ["nemo_grpo.rewards={accuracy: 1.0, my_rewards.py:length: -0.001}"]
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", changes)
+    assert recipe.own_files == {"mine.py": VARIANT, "my_rewards.py": REWARDS}
+    (folder / "resolved.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(folder / "resolved.yaml") == recipe
+
+
+def test_received_text_stands_for_a_file_that_is_not_here(folder):
+    extensions.receive_files({"sent.py": "def f(response): return 7"})
+    assert parameters_of("sent.py:f") == ("response",)
