@@ -75,6 +75,7 @@ test: venv       ## the tests, side by side (no GPU, no network)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-slow: venv  ## the tests marked slow: every layout, kill and resume, stand-ins for Transformer Engine and CUDA
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt wandb mlflow-skinny sqlalchemy alembic
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and not gpu and not nemo_rl and not slurm and not vllm"
 
 test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)

@@ -37,6 +37,7 @@ def train(folder, *changes, **environment):
     return done.stderr
 
 
+@pytest.mark.slow
 @needs("wandb")
 def test_wandb_writes_offline_where_there_is_no_login_and_a_resumed_run_keeps_its_id(tmp_path):
     wandb = ["++logger.wandb_enabled=true", "++logger.wandb={project: mine, name: first}"]
@@ -50,6 +51,7 @@ def test_wandb_writes_offline_where_there_is_no_login_and_a_resumed_run_keeps_it
     assert any((run / "wandb" / runs[0]).glob("*.wandb"))
 
 
+@pytest.mark.slow
 @needs("mlflow")
 def test_mlflow_has_every_metric_of_every_step_in_one_run(tmp_path):
     mlflow = ["++logger.mlflow_enabled=true", "++logger.mlflow={experiment_name: mine, run_name: first}"]
