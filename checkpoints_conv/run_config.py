@@ -168,6 +168,7 @@ def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
         "bf16": dtype.name == "bfloat16",
         "fp16": dtype.name == "float16",
         **(_experts(family) if spec.num_experts else {}),
+        **family.settings,
     }
 
 

@@ -49,7 +49,8 @@ def family_for(config: dict[str, Any]) -> Family:
     declaration = _declared(config, "the model", CONVERTED)
     spec = declaration.read(config, "the model")
     assert declaration.table is not None
-    return Family(config, spec, declaration.table(spec))
+    settings = declaration.settings(config) if declaration.settings else {}
+    return Family(config, spec, declaration.table(spec), settings)
 
 
 def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:

@@ -18,6 +18,7 @@ class ModelSpec:
                 num_vision_parameters: of the vision tower and its merger.
                 rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
                 sliding_window: positions that a layer's attention is confined to; None: all of them.
+                sizes: a family's own, by the letters of its table.
                 is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows the family.
     """
 
@@ -41,6 +42,7 @@ class ModelSpec:
     hidden_act: str = "silu"
     rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
     sliding_window: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     is_bridged: bool = True
 
     @property

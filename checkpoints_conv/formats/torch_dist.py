@@ -191,10 +191,11 @@ class TorchDistReader:
         key = self.keys[name]
         assert all(size == 1 for size in sizes[:axis]), sizes
         assert tuple(sizes[axis + 1 :]) == key.shape[axis + 1 :], sizes
-        assert len(sizes) <= axis + 2, sizes
         overlaps = [(chunk, box) for chunk in key.chunks if (box := _overlap(chunk, start, sizes))]
         if sum(math.prod(end - begin for begin, end in box) for _, box in overlaps) != math.prod(sizes):
             raise UserError(f"{self.folder}: {name} has gaps or overlaps at {list(start)}; save it again")
+        if any(chunk.sizes[axis + 2 :] != key.shape[axis + 2 :] for chunk, _ in overlaps):
+            raise UserError(f"{self.folder}: {name} is split along an inner axis; save it from one rank")
         parts = [_Part(self._open(chunk, key), chunk, box, axis) for chunk, box in overlaps]
         yield Block(key.dtype, parts, start[axis], math.prod(sizes[axis + 1 :]) * key.dtype.itemsize)
         for part in parts:
@@ -212,11 +213,11 @@ class TorchDistReader:
         return saved
 
     def read(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A whole block in memory; the last two axes may be longer than 1. See `block`.
+        """A whole block in memory; its first axis longer than 1 is the rows'. See `block`.
 
         Returns: [sizes] in the stored dtype.
         """
-        axis = max(0, len(sizes) - 2)
+        axis = next((axis for axis, size in enumerate(sizes) if size > 1), max(0, len(sizes) - 1))
         data = bytearray(num_bytes_of(self.keys[name].dtype, sizes))
         with self.block(name, start, sizes, axis) as block:
             block.read_into(memoryview(data), math.prod(sizes[axis : axis + 1]))
@@ -254,7 +255,7 @@ class _Part:
         self.saved, (self.begin, self.end) = saved, box[axis]
         itemsize = saved.dtype.itemsize
         self.width = math.prod(chunk.sizes[axis + 1 :]) * itemsize
-        self.left = sum(chunk.offsets[axis + 1 :]) * itemsize
+        self.left = sum(chunk.offsets[axis + 1 :]) * math.prod(chunk.sizes[axis + 2 :]) * itemsize
         above = 0  # the chunk's rows above row 0 of the key, in units of rows
         for (first, _), offset, size in zip(box[:axis], chunk.offsets, chunk.sizes, strict=False):
             above = above * size + first - offset
