@@ -12,6 +12,7 @@ import yaml
 from checkpoints_conv.families import Family, ModelSpec
 from checkpoints_conv.formats.archive import save, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
+from checkpoints_conv.formats.nemo import model_yaml
 from checkpoints_conv.formats.torch_dist import LATEST
 from nemo_grpo.errors import UserError
 
@@ -90,13 +91,20 @@ def unsaid(spec: ModelSpec) -> list[str]:
 def check_run_config(family: Family, path: Path) -> None:
     """Compare what the checkpoint says of its model with config.json, where shapes do not tell.
 
+    Args:   path: of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
+
     Raises: UserError: they differ.
     """
-    stated = read_section(path, "model")
+    if path.exists():
+        section, compared = "model", COMPARED
+    else:
+        path, section = model_yaml(path.parent), "config"
+        compared = {key: COMPARED[key] for key in COMPARED if key != "vocab_size"}  # NeMo's may be padded
+    stated = read_section(path, section)
     expected = model_section(family, DTYPES["float32"])
     if not expected["rope_scaling"]:
         del expected["rope_scaling_factor"]  # without effect
-    for key, hf_key in COMPARED.items():
+    for key, hf_key in compared.items():
         found, wanted = (_plain(values.get(key)) for values in (stated, expected))
         if found is not None and wanted is not None and found != wanted:
             raise UserError(
@@ -116,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_section(path: Path, section: str) -> dict[str, Any]:
-    """A section of run_config.yaml; empty if there is no such file or section.
+    """A section of a YAML file; empty if there is no such file or section.
 
     Raises: UserError: the file is not YAML.
     """

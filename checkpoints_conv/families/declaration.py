@@ -23,7 +23,7 @@ class Declaration:
         table: every tensor of a model, for the converters; None: the planner alone knows the family.
         sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
         vision_parameters: of these sizes, the parameters of the vision tower.
-        settings: config.json -> what Megatron-Bridge's provider needs beside, or instead of, a dense decoder's.
+        settings: config.json -> Megatron-Bridge's provider where it is not a dense decoder's.
         is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows it.
     """
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, and Qwen2-VL for the planner alone: Megatron-Bridge, with which NeMo-RL trains, has no Qwen2-VL.
+"""Qwen2.5-VL, and Qwen2-VL for the planner alone: Megatron-Bridge, which NeMo-RL trains with, has none.
 
 The decoder is Qwen2's. Megatron-Bridge puts the vision tower and its merger into the model as transformers
 builds them: neither stacked nor split over ranks, every tensor under its Hugging Face name.
@@ -40,7 +40,7 @@ def _sizes(vision: Mapping[str, Any], width: int, ffn: int, out: int) -> dict[st
 
 
 def _tower(depth: int, *, is_gated: bool) -> Iterator[tuple[str, str]]:
-    """(name, shape) of the vision tower; Qwen2-VL has layer norms and a plain MLP, 2.5 RMS norms and a gate."""
+    """(name, shape) of the tower; Qwen2-VL has layer norms and a plain MLP, 2.5 RMS norms and a gate."""
     up = ("gate_proj", "up_proj") if is_gated else ("fc1",)
     down = "down_proj" if is_gated else "fc2"
     norm = ("weight",) if is_gated else ("weight", "bias")

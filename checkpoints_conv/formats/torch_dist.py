@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints_conv.formats import nemo
 from checkpoints_conv.formats.archive import SavedTensor
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
 from checkpoints_conv.formats.pickles import RefusingUnpickler, refused
@@ -94,10 +95,12 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The torch_dist folder meant by a path: itself, its latest iteration, or a NeMo-RL step's weights.
+    """The torch_dist folder meant by a path: itself, its latest iteration, or the weights of a NeMo-RL
+    step or a NeMo 2.0 folder.
 
     Raises: UserError: there is none, or several and nothing says which is meant.
     """
+    nemo.refuse_archive(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give a Megatron checkpoint")
     for folder in (path, path / "policy" / "weights", path / "weights"):
@@ -119,6 +122,9 @@ def find_checkpoint(path: Path) -> Path:
             raise UserError(f"{folder} holds several iterations ({names}); give the folder of one")
         if iterations:
             return iterations[0]
+    for file in (path / "metadata.json", path / "weights" / "metadata.json"):
+        if file.exists() and '"zarr"' in file.read_text():
+            raise UserError(f"{file.parent} is in the zarr format; save it again as torch_dist")
     raise UserError(
         f"{path} holds no torch_dist checkpoint (a folder with {METADATA}); give iter_NNNNNNN or the folder "
         "above it"
@@ -297,7 +303,7 @@ def _read_keys(folder: Path) -> dict[str, Key]:
             for name, stored in found.state_dict_metadata.items()
             if isinstance(stored, _STORED_TENSOR)
         }
-        return {name: _key(name, stored, places) for name, stored in tensors.items()}
+        return {nemo.without_wrappers(name): _key(name, stored, places) for name, stored in tensors.items()}
     except UserError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way

@@ -1,4 +1,4 @@
-"""``bridge_conversions.py import|export MODEL CHECKPOINT [OUTPUT]``: Megatron-Bridge's own conversions on a CPU.
+"""``bridge_conversions.py import|export MODEL CHECKPOINT [OUTPUT]``: Megatron-Bridge's own conversions.
 
 A separate process, because Bridge needs a rehearsal's hooks. Real: Bridge, its providers, mappings and files,
 megatron-core. Stand-ins: Transformer Engine's layers and CUDA.
