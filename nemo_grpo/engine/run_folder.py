@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Lustre without -o flock, NFS without a lock daemon."""
+VERSIONS_FILE = "versions.json"
 PACKAGES = (
     "nemo-grpo",
     "torch",
@@ -35,6 +36,9 @@ PACKAGES = (
     "transformers",
     "transformer-engine",
     "vllm",
+    "nemo-rl",
+    "megatron-bridge",
+    "ray",
     "safetensors",
 )
 
@@ -96,7 +100,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=self.resume)
             self._lock()
-            write_atomically(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
+            write_atomically(self.path / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
             write_atomically(self.recipe, recipe_yaml)
         except FileExistsError:
             raise UserError(

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush
+from nemo_grpo.files import flush_tree, make_readable
 from nemo_grpo.hf_folder import no_transformers_bars
 from nemo_grpo.progress import progress
 from nemo_grpo.recipe.own import WarmStart
@@ -214,9 +214,8 @@ def _collate(
 
 def _publish(unfinished: Path, target: Path) -> None:
     """Give the finished folder its name in one step, after its bytes are on the disk."""
-    for path in (*unfinished.iterdir(), unfinished):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        flush(path)
+    make_readable(unfinished)
+    flush_tree(unfinished)
     try:
         unfinished.rename(target)
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -48,12 +49,21 @@ def save_side_files(
         side = Path(folder) / SIDE_FOLDER
         side.mkdir(parents=True, exist_ok=True)
         model_config.save_pretrained(side)
+        _save_generation_config(model_config, side)
         tokenizer.save_pretrained(side)
         if exchange is not None and exchange.carried:
             (Path(folder) / CARRIED).write_text(json.dumps(exchange.carried))
         return folder
 
     checkpointer.init_tmp_checkpoint = init_tmp_checkpoint
+
+
+def _save_generation_config(model_config: Any, folder: Path) -> None:
+    """The model's generation_config.json, if it has one."""
+    from transformers import GenerationConfig
+
+    with contextlib.suppress(OSError):  # the model has none
+        GenerationConfig.from_pretrained(model_config.name_or_path).save_pretrained(folder)
 
 
 def resume_carried(config: VariantConfig, checkpointer: Any, exchange: StepExchange) -> None:
