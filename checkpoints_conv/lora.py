@@ -125,6 +125,10 @@ def export_adapter(
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
     family = family_for(hf_config(base))
+    if family.prefix:
+        raise UserError(
+            f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
+        )
     reader = TorchDistReader(megatron_checkpoint)
     adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
     scale = _alpha(reader, alpha)

@@ -40,6 +40,7 @@ COMPARED = {
 _ACTIVATIONS = {
     "silu": "torch.nn.functional.silu",
     "swish": "torch.nn.functional.silu",
+    "gelu_pytorch_tanh": "megatron.core.activations.fast_gelu",
     "gelu": "torch.nn.functional.gelu",
 }
 
@@ -51,7 +52,7 @@ _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: int) -> None:
     """Write run_config.yaml, train_state.pt and the trackers that name the latest iteration."""
     inner = folder / f"iter_{iteration:07d}"
-    for lost in unsaid(family.spec):
+    for lost in unsaid(family):
         log.warning("%s of config.json is not in %s: a model built from that alone differs", lost, RUN_CONFIG)
     saving = {"save_optim": False, "save_rng": False, "fully_parallel_save": False}
     sections = {"model": model_section(family, dtype), "checkpoint": saving}
@@ -75,16 +76,17 @@ def _write_train_state(path: Path, iteration: int) -> None:
         save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
 
 
-def unsaid(spec: ModelSpec) -> list[str]:
+def unsaid(family: Family) -> list[str]:
     """What shapes the model's attention, and `model_section` has no words for."""
-    rope, found = spec.rope, []
-    if rope["rope_type"] not in ("default", "llama3"):
+    rope, found = family.spec.rope, []
+    said = ("default", "llama3", *(["linear"] if "rope_scaling_factor" in family.settings else []))
+    if rope["rope_type"] not in said:
         found.append(f"rope_type {rope['rope_type']}")
     if rope["rope_type"] == "llama3":
         given = {key: rope.get(key, value) for key, value in _LLAMA3_ROPE.items()}
         found += [f"{key} {value:g}" for key, value in given.items() if value != _LLAMA3_ROPE[key]]
-    if spec.sliding_window:
-        found.append(f"sliding_window {spec.sliding_window}")
+    if family.spec.sliding_window and "window_size" not in family.settings:
+        found.append(f"sliding_window {family.spec.sliding_window}")
     return found
 
 

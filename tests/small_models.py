@@ -41,6 +41,7 @@ def _qwen2_5_vl(**text: Any) -> Any:
     )
 
 
+GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, **SPECIAL}
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
@@ -50,9 +51,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {"sliding_window": None}),
     "qwen3-moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "qwen2.5-vl": (_qwen2_5_vl, {"rope_parameters": MROPE}),
+    "gemma3": (transformers.Gemma3TextConfig, {**GEMMA, "tie_word_embeddings": True}),
     "qwen2.5-vl-tied": (_qwen2_5_vl, {"rope_parameters": MROPE, "tie_word_embeddings": True}),
 }
-TRAINED = tuple(family for family in FAMILIES if not family.startswith(("qwen3-moe", "qwen2.5-vl")))
+TRAINED = tuple(family for family in FAMILIES if not family.startswith(("qwen3-moe", "qwen2.5-vl", "gemma3")))
 """Those that the embedded engine trains."""
 
 

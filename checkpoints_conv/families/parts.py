@@ -90,13 +90,13 @@ def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...
     )
 
 
-def gated_mlp() -> tuple[Entry, ...]:
-    """Norm and the three matrices of a gated MLP."""
+def gated_mlp(norm: str = "post_attention_layernorm.weight") -> tuple[Entry, ...]:
+    """Norm and the three matrices of a gated MLP. Args: norm: its Hugging Face name."""
     gate_up = tuple((f"{HF_LAYER}mlp.{name}_proj.weight", "f h") for name in ("gate", "up"))
     return (
         layer_copy(
             "pre_mlp_layernorm.weight",
-            "post_attention_layernorm.weight",
+            norm,
             "h",
             fused="mlp.linear_fc1.layer_norm_weight",
         ),

@@ -15,6 +15,7 @@ class ModelSpec:
                 head_dim: width of a head, which need not be hidden_size / num_attention_heads.
                 ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
                 has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
+                has_post_norms: norms behind attention and feed-forward layer, too.
                 num_vision_parameters: of the vision tower and its merger.
                 rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
                 sliding_window: positions that a layer's attention is confined to; None: all of them.
@@ -35,6 +36,7 @@ class ModelSpec:
     head_dim: int
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    has_post_norms: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
     num_vision_parameters: int = 0

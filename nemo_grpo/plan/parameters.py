@@ -56,13 +56,13 @@ def layer_counts(shape: ModelSpec, layout: Layout) -> Counts:
     """One transformer layer.
 
     linear     = (h (q + 2 kv) + [q + 2 kv if biased] + q h + [3 h f if dense]) / TP
-    replicated = 2 h + [2 head_dim if q and k are normed] + [E h if experts]
+    replicated = 2 h + [2 h if post norms] + [2 head_dim if q and k are normed] + [E h if experts]
     expert     = E / EP x 3 h f / ETP
     """
     h, f = shape.hidden_size, shape.ffn_size
     qkv = shape.query_size + 2 * shape.key_value_size
     attention = h * qkv + (qkv if shape.has_qkv_bias else 0) + shape.query_size * h
-    norms = 2 * h + (2 * shape.head_dim if shape.has_qk_norm else 0)
+    norms = (4 if shape.has_post_norms else 2) * h + (2 * shape.head_dim if shape.has_qk_norm else 0)
     if not shape.num_experts:
         return Counts(linear=(attention + 3 * h * f) // layout.tensor, replicated=norms)
     experts = shape.num_experts // layout.expert * 3 * h * f // layout.expert_tensor

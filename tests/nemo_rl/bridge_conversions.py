@@ -27,6 +27,8 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
     sys.modules[quantization.__name__] = quantization
     _use_no_extensions(importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider)
     from megatron.bridge import AutoBridge
+
+    _use_local_gemma_layers()
     from megatron.bridge.training.model_load_save import temporary_distributed_context
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -41,6 +43,38 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
             bridge.save_hf_pretrained(
                 bridge.load_megatron_model(checkpoint, skip_temp_dist_context=True), output, strict=True
             )
+
+
+def _use_local_gemma_layers() -> None:
+    """Gemma's layers under Transformer Engine's names, made of megatron-core's own."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    from nemo_grpo.engine.megatron.layers import RMSNorm
+    from nemo_grpo.rehearsal.megatron import local_layers
+
+    class TERowParallelLinearLayerNorm(RowParallelLinear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **settings)
+            self.post_layernorm = RMSNorm(config, output_size)
+
+        def sharded_state_dict(self, prefix: str = "", *rest: Any, **further: Any) -> dict[str, Any]:
+            own = super().sharded_state_dict(prefix, *rest, **further)
+            offsets = rest[0] if rest else further.get("sharded_offsets", ())
+            norm = make_sharded_tensors_for_checkpoint(
+                self.post_layernorm.state_dict(), f"{prefix}post_layernorm.", {}, offsets
+            )
+            return own | norm
+
+    def layers(config: Any) -> Any:
+        block = local_layers(config)
+        parts = block.layer_specs[0].submodules
+        parts.self_attention.submodules.linear_proj = TERowParallelLinearLayerNorm
+        parts.mlp.keywords["submodules"].linear_fc2 = TERowParallelLinearLayerNorm
+        return block
+
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    importlib.import_module("megatron.bridge.models.gemma.gemma3_provider").gemma3_layer_spec = layers
 
 
 def _use_no_extensions(provider: type) -> None:

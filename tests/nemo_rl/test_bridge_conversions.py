@@ -18,7 +18,7 @@ from checkpoints_conv.formats.torch_dist import TorchDistReader  # noqa: E402
 from checkpoints_conv.hf_to_megatron import hf_to_megatron  # noqa: E402
 from checkpoints_conv.megatron_to_hf import megatron_to_hf  # noqa: E402
 
-FAMILIES = ("qwen2.5-vl", "qwen2.5-vl-tied")
+FAMILIES = ("qwen2.5-vl", "qwen2.5-vl-tied", "gemma3")
 
 
 def bridge(*arguments):
