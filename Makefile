@@ -51,6 +51,7 @@ $(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
 	 "$$python" -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VLLM_VENV)/torchvision torchvision==0.28.0
 	@touch $@
 
 quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=--resume)

@@ -124,7 +124,7 @@ def export(
     source: Path,
     target: Path,
     dtype: torch.dtype,
-    training: Training,
+    training: Training | None,
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads.
 
@@ -132,7 +132,7 @@ def export(
     replaced.
 
     Args: source: the model folder that training started from; its side files are copied.
-          training: what the model card says.
+          training: what the model card says; None: no card, of a model that a run will start with.
     """
     tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
     config = load_config(source)
@@ -146,7 +146,8 @@ def export(
             logging.disable(logging.NOTSET)
         with no_transformers_bars():
             config.save_pretrained(temporary)
-        write_card(temporary, training, base_of(source))
+        if training is not None:
+            write_card(temporary, training, base_of(source))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ Writes tests/contract/nemo_rl-<version>.json: names, signatures and keys, nothin
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import os
@@ -42,7 +43,8 @@ def setup_arity(module: Any) -> int:
 
 def interface() -> dict[str, Any]:
     """What is recorded."""
-    grpo = compat.import_name("nemo_rl.algorithms:grpo")
+    grpo = importlib.import_module("nemo_rl.algorithms.grpo")
+    sft = importlib.import_module("nemo_rl.algorithms.sft")
     loss = compat.import_name("nemo_rl.algorithms.loss.loss_functions:ClippedPGLossFn")
     config = compat.import_name("nemo_rl.algorithms.loss.loss_functions:ClippedPGLossConfig")
     return {
@@ -53,6 +55,9 @@ def interface() -> dict[str, Any]:
         "advantage_calls": calls(grpo, "compute_advantage"),
         "train_calls": calls(grpo, "train"),
         "setup_arity": setup_arity(grpo),
+        "sft_train": list(inspect.signature(sft.sft_train).parameters),
+        "sft_settings": sorted(sft.SFTConfig.model_fields),
+        "sft_setup_arity": setup_arity(sft),
     }
 
 

@@ -35,9 +35,7 @@ def run(case: Case, folder: Path) -> list[StepResult]:
     objective, state, steps = recipe.loss_fn.build(), TrainingState(), batches(folder)
     results = []
     for number, num_updates in enumerate(case.updates):
-        learner = Learner(
-            case.recipe(folder, num_updates), objective, policy, recipe.policy.generation.temperature
-        )
+        learner = Learner(case.recipe(folder, num_updates), objective, policy)
         prepared, updates = learner.learn(steps[number % len(steps)], state, Clock())
         state.step += 1
         batch = prepared.batch

@@ -6,10 +6,22 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from nemo_grpo.cli.launch import (
+    Account,
+    Container,
+    Gpu,
+    LogsFolder,
+    Mounts,
+    Partition,
+    Sbatch,
+    Time,
+    job_environment,
+    sbatch_options,
+)
 from nemo_grpo.cli.recipe import Overrides
 from nemo_grpo.errors import UserError
 
@@ -65,23 +77,74 @@ def sweep(
     out: Out = None,
     jobs: Jobs = 1,
     dry_run: DryRun = False,
+    target: Annotated[
+        Literal["embedded", "cluster"],
+        typer.Option(help="embedded: train here; cluster: submit every run to Slurm, as `launch` does."),
+    ] = "embedded",
+    time: Time = None,
+    account: Account = None,
+    partition: Partition = None,
+    gpu: Gpu = "h100",
+    container: Container = None,
+    mounts: Mounts = None,
+    logs: LogsFolder = None,
+    sbatch: Sbatch = None,
 ) -> None:
     """Train one recipe under several settings over seeds: ablations and sensitivity sweeps.
 
     Presets: tr_grpo-weighting, tr_grpo-sensitivity, gpg-components, gpg-normalization, gpg-group_size,
-    gpg-threshold.
+    gpg-threshold. With --target cluster they vary the papers' recipes: each run's recipe is written to
+    OUT/recipes, planned and submitted. Repeat the command to submit what is missing, and for table and report
+    of the runs that are done.
 
-    Example: nemo-grpo sweep tr_grpo-weighting --seeds 3 --jobs 2
+    Examples:
+
+      nemo-grpo sweep tr_grpo-weighting --seeds 3 --jobs 2
+
+      nemo-grpo sweep tr_grpo-weighting --target cluster --time 04:00:00 --partition batch --dry-run
 
     Exit codes and continuing: as compare.
     """
     from nemo_grpo.experiments.plan import plan_jobs
     from nemo_grpo.experiments.sweep import find_sweep, load_sweep, with_overrides
 
-    loaded = load_sweep(find_sweep(name))
-    out = out or Path("runs") / f"sweep-{loaded.name}"
+    on_cluster = target == "cluster"
+    loaded = load_sweep(find_sweep(name), target)
+    out = out or Path("runs") / f"sweep-{loaded.name}{'-cluster' if on_cluster else ''}"
     chosen = loaded.seeds if seeds is None else parse_seeds(seeds)
-    _run(plan_jobs(with_overrides(loaded.settings, overrides or []), chosen, out), out, jobs, dry_run)
+    settings, prefix = (
+        with_overrides(loaded.settings, overrides or []),
+        f"{loaded.name}-" if on_cluster else "",
+    )
+    planned = plan_jobs(settings, chosen, out, prefix=prefix)
+    options = sbatch_options(time, account, partition, sbatch)
+    environment = job_environment(container, mounts, logs)
+    if on_cluster:
+        _submit(planned, out, gpu, options, environment, dry_run)
+    elif given := [name for name, value in {**options, **environment}.items() if value is not None]:
+        raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
+    else:
+        _run(planned, out, jobs, dry_run)
+
+
+def _submit(
+    planned: Sequence[Job],
+    out: Path,
+    gpu: str,
+    options: dict[str, str | None],
+    environment: dict[str, str | None],
+    dry_run: bool,
+) -> None:
+    from nemo_grpo.experiments.cluster import Slurm, plan_submissions, submit_experiment
+
+    slurm = Slurm(gpu, options, environment)
+    if dry_run:
+        for submission in plan_submissions(planned, out, slurm).values():
+            typer.echo(str(submission))
+        return
+    text = submit_experiment(planned, out, slurm, shlex.join(["nemo-grpo", *sys.argv[1:]]))
+    typer.echo(text)
+    typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -38,8 +38,15 @@ def pivots(
     share: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of a response's tokens, per kind.")
     ] = 0.05,
-    max_positions: Annotated[int, typer.Option(min=1, help="Maximum positions per kind and response.")] = 4,
-    k: Annotated[int, typer.Option(min=1, help="Continuations per position.")] = 4,
+    max_positions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum positions per kind and response. Default: 4; together: all."),
+    ] = None,
+    k: Annotated[int, typer.Option(min=1, help="Continuations of each perturbed response.")] = 4,
+    perturbation: Annotated[
+        Literal["separately", "together", "truncate"],
+        typer.Option(help="Replace one token at a time, or all of a kind at once, or cut before one."),
+    ] = "separately",
     replacement: Annotated[
         Literal["uniform", "policy"],
         typer.Option(help="Any other token, or another one drawn from the policy."),
@@ -60,6 +67,8 @@ def pivots(
       nemo-grpo diagnose pivots --run runs/quickstart
 
       nemo-grpo diagnose pivots --model FOLDER --recipe recipes/quickstart.yaml --replacement policy
+
+      nemo-grpo diagnose pivots --run runs/quickstart --perturbation together
     """
     from nemo_grpo.recipe import load_recipe
 
@@ -72,7 +81,8 @@ def pivots(
 
     from nemo_grpo.evaluate.pivot_results import PivotSettings
 
-    settings = PivotSettings(num_problems, share, max_positions, k, replacement, seed)
+    most = max_positions or (None if perturbation == "together" else PivotSettings.max_positions)
+    settings = PivotSettings(num_problems, share, most, k, replacement, seed, perturbation)
     with finite_logits(model):
         study, decode = _study(loaded, model, settings)
     result = {"model": str(model), "task": loaded.nemo_grpo.task.model_dump(mode="json")} | study.to_dict(
@@ -80,6 +90,34 @@ def pivots(
     )
     _write(result, out)
     _show(result, out)
+
+
+@app.command()
+def masks(
+    samples: Annotated[Path, typer.Option(help="samples-NAME.jsonl of nemo-grpo eval.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="The benchmark's JSONL file.", show_default=False)],
+    sam: Annotated[Path, typer.Option(help="Folder of a Segment Anything model.", show_default=False)],
+    device: Annotated[str, typer.Option(help="Device of that model.")] = "cpu",
+) -> None:
+    """Make masks of the boxes in greedy responses, and compare them with the targets: gIoU and cIoU.
+
+    Example:
+
+      nemo-grpo diagnose masks --samples runs/eval-x/samples-lisa-test.jsonl --data data/lisa-test.jsonl
+      --sam sam-vit-huge
+    """
+    from nemo_grpo.evaluate.masks import SamMasks, greedy_responses, score_masks
+    from nemo_grpo.tasks.jsonl import read_problems
+
+    problems, responses = read_problems([data], with_images=True), greedy_responses(samples)
+    scores = score_masks(problems, responses, SamMasks(sam, device))
+    out = samples.with_name(samples.name.replace("samples-", "masks-", 1)).with_suffix(".json")
+    result = {"samples": str(samples), "data": str(data), "sam": str(sam), **scores.to_dict()}
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    typer.echo(
+        f"gIoU {100 * scores.giou:.1f}, cIoU {100 * scores.ciou:.1f} over {len(scores.ious)} images, "
+        f"{scores.num_boxes} with a box; {out}"
+    )
 
 
 def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple[Path, Path]:
@@ -145,7 +183,8 @@ def _show(result: dict[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("positions", "entropy", "token kept", "token replaced", "drop")
+    changed = "cut" if result["settings"]["perturbation"] == "truncate" else "replaced"
+    table = Table("positions", "entropy", "token kept", f"token {changed}", "drop")
     for kind, row in result["summary"].items():
         pairs = [f"{row[name]:.3f} +- {row[f'{name}_stderr']:.3f}" for name in ("kept", "replaced", "drop")]
         table.add_row(kind, f"{row['entropy']:.3f}", *pairs)

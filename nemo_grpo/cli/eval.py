@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from nemo_grpo.evaluate.settings import Settings
     from nemo_grpo.evaluate.suite import SuiteResult
 
-PICTURE = "scores.png"
 Model = Annotated[Path, typer.Option(help="Hugging Face folder: config, weights, tokenizer.")]
 RecipeOption = Annotated[
     Path | None,
@@ -37,7 +37,19 @@ MaxTokens = Annotated[int | None, typer.Option(help="Longest response. Default: 
 NumProblems = Annotated[
     int | None, typer.Option(help="Number of problems, from the first. Default: the recipe's, or all.", min=1)
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the samples.", min=0)]
+PassAt = Annotated[
+    str | None,
+    typer.Option(help="More k for pass@k, comma-separated, each at most --k: 3,5.", show_default=False),
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of the samples. Default: 0.", min=0)]
+Seeds = Annotated[
+    str | None,
+    typer.Option(
+        help="Repeat with how many seeds (4 is 0,1,2,3), or which, comma-separated; mean and standard "
+        "deviation over them.",
+        show_default=False,
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results. Default: runs/eval-NAME.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results in --out.")]
 DataDir = Annotated[Path, typer.Option(help="Folder of `nemo-grpo data prepare`.")]
@@ -103,7 +115,9 @@ def eval_command(
     batch_size: BatchSize = None,
     tensor_parallel: TensorParallel = 1,
     cache_gib: CacheGib = None,
-    seed: Seed = 0,
+    pass_at: PassAt = None,
+    seed: Seed = None,
+    seeds: Seeds = None,
     out: Out = None,
     overwrite: Overwrite = False,
     overrides: Annotated[
@@ -124,6 +138,8 @@ def eval_command(
 
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --protocol cw_grpo --generator vllm
 
+      nemo-grpo eval --model MODEL --benchmarks aime24,amc23 --k 5 --pass-at 3 --seeds 4
+
       nemo-grpo eval --model runs/quickstart/hf --recipe recipes/quickstart.yaml --k 16
     """
     if recipe is None and overrides:
@@ -136,12 +152,15 @@ def eval_command(
     section = loaded.nemo_grpo if loaded else None
 
     from nemo_grpo.evaluate.benchmarks import Choice, load_benchmarks
+    from nemo_grpo.evaluate.passk import parse_ks
     from nemo_grpo.evaluate.protocols import find_protocol
     from nemo_grpo.evaluate.settings import Settings
 
     tokenizer, asked = tokenizer_of(model), find_protocol(protocol) if protocol else None
     prompts = asked.prompts if asked else {}
-    chosen = load_benchmarks(benchmarks, Choice(data_dir, num_problems, task, prompt, section, prompts))
+    images = (generator or (section and section.engine.generator)) == "vllm"
+    choice = Choice(data_dir, num_problems, task, prompt, section, prompts, images)
+    chosen = load_benchmarks(benchmarks, choice)
     options = {
         "k": k,
         "temperature": temperature,
@@ -160,75 +179,104 @@ def eval_command(
         options |= {**_fitting(asked, chosen, tokenizer, model), **given}
     out = out or Path(section.runs_dir if section else "runs") / f"eval-{result_name(model)}"
     check_place(out)
+    settings = Settings.of(loaded, options)
+    plan = _Plan(model, tokenizer, chosen, settings, out, parse_ks(pass_at, settings.k))
+    folders = {settings.seed: out} if seeds is None else _seed_folders(seeds, seed, settings, out)
     with finite_logits(model):
-        result = _evaluate(model, tokenizer, chosen, Settings.of(loaded, options), out, overwrite)
+        results = plan.evaluate(folders, overwrite)
     if asked is not None:
-        result = replace(result, protocol={"name": str(protocol), "source": asked.source})
-    _finish(result, model, out)
+        followed = {"name": str(protocol), "source": asked.source}
+        results = {number: replace(result, protocol=followed) for number, result in results.items()}
+    summaries = {number: result.write(folders[number], model) for number, result in results.items()}
+    from nemo_grpo.evaluate.show import show
+
+    show(next(iter(results.values())), summaries, model, out)
+
+
+def _seed_folders(seeds: str, seed: int | None, settings: Settings, out: Path) -> dict[int, Path]:
+    """Raises: UserError: --seed too, one seed only, or greedy sampling, which has no seed."""
+    from nemo_grpo.cli.compare import parse_seeds
+    from nemo_grpo.evaluate.seeds import seed_folder
+
+    if seed is not None:
+        raise UserError("--seed and --seeds exclude each other; name all seeds in --seeds")
+    numbers = list(dict.fromkeys(parse_seeds(seeds)))
+    if len(numbers) < 2:
+        raise UserError(f"--seeds {seeds}: a deviation needs two seeds or more; for one use --seed")
+    if settings.temperature == 0:
+        raise UserError("--seeds: greedy responses are the same for every seed; set --temperature")
+    return {number: seed_folder(out, number) for number in numbers}
 
 
 def _fitting(asked: Protocol, chosen: list[Benchmark], tokenizer: Any, model: Path) -> dict[str, Any]:
     """The protocol's options, its length cut to what the model reads behind the longest prompt."""
-    from nemo_grpo.evaluate.suite import longest_prompt
-
     options, (limit, vocab_size) = asked.options(), model_limits(model)
     if limit is not None:
-        left = limit - longest_prompt(chosen, tokenizer, 0, None, vocab_size)
+        left = limit - _longest(chosen, tokenizer, model, 0, None, vocab_size)
         options["max_tokens"] = max(1, min(asked.max_tokens, left))
     return options
 
 
-def _evaluate(
-    model: Path,
-    tokenizer: Any,
-    benchmarks: list[Benchmark],
-    settings: Settings,
-    out: Path,
-    overwrite: bool,
-) -> SuiteResult:
-    """Raises: UserError: before anything is loaded or written, where possible."""
-    from nemo_grpo.evaluate.responses import ResponseLog
-    from nemo_grpo.evaluate.settings import LazyGenerator
-    from nemo_grpo.evaluate.suite import RESPONSES, longest_prompt, run_suite
-    from nemo_grpo.evaluate.summary import check_summary
-    from nemo_grpo.progress import progress
+def _longest(benchmarks: list[Benchmark], tokenizer: Any, model: Path, *limits: Any) -> int:
+    from nemo_grpo.evaluate.suite import longest_prompt
+    from nemo_grpo.sampling.images import ImageTokens
 
-    conditions = settings.conditions(model, tokenizer)
-    longest = longest_prompt(benchmarks, tokenizer, settings.max_tokens, *model_limits(model))
-    if not overwrite:
-        check_summary(out, conditions.to_dict(), benchmarks)
-    generator = LazyGenerator(lambda: settings.build_generator(model, conditions, longest))
-    if not (out / RESPONSES).exists():
-        generator.load()  # a broken model is reported before anything is created
-    total = sum(len(benchmark.problems) for benchmark in benchmarks)
-    with ResponseLog(out / RESPONSES) as log, progress("evaluate", total) as advance:
-        return run_suite(
-            generator,
-            tokenizer,
-            benchmarks,
-            conditions,
-            log,
-            problems_per_call=settings.problems_per_call(conditions.generator),
-            on_progress=advance,
+    has_images = any(benchmark.task.config.needs_images for benchmark in benchmarks)
+    return longest_prompt(benchmarks, tokenizer, *limits, ImageTokens(model) if has_images else None)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One call of the command."""
+
+    model: Path
+    tokenizer: Any
+    benchmarks: list[Benchmark]
+    settings: Settings
+    out: Path
+    pass_at: tuple[int, ...]
+
+    def evaluate(self, folders: Mapping[int, Path], overwrite: bool) -> dict[int, SuiteResult]:
+        """Results by seed; ``folders``: of each seed's results. The responses of all are in ``out``.
+
+        Raises: UserError: before anything is loaded or written, where possible.
+        """
+        from nemo_grpo.evaluate.responses import ResponseLog
+        from nemo_grpo.evaluate.settings import LazyGenerator
+        from nemo_grpo.evaluate.suite import RESPONSES, run_suite
+        from nemo_grpo.evaluate.summary import check_summary
+        from nemo_grpo.progress import progress
+
+        settings, benchmarks = self.settings, self.benchmarks
+        conditions = settings.conditions(self.model, self.tokenizer)
+        limits = settings.max_tokens, *model_limits(self.model)
+        longest = _longest(benchmarks, self.tokenizer, self.model, *limits)
+        max_images = max(
+            len(p.metadata["images"]) if b.task.config.needs_images else 0
+            for b in benchmarks
+            for p in b.problems
         )
-
-
-def _finish(result: SuiteResult, model: Path, out: Path) -> None:
-    """Write the results and show them."""
-    from rich.console import Console
-
-    from nemo_grpo.evaluate.show import groups, plot, table
-    from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY
-
-    described = result.conditions.describe()
-    summary = result.write(out, model)
-    plot(summary, out / PICTURE, f"{model.resolve().name}: {described}")
-    prompts = ", ".join(f"{name}: {entry['prompt']}" for name, entry in summary[BENCHMARKS].items())
-    console = Console()
-    console.print(f"{model}; per cent +- standard error over problems", highlight=False, soft_wrap=True)
-    console.print(table(summary))
-    for line in groups(summary):
-        console.print(line, highlight=False, soft_wrap=True)
-    followed = f"; protocol {result.protocol['name']}" if result.protocol else ""
-    console.print(f"{described}; prompts {prompts}{followed}", highlight=False)
-    console.print(f"{out / SUMMARY}, {out / PICTURE}", highlight=False, soft_wrap=True)
+        of_seed = {seed: replace(conditions, seed=seed) for seed in folders}
+        if not overwrite:
+            for seed, folder in folders.items():
+                check_summary(folder, of_seed[seed].to_dict(), benchmarks)
+        generator = LazyGenerator(
+            lambda: settings.build_generator(self.model, conditions, longest, max_images)
+        )
+        if not (self.out / RESPONSES).exists():
+            generator.load()  # a broken model is reported before anything is created
+        total = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
+        with ResponseLog(self.out / RESPONSES) as log, progress("evaluate", total) as advance:
+            return {
+                seed: run_suite(
+                    generator,
+                    self.tokenizer,
+                    benchmarks,
+                    of_seed[seed],
+                    log,
+                    problems_per_call=settings.problems_per_call(conditions.generator),
+                    on_progress=advance,
+                    pass_at=self.pass_at,
+                )
+                for seed in folders
+            }

@@ -30,6 +30,16 @@ app = typer.Typer(
     help="Recipes as Slurm jobs: `launch RECIPE --nodes N --time T` plans and submits, `launch status RUN`.",
 )
 
+Time = Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")]
+Account = Annotated[str | None, typer.Option(help="Slurm account.")]
+Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
+Gpu = Annotated[str, typer.Option(help="GPU that the plan is for: h100 or h200.")]
+Container = Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")]
+Mounts = Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")]
+LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")]
+Sbatch = Annotated[
+    list[str] | None, typer.Option(help="Another option of sbatch: --sbatch qos=high. May be repeated.")
+]
 Logs = Annotated[Path, typer.Option(help="Folder of the jobs' logs.")]
 
 
@@ -38,16 +48,14 @@ def submit(
     recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
     overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: the recipe's.")] = None,
-    time: Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    gpu: Annotated[str, typer.Option(help="GPU that the plan is for: h100 or h200.")] = "h100",
-    container: Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")] = None,
-    mounts: Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")] = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(help="Another option of sbatch: --sbatch qos=high. May be repeated.")
-    ] = None,
+    time: Time = None,
+    account: Account = None,
+    partition: Partition = None,
+    gpu: Gpu = "h100",
+    container: Container = None,
+    mounts: Mounts = None,
+    logs: LogsFolder = None,
+    sbatch: Sbatch = None,
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="Rehearse it here first; submit only if every stage passes.")
     ] = False,
@@ -68,9 +76,10 @@ def submit(
     _plan(loaded, gpu)
     if rehearse:
         _rehearse(recipe, overrides)
-    options = {"time": time, "account": account, "partition": partition, **_pairs(sbatch or [])}
-    environment = {"CONTAINER": container, "MOUNTS": mounts, "LOGS": str(logs.absolute()) if logs else None}
-    submission = prepare(loaded, recipe.absolute(), overrides, options, environment)
+    options = sbatch_options(time, account, partition, sbatch)
+    submission = prepare(
+        loaded, recipe.absolute(), overrides, options, job_environment(container, mounts, logs)
+    )
     if dry_run:
         typer.echo(str(submission))
         return
@@ -97,12 +106,21 @@ def _rehearse(recipe: Path, overrides: list[str]) -> None:
         raise UserError("the rehearsal failed; nothing was submitted")
 
 
-def _pairs(options: list[str]) -> dict[str, str]:
-    for option in options:
+def sbatch_options(
+    time: str | None, account: str | None, partition: str | None, others: list[str] | None
+) -> dict[str, str | None]:
+    """sbatch's long options.  Raises: UserError: one of ``others`` is not name=value."""
+    for option in others or []:
         if "=" not in option:
             raise UserError(f"--sbatch {option!r} must be name=value, such as qos=high")
-    pairs = (option.split("=", 1) for option in options)
-    return {name.lstrip("-"): value for name, value in pairs}
+    pairs = (option.split("=", 1) for option in others or [])
+    named = {"time": time, "account": account, "partition": partition}
+    return {**named, **{name.lstrip("-"): value for name, value in pairs}}
+
+
+def job_environment(container: str | None, mounts: str | None, logs: Path | None) -> dict[str, str | None]:
+    """Variables that the job scripts read."""
+    return {"CONTAINER": container, "MOUNTS": mounts, "LOGS": str(logs.absolute()) if logs else None}
 
 
 @app.command()

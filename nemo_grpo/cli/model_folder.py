@@ -61,4 +61,5 @@ def _remedy(model: Path) -> str:
 def model_limits(model: Path) -> tuple[int | None, int | None]:
     """Longest sequence and vocabulary of the model in this folder; None if its config does not say."""
     config = hf_config(model) if (model / "config.json").is_file() else {}
-    return config.get("max_position_embeddings"), config.get("vocab_size")
+    text = {**config, **config.get("text_config", {})}  # a vision-language model's language model
+    return text.get("max_position_embeddings"), text.get("vocab_size")

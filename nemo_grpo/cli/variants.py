@@ -25,17 +25,17 @@ def variants(
     """
     from rich.console import Console
 
-    from nemo_grpo.variants import VARIANTS
+    from nemo_grpo.variants import OBJECTIVES
 
-    if name is not None and name not in VARIANTS:
-        raise UserError(f"{name!r} is not a variant{did_you_mean(name, VARIANTS)}")
+    if name is not None and name not in OBJECTIVES:
+        raise UserError(f"{name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
     console = Console()
     if name is None:
-        console.print(overview(VARIANTS))
+        console.print(overview(OBJECTIVES))
         console.print("(reference): with reference_policy_kl_penalty > 0. In a recipe: loss_fn.variant.")
         console.print("All parameters of one: [bold]nemo-grpo variants NAME[/bold]")
     else:
-        console.print(parameters(name, VARIANTS[name]))
+        console.print(parameters(name, OBJECTIVES[name]))
 
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:
@@ -81,4 +81,6 @@ def _needs(config: type[VariantConfig]) -> str:
 
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:
+    if config.learns_from_demonstrations:  # what it inherits is about rollouts, and refused
+        return {}
     return {key: field.default for key, field in config.model_fields.items() if key != "variant"}

@@ -20,8 +20,8 @@ from nemo_grpo.data.fields import (
 )
 from nemo_grpo.data.filters import Filter, first, levels, not_in, short_solution, unique_questions
 from nemo_grpo.data.generated import Generated, generated
+from nemo_grpo.data.local_folders import ClassificationTest, GeoQATest, ReasonSeg
 from nemo_grpo.data.origins import GitFiles, Hub, Origin
-from nemo_grpo.data.reason_seg import ReasonSeg
 from nemo_grpo.errors import UserError, did_you_mean
 
 
@@ -104,6 +104,15 @@ def _few_shot(name: str, repository: str) -> Source:
     origin = Hub(f"laolao77/{repository}")
     return Source(name, "training", "vision_classification", paper, origin, mapping, "readers")
 
+
+def _classes(name: str, split: str, count: int) -> Source:
+    origin, mapping = ClassificationTest(split), picture("question", "label")
+    paper, expected = "GPG Table 6", Expected(count, "the published file")
+    task = "vision_classification"
+    return Source(name, "evaluation", task, paper, origin, mapping, "files", expected=expected)
+
+
+REASON_SEG = picture("query", "box", keep=("target", "ignore"))
 
 TABLE: tuple[Source, ...] = (
     # Mathematics: training.
@@ -255,17 +264,32 @@ TABLE: tuple[Source, ...] = (
     ),
     Source(
         "lisa-train", "training", "vision_grounding", "GPG 3.1 and Table 8",
-        ReasonSeg("train"), picture("query", "box"), "readers",
+        ReasonSeg("train"), REASON_SEG, "readers",
         expected=Expected(239, "GPG 3.1"),
     ),
     Source(
+        "lisa-val", "evaluation", "vision_grounding", "GPG Table 8",
+        ReasonSeg("val"), REASON_SEG, "readers",
+        expected=Expected(200, "LISA (2308.00692), section 3.2"),
+    ),
+    Source(
         "lisa-test", "evaluation", "vision_grounding", "GPG Table 8",
-        ReasonSeg("test"), picture("query", "box"), "readers",
+        ReasonSeg("test"), REASON_SEG, "readers",
+        expected=Expected(779, "LISA (2308.00692), section 3.2"),
+    ),
+    Source(
+        "geoqa-test", "evaluation", "vision_math", "GPG Table 5",
+        GeoQATest(), picture("question", "ground_truth"), "files",
+        expected=Expected(754, "the published file"),
     ),
     _few_shot("flower102", "ViRFT_CLS_flower_4_shot"),
     _few_shot("pets37", "ViRFT_CLS_pets37_4shot"),
     _few_shot("fgvc-aircraft", "ViRFT_CLS_fgvc_aircraft_4_shot"),
     _few_shot("car196", "ViRFT_CLS_car196_4shot"),
+    _classes("flower102-test", "oxford_flowers", 2463),
+    _classes("pets37-test", "pets", 3669),
+    _classes("fgvc-aircraft-test", "fgvc_aircraft", 3333),
+    _classes("car196-test", "stanford_cars", 8041),
 )  # fmt: skip
 
 SOURCES: dict[str, Source] = {source.name: source for source in TABLE}

@@ -17,6 +17,14 @@ PANELS: tuple[Panel, ...] = (
         "problems that at least one of k samples solves.",
     ),
     Panel(
+        "held_out_loss",
+        "Held-out loss",
+        "nats per response token",
+        ("validation/val_loss",),
+        draw_training,
+        "Mean cross entropy of the held-out problems' demonstrations; only supervised runs have it.",
+    ),
+    Panel(
         "reward",
         "Training reward",
         "mean over rollouts",
@@ -35,6 +43,14 @@ PANELS: tuple[Panel, ...] = (
         "the mean of -log p over the sampled tokens, for runs on NeMo-RL. A fall to 0 ends exploration; a "
         "rise to more than twice its start is instability.",
         from_zero=True,
+    ),
+    Panel(
+        "loss",
+        "Training loss",
+        "loss",
+        ("loss/total",),
+        draw_training,
+        "The variant's loss (GPG Figure 3). It is no measure of progress: advantages have mean 0 in a group.",
     ),
     Panel(
         "length",

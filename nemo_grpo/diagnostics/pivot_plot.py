@@ -28,9 +28,10 @@ def _draw_response(axes: Axes, study: Mapping[str, Any]) -> None:
     response = study["responses"][0]
     tokens, entropies = response["tokens"][:MAX_TOKENS_SHOWN], response["entropies"][:MAX_TOKENS_SHOWN]
     chosen = {
-        point["position"]
+        position
         for point in study["points"]
         if point["problem"] == response["problem"] and point["kind"] == "pivot"
+        for position in point["positions"]
     }
     colors = [COLORS[1] if i in chosen else COLORS[4] for i in range(len(tokens))]
     axes.bar(range(len(tokens)), entropies, color=colors, width=0.8)

@@ -51,15 +51,17 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Learner:
-    """The recipe's objective, applied to the policy step by step.
-
-    Attributes: temperature: of the rollouts' sampling.
-    """
+    """The recipe's objective, applied to the policy step by step."""
 
     recipe: Recipe
     objective: Objective
     policy: MegatronPolicy
-    temperature: float
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits: the rollouts' sampling temperature; 1 where nothing is sampled."""
+        learns = self.recipe.loss_fn.learns_from_demonstrations
+        return 1.0 if learns else self.recipe.policy.generation.temperature
 
     def learn(
         self, step: Step, state: TrainingState, clock: Clock
@@ -85,9 +87,9 @@ class Learner:
         clock.lap("time/update")
         return prepared, updates
 
-    def score(self, step: Step) -> Scores:
+    def score(self, step: Step, *, with_entropies: bool = True) -> Scores:
         """The policy's logprobs and entropies."""
-        return self.policy.score(step.sequences, **self._scoring())
+        return self.policy.score(step.sequences, **self._scoring(), with_entropies=with_entropies)
 
     def reference(self, step: Step) -> Tensor | None:
         """The reference policy's logprobs, if the objective needs them."""

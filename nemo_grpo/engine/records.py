@@ -84,6 +84,7 @@ def note(row: dict[str, Any]) -> str:
         "reward/mean": lambda v: f"reward {v:.2f}",
         "entropy/mean": lambda v: f"entropy {v:.2f}",
         "length/mean": lambda v: f"length {v:.0f}",
+        "validation/val_loss": lambda v: f"held-out loss {v:.3f}",
         "validation/accuracy": lambda v: f"accuracy {v:.3f}",
     }
     return "  ".join(show(row[name]) for name, show in shown.items() if name in row)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from nemo_grpo.engine.launch import is_launched, launch
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
+from nemo_grpo.engine.supervised import SupervisedTrainer
 from nemo_grpo.engine.trainer import Trainer, check
 from nemo_grpo.recipe import Recipe
 
@@ -25,7 +26,8 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     if recipe.world_size > 1 and not is_launched():
         check(recipe, resume=resume)  # once, before any rank starts
         return launch(arguments, recipe.world_size)
-    trainer = Trainer(recipe, resume=resume)
+    kind = SupervisedTrainer if recipe.loss_fn.learns_from_demonstrations else Trainer
+    trainer = kind(recipe, resume=resume)
     try:
         finished = trainer.train()
     finally:

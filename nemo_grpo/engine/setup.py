@@ -69,11 +69,20 @@ def choose_device(recipe: Recipe) -> torch.device:
 
 
 def model_source(recipe: Recipe, task: Task) -> Path:
-    """The folder to start from: policy.model_name, or the warm-started model, made if the cache has none."""
+    """The folder to start from: policy.model_name, or the warm-started model, made if the cache has none.
+
+    Every rank of a launch calls it.
+    """
     if recipe.policy.model_name is not None:
         return Path(recipe.policy.model_name)
     assert recipe.nemo_grpo.warm_start is not None
-    return warm_start(recipe.nemo_grpo.warm_start, task, recipe.nemo_grpo.prompt)
+    return warm_start(
+        recipe.nemo_grpo.warm_start,
+        task,
+        recipe.nemo_grpo.prompt,
+        layout=recipe.policy.megatron_cfg.layout,
+        device=choose_device(recipe),
+    )
 
 
 def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:

@@ -59,13 +59,13 @@ class Trainer:
         self.run = RunFolder(recipe.run_dir, leads=leads, resume=resume)
         self.objective = recipe.loss_fn.build()
         self.task = recipe.nemo_grpo.task.build()
-        self.source = self._model_source()
+        self.source = setup.model_source(recipe, self.task)
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
         self.generator = setup.build_generator(recipe, self.source)
         self.sampling = setup.training_sampling(recipe, self.tokenizer)
-        self.learner = Learner(recipe, self.objective, self.policy, self.sampling.temperature)
+        self.learner = Learner(recipe, self.objective, self.policy)
         self.problems = self.task.validation_problems(recipe.grpo.max_val_samples)
         checkpointing = recipe.checkpointing
         self.store = CheckpointStore(
@@ -89,15 +89,6 @@ class Trainer:
         self.run.open(recipe.to_yaml(), from_step=from_step, tensorboard=tensorboard)
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
             self.store.remove_leftovers()
-
-    def _model_source(self) -> Path:
-        """The folder to start from; if it has to be made, the first rank makes it."""
-        if not parallel.is_rank_zero():
-            parallel.barrier()
-        source = setup.model_source(self.recipe, self.task)
-        if parallel.is_rank_zero():
-            parallel.barrier()
-        return source
 
     def _check_prompts(self) -> None:
         """Encode every prompt before anything is written, of an endless stream the first ones.

@@ -9,61 +9,93 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
+from nemo_grpo.engine.demonstrations import demonstrated
+from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import flush_tree, make_readable
-from nemo_grpo.hf_folder import no_transformers_bars
+from nemo_grpo.hf_folder import export, load_config, load_tokenizer, load_weights, no_transformers_bars
 from nemo_grpo.progress import progress
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 from nemo_grpo.recipe.own import WarmStart
-from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
-from nemo_grpo.tasks.environment import MultiTurnTask
+from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.tasks import Prompt, Task
+from nemo_grpo.variants.sft import SFT
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
+    from nemo_grpo.engine.megatron.policy import MegatronPolicy
+
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raise it when this file or `warm_start_tokenizer` makes something else from the same settings: part of the
 cache's key."""
 
 NUM_KEY_PROBLEMS = 32
 """Problems whose demonstrations are part of the cache's key: a task that writes others gets a new policy."""
 WARM_UP_STEPS = 30
+"""Of the learning rate; in a short training, a quarter of its steps."""
 FINAL_LR_SHARE = 0.1
-MAX_GRAD_NORM = 1.0
 BATCHES_PER_POOL = 4
-NO_LOSS = -100
-"""A label that cross-entropy leaves out."""
+MODEL = "model"
+"""Folder within the unfinished one."""
 
 
-def warm_start(config: WarmStart, task: Task, prompt: Prompt) -> Path:
+def warm_start(
+    config: WarmStart,
+    task: Task,
+    prompt: Prompt,
+    *,
+    layout: Layout | None = None,
+    device: torch.device | None = None,
+) -> Path:
     """The folder with the warm-started policy; made if the cache has none with these settings.
 
-    Cross-entropy on the responses of TRAINING demonstrations (prompts carry no loss), AdamW, linear warm-up,
-    cosine decay to a tenth. The same settings, seed, thread count and torch version give the same weights.
+    `SFT` on training demonstrations: AdamW, linear warm-up, cosine decay to a tenth. The same settings, seed,
+    thread count, layout and torch version give the same weights. Every rank of a launch calls it.
 
-    Args:    prompt: as in training and evaluation.
+    Args:    prompt: as in training and evaluation.  layout: model-parallel sizes; default: none.
+             device: default: the CPU.
     Returns: folder: config.json, model.safetensors (float32), tokenizer, chat template and generation config.
     Raises:  UserError: the task has no demonstrations, they do not fit into the context, or the cache cannot
              be written.
     """
     target = Path(config.cache_dir).expanduser() / cache_key(config, task, prompt)
-    if target.is_dir():
+    unfinished = from_first_rank(partial(_begin, config, task, target))
+    if unfinished is None:
         log.info("warm start: using %s", target)
         return target
+    try:
+        if config.num_steps:
+            fine_tune(unfinished / MODEL, config, task, prompt, layout or Layout(), device)
+        from_first_rank(partial(_publish, unfinished / MODEL, target))
+    finally:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _begin(config: WarmStart, task: Task, target: Path) -> Path | None:
+    """A temporary folder with tokenizer and random weights; None if the target is there."""
+    if target.is_dir():
+        return None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -72,15 +104,13 @@ def warm_start(config: WarmStart, task: Task, prompt: Prompt) -> Path:
         raise UserError(f"{where} cannot be written: {error.strerror}; choose another folder") from error
     try:
         tokenizer = build_tokenizer(task, config.vocab_size, config.seed)
-        model = build_model(config, tokenizer)
-        fine_tune(model, tokenizer, config, task, prompt)
         with no_transformers_bars():
-            model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        _publish(unfinished, target)
-    finally:
+            build_model(config, tokenizer).save_pretrained(unfinished / MODEL)
+        tokenizer.save_pretrained(unfinished / MODEL)
+    except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return target
+        raise
+    return unfinished
 
 
 def cache_key(config: WarmStart, task: Task, prompt: Prompt) -> str:
@@ -131,85 +161,82 @@ def build_model(config: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2F
 
 
 def fine_tune(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    config: WarmStart,
-    task: Task,
-    prompt: Prompt,
+    folder: Path, config: WarmStart, task: Task, prompt: Prompt, layout: Layout, device: torch.device | None
 ) -> None:
-    """Train the model in place on ``num_steps`` batches of demonstrations."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    batches = _batches(tokenizer, config, task, prompt)
-    model.train()
-    with progress("warm start", config.num_steps) as advance:
-        for step in range(config.num_steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, config.num_steps, config.lr)
-            input_ids, labels = next(batches)
-            logits = model(input_ids=input_ids).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            advance(f"loss {loss.item():.3f}")
-    model.eval()
+    """Train the folder's model on ``num_steps`` batches of demonstrations; replaces its weights."""
+    from nemo_grpo.engine.megatron import parallel  # most runs find the model made
+
+    joined = dist.is_initialized()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            policy = _trained(folder, config, task, prompt, layout, device)
+        tensors = list(policy.named_tensors())  # every rank takes part in gathering them
+        if parallel.is_rank_zero():
+            export(tensors, folder, folder, torch.float32, training=None)
+    finally:
+        if not joined:
+            parallel.shut_down()
 
 
-def learning_rate(step: int, num_steps: int, peak: float) -> float:
-    """Linear over the first 30 steps, times a cosine from 1 down to 0.1."""
-    cosine = (1 + math.cos(math.pi * step / num_steps)) / 2
-    return peak * min(1.0, (step + 1) / WARM_UP_STEPS) * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
+def _trained(
+    folder: Path, config: WarmStart, task: Task, prompt: Prompt, layout: Layout, device: torch.device | None
+) -> MegatronPolicy:
+    from nemo_grpo.engine.megatron.policy import MegatronPolicy
+
+    tokenizer, objective = load_tokenizer(folder), SFT().build()
+    policy = MegatronPolicy(
+        load_config(folder), *schedule(config), layout=layout, device=device, seed=config.seed
+    )
+    policy.load_weights(load_weights(folder), keep_reference=False)
+    leads = not dist.is_initialized() or dist.get_rank() == 0
+    shown = progress("warm start", config.num_steps) if leads else nullcontext(lambda _note: None)
+    with shown as advance:
+        for groups in islice(_batches(tokenizer, config, task, prompt), config.num_steps):
+            step = assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=False)
+            result = policy.update(
+                objective,
+                objective.prepare(step.token_batch(step.generation_logprobs, None, None)),
+                step.sequences,
+                micro_batch_size=config.batch_size,
+                temperature=1.0,
+            )
+            advance(f"loss {result.metrics['loss/total']:.3f}")
+    return policy
 
 
-def _batches(
-    tokenizer: Any, config: WarmStart, task: Task, prompt: Prompt
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(input_ids, labels), [batch_size, T] int64, -100: no loss; like lengths together: little padding."""
+def schedule(config: WarmStart) -> tuple[MegatronOptimizer, MegatronScheduler]:
+    """AdamW; linear warm-up from a fraction of the peak, cosine to a tenth of it."""
+    warm_up = min(WARM_UP_STEPS, config.num_steps // 4)
+    optimizer = MegatronOptimizer(
+        lr=config.lr,
+        min_lr=FINAL_LR_SHARE * config.lr,
+        adam_beta2=0.98,
+        use_distributed_optimizer=False,
+    )
+    return optimizer, MegatronScheduler(
+        lr_decay_style="cosine",
+        lr_decay_iters=config.num_steps,
+        lr_warmup_iters=warm_up,
+        lr_warmup_init=config.lr / (warm_up + 1),
+    )
+
+
+def _batches(tokenizer: Any, config: WarmStart, task: Task, prompt: Prompt) -> Iterator[list[Group]]:
+    """Demonstrations, ``batch_size`` at a time; like lengths together: little padding."""
     rng = random.Random(config.seed)
     pool_size = config.batch_size * BATCHES_PER_POOL
+    key, limit = "nemo_grpo.warm_start.max_position_embeddings", config.max_position_embeddings
     for pool in range(-(-config.num_steps // BATCHES_PER_POOL)):
-        problems = [
-            task.train_problem(pool * pool_size + i, SEED_OFFSET + config.seed) for i in range(pool_size)
+        numbers = range(pool * pool_size, (pool + 1) * pool_size)
+        problems = [task.train_problem(number, SEED_OFFSET + config.seed) for number in numbers]
+        groups = [
+            demonstrated(tokenizer, task, prompt, problem, rng, limit=limit, key=key) for problem in problems
         ]
-        examples = [render_example(tokenizer, task, prompt, problem, rng) for problem in problems]
-        examples.sort(key=lambda example: len(example[0]))
+        groups.sort(key=lambda group: len(group.prompt) + len(group.responses[0].tokens))
         starts = list(range(0, pool_size, config.batch_size))
         rng.shuffle(starts)
         for start in starts:
-            yield _collate(examples[start : start + config.batch_size], tokenizer.pad_token_id, config)
-
-
-def render_example(
-    tokenizer: Any, task: Task, prompt: Prompt, problem: Problem, rng: random.Random
-) -> tuple[list[int], list[int]]:
-    """(token ids, labels) of a demonstration; only what the policy is to write has labels."""
-    ids = encode_prompt(tokenizer, prompt, problem)
-    labels = [NO_LOSS] * len(ids)
-    response = task.demonstration(problem, rng).removeprefix(prompt.response_prefix)
-    parts = task.segments(response) if isinstance(task, MultiTurnTask) else [(response, True)]
-    for text, written in parts:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids += tokens
-        labels += tokens if written else [NO_LOSS] * len(tokens)
-    return [*ids, tokenizer.eos_token_id], [*labels, tokenizer.eos_token_id]
-
-
-def _collate(
-    examples: list[tuple[list[int], list[int]]], pad_token_id: int, config: WarmStart
-) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(ids) for ids, _ in examples)
-    if width > config.max_position_embeddings:
-        raise UserError(
-            f"a demonstration with its prompt has {width} tokens; "
-            f"raise nemo_grpo.warm_start.max_position_embeddings={config.max_position_embeddings}"
-        )
-    input_ids = torch.full((len(examples), width), pad_token_id)
-    all_labels = torch.full((len(examples), width), NO_LOSS)
-    for row, (ids, labels) in enumerate(examples):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        all_labels[row, : len(ids)] = torch.tensor(labels)
-    return input_ids, all_labels
+            yield groups[start : start + config.batch_size]
 
 
 def _publish(unfinished: Path, target: Path) -> None:

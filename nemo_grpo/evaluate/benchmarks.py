@@ -16,11 +16,16 @@ from nemo_grpo.files import sha256_of
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.tasks import PRESETS, TASKS, Problem, Prompt, Task, TaskConfig, encode_prompt
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
-from nemo_grpo.tasks.prompts import IMAGES
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PROMPTS = {"math": "gpg_7b", "logic": "tr_grpo_logic"}
+DEFAULT_PROMPTS = {
+    "math": "gpg_7b",
+    "logic": "tr_grpo_logic",
+    "vision_math": "gpg",
+    "vision_classification": "gpg",
+    "vision_grounding": "gpg_grounding",
+}
 """Task -> its default preset."""
 TASK_OPTIONS: dict[str, dict[str, Any]] = {
     "cw_grpo": {"form": "think"},
@@ -78,7 +83,8 @@ class Benchmark:
         """
         if self.path is None:
             return self.task
-        prompt = encode_prompt(tokenizer, self.prompt, self.problems[0])
+        has_images = self.task.config.needs_images
+        prompt = encode_prompt(tokenizer, self.prompt, self.problems[0], with_images=has_images)
         return opens_think(self.task, tokenizer.decode(prompt, skip_special_tokens=False))
 
 
@@ -91,6 +97,7 @@ class Choice:
         task: name for files without a manifest; None: math.
         preset: prompt by name; None: the recipe's, or the task's default.
         prompts: task -> preset, before `DEFAULT_PROMPTS`.
+        images: the generator takes images.
         recipe: its prompt, and its parameters for the same task.
     """
 
@@ -100,6 +107,7 @@ class Choice:
     preset: str | None = None
     recipe: NemoGRPOSection | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
+    images: bool = False
 
 
 def load_benchmarks(items: str | None, choice: Choice) -> list[Benchmark]:
@@ -120,21 +128,24 @@ def load_benchmarks(items: str | None, choice: Choice) -> list[Benchmark]:
 def load_benchmark(item: str, choice: Choice) -> Benchmark:
     """A data set by name, a JSONL file, or ``recipe``: its held-out problems.
 
-    Raises: UserError: unknown name, a set that is not prepared, a file that cannot be read, or a task that
-            has images.
+    Raises: UserError: unknown name, a set that is not prepared, a file that cannot be read, or images for a
+            generator that takes none.
     """
     path = None if item == RECIPE else _path_of(item, choice.data_dir)
     base, prompt, prompt_name, by_recipe = _asked(path, choice)
+    if base.needs_images and not choice.images:
+        raise UserError(
+            f"--benchmarks {item}: task {base.name} has images, which the generator vllm alone takes; add "
+            "--generator vllm"
+        )
     options = TASK_OPTIONS.get(prompt_name, {})
     known = {key: value for key, value in options.items() if key in type(base).model_fields}
     task = base.model_copy(update=known).build()
-    if base.needs_images:
-        raise UserError(f"--benchmarks {item}: task {base.name} has images; {IMAGES}")
     if path is None:
         assert choice.recipe is not None
         problems = task.validation_problems(choice.limit or choice.recipe.evaluation.num_problems)
         return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
-    problems = read_problems([path])[: choice.limit]
+    problems = read_problems([path], with_images=base.needs_images)[: choice.limit]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
     return Benchmark(path.stem, task, problems, prompt, prompt_name, by_recipe, path, _digest(path))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.rewards.math_grader import needs_worker
 
 MOST_COMPARISONS = 200
@@ -32,6 +33,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     assert 0 <= num_correct <= num_samples, (num_samples, num_correct)
     assert 1 <= k <= num_samples, (num_samples, k)
     return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def parse_ks(text: str | None, num_samples: int) -> tuple[int, ...]:
+    """``3,5`` as numbers.  Raises: UserError: not numbers between 1 and the number of samples."""
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(numbers) < len(parts) or not all(1 <= number <= num_samples for number in numbers):
+        raise UserError(
+            f"--pass-at {text}: pass@k is estimated for k between 1 and the {num_samples} samples; name such "
+            "numbers, or raise --k"
+        )
+    return tuple(numbers)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from nemo_grpo.evaluate.passk import mean_and_stderr
 from nemo_grpo.tasks import Problem
 
 KINDS = ("pivot", "random", "calm")
+Perturbation = Literal["separately", "together", "truncate"]
 NUM_FLIPS = 10_000
 """Draws of the permutation test; the smallest p that it can give is 1 / (NUM_FLIPS + 1)."""
 
@@ -24,7 +25,10 @@ class PivotSettings:
 
     Attributes:
         num_problems: solved problems to study.  share: of a response's tokens, for each kind of position.
-        max_positions: maximum positions of a kind per response.  num_continuations: per position.
+        max_positions: maximum positions of a kind per response; None: no maximum.
+        num_continuations: of each perturbed response, and of each control.
+        perturbation: separately replaces one token and resamples the rest; together replaces all tokens of a
+            kind and resamples behind the last one; truncate cuts the response before a token and resamples.
         replacement: uniform draws any other token of the vocabulary; policy draws from the policy's own
             distribution without the token.
         seed: of positions, replacements and continuations.
@@ -32,14 +36,16 @@ class PivotSettings:
 
     num_problems: int = 50
     share: float = 0.05
-    max_positions: int = 4
+    max_positions: int | None = 4
     num_continuations: int = 4
     replacement: Literal["uniform", "policy"] = "uniform"
     seed: int = 0
+    perturbation: Perturbation = "separately"
 
     def num_positions(self, num_candidates: int) -> int:
         """Positions of each kind in a response, at least one."""
-        return min(num_candidates, self.max_positions, max(1, round(self.share * num_candidates)))
+        most = num_candidates if self.max_positions is None else self.max_positions
+        return min(num_candidates, most, max(1, round(self.share * num_candidates)))
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,11 @@ class Solved:
 
 @dataclass(frozen=True)
 class Point:
-    """One position of one response, with its replacement, and the accuracies with either token."""
+    """One perturbation of one response, and the accuracies with and without it.
+
+    Attributes: position: behind it the rest is resampled.  positions: whose tokens were replaced or cut.
+                entropy: nats, their mean.  token, replacement: their texts; of a cut only the first.
+    """
 
     problem: str
     kind: str
@@ -64,6 +74,7 @@ class Point:
     replacement: str
     kept: float
     replaced: float
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ For every problem that the model solves greedily, at three kinds of positions of
     pivot    the positions of largest entropy           random   drawn uniformly
     calm     the positions of smallest entropy
 
-the token is replaced and the rest of the response resampled. The control keeps the token and resamples the
-rest from the same position. The drop in accuracy between the two is the effect of the token without that of
-resampling.
+the token is replaced, or the response is cut before it, and the rest resampled. The control keeps the token
+and resamples the rest from the same position. The drop in accuracy between the two is the effect of the token
+without that of resampling.
 
-Deviation: the paper replaces all chosen tokens of a response at once and does not say how it continues; here
-each is replaced separately, so that an effect belongs to one position.
+Deviation: the paper replaces all chosen tokens of a response at once, which is ``perturbation: together``,
+and does not say how the response continues; here behind the last of them. By default each is replaced
+separately, so that an effect belongs to one position. What its "controlled truncation" compares
+is not printed either.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from nemo_grpo.tasks.base import stream
 ROWS_PER_FORWARD = 16
 
 Choice = tuple[Solved, str, int, list[int], list[int]]
-"""A response, kind, position, and the prefix with the token kept and replaced."""
+"""A response, kind, last position, and the beginning as it was and perturbed, prompt included."""
 Tails = dict[tuple[int, ...], list[list[int]]]
 """Continuations by prefix."""
 
@@ -64,9 +66,11 @@ def study_pivots(
         accuracies = [
             _accuracy(tokenizer, task, item, prefix, tails[tuple(prefix)]) for prefix in (kept, replaced)
         ]
-        words = [tokenizer.decode([prefix[-1]]) for prefix in (kept, replaced)]
-        entropy = float(item.entropies[position])
-        done.append(Point(item.problem.id, kind, position, entropy, words[0], words[1], *accuracies))
+        touched = [i for i, token in enumerate(kept) if i >= len(replaced) or token != replaced[i]]
+        words = [tokenizer.decode([row[i] for i in touched if i < len(row)]) for row in (kept, replaced)]
+        positions = tuple(i - len(item.prompt) for i in touched)
+        entropy = float(item.entropies[list(positions)].mean())
+        done.append(Point(item.problem.id, kind, position, entropy, *words, *accuracies, positions))
     return PivotStudy(settings, num_tried, solved, done)
 
 
@@ -127,16 +131,30 @@ def choose_points(
     points = []
     for item in solved:
         for kind, positions in choose_positions(item, settings).items():
-            for position in positions:
-                before = item.prompt + item.response[:position]
-                token = item.response[position]
-                rng = stream(settings.seed, item.problem.id, "replacement", position)
-                if settings.replacement == "uniform":
-                    other = _uniform_other(token, tokenizer, rng)
-                else:
-                    other = _other_by_policy(generator, before, token, rng)
-                points.append((item, kind, position, [*before, token], [*before, other]))
+            groups = [sorted(positions)] if settings.perturbation == "together" else [[p] for p in positions]
+            for group in groups:
+                kept = item.prompt + item.response[: group[-1] + 1]
+                changed = _perturbed(generator, tokenizer, item, group, settings)
+                points.append((item, kind, group[-1], kept, changed))
     return points
+
+
+def _perturbed(
+    generator: LocalGenerator, tokenizer: Any, item: Solved, positions: Sequence[int], settings: PivotSettings
+) -> list[int]:
+    """The prompt and the response up to the last of these positions, perturbed at all of them."""
+    start, tokens = len(item.prompt), item.prompt + item.response[: positions[-1] + 1]
+    if settings.perturbation == "truncate":
+        return tokens[:-1]
+    for position in positions:
+        rng = stream(settings.seed, item.problem.id, "replacement", position)
+        token = item.response[position]
+        if settings.replacement == "uniform":
+            other = _uniform_other(token, tokenizer, rng)
+        else:
+            other = _other_by_policy(generator, tokens[: start + position], token, rng)
+        tokens[start + position] = other
+    return tokens
 
 
 def choose_positions(item: Solved, settings: PivotSettings) -> dict[str, list[int]]:
@@ -171,9 +189,9 @@ def _continue_all(
 ) -> Tails:
     """The continuations of every prefix, each prefix once; those of one length are sampled together."""
     by_length: dict[tuple[int, int], dict[tuple[int, ...], None]] = defaultdict(dict)
-    for _, _, position, *prefixes in points:
+    for item, _, _, *prefixes in points:
         for prefix in prefixes:
-            remaining = sampling.max_new_tokens - position - 1
+            remaining = sampling.max_new_tokens - (len(prefix) - len(item.prompt))
             by_length[remaining, len(prefix)][tuple(prefix)] = None
     tails: Tails = {}
     with progress("continuations", len(by_length)) as advance:
@@ -191,7 +209,9 @@ def _continue(
     settings: PivotSettings,
 ) -> Tails:
     """Sampled continuations of each prefix; none if it ends with a stop token or at the length limit."""
-    going = [prefix for prefix in prefixes if prefix[-1] not in sampling.stop_token_ids and remaining > 0]
+    whole = remaining == sampling.max_new_tokens  # a cut at the first token leaves the prompt, which goes on
+    going = [prefix for prefix in prefixes if whole or prefix[-1] not in sampling.stop_token_ids]
+    going = going if remaining > 0 else []
     tails: Tails = {prefix: [[]] for prefix in prefixes}
     if going:
         number = settings.num_continuations

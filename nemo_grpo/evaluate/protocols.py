@@ -53,6 +53,11 @@ PROTOCOLS: dict[str, Protocol] = {
         *(1, 0.6, 0.95, 32768),
         prompts={"math": "lighteval"},
     ),
+    "gpg_vision": Protocol(
+        "the release's R1-V and VisualThinker-R1-Zero evaluations (AMAP-ML/GPG): greedy; Visual-RFT's leave "
+        "the sampling to the model's generation_config.json and allow 128 tokens on LISA",
+        *(1, 0.0, 1.0, 1024),
+    ),
     "r1": Protocol("DeepSeek-R1's model card (2501.12948)", 64, 0.6, 0.95, 32768),
     "qwen-math": Protocol(
         "Qwen2.5-Math's evaluation/sh/eval.sh and math_eval.py (QwenLM/Qwen2.5-Math)",

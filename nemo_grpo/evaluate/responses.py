@@ -109,7 +109,8 @@ def _entry(line: Mapping[str, Any]) -> tuple[tuple[str, int | str], Recorded]:
 class Resumable:
     """A `Recall` for one benchmark and one set of conditions.
 
-    Attributes: conditions: JSON values; everything but the prompt that a response depends on.
+    Attributes: conditions: JSON values; everything but the prompt that a response depends on. A greedy
+                response does not depend on ``seed``, and serves for all seeds.
     """
 
     log: ResponseLog
@@ -117,12 +118,12 @@ class Resumable:
     conditions: Mapping[str, Any]
 
     def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Recorded] | None:
-        key = self._key(problem, prompt)
+        key = self._key(problem, prompt, greedy)
         found = [self.log.read(key, sample) for sample in _numbers(greedy, count)]
         return None if None in found else [response for response in found if response is not None]
 
     def put(self, problem: str, prompt: Sequence[int], greedy: bool, responses: Sequence[Recorded]) -> None:
-        key = self._key(problem, prompt)
+        key = self._key(problem, prompt, greedy)
         where = {"benchmark": self.benchmark, "id": problem}
         numbers = _numbers(greedy, len(responses))
         lines = [
@@ -132,8 +133,9 @@ class Resumable:
         ]
         self.log.write(lines)
 
-    def _key(self, problem: str, prompt: Sequence[int]) -> str:
-        everything = [dict(self.conditions), self.benchmark, problem, list(prompt)]
+    def _key(self, problem: str, prompt: Sequence[int], greedy: bool) -> str:
+        conditions = {name: v for name, v in self.conditions.items() if not (greedy and name == "seed")}
+        everything = [conditions, self.benchmark, problem, list(prompt)]
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.evaluate.asking import Ask, calls, question
 from nemo_grpo.evaluate.passk import (
     Majority,
     SameAnswer,
@@ -21,10 +21,9 @@ from nemo_grpo.evaluate.passk import (
     stderr_of_runs,
 )
 from nemo_grpo.evaluate.responses import Recall, Recorded
-from nemo_grpo.sampling.episodes import sample_responses
 from nemo_grpo.sampling.generate_distributed import from_first_rank
-from nemo_grpo.sampling.requests import Generator, Request, SamplingParams
-from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
+from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.tasks import Problem, Prompt, Task
 from nemo_grpo.tasks.base import checked_score
 
 log = logging.getLogger(__name__)
@@ -92,20 +91,27 @@ def _never(reference: str, answer: str) -> bool:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """All problems with their responses, and the task's parameters."""
+    """All problems with their responses, and the task's parameters.
+
+    Attributes:
+        pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
+        overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
+    """
 
     task: dict[str, Any]
     num_samples: int
     problems: list[ProblemResult]
     same_answer: SameAnswer = field(default=operator.eq, compare=False)
     undecided: Undecided = field(default=_never, compare=False)
+    pass_at: tuple[int, ...] = ()
+    overall: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Means over problems.
 
         Returns: ``accuracy`` (avg@k) and ``greedy``, each with ``_stderr`` over problems; ``pass@1,2,4,8,..``
-                 up to and including the number of samples; ``maj@<samples>``; ``format``, ``truncated`` and
-                 ``num_tokens`` as means over samples.
+                 up to and including the number of samples, and those of ``pass_at``;
+                 ``maj@<samples>``; ``format``, ``truncated`` and ``num_tokens`` as means over samples.
         """
         n = self.num_samples
         accuracy, accuracy_stderr = mean_and_stderr([_mean(p.samples.scores) for p in self.problems])
@@ -115,11 +121,12 @@ class EvalResult:
             "accuracy_stderr": accuracy_stderr,
             "greedy": greedy,
             "greedy_stderr": greedy_stderr,
-            **{f"pass@{k}": _mean(self._passes(k)) for k in ks(n)},
+            **{f"pass@{k}": _mean(self._passes(k)) for k in ks(n, self.pass_at)},
             f"maj@{n}": _mean(self._vote_scores),
             "format": _mean([_mean(p.samples.formats) for p in self.problems]),
             "truncated": _mean([_mean(p.samples.truncated) for p in self.problems]),
             "num_tokens": _mean([_mean(p.samples.lengths) for p in self.problems]),
+            **self.overall,
         }
 
     def standard_errors(self) -> dict[str, float]:
@@ -129,7 +136,7 @@ class EvalResult:
             "accuracy": mean_and_stderr([_mean(p.samples.scores) for p in self.problems])[1],
             "accuracy_runs": stderr_of_runs([p.samples.scores for p in self.problems]),
             "greedy": mean_and_stderr([p.greedy.scores[0] for p in self.problems])[1],
-            **{f"pass@{k}": mean_and_stderr(self._passes(k))[1] for k in ks(n)},
+            **{f"pass@{k}": mean_and_stderr(self._passes(k))[1] for k in ks(n, self.pass_at)},
             f"maj@{n}": mean_and_stderr(self._vote_scores)[1],
         }
 
@@ -181,10 +188,10 @@ class EvalResult:
                 file.write(json.dumps(problem.to_record(), ensure_ascii=False) + "\n")
 
 
-def ks(num_samples: int) -> list[int]:
-    """1, 2, 4, 8, ... up to the number of samples, and that number."""
+def ks(num_samples: int, others: Sequence[int] = ()) -> list[int]:
+    """1, 2, 4, 8, ... up to the number of samples, that number, and others, in order."""
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
-    return [*powers, num_samples]
+    return sorted({*powers, num_samples, *others})
 
 
 def evaluate(
@@ -214,11 +221,11 @@ def evaluate(
     assert problems
     assert num_samples >= 1
     greedy = replace(sampling, greedy=True)
-    prompts = [encode_prompt(tokenizer, prompt, problem) for problem in problems]
-    ask = _Ask(generator, tokenizer, task, recall)
+    questions = [question(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
+    ask = Ask(generator, tokenizer, task, recall)
     results: dict[int, ProblemResult] = {}
-    for part, part_seed in _calls(prompts, problems_per_call or PROBLEMS_PER_CALL, seed):
-        asked = [(problems[index].id, prompts[index]) for index in part]
+    for part, part_seed in calls(questions, problems_per_call or PROBLEMS_PER_CALL, seed):
+        asked = [questions[index] for index in part]
         by_greedy = ask(asked, 1, greedy, part_seed)
         if sampling.greedy:  # every sample equals that response
             by_chance = [responses * num_samples for responses in by_greedy]
@@ -226,7 +233,7 @@ def evaluate(
             by_chance = ask(asked, num_samples, sampling, part_seed)
         for index, first, samples in zip(part, by_greedy, by_chance, strict=True):
             problem = problems[index]
-            text = tokenizer.decode(prompts[index], skip_special_tokens=False)
+            text = tokenizer.decode(questions[index].tokens, skip_special_tokens=False)
             answers = _judge(task, problem, first), _judge(task, problem, samples)
             results[index] = ProblemResult(problem.id, text, problem.answer, *answers)
             if on_progress is not None:
@@ -234,68 +241,17 @@ def evaluate(
     ordered = [results[index] for index in range(len(problems))]
     config = task.config.model_dump(mode="json")
     undecided: Undecided = getattr(task, "undecided", _never)
-    return EvalResult(config, num_samples, ordered, same_answer(task), undecided)
+    overall = getattr(task, "overall", lambda answered: {})
+    answered = [
+        (problem, result.samples.completions) for problem, result in zip(problems, ordered, strict=True)
+    ]
+    return EvalResult(config, num_samples, ordered, same_answer(task), undecided, overall=overall(answered))
 
 
 def same_answer(task: Task) -> SameAnswer:
     """Whether two extracted answers are equal: by the task's ``same_answer``, else by text."""
     same: SameAnswer = getattr(task, "same_answer", operator.eq)
     return same
-
-
-def _calls(prompts: Sequence[list[int]], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
-    """Indices of the problems of each call, and its seed.
-
-    Each repetition of a prompt gets a separate call and seed, so that its responses do not depend on how the
-    calls are split.
-    """
-    seen: Counter[tuple[int, ...]] = Counter()
-    rounds: dict[int, list[int]] = {}
-    for index, prompt in enumerate(map(tuple, prompts)):
-        rounds.setdefault(seen[prompt], []).append(index)
-        seen[prompt] += 1
-    for number, indices in rounds.items():
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size], seed + _ROUND * number
-
-
-_ROUND = 1_000_003
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """Responses to problems, recalled if recorded."""
-
-    generator: Generator
-    tokenizer: Any
-    task: Task
-    recall: Recall | None
-
-    def __call__(
-        self, asked: Sequence[tuple[str, list[int]]], count: int, sampling: SamplingParams, seed: int
-    ) -> list[list[Recorded]]:
-        """Args: asked: ids and prompts, all prompts different.  Returns: ``count`` responses to each."""
-        known: dict[int, list[Recorded]] = {}
-        if self.recall is not None:
-            for place, (identity, prompt) in enumerate(asked):
-                found = self.recall.get(identity, prompt, sampling.greedy, count)
-                known |= {} if found is None else {place: found}
-        missing = [place for place in range(len(asked)) if place not in known]
-        if missing:
-            fresh = self._generate([asked[place][1] for place in missing], count, sampling, seed)
-            for place, responses in zip(missing, fresh, strict=True):
-                known[place] = responses
-                if self.recall is not None:
-                    self.recall.put(*asked[place], sampling.greedy, responses)
-        return [known[place] for place in range(len(asked))]
-
-    def _generate(
-        self, prompts: list[list[int]], count: int, sampling: SamplingParams, seed: int
-    ) -> list[list[Recorded]]:
-        request = Request(prompts, count, sampling, seed)
-        sampled = sample_responses(self.generator, self.tokenizer, self.task, request)
-        flat = [Recorded(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
-        return [flat[start : start + count] for start in range(0, len(flat), count)]
 
 
 def _judge(task: Task, problem: Problem, responses: Sequence[Recorded]) -> Answers:

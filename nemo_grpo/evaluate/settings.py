@@ -79,8 +79,13 @@ class Settings:
         generator = "vllm" if uses_vllm else choose(self.generator, model)
         return Conditions(fingerprint(model), generator, dtype, place, sampling, self.k, self.seed)
 
-    def build_generator(self, model: Path, conditions: Conditions, longest: int) -> Generator:
-        """The generator of these conditions.  longest: tokens of the longest prompt."""
+    def build_generator(
+        self, model: Path, conditions: Conditions, longest: int, max_images: int = 0
+    ) -> Generator:
+        """The generator of these conditions.
+
+        Args: longest: tokens of the longest prompt.  max_images: the most images of a prompt.
+        """
         sampling = conditions.sampling
         if conditions.generator == "vllm":
             check_sampling(sampling)  # loading takes longer
@@ -90,6 +95,7 @@ class Settings:
                 max_model_len=longest + sampling.max_new_tokens,
                 tensor_parallel_size=self.tensor_parallel,
                 cache_bytes=None if self.cache_gib is None else int(self.cache_gib * (1 << 30)),
+                max_images=max_images,
             )
         torch.set_num_threads(self.num_threads or torch.get_num_threads())
         device = "cpu" if conditions.device.startswith("cpu") else "cuda"

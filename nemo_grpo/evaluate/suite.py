@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from nemo_grpo.tasks.environment import MultiTurnTask
 from nemo_grpo.tasks.prompts import check_vocabulary
 
 RESPONSES = "responses.jsonl"
-GROUPED_BY = ("num_people",)
-"""Metadata by which results are also grouped: puzzles by size (TR-GRPO Table 1)."""
+GROUPED_BY = ("num_people", "type", "task")
+"""Metadata by which results are also grouped: puzzles by size (TR-GRPO Table 1), CV-Bench by 2D and 3D and by
+task (GPG Table 7), MATH by subject."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ class Conditions:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def describe(self) -> str:
-        """In words."""
+    def describe(self, seeds: Sequence[int] = ()) -> str:
+        """In words; ``seeds``: of several results under these conditions."""
         sampling = self.sampling
+        seeded = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {self.seed}"
         drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
         return (
             f"{self.num_samples} samples, {'greedy' if sampling.greedy else drawn}, "
-            f"at most {sampling.max_new_tokens} tokens, seed {self.seed}, {self.generator} in {self.dtype} "
+            f"at most {sampling.max_new_tokens} tokens, {seeded}, {self.generator} in {self.dtype} "
             f"on {self.device}"
         )
 
@@ -106,6 +108,7 @@ class SuiteResult:
 
         Returns: the summary, with the other benchmarks that the folder had under the same conditions.
         """
+        folder.mkdir(exist_ok=True)
         for name, result in self.results.items():
             result.write_samples(folder / f"samples-{name}.jsonl")
         summary = {"model": str(model), **joined(read_summary(folder), self.to_dict())}
@@ -122,11 +125,12 @@ def run_suite(
     *,
     problems_per_call: int,
     on_progress: Callable[[str], None] | None = None,
+    pass_at: tuple[int, ...] = (),
 ) -> SuiteResult:
     """Evaluate one benchmark after the other; responses that ``log`` holds are not sampled again."""
     results = {}
     for benchmark in benchmarks:
-        results[benchmark.name] = evaluate(
+        result = evaluate(
             generator,
             tokenizer,
             benchmark.as_prompted(tokenizer),
@@ -139,6 +143,7 @@ def run_suite(
             Resumable(log, benchmark.name, {**conditions.to_dict(), **tool_conditions(benchmark.task)}),
             problems_per_call,
         )
+        results[benchmark.name] = replace(result, pass_at=pass_at)
     return SuiteResult(conditions, {b.name: b for b in benchmarks}, results)
 
 
@@ -153,20 +158,26 @@ def longest_prompt(
     max_new_tokens: int,
     limit: int | None,
     vocab_size: int | None = None,
+    image_tokens: Callable[[Sequence[str]], int] | None = None,
 ) -> int:
     """Tokens of the longest prompt.
 
     Args:    limit: the model's longest sequence; None: none is known.
              vocab_size: the model's; None: it is not known.
+             image_tokens: what a problem's images take beside their placeholders, for tasks with images.
     Raises:  UserError: it and its response do not fit, or the tokenizer is of another model; names the
              problem.
     """
     longest = 0
     for benchmark in benchmarks:
         for problem in benchmark.problems:
-            tokens = encode_prompt(tokenizer, benchmark.prompt, problem)
+            has_images = benchmark.task.config.needs_images
+            tokens = encode_prompt(tokenizer, benchmark.prompt, problem, with_images=has_images)
             check_vocabulary(tokens, problem, vocab_size)
             length = len(tokens)
+            if has_images:
+                assert image_tokens is not None
+                length += image_tokens(problem.metadata["images"])
             if limit is not None and length + max_new_tokens > limit:
                 remedy = "lower it" if length < limit else "leave it out"
                 raise UserError(

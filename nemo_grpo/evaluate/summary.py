@@ -15,6 +15,7 @@ from nemo_grpo.evaluate.benchmarks import Benchmark
 
 SUMMARY = "summary.json"
 BENCHMARKS = "benchmarks"
+ERRORS = "standard_errors"
 
 
 class _Entry(BaseModel):
@@ -94,24 +95,24 @@ def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str
         kept = before.get(BENCHMARKS, {})
     entries = {**kept, **now[BENCHMARKS]}
     means, errors = average(entries.values())
-    return {**now, BENCHMARKS: entries, "average": {"metrics": means, "standard_errors": errors}}
+    return {**now, BENCHMARKS: entries, "average": {"metrics": means, ERRORS: errors}}
 
 
 def average(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
     """Means of the metrics over benchmarks, and their standard errors sqrt(sum_b se_b^2) / B."""
     chosen = list(entries)
     metrics = [entry["metrics"] for entry in chosen]
-    errors = [entry["standard_errors"] for entry in chosen]
+    errors = [entry[ERRORS] for entry in chosen]
     num = len(chosen)
     means = {
         name: math.fsum(m[name] for m in metrics) / num
-        for name in _common(metrics)
+        for name in common(metrics)
         if not name.endswith("_stderr")
     }
-    roots = {name: math.sqrt(math.fsum(e[name] ** 2 for e in errors)) / num for name in _common(errors)}
+    roots = {name: math.sqrt(math.fsum(e[name] ** 2 for e in errors)) / num for name in common(errors)}
     return means, roots
 
 
-def _common(values: Sequence[Mapping[str, float]]) -> list[str]:
+def common(values: Sequence[Mapping[str, float]]) -> list[str]:
     """Names common to all: an older version may have written fewer."""
     return [name for name in values[0] if all(name in other for other in values)]

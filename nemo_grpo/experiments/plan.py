@@ -84,12 +84,18 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
 
 
 def plan_jobs(
-    settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, same_start: bool = False
+    settings: Sequence[Setting],
+    seeds: Sequence[int],
+    out: Path,
+    *,
+    same_start: bool = False,
+    prefix: str = "",
 ) -> list[Job]:
     """The runs, all settings with the first seed first, so that early results already compare.
 
     Args:    out: the experiment's folder; the runs go to ``out/runs``.
              same_start: refuse settings that do not start from one model on one task.
+             prefix: of the runs' names, which are the jobs' on a cluster.
     Raises:  UserError: no seed or setting, a recipe that is not valid (naming the setting), runs that would
              share a folder, different starts, or an override of what every job sets itself (`OWN_KEYS`).
     """
@@ -98,7 +104,7 @@ def plan_jobs(
             raise UserError(f"{key} cannot be set for all runs of an experiment; {remedy}")
     if not settings or not seeds:
         raise UserError("nothing to run; name at least one setting and one seed")
-    jobs = [_job(setting, seed, out) for seed in dict.fromkeys(seeds) for setting in settings]
+    jobs = [_job(setting, seed, out, prefix) for seed in dict.fromkeys(seeds) for setting in settings]
     for what in ("folder", "checkpoints"):
         places = [job.folder if what == "folder" else job.recipe.checkpoint_dir for job in jobs]
         if len(set(places)) < len(places):
@@ -116,8 +122,8 @@ def override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _job(setting: Setting, seed: int, out: Path) -> Job:
-    name = f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', setting.label)}-s{seed}"
+def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:
+    name = f"{prefix}{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', setting.label)}-s{seed}"
     runs_dir = json.dumps(str(out / RUNS), ensure_ascii=False)  # a folder may be called "runs #1"
     own = (f"grpo.seed={seed}", f"nemo_grpo.runs_dir={runs_dir}", f"nemo_grpo.run_name={name}")
     overrides = (*setting.overrides, *own)

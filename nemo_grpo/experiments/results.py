@@ -29,14 +29,21 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
     ]
 
 
-def write_results(jobs: Sequence[Job], ended: Mapping[str, Status], out: Path, command: str) -> str:
+def write_results(
+    jobs: Sequence[Job],
+    ended: Mapping[str, Status],
+    out: Path,
+    command: str,
+    missing: Mapping[str, str] | None = None,
+) -> str:
     """Write the files; unfinished runs are named there and enter no mean.
 
     Args:    command: the command line that makes this, for the record.
+             missing: why each unfinished run is; None: as ``ended`` says.
     Returns: the text of table.md.
     """
     groups = finished_groups(jobs, ended)
-    missing = _missing(jobs, ended)
+    missing = _missing(jobs, ended) if missing is None else missing
     text = f"```\n{command}\n```\n\n"
     if groups:
         write_group_report(groups, out / REPORT)
@@ -45,7 +52,7 @@ def write_results(jobs: Sequence[Job], ended: Mapping[str, Status], out: Path, c
         text += f"\nNot in the table, {len(missing)} of {len(jobs)} runs:\n\n"
         text += "".join(f"- {name}: {reason}\n" for name, reason in missing.items())
     (out / TABLE).write_text(text)
-    results = {"command": command, "settings": records(groups), "missing": missing}
+    results = {"command": command, "settings": records(groups), "missing": dict(missing)}
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
     return text
 

@@ -64,7 +64,7 @@ def run_jobs(
     Returns: job's name -> how it ended; jobs that a signal kept from starting are not in it.
     Raises:  UserError: the folder cannot be written, or another process runs jobs in it.
     """
-    with _only_one(out):
+    with only_one(out):
         ended = _read_status(out)
         waiting = deque(job for job in jobs if not _is_finished(job, ended))
         if len(waiting) < len(jobs):
@@ -90,7 +90,7 @@ class _Runner:
     ) -> None:
         self.out, self.waiting, self.ended, self.command = out, waiting, ended, command
         self.running: dict[str, tuple[Job, subprocess.Popen[bytes], float]] = {}
-        self.steps = {job.name: _steps_done(job) for job in waiting}
+        self.steps = {job.name: steps_done(job) for job in waiting}
         self.num_steps = sum(job.recipe.grpo.max_num_steps for job in waiting)
         self.num_jobs = len(waiting)
 
@@ -148,7 +148,7 @@ class _Runner:
         """Steps that the running jobs have made since the last call."""
         new = 0
         for name, (job, _, _) in self.running.items():
-            done = _steps_done(job)
+            done = steps_done(job)
             new += max(0, done - self.steps[name])
             self.steps[name] = max(done, self.steps[name])
         return new
@@ -166,8 +166,8 @@ def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
     return resolved.read_text() == job.recipe.to_yaml()
 
 
-def _steps_done(job: Job) -> int:
-    """Steps in the run's metrics, read from the end of the file because it is polled twice a second."""
+def steps_done(job: Job) -> int:
+    """The last step in the run's metrics; reads only the file's end, as it is polled twice a second."""
     try:
         with (job.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
@@ -207,8 +207,11 @@ def _write_status(out: Path, ended: dict[str, Status]) -> None:
 
 
 @contextmanager
-def _only_one(out: Path) -> Iterator[None]:
-    """Make the experiment's folder and hold its lock."""
+def only_one(out: Path) -> Iterator[None]:
+    """Make the experiment's folder and hold its lock.
+
+    Raises: UserError: it cannot be written, or another process has it.
+    """
     try:
         for folder in (out / RUNS, out / LOGS):
             folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,9 @@ sweep:
     - {loss_fn.lower: 1.0, loss_fn.upper: 1.2}
   grids:                                    # every combination of each grid's values
     - {loss_fn.tau: [0.5, 2.0, 9.0]}
+  cluster:                                  # what is different with --target cluster; may be left out
+    recipe: ../tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml
+    seeds: 1
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,10 +30,11 @@ from nemo_grpo.experiments.plan import Setting, override_key
 
 FOLDER = Path("recipes") / "sweeps"
 SECTION, LABEL = "sweep", "label"
+Target = Literal["embedded", "cluster"]
 
 
-class _SweepFile(BaseModel):
-    """The section ``sweep``. Unknown keys are errors."""
+class _OneSweep(BaseModel):
+    """What is varied on one target. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -41,9 +45,22 @@ class _SweepFile(BaseModel):
     grids: list[dict[str, list[Any]]] = Field(default_factory=list)
 
 
+class _SweepFile(_OneSweep):
+    """The section ``sweep``; the keys of ``cluster`` replace the others with the target cluster."""
+
+    cluster: _OneSweep | None = None
+
+    def of(self, target: Target) -> _OneSweep:
+        if target == "embedded" or self.cluster is None:
+            return self
+        return self.model_copy(
+            update={key: getattr(self.cluster, key) for key in self.cluster.model_fields_set}
+        )
+
+
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, read.
+    """A sweep file, read for one target.
 
     Attributes: name: its stem.  settings: each with its label and overrides.  seeds: at least one.
     """
@@ -75,17 +92,17 @@ def find_sweep(name: str) -> Path:
     raise UserError(f"{name} is neither a file nor a preset{did_you_mean(name, presets)}")
 
 
-def load_sweep(path: Path) -> Sweep:
-    """Read a sweep file. The settings' recipes are not loaded here: `plan_jobs` does that.
+def targets(path: Path) -> list[Target]:
+    """The targets that a sweep file has settings for.  Raises: UserError: see `load_sweep`."""
+    return ["embedded"] if _read(path).cluster is None else ["embedded", "cluster"]
+
+
+def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
+    """Read a sweep file for a target. The settings' recipes are not loaded here: `plan_jobs` does that.
 
     Raises: UserError: not such a file, an unknown key, a value of another type, or the same setting twice.
     """
-    if not is_sweep(path):
-        raise UserError(f"{path} is not a sweep: it must be a YAML file with the single section {SECTION}")
-    try:
-        file = _SweepFile.model_validate(yaml.safe_load(path.read_text())[SECTION])
-    except ValidationError as error:
-        raise UserError(f"{path}: {_explain(error)}") from None
+    file = _read(path).of(target)
     common = tuple(_override(key, value) for key, value in file.overrides.items())
     points = [*file.settings, *itertools.chain.from_iterable(map(_combinations, file.grids))]
     recipe = path.parent / file.recipe
@@ -98,6 +115,15 @@ def load_sweep(path: Path) -> Sweep:
         raise UserError(f"{path}: the setting {twice!r} is repeated; remove one")
     seeds = list(range(file.seeds)) if isinstance(file.seeds, int) else file.seeds
     return Sweep(path.stem, settings, seeds)
+
+
+def _read(path: Path) -> _SweepFile:
+    if not is_sweep(path):
+        raise UserError(f"{path} is not a sweep: it must be a YAML file with the single section {SECTION}")
+    try:
+        return _SweepFile.model_validate(yaml.safe_load(path.read_text())[SECTION])
+    except ValidationError as error:
+        raise UserError(f"{path}: {_explain(error)}") from None
 
 
 def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, res
 
 log = logging.getLogger(__name__)
 
+GRPO, SFT = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.sft"
 BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations, for text and for images."""
 
@@ -35,6 +36,12 @@ NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
 
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole: its loss is not the one that trains."""
+
+SFT_SECTIONS = ("policy", "data", "logger", "cluster", "checkpointing", "nemo_grpo")
+"""Of the configuration for GRPO; the others are about rollouts."""
+SFT_READS = {"use_linear_ce_fusion_loss": False}
+"""Keys of policy.megatron_cfg that 0.7.0's supervised training reads and its base for GRPO lacks."""
+ALL_BATCHES = -1
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,9 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
     if compat.version() == compat.V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
     tree = nemo_rl_tree(recipe, resolve(apply_overrides(load_tree(path), overrides)), _base_tree(recipe))
-    return ClusterRun(recipe, _validated(tree))
+    if recipe.loss_fn.learns_from_demonstrations:
+        return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
+    return ClusterRun(recipe, _validated(tree, GRPO))
 
 
 def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
@@ -94,6 +103,39 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
     return tree
+
+
+def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
+    """NeMo-RL's configuration for supervised training.
+
+    Args: tree: the one for GRPO, see `nemo_rl_tree`.
+    """
+    kept = {name: tree[name] for name in SFT_SECTIONS}
+    kept["policy"] = {name: value for name, value in tree["policy"].items() if name != "generation"}
+    kept["policy"]["megatron_cfg"] = SFT_READS | kept["policy"]["megatron_cfg"]
+    return kept | {"sft": sft_section(recipe)}
+
+
+def sft_section(recipe: Recipe) -> dict[str, Any]:
+    """NeMo-RL's section ``sft``, from the recipe's ``grpo``.
+
+    One validation batch holds all problems; NeMo-RL fills it up to whole microbatches of all ranks only if
+    it is not full.
+    """
+    grpo, micro = recipe.grpo, recipe.policy.logprob_batch_size
+    unit = micro * recipe.data_parallel_size
+    return {
+        "max_num_steps": grpo.max_num_steps,
+        "max_num_epochs": value_of(recipe, "grpo.max_num_epochs", 1),
+        "val_period": grpo.val_period,
+        "val_batches": ALL_BATCHES,
+        "val_global_batch_size": -(-grpo.max_val_samples // unit) * unit,
+        "val_micro_batch_size": micro,
+        "val_at_start": grpo.val_at_start,
+        "val_at_end": grpo.val_at_end,
+        "seed": grpo.seed,
+        "only_unmask_final": False,
+    }
 
 
 def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
@@ -171,11 +213,11 @@ def base_folder() -> Path:
     return folder
 
 
-def _validated(tree: Tree) -> Any:
+def _validated(tree: Tree, algorithm: str) -> Any:
     from pydantic import ValidationError
 
     try:
-        return compat.import_name("nemo_rl.algorithms.grpo:MasterConfig")(**tree)
+        return compat.import_name(f"{algorithm}:MasterConfig")(**tree)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError(f"NeMo-RL refuses the configuration: {wrong}") from None

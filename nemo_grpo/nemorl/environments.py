@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt, parse_task
+from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.base import checked_score, reward_of
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
+from nemo_grpo.tasks.prompts import check_image_prompt, image_message
 from nemo_grpo.tasks.reserved import reserved_texts
 
 if TYPE_CHECKING:
@@ -134,18 +134,6 @@ class TaskDataset(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
 
-def check_image_prompt(prompt: Prompt) -> None:
-    """Refuse prompt settings that NeMo-RL's image prompts do not support.
-
-    Raises: UserError: key and remedy.
-    """
-    if prompt.response_prefix or not prompt.use_chat_template:
-        raise UserError(
-            "nemo_grpo.prompt: a task with images uses its processor's chat template and no response_prefix; "
-            "leave response_prefix and use_chat_template out"
-        )
-
-
 def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_length: int) -> Encode:
     """The function that encodes a problem: the embedded engine's, or NeMo-RL's for images."""
     if has_images:
@@ -164,12 +152,9 @@ def text_prompt(prompt: Prompt, tokenizer: Any, problem: Problem, max_length: in
 
 def image_prompt(prompt: Prompt, processor: Any, problem: Problem, max_length: int) -> dict[str, Any]:
     """The prompt and its images, encoded by NeMo-RL's own function for vision models."""
-    text = "\n\n".join(message["content"] for message in chat_messages(prompt, problem))
-    images = [{"type": "image", "image": path} for path in problem.metadata["images"]]
-    question = {"role": "user", "content": [*images, {"type": "text", "text": text}]}
     datum = {
         "task_name": "avqa",  # a task name whose messages it passes through
-        "messages": [question, {"role": "assistant", "content": problem.answer}],
+        "messages": [image_message(prompt, problem), {"role": "assistant", "content": problem.answer}],
     }
     spec = compat.import_name("nemo_rl.data.interfaces:TaskDataSpec")()
     process = compat.import_name("nemo_rl.data.processors:vlm_hf_data_processor")

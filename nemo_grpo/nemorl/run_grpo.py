@@ -19,7 +19,7 @@ from checkpoints_conv.families import family_for
 from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import compat, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
 from nemo_grpo.nemorl.compat import Setup
@@ -69,9 +69,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Ready(NamedTuple):
-    """All arguments of NeMo-RL's trainer except the loss; ``processor`` is None without images.
+    """All arguments of NeMo-RL's trainer except our loss; ``processor`` is None without images.
 
-    ``exports`` is set if the recipe exports every checkpoint.
+    ``exports`` is set if the recipe exports every checkpoint. ``is_supervised``: the trainer is NeMo-RL's for
+    supervised training, with its own loss.
     """
 
     parts: Setup
@@ -79,6 +80,7 @@ class Ready(NamedTuple):
     processor: Any
     environments: list[Any]
     exports: Exports | None
+    is_supervised: bool = False
 
 
 def set_up(run: ClusterRun) -> Ready:
@@ -104,6 +106,10 @@ def set_up(run: ClusterRun) -> Ready:
     )
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     processor, tokenizer = load_tokenizer(run)
+    if run.recipe.loss_fn.learns_from_demonstrations:
+        parts = sft.set_up(run, problems, tokenizer)
+        save_side_files(parts.checkpointer, tokenizer, hf_config)
+        return Ready(parts, tokenizer, None, [{}, {}], exports, is_supervised=True)
     from nemo_grpo.nemorl.policy import policy_factory
 
     dataset, val_dataset, *environments = setup_data(run, problems, processor or tokenizer)
@@ -128,7 +134,7 @@ def set_up(run: ClusterRun) -> Ready:
 
 def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
-    parts, tokenizer, processor, environments, exports = ready
+    parts, tokenizer, processor, environments, exports, is_supervised = ready
     code = None
     try:
         try:
@@ -137,7 +143,10 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
                 exports.begin()
             recipe, logger = run.recipe, parts.logger
             with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
-                run_trainer(parts, loss_fn, tokenizer, processor, environments)
+                if is_supervised:
+                    sft.run_trainer(parts, tokenizer, stop)
+                else:
+                    run_trainer(parts, loss_fn, tokenizer, processor, environments)
         finally:
             close(parts, environments)
         code = exit_code(run, parts, stop)
@@ -169,6 +178,8 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
     processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
     tokenizer = get_tokenizer(policy["tokenizer"]) if processor is None else processor.tokenizer
+    if "generation" not in policy:  # supervised training
+        return processor, tokenizer
     policy["generation"] = compat.import_name("nemo_rl.models.generation:configure_generation_config")(
         policy["generation"],
         tokenizer,

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from nemo_grpo.dotted import leaves, parents
 from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.own import NemoGRPOSection
-from nemo_grpo.variants import VARIANTS
+from nemo_grpo.variants import OBJECTIVES
 
 FREE_FORM = (
     "policy.hf_config_overrides",
@@ -57,7 +57,7 @@ def nemo_rl_keys() -> frozenset[str]:
 @cache
 def known_keys() -> frozenset[str]:
     """Every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
-    variants = {f"loss_fn.{name}" for config in VARIANTS.values() for name in config.model_fields}
+    variants = {f"loss_fn.{name}" for config in OBJECTIVES.values() for name in config.model_fields}
     return nemo_rl_keys() | variants | set(_model_keys(NemoGRPOSection, "nemo_grpo"))
 
 

@@ -119,11 +119,14 @@ def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
 
 def validation_metrics(recipe: Recipe) -> list[str]:
     """Names of the validation metrics of the recipe's engine."""
-    k = recipe.grpo.val_num_generations_per_prompt
+    k, learns = recipe.grpo.val_num_generations_per_prompt, recipe.loss_fn.learns_from_demonstrations
+    if recipe.nemo_grpo.target == "cluster" and learns:  # NeMo-RL's sft
+        return ["val_loss"]
     if recipe.nemo_grpo.target == "cluster":  # NeMo-RL's validate()
         return ["accuracy", "avg_length", *(["pass_k"] if k > 1 else [])]
     passes = [f"pass@{n}" for n in sorted({*(1 << i for i in range(k.bit_length())), k})]
-    return ["accuracy", "greedy", f"maj@{k}", "format", "truncated", "num_tokens", *passes]
+    sampled = ["accuracy", "greedy", f"maj@{k}", "format", "truncated", "num_tokens", *passes]
+    return ["val_loss", *sampled] if learns else sampled
 
 
 @rule(Scope.ALL)

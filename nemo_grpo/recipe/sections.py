@@ -47,8 +47,8 @@ class GRPOSection(Section):
 
     num_prompts_per_step: int = Field(gt=0)
     """P, prompts per step."""
-    num_generations_per_prompt: int = Field(ge=2)
-    """G, responses per prompt; a group of one has no advantage."""
+    num_generations_per_prompt: int = Field(ge=1)
+    """G, responses per prompt, at least 2; for sft 1, the demonstration."""
     max_num_steps: int = Field(gt=0)
     """Steps to train."""
     seed: int = Field(default=42, ge=0)

@@ -69,7 +69,8 @@ def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
           something shows the reason, and nothing is exported.
     """
     evidence = Evidence(rehearsal)
-    checks = {name: check for name, check in CHECKS.items() if failure is None or name != "export"}
+    names = SUPERVISED if rehearsal.recipe.loss_fn.learns_from_demonstrations else tuple(CHECKS)
+    checks = {name: CHECKS[name] for name in names if failure is None or name != "export"}
     found = [_judged(name, check, evidence) for name, check in checks.items()]
     if failure is None:
         return found
@@ -93,6 +94,8 @@ def setup(evidence: Evidence) -> str:
     r = evidence.rehearsal
     engine = "vLLM" if r.stack.vllm_python else "the stand-in sampler"
     _refuse(not evidence.steps, "no step was trained")
+    if r.recipe.loss_fn.learns_from_demonstrations:
+        return f"{r.layout.number} policy worker(s), {r.layout}; NeMo-RL's supervised training"
     return f"{r.layout.number} policy worker(s), {r.layout}; rollouts by {engine}"
 
 
@@ -133,9 +136,9 @@ def advantage(evidence: Evidence) -> str:
 
 def update(evidence: Evidence) -> str:
     losses, norms = evidence.series("loss/total"), evidence.series("grad_norm")
-    shown = (
-        f"loss {', '.join(f'{x:.4f}' for x in losses)}; gradient norm {', '.join(f'{x:.3f}' for x in norms)}"
-    )
+    few = slice(None, None, max(1, len(losses) // small.NUM_STEPS))
+    shown = f"loss {', '.join(f'{x:.4f}' for x in losses[few])}; "
+    shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     _refuse(not any(norms), f"{shown}: no step moved the weights")
     return shown
@@ -144,9 +147,11 @@ def update(evidence: Evidence) -> str:
 def validation(evidence: Evidence) -> str:
     if not evidence.rehearsal.recipe.grpo.validates:
         return "the recipe has none"
-    found = [row["validation/accuracy"] for row in metrics(evidence.recipe) if "validation/accuracy" in row]
-    _refuse(not found, "no validation/accuracy is logged")
-    return f"accuracy {found[-1]:.3f} of {small.NUM_VALIDATION} problems"
+    name = "val_loss" if evidence.recipe.loss_fn.learns_from_demonstrations else "accuracy"
+    key = f"validation/{name}"
+    found = [row[key] for row in metrics(evidence.recipe) if key in row]
+    _refuse(not found, f"no {key} is logged")
+    return f"{name} {found[-1]:.3f} of {small.NUM_VALIDATION} problems"
 
 
 def checkpoint(evidence: Evidence) -> str:
@@ -157,11 +162,9 @@ def checkpoint(evidence: Evidence) -> str:
 
 
 def stop_and_resume(evidence: Evidence) -> str:
-    done = sorted(evidence.steps)
-    _refuse(done != list(range(1, small.NUM_STEPS + 1)), f"steps {done} are logged")
-    return (
-        f"SIGUSR1 in step {small.STOP_AFTER}: exit 75; started again at step {small.STOP_AFTER + 1}: exit 0"
-    )
+    done, stop = sorted(evidence.steps), evidence.rehearsal.stopped_after
+    _refuse(done != list(range(1, small.num_steps(evidence.recipe) + 1)), f"steps {done} are logged")
+    return f"SIGUSR1 in step {stop}: exit 75; started again at step {stop + 1}: exit 0"
 
 
 def export(evidence: Evidence) -> str:
@@ -259,6 +262,8 @@ CHECKS: dict[str, Callable[[Evidence], str]] = {
     "export": export,
 }
 """Stage -> the function that proves it, or raises `Failed`."""
+SUPERVISED = ("setup", "update", "validation", "checkpoint", "stop and resume", "export")
+"""Stages of a run on demonstrations, which has no rollouts."""
 
 
 # ---------------------------------------------------------------------- responses

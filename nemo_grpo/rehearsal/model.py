@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.engine.warm_start import fine_tune, render_example
+from nemo_grpo.engine.demonstrations import demonstrated
+from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.rehearsal.problems import RehearsedTask
+from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, chat_messages, encode_prompt
 
 HEAD_DIM = 32
@@ -21,6 +25,7 @@ HEAD_DIM = 32
 NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
 VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
+LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
 MADE_TOKENIZER, OWN_TOKENIZER = "learnt from its prompts", "the recipe's"
 
 
@@ -127,20 +132,54 @@ def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder:
     config, architecture = small_config(recipe, vocab_size, tokenizer)
     rng = random.Random(0)
     held_out = task.validation_problems(num_validation) if num_validation else []
-    problems = [*task.known, *held_out]
+    learns = recipe.loss_fn.learns_from_demonstrations
+    problems = [*(trained_on(recipe, task) if learns else task.known), *held_out]
     prompts = [len(encode_prompt(tokenizer, prompt, problem)) for problem in problems]
-    wholes = [len(render_example(tokenizer, task, prompt, problem, rng)[0]) for problem in problems]
+    shown = task.task if learns else task
+    responses = [len(_shown(recipe, shown, tokenizer, p, rng).responses[0].tokens) for p in problems]
     is_small = vocab_size <= 4 * VOCABULARY
-    lessons = WarmStart(
-        num_steps=120 if is_small else 40,
-        batch_size=16 if is_small else 4,
-        max_position_embeddings=config.max_position_embeddings,
-    )
     torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fine_tune(model, tokenizer, lessons, task, prompt)  # type: ignore[arg-type]
+    known = cycle(task.known)
+    lessons = (_shown(recipe, task, tokenizer, problem, rng) for problem in known)
+    teach(model, lessons, tokenizer.pad_token_id, *((120, 16) if is_small else (40, 4)))
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    longest_response = max(whole - start for whole, start in zip(wholes, prompts, strict=True))
-    return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), longest_response)
+    return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses))
+
+
+def trained_on(recipe: Recipe, task: RehearsedTask) -> list[Problem]:
+    """What the driver of a run on demonstrations encodes before it starts."""
+    number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED)
+    return [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
+
+
+def _shown(recipe: Recipe, task: Any, tokenizer: Any, problem: Problem, rng: random.Random) -> Group:
+    """A problem with its demonstration; models and their contexts are made to fit."""
+    prompt, key = recipe.nemo_grpo.prompt, "max_position_embeddings"
+    return demonstrated(tokenizer, task, prompt, problem, rng, limit=sys.maxsize, key=key)
+
+
+def teach(model: Any, lessons: Iterator[Group], pad_id: int, num_steps: int, batch_size: int) -> None:
+    """Train a transformers model in place on an endless stream of demonstrations.
+
+    Not by the embedded engine: the rehearsed families are more than those that it computes.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)
+    model.train()
+    for _ in range(num_steps):
+        groups = list(islice(lessons, batch_size))
+        step = assemble(groups, pad_id=pad_id, overlong=None, drop_truncated=False)
+        ids = step.sequences.input_ids
+        labels = ids[:, 1:].masked_fill(~step.token_mask, -100)
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warm_up.step()
+    model.eval()

@@ -17,6 +17,8 @@ from nemo_grpo.tasks import TaskConfig
 NUM_STEPS = 3
 """Two steps, a stop, and one step after the resume."""
 STOP_AFTER = 2
+NUM_SUPERVISED_STEPS = 50
+"""Of a run on demonstrations: its steps are so short that the stop comes some steps late."""
 NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
 LEARNING_RATE = 1e-3
 """Large enough that rollouts from old weights are noticed."""
@@ -113,6 +115,11 @@ def full_size_changes(recipe: Recipe, uses_vllm: bool) -> Iterator[Change]:
     yield Change("logger.monitor_gpus", False)
 
 
+def num_steps(recipe: Recipe) -> int:
+    """Steps of the recipe's rehearsal."""
+    return NUM_SUPERVISED_STEPS if recipe.loss_fn.learns_from_demonstrations else NUM_STEPS
+
+
 def _loop(recipe: Recipe) -> Iterator[Change]:
     g = recipe.grpo
     generations = min(g.num_generations_per_prompt, NUM_GENERATIONS)
@@ -120,7 +127,7 @@ def _loop(recipe: Recipe) -> Iterator[Change]:
     yield Change("grpo.num_generations_per_prompt", generations)
     updates = min(recipe.num_updates_per_step, 2)
     yield Change("policy.train_global_batch_size", NUM_PROMPTS * generations // updates)
-    yield Change("grpo.max_num_steps", NUM_STEPS)
+    yield Change("grpo.max_num_steps", num_steps(recipe))
     yield Change("grpo.val_period", 0)
     yield Change("grpo.val_at_start", False)
     if g.validates:
@@ -130,7 +137,7 @@ def _loop(recipe: Recipe) -> Iterator[Change]:
     if g.stop_at_validation_metric is not None:
         yield Change("grpo.stop_at_validation_metric", None, "three steps")
         yield Change("grpo.stop_at_validation_threshold", None, "three steps")
-    yield Change("checkpointing.save_period", NUM_STEPS)
+    yield Change("checkpointing.save_period", num_steps(recipe))
     if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
         yield Change("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
     yield Change(f"{MEGATRON}.optimizer.lr", LEARNING_RATE)

@@ -37,6 +37,7 @@ class Rehearsal:
     """State of one rehearsal.
 
     Attributes: recipe: as it would be submitted.  small: as it is run.  seconds: of each part.
+                stopped_after: the step that SIGUSR1 came in.
                 driver: what Python is given to run, before ``--config``.
     """
 
@@ -49,6 +50,7 @@ class Rehearsal:
     model: RehearsalModel
     problems: Problems
     seconds: dict[str, float] = field(default_factory=dict)
+    stopped_after: int = small.STOP_AFTER
     driver: tuple[str, ...] = ("-m", "nemo_grpo.nemorl.run_grpo")
 
     @property
@@ -105,6 +107,7 @@ def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
         if stops:
             with rehearsal.timed("training to the stop"):
                 _driver(rehearsal, environment, "driver-1.log", EXIT_INTERRUPTED, small.STOP_AFTER)
+            rehearsal.stopped_after = last_step(rehearsal.small)
         with rehearsal.timed("resumed" if stops else "training"):
             _driver(rehearsal, environment, "driver-2.log", 0)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +19,15 @@ from typing import Any, Literal
 import torch
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.images import Images, image_digest, read_image
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
 CPU_CACHE_BYTES = 1 << 30
 """Of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
+_UNREADABLE = "llvmlite.binding.ffi"
+"""vLLM 0.32 reads every loaded module on a CPU and fails at this one of numba, which bm25s loads."""
 
 
 def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
@@ -66,6 +70,7 @@ class VLLMGenerator:
         gpu_memory_utilization: share of each GPU's memory that vLLM takes; unused with cache_bytes.
         cache_bytes: memory of keys and values, on each GPU or on the CPU. None: on a GPU what is left of
             vLLM's share, on a CPU `CPU_CACHE_BYTES`.
+        max_images: of a prompt; 0: text alone.
     Raises: UserError: vLLM is not installed, or cannot load the model.
     """
 
@@ -78,13 +83,17 @@ class VLLMGenerator:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
         cache_bytes: int | None = None,
+        max_images: int = 0,
     ) -> None:
         options: dict[str, Any] = {}
         if vllm_device("auto") == "cpu":
             options, cache_bytes = _on_cpu(), cache_bytes or CPU_CACHE_BYTES
+        if max_images:
+            options["limit_mm_per_prompt"] = {"image": max_images, "video": 0}
         from vllm import LLM
 
         self.max_model_len = max_model_len
+        hidden = sys.modules.pop(_UNREADABLE, None)
         try:
             self._engine = LLM(
                 model=str(model),
@@ -100,6 +109,9 @@ class VLLMGenerator:
             )
         except Exception as error:  # vLLM's own are of many kinds, with a traceback of a hundred lines
             raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
+        finally:
+            if hidden is not None:
+                sys.modules[_UNREADABLE] = hidden
 
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`; bit-identical only on one machine and version, with equal batches.
@@ -108,11 +120,12 @@ class VLLMGenerator:
         """
         check_sampling(request.sampling)
         request.check_context(self.max_model_len, "max_model_len")
-        prompts = [{"prompt_token_ids": prompt} for prompt in request.prompts]
+        images = request.images or [()] * len(request.prompts)
+        prompts = [_prompt(*pair) for pair in zip(request.prompts, images, strict=True)]
         params = [
-            _params(request, _seed(request.seed, occurrence, prompt), limit)
-            for occurrence, prompt, limit in zip(
-                request.occurrences, request.prompts, request.limits, strict=True
+            _params(request, _seed(request.seed, *of_prompt), limit)
+            for *of_prompt, limit in zip(
+                request.occurrences, request.prompts, images, request.limits, strict=True
             )
         ]
         answers = self._engine.generate(prompts, params, use_tqdm=False)
@@ -159,9 +172,16 @@ def _params(request: Request, seed: int, max_tokens: int) -> Any:
     )
 
 
-def _seed(seed: int, occurrence: int, prompt: list[int]) -> int:
+def _prompt(tokens: list[int], images: Images) -> dict[str, Any]:
+    """vLLM expands each placeholder to as many tokens as its image takes."""
+    data = {"multi_modal_data": {"image": [read_image(path) for path in images]}} if images else {}
+    return {"prompt_token_ids": tokens, **data}
+
+
+def _seed(seed: int, occurrence: int, prompt: list[int], images: Images) -> int:
     """Stays with a prompt whatever else is in the call; vLLM adds a response's number to it."""
-    digest = hashlib.sha256(repr((seed, occurrence, prompt)).encode()).digest()
+    seen = [image_digest(path) for path in images]
+    digest = hashlib.sha256(repr((seed, occurrence, prompt, *seen)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
 

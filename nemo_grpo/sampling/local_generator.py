@@ -117,6 +117,7 @@ class LocalGenerator(ABC):
         Raises: UserError: a prompt and its response do not fit into the model's context.
                 FloatingPointError: the model's logits are not finite.
         """
+        assert not request.images, "images are sampled by vLLM alone"
         assert self._complete, "weights are not complete: update_weights has not been called, or it failed"
         context = getattr(self._config, "max_position_embeddings", None)
         if context is not None:

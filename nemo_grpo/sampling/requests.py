@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.images import Images
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Request:
     Attributes:
         prompts: token ids, none empty.  num_generations: responses to each.
         turn: sample one turn of each response; None: whole responses.
+        images: of each prompt, in the order of the placeholders in it; empty: no prompt has any.
     """
 
     prompts: Sequence[list[int]]
@@ -121,11 +123,13 @@ class Request:
     sampling: SamplingParams
     seed: int
     turn: Turn | None = None
+    images: Sequence[Images] = ()
 
     def __post_init__(self) -> None:
         assert self.prompts
         assert all(self.prompts)
         assert self.num_generations >= 1, self.num_generations
+        assert len(self.images) in (0, len(self.prompts)), (len(self.images), len(self.prompts))
         assert len(self.limits) == len(self.prompts), (len(self.limits), len(self.prompts))
 
     @property
@@ -142,10 +146,11 @@ class Request:
 
     @property
     def occurrences(self) -> list[int]:
-        """How many equal prompts come before each."""
-        seen: Counter[tuple[int, ...]] = Counter()
+        """How many equal prompts, with the same images, come before each."""
+        seen: Counter[tuple[object, ...]] = Counter()
         before = []
-        for prompt in map(tuple, self.prompts):
+        images = self.images or [()] * len(self.prompts)
+        for prompt in zip(map(tuple, self.prompts), images, strict=True):
             before.append(seen[prompt])
             seen[prompt] += 1
         return before
@@ -153,7 +158,8 @@ class Request:
     def select(self, indices: Sequence[int]) -> Request:
         """The same for some of the prompts."""
         turn = self.turn and replace(self.turn, max_new_tokens=[self.limits[index] for index in indices])
-        return replace(self, prompts=[self.prompts[index] for index in indices], turn=turn)
+        images = [self.images[index] for index in indices] if self.images else ()
+        return replace(self, prompts=[self.prompts[index] for index in indices], turn=turn, images=images)
 
     def check_context(self, context: int, name: str) -> None:
         """Raises: UserError: a prompt and its response are longer than ``context``, which ``name`` is."""

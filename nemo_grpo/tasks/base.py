@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -82,6 +82,11 @@ class TaskConfig(BaseModel, ABC):
     @abstractmethod
     def build(self) -> Task:
         """The task with these parameters."""
+
+
+Answered = Iterable[tuple[Problem, Sequence[str]]]
+"""Problems with all responses to each. A task may have ``overall(answered) -> dict[str, float]``: metrics of
+a whole evaluation that are no means over problems."""
 
 
 class Task(Protocol):

@@ -76,13 +76,21 @@ class FileTask:
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The problem's ``metadata["solution"]`` as reasoning, then its answer."""
-        solution = problem.metadata.get("solution")
-        if not isinstance(solution, str):
-            raise UserError(
-                f"nemo_grpo.task.train_files: problem {problem.id!r} has no metadata.solution to show; "
-                "add one to every problem, or start from a model (policy.model_name)"
-            )
-        return render_response(solution, problem.answer)
+        return render_response(solution_of(problem), problem.answer)
+
+
+def solution_of(problem: Problem) -> str:
+    """The worked solution of a problem from a file.
+
+    Raises: UserError: it has none.
+    """
+    solution = problem.metadata.get("solution")
+    if not isinstance(solution, str):
+        raise UserError(
+            f"nemo_grpo.task: problem {problem.id!r} has no metadata.solution to show; add one to every "
+            "problem, or train on rewards instead, from a model (policy.model_name)"
+        )
+    return solution
 
 
 def _stratified(problems: Sequence[Problem]) -> list[int]:

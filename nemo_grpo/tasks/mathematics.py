@@ -5,13 +5,14 @@ The same grading serves the mathematical vision task; `docs/tasks.md` says which
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Literal
 
 from nemo_grpo.tasks.base import Problem
-from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
+from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
 from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
-from nemo_grpo.tasks.rewards.forms import FORMS, Form, with_opened_think
+from nemo_grpo.tasks.rewards.forms import FORMS, Form, demonstrated_form, with_opened_think
 from nemo_grpo.tasks.rewards.math_grader import SHARED
 
 
@@ -34,7 +35,10 @@ class MathConfig(FileTaskConfig):
 def sum_problem(number: int) -> Problem:
     """A made-up sum of small numbers."""
     left, right = number % 8 + 1, number // 8 + 1
-    return Problem(f"sum-{number}", f"What is {left} + {right}?", str(left + right))
+    total = str(left + right)
+    return Problem(
+        f"sum-{number}", f"What is {left} + {right}?", total, {"solution": f"{left}+{right}={total}"}
+    )
 
 
 class MathematicalAnswers:
@@ -55,6 +59,11 @@ class Math(MathematicalAnswers, FileTask):
     def __init__(self, config: MathConfig) -> None:
         super().__init__(config)
         self.config = config
+
+    def demonstration(self, problem: Problem, rng: random.Random) -> str:
+        """The problem's solution in the form that ``format`` rewards; unchanged if that is its own."""
+        shown = demonstrated_form(solution_of(problem), problem.answer, self.config.form)
+        return shown.removeprefix("<think>") if self.config.think_is_open else shown
 
     def extract(self, response: str) -> str | None:
         answer = final_answer(with_opened_think(response, self.config.think_is_open))

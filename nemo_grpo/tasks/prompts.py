@@ -60,12 +60,39 @@ def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt, problem: Problem) -> list[int]:
+def check_image_prompt(prompt: Prompt) -> None:
+    """Refuse prompt settings that prompts with images do not support.
+
+    Raises: UserError: key and remedy.
+    """
+    if prompt.response_prefix or not prompt.use_chat_template:
+        raise UserError(
+            "nemo_grpo.prompt: a task with images uses its processor's chat template and no response_prefix; "
+            "leave response_prefix and use_chat_template out"
+        )
+
+
+def image_message(prompt: Prompt, problem: Problem) -> dict[str, Any]:
+    """The only message of a prompt with images: the images, then the system text and the question."""
+    text = "\n\n".join(message["content"] for message in chat_messages(prompt, problem))
+    images = [{"type": "image", "image": path} for path in problem.metadata["images"]]
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False
+) -> list[int]:
     """Token ids up to where the response begins.
 
     Args:   tokenizer: a Hugging Face tokenizer; with a chat template, if the prompt uses one.
-    Raises: UserError: it has none, or the problem has images.
+            with_images: an image becomes the placeholder that the chat template has for it; whoever samples
+            gives the images beside the tokens.
+    Raises: UserError: it has none, or the problem has images and they are not given.
     """
+    if with_images:
+        check_image_prompt(prompt)
+        text = _chat(tokenizer, [image_message(prompt, problem)])
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if problem.metadata.get("images"):
         raise UserError(
             f"problem {problem.id!r} has images, and these token ids would leave them out: {IMAGES}"
@@ -73,16 +100,19 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, problem: Problem) -> list[int]
     if not prompt.use_chat_template:
         text = "\n".join(message["content"] for message in chat_messages(prompt, problem))
         return list(tokenizer(text + prompt.response_prefix)["input_ids"])
+    text = _chat(tokenizer, chat_messages(prompt, problem))
+    return list(tokenizer(text + prompt.response_prefix, add_special_tokens=False)["input_ids"])
+
+
+def _chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned "
             "model's, put chat_template.jinja into its folder, or do without: "
             "nemo_grpo.prompt.use_chat_template=false in a recipe, --prompt tr_grpo_math in eval"
         )
-    text = tokenizer.apply_chat_template(
-        chat_messages(prompt, problem), tokenize=False, add_generation_prompt=True
-    )
-    return list(tokenizer(text + prompt.response_prefix, add_special_tokens=False)["input_ids"])
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
 
 
 def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | None) -> None:

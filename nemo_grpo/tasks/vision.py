@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.base import FORMAT, Problem
+from nemo_grpo.tasks.base import FORMAT, Answered, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.mathematics import mathematical_scores, sum_problem
 from nemo_grpo.tasks.response import extract_answer, format_reward
-from nemo_grpo.tasks.rewards.boxes import intersection_over_union, parse_box
+from nemo_grpo.tasks.rewards.boxes import intersection_over_union, parse_box, shared_and_union
 from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
 from nemo_grpo.tasks.rewards.forms import Form, with_opened_think
 
@@ -71,7 +71,7 @@ class VisionGroundingConfig(VisionConfig):
 
 
 class VisionGrounding(_Vision):
-    """Answer: ``(x1,y1),(x2,y2)`` in pixels."""
+    """Answer: ``(x1,y1),(x2,y2)`` in pixels, as Qwen2.5-VL writes boxes."""
 
     config: VisionGroundingConfig
 
@@ -92,6 +92,18 @@ class VisionGrounding(_Vision):
         found = iou >= self.config.iou_threshold and iou > 0
         return {"accuracy": float(found), "format": format_reward(response), "iou": iou}
 
+    def overall(self, answered: Answered) -> dict[str, float]:
+        """``box_miou``: mean IoU of all responses; ``box_ciou``: sum of intersections / sum of unions."""
+        pairs = [
+            (parse_box(problem.answer), parse_box(extract_answer(self._seen(response)) or ""))
+            for problem, responses in answered
+            for response in responses
+        ]
+        areas = [shared_and_union(reference, box) for reference, box in pairs if reference is not None]
+        shared, union = (sum(column) for column in zip(*areas, strict=True))
+        ious = [one / of if of > 0 else 0.0 for one, of in areas]
+        return {"box_miou": sum(ious) / len(ious), "box_ciou": shared / union if union > 0 else 0.0}
+
 
 class VisionClassificationConfig(VisionConfig):
     """Parameters of `VisionClassification`."""
@@ -107,7 +119,11 @@ class VisionClassificationConfig(VisionConfig):
 
 
 class VisionClassification(_Vision):
-    """Answer: a label; case, spaces, punctuation and underscores do not matter."""
+    """Answer: a label; case, spaces, punctuation and underscores do not matter.
+
+    Of a problem with ``metadata.choices`` the answer is a letter, (A) for the first; the choice's own words
+    count too, as in VisualThinker-R1-Zero's evaluation on CV-Bench.
+    """
 
     def extract(self, response: str) -> str | None:
         answer = extract_answer(response)
@@ -115,7 +131,7 @@ class VisionClassification(_Vision):
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         response = self._seen(response)
-        correct = self.extract(response) == _label(problem.answer)
+        correct = self.extract(response) in _right_answers(problem)
         return {"accuracy": float(correct), "format": format_reward(response)}
 
 
@@ -188,6 +204,13 @@ def _square(folder: Path, number: int, corners: tuple[int, int, int, int] = (16,
     ImageDraw.Draw(image).rectangle(corners, fill=_COLORS[number % len(_COLORS)])
     image.save(folder / f"{number}.png")
     return f"{number}.png"
+
+
+def _right_answers(problem: Problem) -> list[str]:
+    """The label, and the words of the choice that it is the letter of."""
+    label, choices = _label(problem.answer), problem.metadata.get("choices") or []
+    number = ord(label) - ord("a") if len(label) == 1 else -1
+    return [label, *([_label(str(choices[number]))] if 0 <= number < len(choices) else [])]
 
 
 def _label(answer: str) -> str:

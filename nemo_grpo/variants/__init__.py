@@ -17,6 +17,7 @@ from nemo_grpo.variants.dr_grpo import DrGRPO
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.gpg import GPG
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
 
 VARIANTS: dict[str, type[VariantConfig]] = {
@@ -31,6 +32,8 @@ VARIANTS: dict[str, type[VariantConfig]] = {
 }
 """Variant name -> configuration class. To add a variant: its file, one line here, one recipe, one test."""
 
+OBJECTIVES: dict[str, type[VariantConfig]] = {**VARIANTS, "sft": SFT}
+"""What ``loss_fn.variant`` can be: the variants, which learn from rollouts, and the supervised baseline."""
 
 _STOCK_LOSS_KEYS = {
     "force_on_policy_ratio": "it would replace prev_logprobs, which variants read, by zeros; one update per "
@@ -52,12 +55,12 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
                  rule.
     """
     name = loss_fn.get("variant")
-    if name not in VARIANTS:
-        raise UserError(f"loss_fn.variant={name!r} is not a variant{did_you_mean(str(name), VARIANTS)}")
+    if name not in OBJECTIVES:
+        raise UserError(f"loss_fn.variant={name!r} is not a variant{did_you_mean(str(name), OBJECTIVES)}")
     for key, remedy in _STOCK_LOSS_KEYS.items():
         if key in loss_fn:
             raise UserError(f"loss_fn.{key}={as_yaml(loss_fn[key])} is not supported: {remedy}")
-    config = VARIANTS[name]
+    config = OBJECTIVES[name]
     try:
         return config.model_validate(dict(loss_fn))
     except ValidationError as error:
@@ -75,7 +78,7 @@ def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
 def build_objective(variant: str, **parameters: Any) -> Objective:
     """Build an algorithm by name.
 
-    Args:    variant: a name of `VARIANTS`.  parameters: the recipe's ``loss_fn`` keys of that variant.
+    Args:    variant: a name of `OBJECTIVES`.  parameters: the recipe's ``loss_fn`` keys of that variant.
     Returns: `Objective` with ``prepare`` and ``loss``.
     Raises:  UserError: as `parse_loss_fn`.
 

@@ -37,6 +37,8 @@ class VariantConfig(BaseModel):
     """`shape` reshapes the group advantages; clipping them afterwards would distort the loss."""
     compares_with_reference: ClassVar[bool] = False
     """`shape` subtracts the reference policy's logprobs from the policy's, with or without a KL penalty."""
+    learns_from_demonstrations: ClassVar[bool] = False
+    """A step is the task's demonstrations, one per prompt; nothing is sampled."""
     whole_groups_key: ClassVar[str | None] = None
     """Boolean parameter under which every loss call needs exactly one whole group."""
     sampling_keys: ClassVar[tuple[str, ...]] = ()

@@ -15,9 +15,11 @@ import pytest
 from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
+from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig
 
@@ -85,6 +87,22 @@ def test_trainers_take_what_the_driver_gives_in_that_order(recorded):
         recorded["signatures"]["async_grpo_train"]
     )
     assert {"processor", "policy_factory"} <= set(recorded["signatures"]["setup"])
+
+
+def test_supervised_training_takes_and_returns_what_the_driver_does(recorded):
+    given = [
+        "policy",
+        "train_dataloader",
+        "val_dataloader",
+        "tokenizer",
+        "loss_fn",
+        "master_config",
+        "logger",
+    ]
+    assert recorded["sft_train"] == [*given, "checkpointer", "sft_save_state"]
+    assert recorded["sft_setup_arity"] == 9
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml")
+    assert sorted(sft_section(recipe)) == recorded["sft_settings"]
 
 
 def test_setup_returns_what_is_unpacked(recorded):

@@ -49,6 +49,8 @@ BASES: dict[str, tuple[str, list[str]]] = {
     "long": ("gpg/gpg-qwen2.5-32b-4n8g", []),
     "dapo": ("gpg/dapo-qwen2.5-math-7b-zero-6n8g", []),
     "vision": ("gpg/gpg-qwen2.5-vl-3b-geoqa-1n8g", []),
+    "sft": ("quickstart-sft", []),
+    "shown": ("erpo/sft-qwen2.5-7b-1n8g", []),
 }
 M, G = "policy.megatron_cfg", "policy.generation"
 SHORT = {
@@ -145,8 +147,30 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "=100 is less", "-"),
     ("_fp8_keeps_the_rest_in_bf16", "embedded", "$M.fp8_cfg.enabled=true", "policy.precision=float32: FP8",
      "policy.precision=bfloat16"),
-    ("at least two", "embedded small dapo", "grpo.num_generations_per_prompt=1",
+    ("groups_fit_the_objective", "embedded small dapo", "grpo.num_generations_per_prompt=1",
      "per_prompt=1 must be at least 2", "grpo.num_generations_per_prompt=4"),
+    # demonstrations
+    ("groups_fit_the_objective", "sft shown", "grpo.num_generations_per_prompt=2",
+     "per_prompt=2: sft trains on one demonstration", "grpo.num_generations_per_prompt=1"),
+    ("demonstrations_need_no_rollout_settings", "sft shown", "$DRAWS",
+     "use_dynamic_sampling=true has no effect on sft", "grpo.use_dynamic_sampling=false"),
+    ("demonstrations_need_no_rollout_settings", "sft shown", "grpo.overlong_filtering=true",
+     "overlong_filtering=true has no effect on sft", "grpo.overlong_filtering=false"),
+    ("demonstrations_make_one_update_per_step", "sft", "$GBS=32",
+     "=32: a step of sft is one update on grpo.num_prompts_per_step=64", "$GBS=64"),
+    ("demonstrations_make_one_update_per_step", "shown", "$GBS=8",
+     "=8: a step of sft is one update on grpo.num_prompts_per_step=16", "$GBS=16"),
+    ("demonstrations_train_to_the_last_step", "shown",
+     "grpo.stop_at_validation_metric=val_loss; grpo.stop_at_validation_threshold=0.1",
+     "metric=val_loss: NeMo-RL's sft has no early stop",
+     "grpo.stop_at_validation_metric=null; grpo.stop_at_validation_threshold=null"),
+    ("demonstrations_are_texts", "vision",
+     "loss_fn={_override_: true, variant: sft}; grpo.num_generations_per_prompt=1; $GBS=16; "
+     "grpo.use_dynamic_sampling=false; checkpointing.metric_name=null",
+     "vision_math: sft has no demonstrations with images", "-"),
+    ("validation_metrics_exist", "shown",
+     "checkpointing.metric_name=val:accuracy; checkpointing.save_period=100",
+     "has no metric 'validation/accuracy'", "checkpointing.metric_name=val:val_loss"),
     # across sections
     ("model_is_named", "embedded", "policy.model_name=null", "policy.model_name=null", "$WARM={}"),
     ("model_is_no_checkpoint_of_nemo", "small", "policy.model_name=base.nemo",

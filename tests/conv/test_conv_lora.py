@@ -6,12 +6,11 @@ import json
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, tensors_of, write_chunk
+from conv_models import assert_same_tensors, save_adapters, tensors_of
 from typer.testing import CliRunner
 
 from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import UserError
@@ -37,21 +36,7 @@ def adapters():
 
 @pytest.fixture
 def checkpoint(adapters, tmp_path):
-    """Adapters alone, in the layout of Megatron-Bridge, B in two tensor-parallel chunks."""
-    folder = tmp_path / "lora" / "iter_0000010"
-    folder.mkdir(parents=True)
-    writer, written = TorchDistWriter(folder, 1), []
-    for name, (a, b) in adapters.items():
-        key = f"decoder.layers.{name}.adapter.linear_"
-        half = b.shape[1] // 2
-        for i in range(LAYERS):
-            written.append(write_chunk(writer, f"{key}in.weight", tuple(a.shape), (i, 0, 0), a[i : i + 1]))
-            for row in (0, half):
-                part = b[i : i + 1, row : row + half]
-                written.append(write_chunk(writer, f"{key}out.weight", tuple(b.shape), (i, row, 0), part))
-    writer.finish(written, [], 10)
-    (folder / "run_config.yaml").write_text(f"model:\n  x: 1\npeft:\n  dim: {RANK}\n  alpha: {ALPHA}\nz: 1\n")
-    return folder.parent
+    return save_adapters(adapters, tmp_path / "lora", RANK, ALPHA)
 
 
 def test_merge_equals_merging_in_megatrons_layout(hf_models, checkpoint, adapters, tmp_path):

@@ -11,12 +11,13 @@ from ranks import run_ranks, slow_but
 from small_models import TRAINED
 from test_parallel import EXTRA, LAYOUTS, assert_same, hf_model
 
-from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo import TokenBatch, build_objective
 from nemo_grpo.engine.megatron.microbatches import plan_bins
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
+from nemo_grpo.variants import OBJECTIVES
 
 SETTINGS = MegatronOptimizer(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
 
@@ -89,13 +90,13 @@ def one_step(
 @pytest.fixture(scope="module")
 def padded() -> dict[str, Any]:
     """Every variant on one rank, in padded rows."""
-    return run_ranks(1, one_step, Layout(), list(VARIANTS), None)[0]
+    return run_ranks(1, one_step, Layout(), list(OBJECTIVES), None)[0]
 
 
 @pytest.mark.parametrize("mb_tokens", [16, 30, 1000])
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_packed_equals_padded_for_every_variant(padded, mb_tokens, share_prompts):
-    assert_same(run_ranks(1, one_step, Layout(), list(VARIANTS), mb_tokens, share_prompts)[0], padded)
+    assert_same(run_ranks(1, one_step, Layout(), list(OBJECTIVES), mb_tokens, share_prompts)[0], padded)
 
 
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-cp2-sp"))
@@ -103,7 +104,7 @@ def test_packed_equals_padded_at_every_layout(padded, name):
     if "uneven" in name:
         pytest.skip("three layers; tested unpacked")
     world_size, layout = LAYOUTS[name]
-    for found in run_ranks(world_size, one_step, layout, list(VARIANTS), 30):
+    for found in run_ranks(world_size, one_step, layout, list(OBJECTIVES), 30):
         assert_same(found, padded)
 
 

@@ -11,10 +11,11 @@ from small_models import TRAINED, small_config
 from test_megatron_policy import step, token_batch
 from transformers import AutoModelForCausalLM
 
-from nemo_grpo import VARIANTS, build_objective
+from nemo_grpo import build_objective
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
+from nemo_grpo.variants import OBJECTIVES
 
 LAYOUTS = {
     "tp2": (2, Layout(tensor=2)),
@@ -108,7 +109,7 @@ def alone():
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-pp2"))
 def test_every_variant_computes_the_same_at_every_layout(alone, name):
     world_size, layout = LAYOUTS[name]
-    arguments = ("qwen2-tied", list(VARIANTS), True, 3 if "uneven" in name else 2)
+    arguments = ("qwen2-tied", list(OBJECTIVES), True, 3 if "uneven" in name else 2)
     for found in run_ranks(world_size, one_step, layout, *arguments):  # every rank holds the whole result
         assert_same(found, alone(*arguments))
 

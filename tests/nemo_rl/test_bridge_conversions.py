@@ -8,16 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from conv_models import assert_same_tensors, save_model, tensors_of
+
+from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "conv"))
-
-from conv_models import assert_same_tensors, save_model, tensors_of  # noqa: E402
-
-from checkpoints_conv.formats.torch_dist import TorchDistReader  # noqa: E402
-from checkpoints_conv.hf_to_megatron import hf_to_megatron  # noqa: E402
-from checkpoints_conv.megatron_to_hf import megatron_to_hf  # noqa: E402
-
 FAMILIES = ("qwen2.5-vl", "qwen2.5-vl-tied", "gemma3")
 
 

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_grpo.engine.demonstrations import Demonstrations
 from nemo_grpo.rehearsal import evidence, stages
 from nemo_grpo.rehearsal.environment import find_stack
 
@@ -47,6 +50,7 @@ WHOLE = {
     "cp2": (GRPO, TWO, CP2),
     "tp2_dp2": (GRPO, FOUR, TP2),
     "search_qa": ("tr_grpo/tr_grpo-qwen2.5-3b-search-1n8g.yaml", ONE),
+    "sft": ("erpo/sft-qwen2.5-1.5b-1n8g.yaml", TWO),
     "asynchronous": (GRPO, TWO, *ASYNC),
     "asynchronous_dp2": (GRPO, "cluster.gpus_per_node=3", *ASYNC),
 }
@@ -65,6 +69,24 @@ def passed(rehearsal: stages.Rehearsal) -> evidence.Evidence:
     return evidence.Evidence(rehearsal)
 
 
+def first_loss(rehearsal: stages.Rehearsal) -> float:
+    """Nats per response token of the first step's demonstrations, by transformers in float32."""
+    recipe, folder = rehearsal.small, rehearsal.model.folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    shown = Demonstrations(recipe, recipe.nemo_grpo.task.build(), tokenizer)
+    total, count = 0.0, 0
+    for index in range(recipe.grpo.num_prompts_per_step):
+        group = shown.training(index)
+        response = group.responses[0].tokens
+        ids = torch.cat([torch.tensor(group.prompt), response])[None]
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, len(group.prompt) - 1 : -1].log_softmax(-1)
+        total -= float(logprobs.gather(1, response[:, None]).sum())
+        count += len(response)
+    return total / count
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
 def test_a_recipe_trains_stops_resumes_and_exports(tmp_path, case):
@@ -76,6 +98,9 @@ def test_a_recipe_trains_stops_resumes_and_exports(tmp_path, case):
     if rehearsal.recipe.loss_fn.variant == "erpo":
         own, sampled = found.series("entropy/mean"), found.series("train/approx_entropy")
         assert own[0] == pytest.approx(sampled[0], rel=0.35), "NeMo-RL's is an estimate from sampled tokens"
+    if rehearsal.recipe.loss_fn.variant == "sft":
+        losses = found.series("loss/total")[:1]
+        assert losses == pytest.approx([first_loss(rehearsal)], rel=0.02), "BF16 against float32"
     if rehearsal.recipe.nemo_grpo.export.at_every_save:
         exports = sorted((rehearsal.small.run_dir / "hf").glob("step_*/config.json"))
         assert [path.parent.name for path in exports] == ["step_2", "step_3"]

@@ -9,13 +9,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import yaml
-from nemo_rl.algorithms import grpo
+from nemo_rl.algorithms import grpo, sft
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.config import base_folder, load_run
+from nemo_grpo.nemorl.config import base_folder, load_run, sft_section
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
@@ -30,20 +30,45 @@ class ReachedTheCluster(Exception):
     """`setup` has made all its checks and asks for GPUs."""
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
-def test_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    run = load_run(path)
-    config, recipe = run.master_config, run.recipe
+SUPERVISED = [path for path in RECIPES if path.stem.startswith("sft-")]
+SAMPLED = [path for path in RECIPES if path not in SUPERVISED]
+
+
+def check_setup(trainer, config, monkeypatch):
+    """NeMo-RL's `setup` of one of its trainers, up to where it asks for GPUs."""
     for name, new in (
         ("RayVirtualCluster", MagicMock(side_effect=ReachedTheCluster)),
         ("Logger", MagicMock()),
         ("set_seed", MagicMock()),
     ):
-        monkeypatch.setattr(grpo, name, new)
+        monkeypatch.setattr(trainer, name, new)
     problems = list(range(10_000))
     with pytest.raises(ReachedTheCluster):
-        grpo.setup(config, MagicMock(), problems, problems)
+        trainer.setup(config, MagicMock(), problems, problems)
+
+
+@pytest.mark.parametrize("path", SUPERVISED, ids=[path.stem for path in SUPERVISED])
+def test_supervised_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run = load_run(path)
+    config, recipe = run.master_config, run.recipe
+    check_setup(sft, config, monkeypatch)
+    assert set(sft_section(recipe)) == set(sft.SFTConfig.model_fields), "no setting is left to NeMo-RL"
+    assert "generation" not in config.policy
+    assert config.sft.max_num_steps == recipe.grpo.max_num_steps
+    assert config.sft.val_global_batch_size == recipe.grpo.max_val_samples == 256  # 8 ranks
+    assert value_of(config, "policy.train_global_batch_size") == recipe.grpo.num_prompts_per_step
+    assert value_of(config, "policy.megatron_cfg.scheduler.lr_decay_iters") == recipe.grpo.max_num_steps
+    assert value_of(config, "policy.megatron_cfg.peft.enabled")
+    yaml.safe_dump(config.model_dump())
+
+
+@pytest.mark.parametrize("path", SAMPLED, ids=[path.stem for path in SAMPLED])
+def test_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run = load_run(path)
+    config, recipe = run.master_config, run.recipe
+    check_setup(grpo, config, monkeypatch)
     penalty = getattr(recipe.loss_fn, "reference_policy_kl_penalty", 0.0)
     assert config.loss_fn.reference_policy_kl_penalty == penalty, "decides whether the reference is loaded"
     assert config.loss_fn.use_importance_sampling_correction == (

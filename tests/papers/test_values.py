@@ -28,11 +28,14 @@ COSINE = CONSTANT | dict(schedule="cosine", min_lr=1e-7, warmup=10)
 # CW-GRPO Table 5, appendices B and C; schedule of the release. 12 prompts: docs/recipes.md.
 CW = COSINE | dict(prompts=12, responses=12, updates=1, steps=100, prompt_tokens=512, tokens=4096,
                    temperature=0.7, rewards=AND_FORMAT, prompt=CW_PROMPT, data=["open-rs"])  # fmt: skip
+CW_200 = CW | dict(steps=200, warmup=20)
 CW_7B = CW | dict(tokens=3584)  # the model reads 4096
 # ERPO Table 3, sections 5.1 and A.3.
 ERPO = dict(prompts=2, responses=8, updates=1, steps=4220, lr=5e-6, schedule="cosine", min_lr=0.0, warmup=422,
             weight_decay=0.001, prompt_tokens=512, tokens=1536, temperature=1.0, rewards=ACCURACY,
             prompt=BOXED, data=["math-l35"])  # fmt: skip
+# Section 5.1 and appendix A.2: the same MATH training set, 3 epochs; the rest as for GRPO and ERPO, Table 3.
+ERPO_SFT = ERPO | dict(prompts=16, responses=1, steps=1583, warmup=158)
 # TR-GRPO Tables 5 and 6, appendix B.1; steps and prompt length are not in the paper.
 LOGIC = CONSTANT | dict(prompts=64, responses=8, updates=2, steps=400, prompt_tokens=1024, tokens=4096,
                         temperature=0.7, rewards={"format_signed": 1.0, "answer": 1.0}, prompt="9ab1daac",
@@ -74,6 +77,7 @@ L_ERPO_GRPO = CLIP | dict(reference_policy_kl_penalty=0.001)  # Eq. 5, Table 3
 # ERPO section 5.1; the last three are not in the paper.
 L_ERPO = L_ERPO_GRPO | dict(gamma=5.0, eta=0.2, beta_progress=0.1, entropy_statistics="group",
                             num_buckets=10, sigma_target=1.0, delta=1e-4)  # fmt: skip
+L_SFT = dict(aggregation="token_mean", advantage_eps=1e-6)  # section 5.1: cross entropy
 L_TR_GRPO = CLIP | dict(ratio_clip_max=0.24, reference_policy_kl_penalty=0.001)  # Eq. 5, Table 6
 L_TR = L_TR_GRPO | dict(alpha=2.0, mu=0.25, tau=9.0, lower=1.0, upper=1.4, tau_convention="multiply",
                         weight_placement="outside", kl_weighting="inside",
@@ -91,6 +95,8 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     # recipes                                             setting, loss, table
     ("cw_grpo-r1-distill-qwen-1.5b-1n8g", CW, L_CW, "CW-GRPO Tables 2, 5"),
     ("grpo-r1-distill-qwen-1.5b-1n8g", CW, L_CW_GRPO, "CW-GRPO Table 2"),
+    ("cw_grpo-r1-distill-qwen-1.5b-200steps-1n8g", CW_200, L_CW, "CW-GRPO Table 3"),
+    ("grpo-r1-distill-qwen-1.5b-200steps-1n8g", CW_200, L_CW_GRPO, "CW-GRPO Table 3"),
     ("clip_cov-r1-distill-qwen-1.5b-1n8g", CW, L_COV, "CW-GRPO Table 2"),
     ("cw_grpo-qwen2.5-math-7b-instruct-1n8g", CW_7B, L_CW, "CW-GRPO Tables 2, 5"),
     ("cw_grpo-qwen2.5-math-7b-instruct-release-1n8g",
@@ -102,6 +108,7 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "ERPO Tables 1, 3"),
     ("grpo-qwen2.5-1.5b-1n8g grpo-qwen2.5-3b-1n8g grpo-qwen2.5-7b-1n8g", ERPO, L_ERPO_GRPO,
      "ERPO Tables 1, 3"),
+    ("sft-qwen2.5-1.5b-1n8g sft-qwen2.5-3b-1n8g sft-qwen2.5-7b-1n8g", ERPO_SFT, L_SFT, "ERPO Tables 1, 2"),
     ("erpo-qwen2.5-32b-2n8g", ERPO, L_ERPO, "layout only"),
     ("tr_grpo-qwen2.5-3b-instruct-logic-1n8g tr_grpo-qwen2.5-7b-instruct-1m-logic-1n8g", LOGIC, L_TR,
      "TR-GRPO Tables 1, 5, 6"),
@@ -227,6 +234,13 @@ def test_fp8_recipe_differs_in_precision_alone(name: str) -> None:
     recipe, base = load_recipe(FILES[name]), load_recipe(FILES[name.removesuffix("-fp8")])
     assert setting_of(recipe) == setting_of(base)
     assert loss_of(recipe) == loss_of(base) | {"use_importance_sampling_correction": True}
+
+
+@pytest.mark.parametrize("variant", ["cw_grpo", "grpo"])
+def test_cw_grpos_table_3_keeps_the_checkpoints_that_it_compares(variant: str) -> None:
+    recipe = load_recipe(FILES[f"{variant}-r1-distill-qwen-1.5b-200steps-1n8g"])
+    assert (recipe.checkpointing.save_period, recipe.checkpointing.keep_top_k) == (50, None)
+    assert recipe.grpo.max_num_steps == 200
 
 
 def test_lora_of_erpo_is_the_papers() -> None:

@@ -9,40 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.errors import UserError
-from nemo_grpo.hf_folder import load_tokenizer
-from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, vllm_device
 from nemo_grpo.sampling.requests import Request, SamplingParams, Turn
-from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
 
 pytestmark = pytest.mark.vllm
 
 TASK = {"name": "arithmetic", "num_digits": 2}
 MAX_MODEL_LEN = 128
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Heads of 32, the smallest that vLLM's attention on a CPU takes."""
-    settings = WarmStart(
-        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=96, max_position_embeddings=512, num_steps=40, batch_size=16, lr=3e-3, seed=0,
-        cache_dir=str(tmp_path_factory.mktemp("cache")),
-    )  # fmt: skip
-    return warm_start(settings, parse_task(TASK).build(), Prompt())
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model):
-    return load_tokenizer(model)
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer):
-    return [encode_prompt(tokenizer, Prompt(), p) for p in parse_task(TASK).build().validation_problems(32)]
 
 
 @pytest.fixture(scope="module")

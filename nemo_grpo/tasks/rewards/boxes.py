@@ -30,11 +30,18 @@ def parse_box(answer: str) -> Box | None:
 
 def intersection_over_union(a: Box, b: Box) -> float:
     """Area of the intersection over area of the union, in [0, 1]; 0 where both boxes are empty."""
+    shared, union = shared_and_union(a, b)
+    return shared / union if union > 0 and math.isfinite(union) else 0.0
+
+
+def shared_and_union(a: Box, b: Box | None) -> tuple[float, float]:
+    """Areas of intersection and union; of one box alone 0 and its own area."""
+    if b is None:
+        return 0.0, _area(a)
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     shared = max(0.0, width) * max(0.0, height)
-    union = _area(a) + _area(b) - shared
-    return shared / union if union > 0 and math.isfinite(union) else 0.0
+    return shared, _area(a) + _area(b) - shared
 
 
 def _area(box: Box) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from nemo_grpo.tasks.response import format_reward
+from nemo_grpo.tasks.response import format_reward, render_response
 from nemo_grpo.tasks.rewards.final_answer import last_boxed
 
 Form = Literal["think_answer", "think", "boxed"]
@@ -29,6 +29,15 @@ FORMS: dict[Form, Callable[[str], float]] = {
     "boxed": boxed,
 }
 """``think_answer`` is GPG's (Appendix B.4): one think block, one answer block, nothing else."""
+
+
+def demonstrated_form(solution: str, answer: str, form: Form) -> str:
+    """A worked solution as a response of this form."""
+    if form == "think_answer":
+        return render_response(solution, answer)
+    if form == "think":
+        return f"<think>{solution}</think>\n\n\\boxed{{{answer}}}"
+    return solution if last_boxed(solution) else f"{solution} \\boxed{{{answer}}}"
 
 
 def with_opened_think(response: str, is_open: bool) -> str:

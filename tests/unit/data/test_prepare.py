@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import datasets
 import pytest
+import torch
 from published import FILES, PNG, write
 
 from nemo_grpo.data import SOURCES, Request, check_copies, prepare, verify
 from nemo_grpo.data import files as data_files
+from nemo_grpo.data.local_folders import LocalFolder
 from nemo_grpo.errors import UserError
 
 
@@ -89,7 +91,8 @@ def test_a_published_row_becomes_a_problem(name, tmp_path):
 
 def test_every_layout_has_a_fixture():
     tested = {SOURCES[name].mapping for name in FILES} | {SOURCES["orz-57k"].mapping}
-    alike = {"minerva-40", "kk-3to7-test", "lisa-train", "lisa-test"}
+    alike = {"minerva-40", "kk-3to7-test"}
+    alike |= {name for name, source in SOURCES.items() if isinstance(source.origin, LocalFolder)}
     few_shot = {name for name, source in SOURCES.items() if "laolao77" in source.origin.label}
     made = {name for name, source in SOURCES.items() if source.origin == source.made_here}
     assert {n for n, s in SOURCES.items() if s.mapping not in tested} - alike - few_shot - made == set()
@@ -189,8 +192,58 @@ def test_grounding_boxes_enclose_all_target_polygons(tmp_path):
     done = prepare("lisa-train", Request(tmp_path / "out", source=tmp_path))
     (problem,) = problems(done.path)
     assert problem["answer"] == "(5,20),(31,40)"
+    assert problem["metadata"]["target"] == [shape["points"] for shape in notes["shapes"][:2]]
+    assert problem["metadata"]["ignore"] == [[[0.0, 0.0], [99.0, 99.0]]]
     assert problem["question"] == "the thing to sit on"
     assert (tmp_path / "out/lisa-train.images/000000-0.jpg").is_file()
+
+
+def test_geoqas_test_set_is_the_releases_list_with_its_images(tmp_path):
+    row = {"image_path": "./Geo170K/images/test/0.png", "question": "Angle?", "ground_truth": "140°"}
+    (tmp_path / "geoqa_test_prompts.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"geoqa-test: .* cannot be read .*images.zip, unpacked"):
+        prepare("geoqa-test", Request(tmp_path / "out", source=tmp_path))
+    (tmp_path / "Geo170K/images/test").mkdir(parents=True)
+    (tmp_path / "Geo170K/images/test/0.png").write_bytes(PNG)
+    done = prepare("geoqa-test", Request(tmp_path / "out", source=tmp_path))
+    (problem,) = problems(done.path)
+    assert (problem["question"], problem["answer"]) == ("Angle?", "140°")
+    assert problem["metadata"] == {"images": ["geoqa-test.images/000000-0.png"]}
+
+
+def test_classes_of_a_test_set_come_from_the_releases_labels(tmp_path):
+    def entry(path, label):
+        return {f"/elsewhere/{path}": {"label": torch.tensor(label), "pred_class": torch.tensor([label])}}
+
+    torch.save([entry("b.jpg", 1), entry("a.jpg", 0)], tmp_path / "pets.pth")
+    (tmp_path / "pets.txt").write_text("abyssinian\namerican_bulldog")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.jpg").write_bytes(b"\xff\xd8\xffA")
+    with pytest.raises(UserError, match=r"b\.jpg is missing"):
+        prepare("pets37-test", Request(tmp_path / "out", source=tmp_path))
+    (tmp_path / "images/b.jpg").write_bytes(b"\xff\xd8\xffB")
+    done = prepare("pets37-test", Request(tmp_path / "out", source=tmp_path))
+    first, second = problems(done.path)
+    assert (first["answer"], second["answer"]) == ("american_bulldog", "abyssinian")
+    assert (tmp_path / "out" / first["metadata"]["images"][0]).read_bytes().endswith(b"B")
+    assert first["question"].startswith(
+        "This is an image containing a pet. Please identify the species of the pet"
+    )
+
+
+class Code:
+    """What a pickle could run."""
+
+    def __reduce__(self):
+        return (print, ("the file's code ran",))
+
+
+def test_a_list_of_labels_that_holds_code_is_refused(tmp_path, capsys):
+    torch.save([Code()], tmp_path / "pets.pth")
+    (tmp_path / "pets.txt").write_text("abyssinian\n")
+    with pytest.raises(UserError, match=r"pets37-test: .* cannot be read"):
+        prepare("pets37-test", Request(tmp_path / "out", source=tmp_path))
+    assert "code ran" not in capsys.readouterr().out
 
 
 def test_rules_are_applied_in_order_and_counted(tmp_path):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo.engine import warm_start as module
-from nemo_grpo.engine.warm_start import build_tokenizer, cache_key, learning_rate, warm_start
+from nemo_grpo.engine.rollout import assemble
+from nemo_grpo.engine.warm_start import build_tokenizer, cache_key, schedule, warm_start
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
@@ -116,22 +117,24 @@ def test_it_learns_the_demonstrations(tmp_path, task):
 
 def test_loss_is_on_the_response_alone(folder, task):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    input_ids, labels = next(module._batches(tokenizer, config("unused"), task, PROMPT))
-    assert input_ids.shape == labels.shape
-    assert input_ids.shape[0] == TINY["batch_size"]
-    for ids, label in zip(input_ids, labels, strict=True):
-        taught = label[label != -100]
-        assert torch.equal(ids[label != -100], taught)
-        assert tokenizer.decode(taught).startswith("<think>")
-        assert tokenizer.decode(taught).endswith("</answer><|im_end|>")
-        assert tokenizer.decode(ids[: int((label != -100).nonzero()[0])]).endswith("assistant\n")
+    groups = next(module._batches(tokenizer, config("unused"), task, PROMPT))
+    assert len(groups) == TINY["batch_size"]
+    step = assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=False)
+    for ids, mask in zip(step.sequences.input_ids, step.token_mask, strict=True):
+        assert tokenizer.decode(ids[1:][mask]).startswith("<think>")
+        assert tokenizer.decode(ids[1:][mask]).endswith("</answer><|im_end|>")
+        assert tokenizer.decode(ids[: int(mask.nonzero()[0]) + 1]).endswith("assistant\n")
 
 
-def test_learning_rate_by_hand():
-    # step 0 of 100: 1/30 of the peak; step 50: cosine 1/2, 0.1 + 0.9 / 2; the last steps: almost 0.1
-    assert learning_rate(0, 100, 3.0) == pytest.approx(0.1)
-    assert learning_rate(50, 100, 1.0) == pytest.approx(0.55)
-    assert learning_rate(100, 100, 1.0) == pytest.approx(0.1)
+def test_learning_rate_rises_for_thirty_updates_and_falls_to_a_tenth():
+    optimizer, scheduler = schedule(config("unused", num_steps=120, lr=3.0))
+    assert (optimizer.lr, optimizer.min_lr) == (3.0, pytest.approx(0.3))
+    assert (scheduler.lr_warmup_iters, scheduler.lr_decay_iters, scheduler.lr_decay_style) == (
+        30,
+        120,
+        "cosine",
+    )
+    assert schedule(config("unused", num_steps=6))[1].lr_warmup_iters == 1  # a quarter of a short training
 
 
 def test_a_second_call_makes_nothing(folder, task, monkeypatch):
@@ -229,13 +232,14 @@ def test_the_loser_of_a_race_keeps_the_winners_folder(tmp_path, task, monkeypatc
     ("changes", "message"),
     [
         ({"vocab_size": 262}, "vocab_size=262 is too small.*at least 263"),
-        ({"max_position_embeddings": 20}, r"has \d+ tokens.*max_position_embeddings=20"),
+        ({"max_position_embeddings": 20}, r"max_position_embeddings=20: .* has \d+ tokens"),
     ],
 )
 def test_impossible_settings_are_user_errors_and_leave_nothing(tmp_path, task, changes, message):
     with pytest.raises(UserError, match=message):
         warm_start(config(tmp_path, **changes), task, PROMPT)
     assert list(tmp_path.iterdir()) == []
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, task):

@@ -283,7 +283,7 @@ def refused(model, data, tmp_path, *arguments):
         (["--benchmarks", ","], "name one or more"),
         (["--benchmarks", "aime24", "--prompt", "gpg_8b"], "did you mean 'gpg_7b'"),
         (["--benchmarks", "aime24", "--task", "arithmetic"], "reads no files"),
-        (["--benchmarks", "aime24", "--task", "vision_math"], "images"),
+        (["--benchmarks", "aime24", "--task", "vision_math"], "add --generator vllm"),
         (["--benchmarks", "recipe"], "a recipe's held-out problems; add --recipe"),
         (["--benchmarks", "aime24", "--k", "0"], "--k 0 must be at least 1"),
         (["--benchmarks", "aime24", "--top-p", "1.5"], "top_p"),

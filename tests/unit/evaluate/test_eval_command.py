@@ -266,3 +266,46 @@ def test_results_of_a_runs_model_are_named_after_the_run(model, tmp_path):
     run("--model", tmp_path / "gpg" / "hf", *RECIPE, *options)
     run("--model", model, *RECIPE, *options)
     assert {path.name for path in tmp_path.glob("eval-*")} == {"eval-gpg", f"eval-{model.name}"}
+
+
+def test_pass_at_any_k_and_the_mean_over_seeds(model, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"id": "1", "question": "1+1?", "answer": "2"}\n')
+    what = ["--model", model, *RECIPE, *TASK, "--benchmarks", f"recipe,{tmp_path}/mine.jsonl"]
+    few = ["--k", 5, "--num-problems", 1, "--max-tokens", 4, "--out", tmp_path / "o"]
+    output = run(*what, *few, "--pass-at", "3,1", "--seeds", "0,7")
+    for word in ("pass@3", "pass@5", "standard deviation over 2 seeds", "seeds 0, 7", "seeds.json"):
+        assert word in output
+    joined = json.loads((tmp_path / "o" / "seeds.json").read_text())
+    single = [json.loads((tmp_path / "o" / f"seed-{s}" / "summary.json").read_text()) for s in (0, 7)]
+    assert joined["seeds"] == [0, 7]
+    assert [s["conditions"]["seed"] for s in single] == [0, 7]
+    entry = joined["benchmarks"]["recipe"]
+    assert [name for name in entry["metrics"] if name.startswith("pass@")] == [
+        f"pass@{k}" for k in (1, 2, 3, 4, 5)
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "o" / "responses.jsonl").read_text().splitlines()]
+    assert sum(line["sample"] == "greedy" for line in lines) == 2  # of two benchmarks, for both seeds
+    assert len(lines) == 2 + 2 * 2 * 5
+    assert single[0]["benchmarks"]["recipe"] == single_seed(what, few, tmp_path)
+
+
+def single_seed(what, few, folder):
+    """The recipe's results by --seed 0 alone."""
+    run(*what, *few[:-1], folder / "alone", "--seed", 0, "--pass-at", "3")
+    return json.loads((folder / "alone" / "summary.json").read_text())["benchmarks"]["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pass-at", "1,6"], "--pass-at 1,6: .* between 1 and the 5 samples"),
+        (["--pass-at", "x"], "--pass-at x"),
+        (["--seeds", "2", "--seed", "1"], "exclude each other"),
+        (["--seeds", "1"], "needs two seeds"),
+        (["--seeds", "2", "--temperature", "0"], "the same for every seed"),
+    ],
+)
+def test_wrong_seeds_and_ks_are_refused(model, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        run("--model", model, *RECIPE, *TASK, "--k", 5, "--out", tmp_path / "o", *options)
+    assert not (tmp_path / "o").exists()

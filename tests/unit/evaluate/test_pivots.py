@@ -107,6 +107,53 @@ def test_prefixes_differ_in_the_chosen_token_only(generator: HFGenerator) -> Non
             assert replacement == "policy" or replaced[-1] != STOP
 
 
+def test_together_replaces_all_tokens_of_a_kind_and_goes_on_behind_the_last(generator: HFGenerator) -> None:
+    solved = item([0.1, 0.9, 0.3, 0.0, 0.5, 7.0], [5, 6, 7, 8, 9, STOP])
+    settings = PivotSettings(share=0.4, max_positions=None, perturbation="together")
+    one_by_one = PivotSettings(share=0.4, max_positions=None)
+    chosen = {kind: sorted(at) for kind, at in choose_positions(solved, settings).items()}
+    points = choose_points(generator, Tokenizer(), [solved], settings)
+    assert [(kind, position) for _, kind, position, _, _ in points] == [
+        (k, at[-1]) for k, at in chosen.items()
+    ]
+    alone = {at: row[-1] for _, _, at, _, row in choose_points(generator, Tokenizer(), [solved], one_by_one)}
+    for _, kind, position, kept, replaced in points:
+        assert kept == [0, 1, *solved.response[: position + 1]]
+        changed = {i - 2: token for i, token in enumerate(replaced) if token != kept[i]}
+        assert changed == {at: alone[at] for at in chosen[kind]}  # the same replacements as one by one
+
+
+def test_truncation_drops_the_token_and_what_follows(generator: HFGenerator) -> None:
+    solved = item([0.1, 0.9, 0.3, 0.2], [5, 6, 7, STOP])
+    points = choose_points(generator, Tokenizer(), [solved], PivotSettings(perturbation="truncate"))
+    for _, _, position, kept, cut in points:
+        assert (kept, cut) == ([0, 1, *solved.response[: position + 1]], [0, 1, *solved.response[:position]])
+
+
+@pytest.mark.parametrize("perturbation", ["together", "truncate"])
+def test_perturbed_responses_are_as_long_as_others(generator: HFGenerator, perturbation: str) -> None:
+    lengths: list[int] = []
+
+    class Watching(Task):
+        def score(self, problem: Problem, response: str) -> dict[str, float]:
+            lengths.append(len(response))
+            return super().score(problem, response)
+
+    result = study(generator, Watching(), perturbation=perturbation, share=0.5, max_positions=None)
+    assert max(lengths) <= 8
+    assert (
+        result.points
+        == study(generator, Task(), perturbation=perturbation, share=0.5, max_positions=None).points
+    )
+    for point in result.points:
+        solved = next(s for s in result.solved if s.problem.id == point.problem)
+        assert point.position == max(point.positions)
+        assert point.entropy == pytest.approx(float(solved.entropies[list(point.positions)].mean()))
+        assert (point.replacement == "") == (perturbation == "truncate")
+    per_response = len(result.points) / len(result.solved)
+    assert (per_response == 3) == (perturbation == "together")
+
+
 def test_policy_replacements_follow_the_policy_without_the_token(generator: HFGenerator) -> None:
     logits = generator.model(input_ids=torch.tensor([[0, 1, 5]])).logits[0, -1].double()
     logits[6] = -torch.inf

@@ -12,6 +12,7 @@ from nemo_grpo.evaluate import evaluate, runner
 from nemo_grpo.evaluate.responses import ResponseLog, Resumable
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
+from nemo_grpo.sampling.images import image_digest
 from nemo_grpo.sampling.requests import Rollout, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 
@@ -97,6 +98,8 @@ def test_metrics_by_hand(task):
     assert metrics["truncated"] == pytest.approx(5 / 12)
     num_tokens = 3 * (len(RIGHT) + 1) + 3 * (len(WRONG) + 1) + len(BARE) + 1 + 5 * len(NONE)
     assert metrics["num_tokens"] == pytest.approx(num_tokens / 12)
+    # 2 of 4 right: every 3 hold one; 1 of 4: 1 - C(3,3)/C(4,3) = 3/4
+    assert replace(run(task), pass_at=(3, 4)).metrics()["pass@3"] == pytest.approx((1 + 3 / 4) / 3)
     assert list(metrics)[4:7] == ["pass@1", "pass@2", "pass@4"]
 
 
@@ -141,6 +144,56 @@ def test_metrics_do_not_depend_on_the_chunk_size(task, monkeypatch, problems_per
     assert run(task, generator, notes.append) == expected
     assert max(call[0] for call in generator.calls) == problems_per_call
     assert len(notes) == 3
+
+
+class SeeingTokenizer(CharacterTokenizer):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        ((*images, text),) = (message["content"] for message in messages)
+        return "#" * len(images) + f"[{text['text']}]"
+
+
+def seen(folder, contents):
+    """A problem per picture, all with the same question."""
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return [Problem(name, "Q?", "(B)", {"images": [str(folder / name)], "task": "T"}) for name in contents]
+
+
+def test_problems_with_the_same_words_and_other_images_are_asked_together(tmp_path):
+    task = parse_task({"name": "vision_classification"}).build()
+    problems = seen(tmp_path, {"a": b"1", "b": b"2"})
+    script = ScriptedGenerator(
+        {"#[Q?]": ("<answer>(B)</answer>", ["<answer>B</answer>", "<answer>A</answer>"])}
+    )
+    generate, requests = script.generate, []
+    script.generate = lambda request: (requests.append(request), generate(request))[1]
+
+    def ask():
+        with ResponseLog(tmp_path / "log.jsonl") as log:
+            recall = Resumable(log, "b", {})
+            tokenizer = SeeingTokenizer()
+            return evaluate(
+                script, tokenizer, task, Prompt(), problems, 2, SAMPLING, 7, recall=recall
+            ).metrics()
+
+    assert ask()["accuracy"] == 0.5
+    assert [request.images for request in requests] == [[(str(tmp_path / "a"),), (str(tmp_path / "b"),)]] * 2
+    ask()
+    assert len(requests) == 2  # all recalled
+    (tmp_path / "b").write_bytes(b"3")
+    image_digest.cache_clear()
+    ask()
+    assert [request.images for request in requests[2:]] == [[(str(tmp_path / "b"),)]] * 2
+
+
+def test_a_tasks_own_metrics_stand_beside_the_others(tmp_path):
+    task = parse_task({"name": "vision_grounding"}).build()
+    (problem,) = seen(tmp_path, {"a": b"1"})
+    half = "<answer>(0,0),(2,4)</answer>"
+    script = ScriptedGenerator({"#[Q?]": (half, [half, NONE])})
+    asked = [replace(problem, answer="(0,0),(4,4)")]
+    metrics = evaluate(script, SeeingTokenizer(), task, Prompt(), asked, 2, SAMPLING, 7).metrics()
+    assert (metrics["box_miou"], metrics["box_ciou"]) == (0.25, 8 / 32)
 
 
 def test_samples_file_has_a_line_per_problem(task, tmp_path):

@@ -12,6 +12,7 @@ from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, Scripted
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark, opens_think
 from nemo_grpo.evaluate.responses import ResponseLog
+from nemo_grpo.evaluate.seeds import over_seeds
 from nemo_grpo.evaluate.show import groups, table
 from nemo_grpo.evaluate.suite import Conditions, longest_prompt, run_suite
 from nemo_grpo.tasks import Prompt, parse_task
@@ -44,6 +45,25 @@ def test_average_by_hand(result):
     runs = math.sqrt((1 / 3 + 1 / 4) / 4) / 3
     assert result.results["all"].standard_errors()["accuracy_runs"] == pytest.approx(runs)
     assert errors["accuracy_runs"] == pytest.approx(math.sqrt(runs**2 + (1 / 3) / 4) / 2)
+
+
+def test_mean_and_deviation_over_seeds_by_hand(result):
+    def shifted(by):
+        summary = {"model": "m", **result.to_dict()}
+        for entry in summary["benchmarks"].values():
+            entry["metrics"] = {name: value + by for name, value in entry["metrics"].items()}
+        return summary
+
+    joined = over_seeds({3: shifted(0.0), 5: shifted(0.1), 9: shifted(0.5)})
+    # "all" has 1/4: deviations -0.2, -0.1, 0.3 from the mean 0.2 of the shifts; variance 0.14 / 2
+    entry = joined["benchmarks"]["all"]
+    assert entry["metrics"]["accuracy"] == pytest.approx(1 / 4 + 0.2)
+    assert entry["standard_deviations"]["accuracy"] == pytest.approx(math.sqrt(0.07))
+    assert entry["standard_errors"]["accuracy"] == pytest.approx(math.sqrt(1 / 48))
+    assert joined["average"]["metrics"]["accuracy"] == pytest.approx(3 / 8 + 0.2)
+    assert joined["average"]["standard_deviations"]["accuracy"] == pytest.approx(math.sqrt(0.07))
+    assert joined["seeds"] == [3, 5, 9]
+    assert entry["by_seed"]["5"]["accuracy"] == pytest.approx(1 / 4 + 0.1)
 
 
 def test_table_shows_per_cent_with_errors(result):

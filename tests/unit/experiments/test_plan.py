@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.cli.compare import parse_seeds
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import Setting, compare_settings, plan_jobs
 from nemo_grpo.experiments.sweep import find_sweep, is_sweep, load_sweep, with_overrides
+from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
@@ -123,6 +125,53 @@ def test_presets_hold_the_papers_values(tmp_path: Path) -> None:
     ranges = set(zip(*(values("tr_grpo-sensitivity", key) for key in ("lower", "upper")), strict=True))
     assert ranges == {(1.0, 1.2), (1.0, 1.4), (0.8, 1.5), (0.5, 1.5)}
     assert set(values("gpg-normalization", "reward_normalization")) == {"none", "group", "batch"}
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_has_the_papers_recipe_for_the_cluster(path: Path, tmp_path: Path) -> None:
+    sweep = load_sweep(path, "cluster")
+    jobs = plan_jobs(sweep.settings, sweep.seeds, tmp_path, prefix=f"{path.stem}-")
+    assert {job.recipe.nemo_grpo.target for job in jobs} == {"cluster"}
+    assert all(job.name.startswith(f"{path.stem}-") for job in jobs)
+    assert len(jobs) == len(sweep.settings)  # one seed, as in the papers
+
+
+@pytest.mark.parametrize(
+    ("preset", "label", "name"),
+    [
+        ("gpg-components", "A. std", "math-std-no_alpha"),
+        ("gpg-components", "B. plain", "math-no_alpha"),
+        ("gpg-components", "std, alpha", "math-std"),
+        ("gpg-components", "C. alpha", "math-no_threshold"),
+        ("gpg-components", "D. alpha, beta_th", "math"),
+        ("gpg-normalization", "reward_normalization=group", "math-std-no_alpha"),
+        ("gpg-normalization", "reward_normalization=batch", "math-batch-no_alpha"),
+        ("gpg-normalization", "reward_normalization=none", "math-no_alpha"),
+        ("gpg-threshold", "valid_fraction_threshold=0.6", "math"),
+        ("gpg-group_size", "G=8", "math-std-no_alpha"),
+    ],
+)
+def test_a_row_that_has_a_recipe_of_its_own_is_that_recipe(preset, label, name, tmp_path: Path) -> None:
+    settings = [s for s in load_sweep(find_sweep(preset), "cluster").settings if s.label == label]
+    (job,) = plan_jobs(settings, [0], tmp_path)
+    own = [f"nemo_grpo.runs_dir={tmp_path}/runs", f"nemo_grpo.run_name={job.name}", "grpo.seed=0"]
+    assert job.recipe == load_recipe(RECIPES / f"gpg/gpg-qwen2.5-math-7b-{name}-1n8g.yaml", own)
+
+
+def test_cluster_presets_hold_the_papers_values(tmp_path: Path) -> None:
+    def values(preset: str, *keys: str) -> list[object]:
+        jobs = plan_jobs(load_sweep(find_sweep(preset), "cluster").settings, [0], tmp_path)
+        return [tuple(value_of(job.recipe, key) for key in keys) for job in jobs]
+
+    assert values("tr_grpo-weighting", "loss_fn.weighting") == [
+        ("equal",), ("random",), ("reverse",), ("probability",)
+    ]  # fmt: skip
+    table7 = values("tr_grpo-sensitivity", "loss_fn.tau", "loss_fn.lower", "loss_fn.upper")
+    ranges = [(9.0, 1.0, 1.2), (9.0, 0.8, 1.5), (9.0, 0.5, 1.5)]
+    assert table7 == [*ranges, *((tau, 1.0, 1.4) for tau in (0.5, 2.0, 7.0, 9.0, 10.0, 20.0))]
+    assert values("gpg-threshold", "loss_fn.valid_fraction_threshold") == [(0.6,), (0.8,)]
+    sizes = values("gpg-group_size", "grpo.num_generations_per_prompt", "grpo.num_prompts_per_step")
+    assert sizes == [(2, 256), (4, 128), (8, 64), (16, 32)]
 
 
 def write_sweep(folder: Path, text: str) -> Path:

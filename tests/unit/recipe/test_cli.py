@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import recipe, variants
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.variants import VARIANTS
+from nemo_grpo.variants import OBJECTIVES, VARIANTS
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = str(RECIPES / "quickstart.yaml")
@@ -64,6 +64,18 @@ def test_check_loads_every_setting_of_a_sweep(tmp_path: Path) -> None:
     assert "wrong.yaml: num_prompts_per_step=-8: " in output
 
 
+def test_check_loads_a_sweeps_cluster_settings(tmp_path: Path) -> None:
+    text = f"sweep:\n  recipe: {QUICKSTART}\n  grids: [{{grpo.num_prompts_per_step: [4, 8]}}]\n"
+    text += f"  cluster:\n    recipe: {RECIPES}/cluster-quickstart.yaml\n    seeds: 1\n"
+    text += "    overrides: {grpo.val_period: %d}\n"
+    (tmp_path / "good.yaml").write_text(text % 5)
+    (tmp_path / "wrong.yaml").write_text(text % -5)
+    code, output = run("check", str(tmp_path))
+    assert code == 2
+    assert "2 settings x 3 seeds; on the cluster of cluster-quickstart.yaml, 2 settings x 1 seeds" in output
+    assert "wrong.yaml: num_prompts_per_step=4: grpo.val_period" in output
+
+
 def test_check_applies_overrides_to_every_recipe() -> None:
     code, output = run("check", QUICKSTART, "loss_fn.variant=gpg", "grpo.max_num_steps=7")
     assert code == 0
@@ -100,7 +112,8 @@ def test_variants_lists_all_with_needs(
     monkeypatch.setenv("COLUMNS", "200")
     variants.variants(None)
     rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
-    assert set(VARIANTS) <= set(rows)
+    assert set(OBJECTIVES) <= set(rows)
+    assert rows["sft"].split("│")[4].strip() == "-"  # no parameters
     assert rows["erpo"].split("│")[3].strip() == "entropy"
     for optional in ("gpg", "grpo"):
         assert rows[optional].split("│")[3].strip() == "(reference)"

@@ -47,10 +47,24 @@ def run(tmp_path):
             problems=problems_of(recipe, tmp_path / "problems"),
             layout=Ranks(1, 1, 1, 1, 1),
             stack=SimpleNamespace(vllm_python=None),
+            stopped_after=2,
         )
         return Evidence(rehearsal)
 
     return make
+
+
+def test_a_supervised_run_is_judged_by_its_own_stages(run):
+    changes = (
+        *("loss_fn={_override_: true, variant: sft}", "grpo.num_generations_per_prompt=1"),
+        *("grpo.num_prompts_per_step=16", "checkpointing.metric_name=val:val_loss"),
+    )
+    found = run(*[{"validation/val_loss": 0.5}] * 50, overrides=changes)
+    judged = {stage.name: stage for stage in evidence.stages(found.rehearsal, "no checkpoint")}
+    assert list(judged) == ["setup", "update", "validation", "checkpoint"]  # nothing was saved
+    assert judged["validation"].proof == "val_loss 0.500 of 4 problems"
+    assert judged["checkpoint"].proof == "no checkpoint"
+    assert evidence.stop_and_resume(found).startswith("SIGUSR1 in step 2")
 
 
 def test_a_healthy_run_passes(run):

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, vllm_device
@@ -45,7 +46,7 @@ class LLM:
     ):
         assert set(kwargs) <= {
             "max_model_len", "logprobs_mode", "generation_config", "kv_cache_memory_bytes", "enforce_eager",
-            "enable_chunked_prefill",
+            "enable_chunked_prefill", "limit_mm_per_prompt",
         }  # fmt: skip
         if model == "too/large":
             raise ValueError("\nNo available memory for the cache blocks.\n  Lower max_model_len.\n")
@@ -162,6 +163,39 @@ def test_seeds_stay_with_prompts_and_differ_between_copies(generator):
     assert len({first, second, copy}) == 3
     assert seeds([[4], [3]], 1) == [second, first]
     assert seeds([[3]], 2) != [first]
+
+
+def pictures(folder, *colors):
+    for color in colors:
+        Image.new("RGB", (4, 4), color).save(folder / f"{color}.png")
+    return [(str(folder / f"{color}.png"),) for color in colors]
+
+
+def test_images_go_with_their_prompts_and_into_their_seeds(platform, tmp_path):
+    images = pictures(tmp_path, "red", "blue", "red")
+    generator = VLLMGenerator("some/model", max_model_len=32, max_images=2)
+    assert LLM.last.options["limit_mm_per_prompt"] == {"image": 2, "video": 0}
+
+    def asked(images):
+        generator.generate(Request([[3]] * len(images), 1, SAMPLING, 1, images=images))
+        return LLM.last.calls[-1]
+
+    prompts, params = asked(images)
+    assert [p["multi_modal_data"]["image"][0].getpixel((0, 0)) for p in prompts] == [
+        (255, 0, 0), (0, 0, 255), (255, 0, 0),
+    ]  # fmt: skip
+    red, blue, again = (p.seed for p in params)
+    assert len({red, blue, again}) == 3
+    assert [p.seed for p in asked(images[1::-1])[1]] == [blue, red]
+    generator.generate(Request([[3]], 1, SAMPLING, 1))
+    assert LLM.last.calls[-1][0] == [{"prompt_token_ids": [3]}]
+
+
+def test_a_file_that_is_no_picture_is_a_user_error(platform, tmp_path):
+    (tmp_path / "x.png").write_text("no")
+    generator = VLLMGenerator("some/model", max_model_len=32, max_images=1)
+    with pytest.raises(UserError, match=r"x\.png: not a picture"):
+        generator.generate(Request([[3]], 1, SAMPLING, 1, images=[(str(tmp_path / "x.png"),)]))
 
 
 @pytest.mark.parametrize(

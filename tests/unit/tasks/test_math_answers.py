@@ -5,6 +5,7 @@ its pieces, ``[text, count]`` for a text repeated.
 """
 
 import json
+import random
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_grpo.tasks import Problem, parse_task
+from nemo_grpo.tasks.mathematics import MathConfig
 from nemo_grpo.tasks.rewards.final_answer import final_answer, last_boxed, normalized
 from nemo_grpo.tasks.rewards.forms import FORMS, boxed, matched_think_tags
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
@@ -158,3 +160,24 @@ def test_any_text_has_a_short_answer_or_none(text):
     normalized(text)
     for form in FORMS.values():
         assert form(text) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "shown"),
+    [
+        ({}, "Add 2. So \\boxed{5}."),  # as the file has it
+        ({"form": "think"}, "<think>Add 2. So \\boxed{5}.</think>\n\n\\boxed{5}"),
+        ({"form": "think_answer"}, "<think>Add 2. So \\boxed{5}.</think><answer>5</answer>"),
+        ({"form": "think", "think_is_open": True}, "Add 2. So \\boxed{5}.</think>\n\n\\boxed{5}"),
+    ],
+)
+def test_demonstration_has_the_form_and_the_answer_that_are_rewarded(parameters, shown):
+    task = MathConfig(**parameters).build()
+    problem = Problem("p", "3+2?", "5", {"solution": "Add 2. So \\boxed{5}."})
+    assert task.demonstration(problem, random.Random(0)) == shown
+    assert task.score(problem, shown) == {"accuracy": 1.0, "format": 1.0}
+
+
+def test_demonstration_boxes_the_answer_of_a_solution_that_does_not():
+    problem = Problem("p", "3+2?", "5", {"solution": "Add 2."})
+    assert MathConfig().build().demonstration(problem, random.Random(0)) == "Add 2. \\boxed{5}"

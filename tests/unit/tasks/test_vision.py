@@ -64,6 +64,26 @@ def test_grounding_scores_overlap_and_whether_it_is_enough():
     assert nothing == {"accuracy": 0.0, "format": 1.0, "iou": 0.0}
 
 
+def test_box_metrics_of_a_whole_evaluation_by_hand():
+    task = parse_task({"name": "vision_grounding"}).build()
+    big, small = Problem("b", "q", "(0,0),(40,20)"), Problem("s", "q", "(0,0),(10,10)")
+    answered = [(big, [said("(0,0),(20,20)"), said("nothing")]), (small, [said("(0,0),(10,10)")])]
+    # IoU 400/800, 0 (of 800) and 100/100
+    assert task.overall(answered) == {
+        "box_miou": pytest.approx(1.5 / 3),
+        "box_ciou": pytest.approx(500 / 1700),
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "correct"), [("(B)", 1.0), ("b", 1.0), ("two cats", 1.0), ("A", 0.0), ("c", 0.0)]
+)
+def test_a_choice_counts_by_its_letter_or_its_words(given, correct):
+    task = parse_task({"name": "vision_classification"}).build()
+    problem = Problem("x", "q", "(B)", {"choices": ["one cat", "Two cats"]})
+    assert task.score(problem, said(given))["accuracy"] == correct
+
+
 @pytest.mark.parametrize(
     ("answer", "given", "correct"),
     [

@@ -36,6 +36,7 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("tr_grpo", {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.1}),
     ("gpg", {"aggregation": "group_token_mean", "use_alpha": False}),
     ("gpg", {"reference_policy_kl_penalty": 0.1}),
+    ("sft", {}),
 ]  # fmt: skip
 
 ALL = [*PARAMETERS.items(), *FURTHER]

@@ -10,15 +10,14 @@ from safetensors.torch import load_file
 from small_models import FAMILIES, auto_class, small_config
 
 from checkpoints_conv.formats.dtypes import byte_view, dtype_for
+from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 
 CONFIGS = {family: partial(small_config, family, num_hidden_layers=4) for family in FAMILIES}
 
 
 def save_model(family, folder, dtype=torch.float32, **changes):
     """Write a model folder with a chat template and a generation config."""
-    config = CONFIGS[family]()
-    for key, value in changes.items():
-        setattr(config, key, value)
+    config = CONFIGS[family](**changes)
     torch.manual_seed(0)
     model = auto_class(config).from_config(config).to(dtype)
     with torch.no_grad():
@@ -55,3 +54,25 @@ def write_chunk(writer, key, shape, offsets, tensor):
     """A tensor in memory as one chunk of a torch_dist checkpoint."""
     data = byte_view(tensor.contiguous())
     return writer.write(key, shape, dtype_for(tensor.dtype), offsets, tuple(tensor.shape), [data])
+
+
+def save_adapters(adapters, folder, rank, alpha):
+    """LoRA matrices alone, in the layout of Megatron-Bridge, B in two tensor-parallel chunks.
+
+    Args: adapters: Megatron's layer -> (A of each layer [layers, rank, in], B [layers, out, rank]).
+    Returns: the checkpoint's folder.
+    """
+    step = folder / "iter_0000010"
+    step.mkdir(parents=True)
+    writer, written = TorchDistWriter(step, 1), []
+    for name, (a, b) in adapters.items():
+        key = f"decoder.layers.{name}.adapter.linear_"
+        half = b.shape[1] // 2
+        for i in range(len(a)):
+            written.append(write_chunk(writer, f"{key}in.weight", tuple(a.shape), (i, 0, 0), a[i : i + 1]))
+            for row in (0, half):
+                part = b[i : i + 1, row : row + half]
+                written.append(write_chunk(writer, f"{key}out.weight", tuple(b.shape), (i, row, 0), part))
+    writer.finish(written, [], 10)
+    (step / "run_config.yaml").write_text(f"model:\n  x: 1\npeft:\n  dim: {rank}\n  alpha: {alpha}\nz: 1\n")
+    return folder

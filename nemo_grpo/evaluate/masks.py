@@ -1,0 +1,135 @@
+"""Grounding by masks: SAM makes a mask of each predicted box, which is held against the target's polygons.
+
+gIoU is the mean over images of the masks' IoU, cIoU the sum of intersections over the sum of unions (LISA,
+2308.00692, section 4.1; Visual-RFT's box2mask.py and mask_iou.py).
+
+Deviation: the target is every polygon of that label without the pixels to be ignored, as in LISA; Visual-RFT
+takes the first polygon of a file, whatever its label.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.sampling.images import read_image
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.response import extract_answer
+from nemo_grpo.tasks.rewards.boxes import Box, parse_box
+
+Polygons = Sequence[Sequence[Sequence[float]]]
+"""Each a list of [x, y] in pixels."""
+MaskOfBox = Callable[[Any, Box], "np.ndarray"]
+"""[H, W] bool of an RGB picture and a box in its pixels."""
+
+
+@dataclass(frozen=True)
+class MaskScores:
+    """``num_boxes``: responses with a box that is not empty; the others count with IoU 0."""
+
+    giou: float
+    ciou: float
+    num_boxes: int
+    ious: list[float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class SamMasks:
+    """A Segment Anything model from a Hugging Face folder, such as facebook/sam-vit-huge.
+
+    Args:   folder: config, weights, processor.  device: of torch.
+    Raises: UserError: it cannot be loaded.
+    """
+
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        from transformers import SamModel, SamProcessor
+
+        try:
+            self._model = SamModel.from_pretrained(folder, local_files_only=True).eval().to(device)
+            self._processor = SamProcessor.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--sam {folder} cannot be loaded ({first_line(error)}); give the folder of a SamModel, such "
+                "as a download of facebook/sam-vit-huge"
+            ) from error
+        self._device = device
+
+    @torch.no_grad()
+    def __call__(self, image: Any, box: Box) -> np.ndarray:
+        """See `MaskOfBox`."""
+        inputs = self._processor(image, input_boxes=[[list(box)]], return_tensors="pt").to(self._device)
+        sizes = inputs["original_sizes"], inputs["reshaped_input_sizes"]
+        masks = self._model(**inputs, multimask_output=False).pred_masks
+        (mask,) = self._processor.image_processor.post_process_masks(masks.cpu(), *(s.cpu() for s in sizes))
+        return mask[0, 0].numpy().astype(bool)
+
+
+def polygon_mask(polygons: Polygons, size: tuple[int, int]) -> np.ndarray:
+    """[H, W] bool: the pixels in any of the polygons, outlines included.  size: width, height."""
+    from PIL import Image, ImageDraw
+
+    drawn = Image.new("1", size)
+    for polygon in polygons:
+        ImageDraw.Draw(drawn).polygon([(x, y) for x, y in polygon], outline=1, fill=1)
+    return np.array(drawn, dtype=bool)
+
+
+def score_masks(
+    problems: Iterable[Problem], responses: Mapping[str, str], mask_of_box: MaskOfBox
+) -> MaskScores:
+    """gIoU and cIoU of one response to each problem.
+
+    Args:    problems: with ``metadata.images``, ``target`` and ``ignore``.  responses: by the problem's id; a
+             problem without one is left out.
+    Raises:  UserError: no problem has a response, or one has no polygons.
+    """
+    counts, num_boxes = [], 0
+    for problem in problems:
+        if problem.id not in responses:
+            continue
+        if not problem.metadata.get("target"):
+            raise UserError(f"problem {problem.id!r} has no metadata.target; prepare the data set again")
+        image = read_image(problem.metadata["images"][0])
+        target = polygon_mask(problem.metadata["target"], image.size)
+        counted = ~polygon_mask(problem.metadata.get("ignore", ()), image.size)
+        box = _within(parse_box(extract_answer(responses[problem.id]) or ""), image.size)
+        num_boxes += box is not None
+        found = np.zeros_like(target) if box is None else mask_of_box(image, box)
+        counts.append((int((target & found & counted).sum()), int(((target | found) & counted).sum())))
+    if not counts:
+        raise UserError("no problem of --data has a response in --samples; give the file that was evaluated")
+    ious = [shared / union if union else 0.0 for shared, union in counts]
+    shared, union = (sum(column) for column in zip(*counts, strict=True))
+    return MaskScores(math.fsum(ious) / len(ious), shared / union if union else 0.0, num_boxes, ious)
+
+
+def greedy_responses(samples: Path) -> dict[str, str]:
+    """The greedy response to each problem in a samples file of ``nemo-grpo eval``.
+
+    Raises: UserError: it is none.
+    """
+    try:
+        lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+        return {line["id"]: line["greedy_completion"] for line in lines}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--samples {samples} cannot be read ({error}); give a samples-NAME.jsonl of nemo-grpo eval"
+        ) from error
+
+
+def _within(box: Box | None, size: tuple[int, int]) -> Box | None:
+    """The part of the box in the picture; None if it is empty."""
+    if box is None:
+        return None
+    left, top, right, bottom = max(box[0], 0.0), max(box[1], 0.0), min(box[2], size[0]), min(box[3], size[1])
+    return (left, top, right, bottom) if left < right and top < bottom else None

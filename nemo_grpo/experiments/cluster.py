@@ -1,0 +1,116 @@
+"""An experiment on Slurm: every run's recipe in a file, submitted as `nemo-grpo launch` submits it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.experiments.plan import Job
+from nemo_grpo.experiments.results import write_results
+from nemo_grpo.experiments.runner import Status, only_one, steps_done
+from nemo_grpo.files import write_atomically
+from nemo_grpo.launch.plan import plan_verdict
+from nemo_grpo.launch.submit import Submission, prepare, submit
+
+log = logging.getLogger(__name__)
+
+RECIPES, SUBMITTED = "recipes", "submitted.json"
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """How jobs are submitted: see `nemo_grpo.launch.submit.prepare`.
+
+    Attributes: gpu: that the plans are for.
+    """
+
+    gpu: str
+    options: Mapping[str, str | None]
+    environment: Mapping[str, str | None]
+
+
+def plan_submissions(jobs: Sequence[Job], out: Path, slurm: Slurm) -> dict[str, Submission]:
+    """Each job's command, by its name; writes nothing.
+
+    Raises: UserError: a recipe is not for the cluster, or does not fit on the GPUs (naming the setting).
+    """
+    for job in jobs:
+        if job.recipe.nemo_grpo.target != "cluster":
+            raise UserError(
+                f"{job.setting.label}: {job.setting.recipe} has nemo_grpo.target="
+                f"{job.recipe.nemo_grpo.target}; --target cluster needs a cluster recipe: set "
+                "sweep.cluster.recipe in the sweep's file"
+            )
+        accepted, sentence = plan_verdict(job.recipe, slurm.gpu)
+        if not accepted:
+            raise UserError(f"{job.setting.label}: {sentence}")
+    return {
+        job.name: prepare(job.recipe, recipe_file(job, out), [], slurm.options, slurm.environment)
+        for job in jobs
+    }
+
+
+def recipe_file(job: Job, out: Path) -> Path:
+    """Where the resolved recipe of a run is written."""
+    return (out / RECIPES / f"{job.name}.yaml").absolute()
+
+
+def submit_experiment(jobs: Sequence[Job], out: Path, slurm: Slurm, command: str) -> str:
+    """Write the recipes, submit the runs that have not been, and write the results of those that are done.
+
+    ``out/submitted.json`` has each run's job and is written after every submission, so that a command that
+    is killed and repeated goes on with the next run. (A kill between sbatch's answer and that note leaves a
+    job that is submitted again; its name tells.)
+
+    Args:    command: this command line, for the record.
+    Returns: the text of table.md.
+    Raises:  UserError: see `plan_submissions`; sbatch refuses; or a run was submitted with another recipe.
+    """
+    planned = plan_submissions(jobs, out, slurm)
+    with only_one(out):
+        numbers = _read(out / SUBMITTED)
+        for job in jobs:
+            _check_unchanged(job, out, numbers)
+        (out / RECIPES).mkdir(exist_ok=True)
+        for job in jobs:
+            if job.name in numbers:
+                continue
+            write_atomically(recipe_file(job, out), job.recipe.to_yaml())
+            numbers[job.name] = submit(planned[job.name])
+            write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
+            log.info("job %s: %s", numbers[job.name], job.name)
+        steps = {job.name: (steps_done(job), job.recipe.grpo.max_num_steps) for job in jobs}
+        finished = {name: Status("finished", 0, 0.0) for name, (done, last) in steps.items() if done >= last}
+        missing = {
+            name: f"job {numbers[name]}, step {done} of {last}"
+            for name, (done, last) in steps.items()
+            if name not in finished
+        }
+        return write_results(jobs, finished, out, command, missing)
+
+
+def _check_unchanged(job: Job, out: Path, numbers: Mapping[str, str]) -> None:
+    path = recipe_file(job, out)
+    if job.name in numbers and path.is_file() and path.read_text() != job.recipe.to_yaml():
+        raise UserError(
+            f"{job.name} was submitted as job {numbers[job.name]} with the recipe {path}, which is another "
+            "one now; choose another --out"
+        )
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Raises: UserError: the file is damaged, so what was submitted is not known."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        return {str(name): str(number) for name, number in found.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}), so it is not known what was submitted; correct it, or choose "
+            "another --out"
+        ) from None

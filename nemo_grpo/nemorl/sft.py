@@ -1,0 +1,110 @@
+"""Supervised training on NeMo-RL: its own ``sft_train``, with the recipe's demonstrations and settings.
+
+Loss, optimizer, validation and checkpoints are NeMo-RL's; the loss is the embedded engine's, a mean over the
+step's response tokens. The task's stream is one pass over the data: epochs of a file task follow each other
+in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_grpo.engine.demonstrations import Demonstrations
+from nemo_grpo.engine.rollout import Group
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.compat import Setup
+from nemo_grpo.nemorl.config import SFT, ClusterRun
+from nemo_grpo.nemorl.stopping import Stop
+
+if TYPE_CHECKING:
+    from nemo_grpo.nemorl.environments import TaskProblems
+
+
+def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Setup:
+    """Encode the demonstrations and set NeMo-RL's training up on them.
+
+    Raises: UserError: the task has no demonstrations, or one is too long.
+    """
+    recipe, config = run.recipe, run.master_config
+    shown = Demonstrations(recipe, problems.task, tokenizer)
+    shown.check()
+    held_out = [shown.held_out(problem) for problem in problems.held_out]
+    config.data["shuffle"] = False  # a task's training stream is already shuffled
+    number = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step
+    data = DemonstrationDataset(shown.training, number, tokenizer)
+    validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
+    policy, cluster, loader, val_loader, loss_fn, logger, checkpointer, state, config = compat.import_name(
+        f"{SFT}:setup"
+    )(config, tokenizer, data, validation)
+    return Setup(
+        policy=policy,
+        policy_generation=policy,  # the workers to shut down at the end
+        nemo_gym=None,
+        cluster=cluster,
+        dataloader=loader,
+        val_dataloader=val_loader,
+        loss_fn=loss_fn,
+        logger=logger,
+        checkpointer=checkpointer,
+        grpo_save_state=state,
+        master_config=config,
+        teacher_worker_groups=None,
+        alias_to_group_alias=None,
+    )
+
+
+def run_trainer(parts: Setup, tokenizer: Any, stop: Stop) -> None:
+    """NeMo-RL's trainer; it asks `stop_after_step`'s checker after every step."""
+    log_metrics = parts.logger.log_metrics
+
+    def watched(metrics: Any, step: int, prefix: str | None = "", *rest: Any, **named: Any) -> Any:
+        if prefix == "train":
+            stop.last_step = step
+        return log_metrics(metrics, step, prefix, *rest, **named)
+
+    with compat.replaced(parts.logger, "log_metrics", watched):
+        compat.import_name(f"{SFT}:sft_train")(
+            parts.policy,
+            parts.dataloader,
+            parts.val_dataloader,
+            tokenizer,
+            parts.loss_fn,
+            parts.master_config,
+            parts.logger,
+            parts.checkpointer,
+            parts.grpo_save_state,
+        )
+
+
+class DemonstrationDataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """Demonstrations by number as NeMo-RL data: a conversation whose assistant's tokens carry the loss."""
+
+    def __init__(self, shown: Callable[[int], Group], size: int, tokenizer: Any) -> None:
+        self.shown, self.size, self.tokenizer = shown, size, tokenizer
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        group = self.shown(index)
+        response = group.responses[0]
+        log = [self._message("user", group.prompt)]
+        pairs = zip(response.token_mask.tolist(), response.tokens.tolist(), strict=True)
+        for written, part in groupby(pairs, key=lambda pair: pair[0]):
+            log.append(self._message("assistant" if written else "environment", [token for _, token in part]))
+        return {
+            "message_log": log,
+            "length": sum(len(message["token_ids"]) for message in log),
+            "loss_multiplier": 1.0,
+            "extra_env_info": None,
+            "idx": index,
+        }
+
+    def _message(self, role: str, tokens: list[int]) -> dict[str, Any]:
+        return {"role": role, "content": self.tokenizer.decode(tokens), "token_ids": torch.tensor(tokens)}

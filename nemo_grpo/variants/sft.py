@@ -1,0 +1,54 @@
+"""SFT: supervised fine-tuning on demonstrations, the baseline of ERPO (Tables 1, 2) and GPG (Tables 6-8).
+
+    loss = - token_mean(logp)        over the tokens of the demonstrated responses; prompts carry no loss
+
+The objective of a rollout with advantage 1 for every token, so it trains through the same update: the sum is
+divided by the step's tokens, however they are split over microbatches and ranks.
+
+Deviation: none; the papers state no loss.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from nemo_grpo.core.advantages import group_advantages
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
+from nemo_grpo.core.surrogates import reinforce
+from nemo_grpo.variants.base import VariantConfig
+
+FROM_THE_RECIPE = ("variant", "max_response_length")
+"""Keys that every recipe sets, or that follow from others."""
+
+
+class SFT(VariantConfig):
+    """Supervised fine-tuning."""
+
+    title: ClassVar[str] = "SFT"
+    paper: ClassVar[str] = "baseline of ERPO and GPG"
+    needs_prev_logprobs: ClassVar[bool] = False
+    learns_from_demonstrations: ClassVar[bool] = True
+
+    variant: Literal["sft"] = "sft"
+
+    @model_validator(mode="after")
+    def _has_no_parameters(self) -> SFT:
+        for name, field in type(self).model_fields.items():
+            if name not in FROM_THE_RECIPE and (value := getattr(self, name)) != field.default:
+                raise ValueError(f"{name}={value}: sft has no parameters; leave it out")
+        return self
+
+    def shape(self, batch: TokenBatch, seed: int) -> Shaped:
+        """Every token of a response counts alike."""
+        return Shaped(batch.counts, group_advantages(batch, normalization="none"))
+
+    def terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """logp."""
+        return TokenTerms(reinforce(prepared.batch.next_token_logprobs, prepared.advantages))
+
+    def build(self) -> Objective:
+        """Compose the objective."""
+        return Objective(self.variant, self.shape, self.terms, needs_prev_logprobs=self.needs_prev_logprobs)

@@ -1,0 +1,121 @@
+"""Sweeps on Slurm, with an sbatch that records what it is given."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nemo_grpo.cli import app
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import load_recipe
+
+SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
+
+
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch):
+    """A command of that name on PATH: it writes its arguments to a file and refuses the third job."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    calls = folder / "calls"
+    (folder / "sbatch").write_text(
+        f'#!/bin/sh\necho "$*" >> {calls}\nn=$(wc -l < {calls})\n'
+        '[ "$n" != 3 ] || { echo "too many jobs" >&2; exit 1; }\necho "4$n;cluster"\n'
+    )
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return calls
+
+
+def sweep(*arguments):
+    return CliRunner().invoke(app, [*SWEEP, *map(str, arguments)])
+
+
+def test_each_run_is_submitted_once_with_its_whole_recipe(tmp_path, sbatch):
+    out = tmp_path / "out"
+    options = ["--out", out, "--time", "04:00:00", "--logs", tmp_path / "logs"]
+    assert "sbatch refuses: too many jobs" in str(sweep(*options).exception)
+    numbers = json.loads((out / "submitted.json").read_text())
+    names = [f"tr_grpo-weighting-weighting={way}-s0" for way in ("equal", "random", "reverse", "probability")]
+    assert numbers == dict(zip(names, ("41", "42"), strict=False))
+
+    done = sweep(*options)
+    assert done.exit_code == 0, done.output
+    assert json.loads((out / "submitted.json").read_text()) == dict(
+        zip(names, ("41", "42", "44", "45"), strict=True)
+    )
+    calls = sbatch.read_text().splitlines()
+    assert [re.search(r"--job-name=(\S+)", call)[1] for call in calls] == [*names[:3], names[2], names[3]]
+    assert "--time=04:00:00" in calls[0]
+    for name, way in zip(names, ("equal", "random", "reverse", "probability"), strict=True):
+        recipe = load_recipe(out / "recipes" / f"{name}.yaml")
+        assert (recipe.loss_fn.weighting, recipe.run_dir) == (way, out / "runs" / name)
+        assert calls[0].endswith(f"{out}/recipes/{names[0]}.yaml")
+    assert f"- {names[3]}: job 45, step 0 of 400" in done.output
+
+
+def test_repeating_the_command_collects_the_runs_that_are_done(tmp_path, sbatch):
+    out = tmp_path / "out"
+    sbatch.write_text("\n" * 5)
+    what = ["--out", out, "grpo.max_num_steps=2"]
+    assert sweep(*what).exit_code == 0
+    for way, steps in (("equal", 2), ("random", 1)):
+        folder = out / "runs" / f"tr_grpo-weighting-weighting={way}-s0"
+        folder.mkdir(parents=True)
+        (folder / "recipe.resolved.yaml").write_text((out / "recipes" / f"{folder.name}.yaml").read_text())
+        rows = [{"step": step, "validation/accuracy": step / 4} for step in range(steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    calls = sbatch.read_text()
+    output = sweep(*what).output
+    assert sbatch.read_text() == calls  # nothing is submitted again
+    results = json.loads((out / "results.json").read_text())
+    assert [setting["setting"] for setting in results["settings"]] == ["weighting=equal"]
+    assert results["settings"][0]["final"]["values"] == [0.5]
+    assert "weighting=random-s0: job 47, step 1 of 2" in output
+    assert (out / "report.html").is_file()
+
+
+def test_a_run_that_was_submitted_with_another_recipe_is_refused(tmp_path, sbatch):
+    sbatch.write_text("\n" * 5)
+    assert sweep("--out", tmp_path).exit_code == 0
+    calls = sbatch.read_text()
+    error = sweep("--out", tmp_path, "grpo.max_num_steps=7").exception
+    assert isinstance(error, UserError)
+    assert re.search(r"weighting=equal-s0 was submitted as job 46 .* choose another --out", str(error))
+    assert sbatch.read_text() == calls
+
+
+def test_a_damaged_record_stops_the_submission(tmp_path, sbatch):
+    (tmp_path / "submitted.json").write_text("{")
+    assert "not known what was submitted" in str(sweep("--out", tmp_path).exception)
+    assert not sbatch.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nemo_grpo.target=embedded"], "equal: .*--target cluster needs a cluster recipe"),
+        (["policy.generation.vllm_cfg.gpu_memory_utilization=0.05"], "equal: "),
+        (["--sbatch", "qos"], "must be name=value"),
+        (["--target", "embedded", "--time", "1"], "--time is for jobs on Slurm"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, sbatch, arguments, message):
+    done = sweep("--out", tmp_path / "out", *arguments)
+    assert isinstance(done.exception, UserError), done.output
+    assert re.search(message, str(done.exception))
+    assert not (tmp_path / "out").exists()
+    assert not sbatch.exists()
+
+
+def test_dry_run_prints_the_commands_and_writes_nothing(tmp_path, sbatch):
+    done = sweep("--out", tmp_path / "out", "--dry-run", "--partition", "batch")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all("--partition=batch" in line and Path(line.split()[-1]).suffix == ".yaml" for line in lines)
+    assert not (tmp_path / "out").exists()
+    assert not sbatch.exists()

@@ -1,0 +1,83 @@
+"""What the driver hands to NeMo-RL's supervised training, without NeMo-RL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from nemo_grpo.engine.rollout import Group, Response
+from nemo_grpo.nemorl import config, sft
+from nemo_grpo.nemorl.compat import Setup
+from nemo_grpo.nemorl.stopping import Stop
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.tasks import Problem
+
+RECIPE = Path(__file__).parents[3] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml"
+
+
+def test_section_is_the_recipes_loop():
+    recipe = load_recipe(RECIPE, ["grpo.seed=3", "grpo.val_at_start=false"])
+    section = config.sft_section(recipe)
+    assert section == {
+        "max_num_steps": 1583, "max_num_epochs": 1000, "val_period": 100, "val_batches": -1,
+        "val_global_batch_size": 256, "val_micro_batch_size": 2, "val_at_start": False, "val_at_end": True,
+        "seed": 3, "only_unmask_final": False,
+    }  # fmt: skip
+
+
+def test_validation_batch_is_whole_microbatches_of_all_ranks():
+    recipe = load_recipe(RECIPE, ["grpo.max_val_samples=250"])
+    assert config.sft_section(recipe)["val_global_batch_size"] == 256  # 8 ranks x 2; filled up from 250
+
+
+def test_tree_has_the_sections_of_supervised_training_alone():
+    tree = {name: {} for name in (*config.SFT_SECTIONS, "grpo", "loss_fn", "env")}
+    tree["policy"] = {"model_name": "m", "generation": {"backend": "vllm"}, "megatron_cfg": {"enabled": True}}
+    found = config.sft_tree(load_recipe(RECIPE), tree)
+    assert set(found) == {*config.SFT_SECTIONS, "sft"}
+    assert found["policy"] == {  # with generation NeMo-RL would prepare for sampling
+        "model_name": "m",
+        "megatron_cfg": {"enabled": True, "use_linear_ce_fusion_loss": False},
+    }
+
+
+def shown(tokens, mask):
+    tensors = {"tokens": torch.tensor(tokens), "token_mask": torch.tensor(mask)}
+    response = Response(
+        **tensors, logprobs=torch.zeros(len(tokens)), truncated=False, text="", scores={}, reward=0.0
+    )
+    return Group(Problem("p", "q", "a"), [1, 2], [response])
+
+
+def test_conversation_has_the_tokens_in_order_and_roles_where_the_loss_is():
+    group = shown([3, 4, 5, 6, 7], [True, True, False, True, True])  # an observation between two turns
+    tokenizer = MagicMock(decode=lambda tokens: "".join(map(str, tokens)))
+    data = sft.DemonstrationDataset([group].__getitem__, 1, tokenizer)
+    datum = data[0]
+    log = [(m["role"], m["token_ids"].tolist(), m["content"]) for m in datum["message_log"]]
+    assert log == [
+        ("user", [1, 2], "12"), ("assistant", [3, 4], "34"), ("environment", [5], "5"),
+        ("assistant", [6, 7], "67"),
+    ]  # fmt: skip
+    assert (datum["length"], datum["loss_multiplier"], datum["idx"], len(data)) == (7, 1.0, 0, 1)
+    with pytest.raises(IndexError):
+        data[1]
+
+
+def test_the_last_step_is_known_without_a_checkpoint(monkeypatch):
+    logger, logged = MagicMock(), []
+    logger.log_metrics = lambda *arguments, **_: logged.append(arguments)
+
+    def sft_train(_policy, _loader, _validation, _tokenizer, _loss, _config, logger, *_rest):
+        for step in (1, 2):
+            logger.log_metrics({"loss": 1.0}, step, prefix="train")
+            logger.log_metrics({"val_loss": 1.0}, step + 5, prefix="validation")
+
+    monkeypatch.setattr(sft.compat, "import_name", lambda _name: sft_train)
+    stop = Stop(MagicMock())
+    sft.run_trainer(Setup(*[logger] * len(Setup._fields)), None, stop)
+    assert stop.last_step == 2
+    assert len(logged) == 4

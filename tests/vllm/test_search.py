@@ -1,0 +1,42 @@
+"""A conversation with a retriever, sampled by the real vLLM: turn by turn the decoder's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from taught_policy import taught
+
+from nemo_grpo.hf_folder import load_tokenizer
+from nemo_grpo.recipe import load_recipe
+from nemo_grpo.sampling.episodes import sample_responses
+from nemo_grpo.sampling.generate_decoder import DecoderGenerator
+from nemo_grpo.sampling.generate_vllm import VLLMGenerator
+from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.tasks import encode_prompt
+
+pytestmark = pytest.mark.vllm
+
+RECIPE = Path(__file__).parents[2] / "recipes/quickstart_search_qa.yaml"
+
+
+def test_greedy_conversations_are_the_decoders(tmp_path):
+    own = load_recipe(RECIPE).nemo_grpo
+    task = own.task.build()
+    model = taught(own.warm_start, task, own.prompt, tmp_path)
+    tokenizer = load_tokenizer(model)
+    prompts = [encode_prompt(tokenizer, own.prompt, problem) for problem in task.validation_problems(32)]
+    greedy = SamplingParams(96, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
+    generators = (
+        VLLMGenerator(model, "float32", max_model_len=256, cache_bytes=64 << 20),
+        DecoderGenerator(model),
+    )
+    found, expected = (
+        sample_responses(generator, tokenizer, task, Request(prompts, 1, greedy, 3))
+        for generator in generators
+    )
+    assert sum(not sample.token_mask.all() for sample in expected) >= 8  # passages were read
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.text == theirs.text
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.token_mask, theirs.token_mask)
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
