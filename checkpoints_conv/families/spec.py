@@ -16,6 +16,10 @@ class ModelSpec:
                 ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
                 has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
                 has_post_norms: norms behind attention and feed-forward layer, too.
+                num_shared_experts: experts of ffn_size that every token passes.
+                num_dense_layers, dense_ffn_size: layers before the first with experts, and their width.
+                query_rank, key_value_rank: widths of multi-head latent attention (DeepSeek-V2, 2405.04434);
+                0: none. Its heads have head_dim columns without and rope_head_dim with positions.
                 num_vision_parameters: of the vision tower and its merger.
                 rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
                 sliding_window: positions that a layer's attention is confined to; None: all of them.
@@ -39,6 +43,12 @@ class ModelSpec:
     has_post_norms: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
+    num_shared_experts: int = 0
+    num_dense_layers: int = 0
+    dense_ffn_size: int = 0
+    query_rank: int = 0
+    key_value_rank: int = 0
+    rope_head_dim: int = 0
     num_vision_parameters: int = 0
     norm_eps: float = 1e-6
     hidden_act: str = "silu"

@@ -33,7 +33,7 @@ app = typer.Typer(
 Time = Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")]
 Account = Annotated[str | None, typer.Option(help="Slurm account.")]
 Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
-Gpu = Annotated[str, typer.Option(help="GPU that the plan is for: h100 or h200.")]
+Gpu = Annotated[str, typer.Option(help="GPU that the plan is for: h100, h200, b200 or gb200.")]
 Container = Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")]
 Mounts = Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")]
 LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")]
@@ -73,7 +73,7 @@ def submit(
 
     overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
     loaded = load_recipe(recipe, overrides)
-    _plan(loaded, gpu)
+    _plan(loaded, gpu, time)
     if rehearse:
         _rehearse(recipe, overrides)
     options = sbatch_options(time, account, partition, sbatch)
@@ -90,13 +90,18 @@ def submit(
     typer.echo(f"  cancel  scancel {job}")
 
 
-def _plan(recipe: Recipe, gpu: str) -> None:
-    from nemo_grpo.launch.plan import plan_verdict
+def _plan(recipe: Recipe, gpu: str, time: str | None) -> None:
+    from nemo_grpo.launch.plan import plan_verdict, time_verdict
 
     accepted, sentence = plan_verdict(recipe, gpu)
     typer.echo(f"plan: {sentence}", err=True)
     if not accepted:
         raise UserError("the plan refuses the recipe; nothing was submitted")
+    if time is not None:
+        enough, sentence = time_verdict(recipe, gpu, time)
+        if not enough:
+            raise UserError(f"{sentence}; nothing was submitted")
+        typer.echo(f"plan: {sentence}", err=True)
 
 
 def _rehearse(recipe: Path, overrides: list[str]) -> None:

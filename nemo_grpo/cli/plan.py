@@ -1,26 +1,23 @@
-"""``nemo-grpo plan``: will a recipe fit its GPUs?"""
+"""``nemo-grpo plan``: will a recipe fit its GPUs, how long will it take, what will it cost?"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nemo_grpo.cli.recipe import split_items
-from nemo_grpo.errors import EXIT_USAGE
+from nemo_grpo.errors import EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from nemo_grpo.plan import Plan
-
-GIB = 1024**3
-EMBEDDED = (
-    "counted as NeMo-RL lays it out, in BF16; the embedded engine needs more: twice the weights under "
-    "policy.precision=float32, FP32 gradients, and the sampler's own copy of the model"
-)
-"""Note on plans of embedded recipes: what they leave out."""
+    from nemo_grpo.plan.forecast import Assumptions
+    from nemo_grpo.recipe import Recipe
 
 
 def plan(
@@ -32,95 +29,164 @@ def plan(
             show_default=False,
         ),
     ],
-    gpu: Annotated[str, typer.Option(help="h100 (80 GB) or h200 (141 GB).")] = "h100",
+    gpu: Annotated[str, typer.Option(help="h100, h200, b200, gb200, or a name of --hardware.")] = "h100",
     model_config: Annotated[
         Path | None, typer.Option(help="config.json of a model that the planner does not know.")
     ] = None,
+    hardware: Annotated[Path | None, typer.Option(help="YAML file of other GPUs.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Mean tokens of a response, or a run's metrics.jsonl or samples.jsonl."),
+    ] = None,
+    prompt_length: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 128,
+    signal: Annotated[float, typer.Option(help="Share of groups whose rewards differ.")] = 0.5,
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars per GPU-hour.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Search the fastest layouts that fit.")] = False,
+    compare: Annotated[str | None, typer.Option(help="Algorithms to compare: grpo,gpg,...")] = None,
+    scale: Annotated[str | None, typer.Option(help="Numbers of GPUs: 8,64,512.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw --scale into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Estimate memory per GPU, check divisibility, and name the nearest layout that fits.
+    """Estimate memory per GPU, time and cost; check divisibility; name the nearest layout that fits.
 
     Needs neither a GPU nor NeMo-RL. Exit code 0: every recipe fits; 2: one does not, or is wrong.
 
     Examples:
 
-      nemo-grpo plan recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml --gpu h200
+      nemo-grpo plan recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml --gpu h200 --price 2.5
 
       nemo-grpo plan recipes/gpg policy.train_micro_batch_size=2
+
+      nemo-grpo plan recipes/gpg/gpg-qwen2.5-32b-4n8g.yaml --lengths 4000 --best --scale 32,64,128
     """
     from nemo_grpo.cli.console import wide_console
     from nemo_grpo.plan import plan_recipe
     from nemo_grpo.recipe import load_recipe
 
     paths, overrides = split_items(items, "plan")
-    plans = [plan_recipe(load_recipe(path, overrides), gpu, model_config) for path in paths]
-    console = wide_console()
-    console.print(details(plans[0]) if len(plans) == 1 else overview(plans))
-    if embedded := [one.name for one in plans if one.setup.embedded]:
-        names = ", ".join(embedded)
-        console.print(f"note: {names}: {EMBEDDED}", soft_wrap=True, highlight=False, markup=False)
-    for one in (one for one in plans if not one.accepted):
-        for problem in one.problems:
-            console.print(
-                f"{one.name}: {problem}", style="red", soft_wrap=True, highlight=False, markup=False
-            )
-        if one.nearest:
-            console.print(
-                f"  nearest that fits: {' '.join(one.nearest)}", soft_wrap=True, highlight=False, markup=False
-            )
+    assumed = _assumptions(lengths, prompt_length, signal)
+    recipes = [load_recipe(path, overrides) for path in paths]
+    plans = [plan_recipe(recipe, gpu, model_config, hardware, assumed) for recipe in recipes]
+    if (best or compare or scale) and (len(plans) > 1 or plans[0].forecast is None):
+        raise UserError("--best, --compare and --scale take one recipe with target=cluster; name that one")
+    if png and not scale:
+        raise UserError(f"--png {png} draws --scale; give that too, such as --scale 8,64,512")
+    further = _further(recipes[0], plans[0], assumed, best, compare, scale)
+    if as_json:
+        typer.echo(json.dumps(_machine(plans, further, price), indent=2))
+    else:
+        _show(wide_console(), plans, further, price)
+    if png:
+        from nemo_grpo.plan.scaling import draw_scaling
+
+        draw_scaling(further["scale"], png, f"{plans[0].name} on {gpu}")
     if not all(one.accepted for one in plans):
         raise typer.Exit(EXIT_USAGE)
 
 
-def details(one: Plan) -> Table:
-    """Full table of one recipe."""
-    from rich.table import Table
+def _assumptions(lengths: str | None, prompt: float, signal: float) -> Assumptions:
+    from nemo_grpo.plan.forecast import Assumptions
 
-    layout, setup = one.setup.layout, one.setup
-    table = Table(
-        title=f"{one.name}: {one.shape.name} on {setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
-    )
-    table.add_column("per GPU")
-    table.add_column("GiB", justify="right")
-    table.add_column("how")
-    table.caption = (
-        f"TP {layout.tensor} PP {layout.pipeline} CP {layout.context} EP {layout.expert} DP "
-        f"{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of {one.num_parameters / 1e9:.2f} B "
-        f"parameters per GPU; usable {one.usable_bytes / GIB:.1f} GiB; "
-        + ("fits" if one.accepted else "does not fit")
-    )
-    for row in one.rows:
-        table.add_row(row.part, f"{row.num_bytes / GIB:.1f}", row.how)
-    for number, (phase, size) in enumerate(one.peaks.items()):
-        how = f"of {one.usable_bytes / GIB:.1f} usable" if phase != "rollout weights" else ""
-        if number == 0:
-            table.add_section()
-        table.add_row(f"[bold]{phase}[/bold]", f"[bold]{size / GIB:.1f}[/bold]", how)
-    if one.cache_tokens:
-        table.add_row("KV cache", "", _cache(one))
-    return table
+    if lengths is None:
+        return Assumptions(None, prompt, signal)
+    try:
+        return Assumptions(float(lengths), prompt, signal)
+    except ValueError:
+        return Assumptions(Path(lengths), prompt, signal)
 
 
-def overview(plans: list[Plan]) -> Table:
-    """One line per recipe."""
-    from rich.table import Table
+def _further(
+    recipe: Recipe, one: Plan, assumed: Assumptions, best: bool, compare: str | None, scale: str | None
+) -> dict[str, Any]:
+    """What was asked for beside the plan: name -> result."""
+    from nemo_grpo.plan.forecast import of_variants
+    from nemo_grpo.plan.scaling import scaling
+    from nemo_grpo.plan.search import best_layouts
 
-    table = Table(title=f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}")
-    table.add_column("recipe", overflow="fold")  # cut short, recipes would have one name
-    for column in ("layout", "training", "scoring", "refit", "KV cache", "verdict"):
-        table.add_column(column, justify="left" if column in ("layout", "verdict") else "right")
-    for one in plans:
-        layout = one.setup.layout
-        sizes = [f"{one.peaks[key] / GIB:.1f}" if key in one.peaks else "-" for key in _PHASES]
-        text = f"TP{layout.tensor} PP{layout.pipeline} CP{layout.context} EP{layout.expert} "
-        verdict = "[green]fits[/green]" if one.accepted else "[red]refused[/red]"
-        table.add_row(one.name, f"{text}DP{one.data_parallel_size}", *sizes, _cache(one), verdict)
-    return table
+    found: dict[str, Any] = {}
+    if one.forecast is None:
+        return found
+    if best:
+        found["best"] = best_layouts(recipe, one.forecast, one.shape, one.hardware)
+    if compare:
+        names = compare.split(",")
+        found["compare"] = of_variants(recipe, names, one.shape, one.gpu, one.hardware, assumed)
+    if scale:
+        try:
+            counts = [int(count) for count in scale.split(",")]
+        except ValueError:
+            raise UserError(f"--scale {scale}: numbers of GPUs, such as 8,64,512") from None
+        found["scale"] = scaling(one.forecast, one.shape, one.hardware, counts)
+    return found
 
 
-_PHASES = ("training", "scoring", "refit")
+def _show(console: Console, plans: list[Plan], further: dict[str, Any], price: float | None) -> None:
+    from nemo_grpo.cli import plan_tables as tables
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+    first = plans[0]
+    console.print(tables.memory_table(first) if len(plans) == 1 else tables.overview(plans, price))
+    if len(plans) == 1 and first.forecast:
+        console.print(tables.time_table(first.forecast))
+        for sentence in tables.sentences(first.forecast, price):
+            line(sentence)
+    if first.forecast and "best" in further:
+        console.print(tables.best_table(first.forecast, further["best"]))
+        if not further["best"]:
+            line("no layout of the search fits; use more nodes")
+    if "compare" in further:
+        console.print(tables.variants_table(further["compare"], price))
+    if "scale" in further:
+        console.print(tables.scale_table(further["scale"], price))
+    for one in (one for one in plans if not one.accepted):
+        for problem in one.problems:
+            line(f"{one.name}: {problem}", "red")
+        if one.nearest:
+            line(f"  nearest that fits: {' '.join(one.nearest)}")
 
 
-def _cache(one: Plan) -> str:
-    return (
-        f"{one.cache_tokens / one.setup.max_length:.0f} x {one.setup.max_length}" if one.cache_tokens else "-"
-    )
+def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) -> dict[str, Any]:
+    from nemo_grpo.plan.forecast import as_dict
+
+    found: dict[str, Any] = {
+        "recipes": [
+            {
+                "name": one.name,
+                "gpu": one.gpu,
+                "num_gpus": one.setup.num_nodes * one.setup.gpus_per_node,
+                "fits": one.accepted,
+                "problems": one.problems,
+                "nearest": one.nearest,
+                "usable_bytes": one.usable_bytes,
+                "training_bytes": {row.part: row.num_bytes for row in one.rows},
+                "peak_bytes": one.peaks,
+                "cache_tokens": one.cache_tokens,
+                "time": one.forecast and as_dict(one.forecast, price),
+            }
+            for one in plans
+        ]
+    }
+    if "best" in further:
+        found["best"] = [
+            {
+                "overrides": one.overrides,
+                "step_seconds": one.step.seconds,
+                "layout": asdict(one.setup.layout),
+            }
+            for one in further["best"]
+        ]
+    if "compare" in further:
+        found["compare"] = {name: as_dict(one, price) for name, one in further["compare"].items()}
+    if "scale" in further:
+        found["scale"] = [
+            {
+                "num_gpus": point.num_gpus,
+                "strong": point.strong and as_dict(point.strong, price),
+                "weak": point.weak and as_dict(point.weak, price),
+                "note": point.note,
+            }
+            for point in further["scale"]
+        ]
+    return found

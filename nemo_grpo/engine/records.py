@@ -73,6 +73,7 @@ def sample_rows(step: int, groups: list[Group], num_samples: int) -> list[dict[s
             "reward": response.reward,
             "scores": response.scores,
             "truncated": response.truncated,
+            "num_tokens": len(response.tokens),
         }
         for group, response in flat[:num_samples]
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 from nemo_grpo.errors import UserError
@@ -31,6 +32,49 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
     )
 
 
+def time_verdict(recipe: Recipe, gpu: str, limit: str) -> tuple[bool, str]:
+    """Whether a step and a checkpoint fit into a job's time limit, and how many steps do.
+
+    Refused is only what does not fit even if the step is faster than predicted by the worst error that was
+    seen. The start of the job is not counted. Recipes that are not planned are accepted.
+
+    Args:   limit: as sbatch takes it.
+    Raises: UserError: not a time; unknown GPU or model.
+    """
+    seconds = time_limit(limit)
+    found = plan_recipe(recipe, gpu).forecast if recipe.nemo_grpo.target == "cluster" else None
+    if found is None or seconds == inf:
+        return True, f"--time {limit}: not compared with the steps"
+    step, save = found.step.seconds, found.step.checkpoint
+    fastest = step / (1 + (found.error or (0.0, 1.0))[1])
+    if fastest + save > seconds:
+        return False, (
+            f"--time {limit}: a step takes about {step:.0f} s and a checkpoint {save:.0f} s on {gpu}, and "
+            "not one of each fits; give more time or GPUs, or see nemo-grpo plan"
+        )
+    steps, total = found.steps_within(seconds), found.work.num_steps
+    return True, f"--time {limit}: about {min(steps, total)} of {total} steps of {step:.0f} s fit"
+
+
+def time_limit(text: str) -> float:
+    """Seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, or UNLIMITED.
+
+    Raises: UserError: another text.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return inf
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in parts + ([days] if dash else [])) or len(parts) > 3:
+        raise UserError(f"--time {text}: not a time; use minutes, H:M:S, or D-H:M:S such as 1-12:00:00")
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return 86400 * int(days) + 3600 * hours + 60 * minutes + seconds
+    hours, minutes, seconds = ([0, *numbers, 0] if len(numbers) == 1 else [0, *numbers])[-3:]
+    return 3600 * hours + 60 * minutes + seconds
+
+
 def num_parameters(recipe: Recipe) -> int | None:
     """Parameters of the model that a recipe starts from; None: not known on this machine."""
     files = list(Path(recipe.policy.model_name or "/nonexistent").glob("*.safetensors"))
@@ -44,4 +88,4 @@ def num_parameters(recipe: Recipe) -> int | None:
 
 def kind_of(name: str) -> str | None:
     """The planner's name of a GPU that calls itself ``name``; None: the planner does not know it."""
-    return next((kind for kind in GPUS if kind in name.lower()), None)
+    return max((kind for kind in GPUS if kind in name.lower()), key=len, default=None)

@@ -52,19 +52,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        compat.check()
-        run = load_run(arguments.config, arguments.overrides)
-        loss_fn = ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=_fused(run.master_config))
-        ready = set_up(run)  # refuses what only the task can check: a missing file, too few problems
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USAGE
-    try:
+        try:
+            compat.check()
+            run = load_run(arguments.config, arguments.overrides)
+            loss_fn = ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=_fused(run.master_config))
+            ready = set_up(run)  # refuses what only the task can check: a missing file, too few problems
+        except UserError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return EXIT_USAGE
         return train(run, loss_fn, ready)
     except Exception:  # may not recur in the next attempt
         # Not left to the interpreter's end: the error's frames hold NeMo-RL's workers, and workers that are
         # freed after Ray has gone wait for ever.
-        log.exception("the training failed")
+        log.exception("the driver failed")
         return 1
 
 

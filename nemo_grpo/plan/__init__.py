@@ -1,4 +1,4 @@
-"""Will it fit? Memory and divisibility of a recipe's layout, without a GPU, a network or an engine."""
+"""Will it fit, how long will it take, what will it cost? Without a GPU, a network or an engine."""
 
 from nemo_grpo.plan.memory import GPUS
 from nemo_grpo.plan.planner import Plan, plan_recipe

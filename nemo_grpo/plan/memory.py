@@ -8,12 +8,19 @@ and the heaviest stage counts.
 from __future__ import annotations
 
 from checkpoints_conv.families import ModelSpec
-from nemo_grpo.plan.parameters import Counts, adapter_counts, stage_counts
+from nemo_grpo.plan.hardware import HARDWARE
+from nemo_grpo.plan.parameters import (
+    Counts,
+    adapter_counts,
+    attention_sizes,
+    model_parameters,
+    stage_counts,
+)
 from nemo_grpo.plan.setup import Setup
 
 GIB = 1024**3
-GPUS = {"h100": 81559 * 1024**2, "h200": 143771 * 1024**2}
-"""Memory of one GPU, as nvidia-smi states it."""
+GPUS = {name: int(kind.memory_bytes) for name, kind in HARDWARE.items()}
+"""Memory of one GPU."""
 
 USABLE = 0.92
 """Share of it that a plan may fill; the rest is for the allocator's fragments."""
@@ -23,6 +30,13 @@ ALLOWANCE = 6 * GIB
 
 VLLM_WORKSPACE = 4 * GIB
 """Not computed: activations of vLLM's largest prefill batch, and its CUDA graphs."""
+
+PROCESS = 346 * 1024**2
+"""The embedded engine's interpreter with all of its imports, measured on a CPU."""
+
+HEAP = 0.6
+"""Of the embedded engine's activations, for the backward pass's own tensors and what the heap keeps of freed
+ones; measured on a CPU (benchmarks/plan_vs_measured.py)."""
 
 LOGIT_BYTES = 14
 """Training, per logit: BF16 logits 2, FP32 copy 4, log-softmax 4, softmax kept for the backward pass 4."""
@@ -134,6 +148,8 @@ def logit_bytes(shape: ModelSpec, setup: Setup, stage: int, *, scoring: bool = F
 
 def training_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
     """The training phase of one stage, part by part."""
+    if setup.embedded:
+        return _embedded_bytes(shape, setup, stage)
     return {
         "weights": weight_bytes(shape, setup, stage),
         "gradients": gradient_bytes(shape, setup, stage),
@@ -144,6 +160,45 @@ def training_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]
     }
 
 
+def _embedded_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
+    """The embedded engine: its precision, FP32 gradients, and the sampler's and the reference's own weights.
+
+    Adam keeps two FP32 moments, and an FP32 copy of parameters that are not FP32. The sampler holds the whole
+    model, whatever the layout.
+    """
+    counts, each = stage_counts(shape, setup.layout, stage), setup.precision_bytes
+    trained = trained_counts(shape, setup, stage)
+    adapters = trained.total if setup.lora_dim else 0
+    shards = setup.shards if setup.distributed_optimizer else 1
+    tokens = setup.train_tokens / setup.layout.context
+    layers = setup.layout.stage_layers(shape.num_layers)[stage]
+    activations = tokens * layers * _local_layer_bytes(shape, setup)
+    return {
+        "weights": each * (counts.total + adapters),
+        "reference": each * counts.total if setup.keeps_reference else 0,
+        "sampler": each * model_parameters(shape),
+        "gradients": 4 * trained.total,
+        "optimizer": (8 if each == 4 else 12) * trained.total // shards,
+        "activations": int((1 + HEAP) * activations),
+        "logits": logit_bytes(shape, setup, stage),
+        "allowance": PROCESS,
+    }
+
+
+def _local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
+    """What one of megatron-core's local layers keeps of one token: no kernel is fused.
+
+    Inputs and outputs of both norms 4 h; q, k and v, q and k after rotation, the attention's output
+    3 q + 3 kv; of the feed-forward layer gate and up 2 f, their copies, the activation and the product 3 f.
+    Counted by torch.autograd.graph.saved_tensors_hooks on two sizes, to 2 %. Full recomputation: h.
+    """
+    t = setup.layout.tensor
+    if "full" in setup.recompute:
+        return setup.precision_bytes * shape.hidden_size
+    attention = 3 * (shape.query_size + shape.key_value_size)
+    return setup.precision_bytes * (4 * shape.hidden_size + (attention + 5 * shape.ffn_size) / t)
+
+
 def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """The scoring phase: weights, gradient buffer, one layer's activations, logits.
 
@@ -151,6 +206,14 @@ def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     """
     tokens = setup.score_tokens / setup.layout.context
     forward = int(tokens * layer_bytes_per_token(shape, setup))
+    if setup.embedded:
+        held = training_bytes(shape, setup, stage)
+        return (
+            sum(held.values())
+            - held["activations"]
+            - held["logits"]
+            + logit_bytes(shape, setup, stage, scoring=True)
+        )
     kept = weight_bytes(shape, setup, stage) + gradient_bytes(shape, setup, stage)
     return kept + forward + logit_bytes(shape, setup, stage, scoring=True) + ALLOWANCE
 
@@ -165,24 +228,44 @@ def rollout_weight_bytes(shape: ModelSpec, setup: Setup) -> int:
     """vLLM's weights on one GPU: BF16, or FP8 for the matrices of the layers.
 
     vLLM divides heads, feed-forward width, experts and vocabulary by its TP; a key head is copied where there
-    are fewer of them than ranks. The vision tower is counted whole.
+    are fewer of them than ranks. With expert parallelism whole experts lie on EP = DP x TP ranks. The vision
+    tower is counted whole.
     """
+    dense, expert = rollout_layer_sizes(shape, setup)
+    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
+    matrices = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden_size / setup.vllm_tensor
+    router = shape.num_experts * shape.hidden_size
+    linear = shape.num_layers * dense + num_sparse * shape.num_experts * expert
+    rest = 2 * (matrices + (num_sparse * router) / setup.vllm_pipeline + shape.num_vision_parameters)
+    return int((1 if setup.vllm_fp8 else 2) * linear / setup.vllm_pipeline + rest)
+
+
+def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
+    """(weights of a layer that every token reads, weights of one expert), per GPU of a vLLM engine."""
     tp, h = setup.vllm_tensor, shape.hidden_size
-    kv = max(shape.num_key_value_heads / tp, 1) * shape.head_dim
-    attention = h * (2 * shape.query_size / tp + 2 * kv)
-    feed_forward = 3 * h * shape.ffn_size / tp * max(shape.num_experts, 1)
-    router = shape.num_experts * h
-    layers = shape.num_layers / setup.vllm_pipeline
-    matrices = (1 if shape.tied_embeddings else 2) * shape.vocab_size * h / tp
-    linear_bytes = 1 if setup.vllm_fp8 else 2
-    rest = 2 * (matrices + layers * router + shape.num_vision_parameters)
-    return int(layers * linear_bytes * (attention + feed_forward) + rest)
+    if shape.key_value_rank:
+        divided, replicated = attention_sizes(shape)
+        attention = divided / tp + replicated
+    else:
+        kv = max(shape.num_key_value_heads / tp, 1) * shape.head_dim
+        attention = h * (2 * shape.query_size / tp + 2 * kv)
+    if not shape.num_experts:
+        return attention + 3 * h * shape.ffn_size / tp, 0.0
+    share = shape.num_dense_layers / shape.num_layers
+    width = share * shape.dense_ffn_size + (1 - share) * shape.num_shared_experts * shape.ffn_size
+    return attention + 3 * h * width / tp, 3 * h * shape.ffn_size / max(tp, setup.vllm_expert)
 
 
 def cache_bytes_per_token(shape: ModelSpec, setup: Setup) -> float:
-    """Keys and values of one token on one GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes."""
+    """Keys and values of one token on one GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes.
+
+    Latent attention caches its compressed keys and values, whole on every rank: layers x (rank + rope).
+    """
+    layers = shape.num_layers / setup.vllm_pipeline
+    if shape.key_value_rank:
+        return layers * (shape.key_value_rank + shape.rope_head_dim) * setup.vllm_cache_bytes
     heads = max(shape.num_key_value_heads / setup.vllm_tensor, 1)
-    return 2 * shape.num_layers / setup.vllm_pipeline * heads * shape.head_dim * setup.vllm_cache_bytes
+    return 2 * layers * heads * shape.head_dim * setup.vllm_cache_bytes
 
 
 def cache_bytes(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> int:

@@ -12,7 +12,7 @@ from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of
-from nemo_grpo.recipe.sections import MEGATRON, VLLM
+from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -38,7 +38,7 @@ def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu_bytes: int) -> tuple[st
     for candidate in sorted(_candidates(start, shape, packed), key=lambda setup: _distance(start, setup)):
         if problems(shape, candidate, gpu_bytes):
             continue
-        overrides = _overrides(start, candidate)
+        overrides = overrides_between(start, candidate)
         try:
             load_recipe_dict(recipe.to_dict(), overrides)
         except UserError:
@@ -94,7 +94,7 @@ def _distance(start: Setup, candidate: Setup) -> float:
     return nodes + sum(COSTS[name] * abs(step) for name, step in steps.items())
 
 
-def _overrides(start: Setup, candidate: Setup) -> tuple[str, ...]:
+def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
     """The changed keys as ``key=value``."""
     a, b = start.layout, candidate.layout
     values = {
@@ -109,14 +109,18 @@ def _overrides(start: Setup, candidate: Setup) -> tuple[str, ...]:
         f"{MEGATRON}.activation_checkpointing": (bool(start.recompute), bool(candidate.recompute)),
         f"{MEGATRON}.recompute_granularity": _granularities(start, candidate),
         "policy.make_sequence_length_divisible_by": (_padding(start), _padding(candidate)),
+        "policy.train_micro_batch_size": tuple(s.train_tokens // s.max_length for s in (start, candidate)),
         f"{VLLM}.tensor_parallel_size": (start.vllm_tensor, candidate.vllm_tensor),
+        f"{GENERATION}.colocated.resources.num_nodes": tuple(
+            s.num_rollout_gpus // s.gpus_per_node for s in (start, candidate)
+        ),
         "cluster.num_nodes": (start.num_nodes, candidate.num_nodes),
     }
     return tuple(f"{key}={as_yaml(new)}" for key, (old, new) in values.items() if old != new)
 
 
 def _granularities(start: Setup, candidate: Setup) -> tuple[str, str]:
-    changed = candidate.recompute != start.recompute and bool(start.recompute)
+    changed = candidate.recompute != start.recompute and bool(start.recompute) and bool(candidate.recompute)
     return ("selective", "full") if changed else ("", "")
 
 

@@ -52,21 +52,45 @@ class Counts:
         )
 
 
-def layer_counts(shape: ModelSpec, layout: Layout) -> Counts:
+def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
+    """(weights that TP divides, weights on every rank) of one layer's attention.
+
+    Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h, and [2 head_dim if q and k are normed].
+    Latent attention: the matrices up from both ranks and the output are divided, those down to them and
+    their norms are not. (megatron/core: attention.py, multi_latent_attention.py.)
+    """
+    h = shape.hidden_size
+    if shape.key_value_rank:
+        heads, width = shape.num_attention_heads, shape.head_dim
+        up = heads * (width + shape.rope_head_dim) * shape.query_rank
+        up += heads * 2 * width * shape.key_value_rank
+        down = h * (shape.query_rank + shape.key_value_rank + shape.rope_head_dim)
+        return up + heads * width * h, down + shape.query_rank + shape.key_value_rank
+    qkv = shape.query_size + 2 * shape.key_value_size
+    norms = 2 * shape.head_dim if shape.has_qk_norm else 0
+    return h * qkv + (qkv if shape.has_qkv_bias else 0) + shape.query_size * h, norms
+
+
+def layer_counts(shape: ModelSpec, layout: Layout, *, is_dense: bool = False) -> Counts:
     """One transformer layer.
 
-    linear     = (h (q + 2 kv) + [q + 2 kv if biased] + q h + [3 h f if dense]) / TP
-    replicated = 2 h + [2 h if post norms] + [2 head_dim if q and k are normed] + [E h if experts]
+    linear     = (attention + [3 h f if dense] + [3 h f per shared expert]) / TP
+    replicated = attention's + 2 h + [2 h if post norms] + [E h if experts]
+                 + [E for a correction bias beside shared experts]
     expert     = E / EP x 3 h f / ETP
+
+    Args: is_dense: one of the dense layers of a model with experts.
     """
     h, f = shape.hidden_size, shape.ffn_size
-    qkv = shape.query_size + 2 * shape.key_value_size
-    attention = h * qkv + (qkv if shape.has_qkv_bias else 0) + shape.query_size * h
-    norms = (4 if shape.has_post_norms else 2) * h + (2 * shape.head_dim if shape.has_qk_norm else 0)
-    if not shape.num_experts:
-        return Counts(linear=(attention + 3 * h * f) // layout.tensor, replicated=norms)
+    divided, replicated = attention_sizes(shape)
+    replicated += (4 if shape.has_post_norms else 2) * h
+    if not shape.num_experts or is_dense:
+        width = shape.dense_ffn_size if is_dense else f
+        return Counts(linear=(divided + 3 * h * width) // layout.tensor, replicated=replicated)
     experts = shape.num_experts // layout.expert * 3 * h * f // layout.expert_tensor
-    return Counts(attention // layout.tensor, 0, norms + shape.num_experts * h, experts)
+    divided += shape.num_shared_experts * 3 * h * f
+    router = shape.num_experts * (h + (1 if shape.num_shared_experts else 0))
+    return Counts(divided // layout.tensor, 0, replicated + router, experts)
 
 
 def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
@@ -75,7 +99,11 @@ def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
     Args: stage: 0 .. PP - 1.
     """
     first, last = stage == 0, stage == layout.pipeline - 1
-    counts = layer_counts(shape, layout) * layout.stage_layers(shape.num_layers)[stage]
+    dealt = layout.stage_layers(shape.num_layers)
+    num_dense = min(max(shape.num_dense_layers - sum(dealt[:stage]), 0), dealt[stage])
+    counts = layer_counts(shape, layout) * (dealt[stage] - num_dense)
+    if num_dense:
+        counts += layer_counts(shape, layout, is_dense=True) * num_dense
     matrix = shape.vocab_size * shape.hidden_size // layout.tensor
     if first:
         counts += Counts(embedding=matrix, replicated=shape.num_vision_parameters)

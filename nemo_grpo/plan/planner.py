@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
-from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.plan import memory
+from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
+from nemo_grpo.plan.hardware import Hardware, hardware_of
 from nemo_grpo.plan.nearest import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.presets import shape_of
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _HOW = {
     "weights": "{weights}",
+    "reference": "the reference policy's own",
+    "sampler": "its own, the whole model",
     "gradients": "whole buffer",
     "optimizer": "sharded over {shards} ranks",
     "activations": "{tokens} tokens, {recompute}",
@@ -50,6 +53,7 @@ class Plan:
                 cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
                 problems: messages ``key=value: rule; remedy``.
                 nearest: overrides that make it fit; None where it fits, or where nothing was found.
+                forecast: time of the step and the run; None without rollouts, or where the layout is wrong.
     """
 
     name: str
@@ -64,6 +68,8 @@ class Plan:
     cache_tokens: int
     problems: tuple[str, ...]
     nearest: tuple[str, ...] | None
+    hardware: Hardware
+    forecast: Forecast | None
 
     @property
     def accepted(self) -> bool:
@@ -73,20 +79,25 @@ class Plan:
     @property
     def usable_bytes(self) -> int:
         """What a plan may fill of one GPU."""
-        return int(memory.USABLE * memory.GPUS[self.gpu])
+        return int(memory.USABLE * self.hardware.memory_bytes)
 
 
-def plan_recipe(recipe: Recipe, gpu: str = "h100", config_file: Path | None = None) -> Plan:
+def plan_recipe(
+    recipe: Recipe,
+    gpu: str = "h100",
+    config_file: Path | None = None,
+    hardware_file: Path | None = None,
+    assumed: Assumptions | None = None,
+) -> Plan:
     """Plan a recipe that has been loaded, so that all of its own rules hold.
 
-    Args:    gpu: a name of `memory.GPUS`.  config_file: the model's config.json, for models that the table
-             lacks.
+    Args:    gpu: a name of `HARDWARE` or of the file.  config_file: the model's config.json, for models that
+             the table lacks.  hardware_file: other kinds of GPU.  assumed: what the recipe does not say.
     Returns: the plan, accepted or with its problems.
-    Raises:  UserError: unknown GPU or model.
+    Raises:  UserError: unknown GPU or model, or lengths that the recipe does not allow.
     """
-    if gpu not in memory.GPUS:
-        raise UserError(f"--gpu {gpu}: unknown{did_you_mean(gpu, memory.GPUS)}")
-    shape, setup, gpu_bytes = shape_of(recipe, config_file), setup_of(recipe), memory.GPUS[gpu]
+    hardware = hardware_of(gpu, hardware_file)
+    shape, setup, gpu_bytes = shape_of(recipe, config_file), setup_of(recipe), int(hardware.memory_bytes)
     found = tuple(problems(shape, setup, gpu_bytes))
     is_laid_out = not messages(Scope.SHAPE, shape, setup)
     stage = memory.heaviest_stage(shape, setup) if is_laid_out else 0
@@ -103,6 +114,10 @@ def plan_recipe(recipe: Recipe, gpu: str = "h100", config_file: Path | None = No
         cache_tokens=_cache_tokens(shape, setup, gpu_bytes) if is_laid_out else 0,
         problems=found,
         nearest=nearest_layout(recipe, shape, gpu_bytes) if found else None,
+        hardware=hardware,
+        forecast=forecast(recipe, shape, gpu, hardware, assumed)
+        if is_laid_out and setup.has_rollouts and not recipe.loss_fn.learns_from_demonstrations
+        else None,
     )
 
 
@@ -110,10 +125,11 @@ def _rows(shape: ModelSpec, setup: Setup, stage: int) -> tuple[Row, ...]:
     facts = {
         "shards": setup.shards if setup.distributed_optimizer else 1,
         "tokens": setup.train_tokens // setup.layout.context,
-        "weights": "BF16" + (", FP8 copies" if setup.fp8_training else ""),
+        "weights": ("FP32" if setup.embedded and setup.precision_bytes == 4 else "BF16")
+        + (", FP8 copies" if setup.fp8_training else ""),
         "recompute": " ".join(setup.recompute) + " recomputed" if setup.recompute else "all kept",
     }
-    parts = memory.training_bytes(shape, setup, stage)
+    parts = {part: size for part, size in memory.training_bytes(shape, setup, stage).items() if size}
     return tuple(Row(part, size, _HOW[part].format(**facts)) for part, size in parts.items())
 
 

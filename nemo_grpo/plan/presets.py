@@ -29,6 +29,7 @@ _SIZES = {
     "qwen3-14b": ("qwen3", 5120, 40, 40, 8, 17408, 151936, False, 128),
     "qwen3-32b": ("qwen3", 5120, 64, 64, 8, 25600, 151936, False, 128),
     "qwen3-30b-a3b": ("qwen3_moe", 2048, 48, 32, 4, 768, 151936, False, 128),
+    "qwen3-235b-a22b": ("qwen3_moe", 4096, 94, 64, 4, 1536, 151936, False, 128),
     "llama-3.1-8b": ("llama", 4096, 32, 32, 8, 14336, 128256, False, 128),
     "llama-3.1-70b": ("llama", 8192, 80, 64, 8, 28672, 128256, False, 128),
     "llama-3.2-1b": ("llama", 2048, 16, 32, 8, 8192, 128256, True, 64),
@@ -83,6 +84,7 @@ _NAMES = {
     "qwen3-14b": {"Qwen/Qwen3-14B": 40960},
     "qwen3-32b": {"Qwen/Qwen3-32B": 40960},
     "qwen3-30b-a3b": {"Qwen/Qwen3-30B-A3B": 40960, "Qwen/Qwen3-30B-A3B-Instruct-2507": 262144},
+    "qwen3-235b-a22b": {"Qwen/Qwen3-235B-A22B": 40960, "Qwen/Qwen3-235B-A22B-Instruct-2507": 262144},
     "llama-3.1-8b": {"meta-llama/Llama-3.1-8B": 131072, "meta-llama/Llama-3.1-8B-Instruct": 131072},
     "llama-3.1-70b": {
         "meta-llama/Llama-3.1-70B": 131072,
@@ -129,8 +131,34 @@ def _preset(name: str, size: str, max_position_embeddings: int) -> ModelSpec:
     return read_spec(config, name)
 
 
+def _deepseek_v3(name: str) -> ModelSpec:
+    """DeepSeek-V3 (2412.19437, section 4.2) without its head for multi-token prediction."""
+    return ModelSpec(
+        name=name,
+        model_type="deepseek_v3",
+        hidden_size=7168,
+        num_layers=61,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        head_dim=128,
+        rope_head_dim=64,
+        query_rank=1536,
+        key_value_rank=512,
+        ffn_size=2048,
+        num_experts=256,
+        num_experts_per_token=8,
+        num_shared_experts=1,
+        num_dense_layers=3,
+        dense_ffn_size=18432,
+        vocab_size=129280,
+        max_position_embeddings=163840,
+        tied_embeddings=False,
+    )
+
+
 PRESETS: dict[str, ModelSpec] = {
-    name: _preset(name, size, length) for size, names in _NAMES.items() for name, length in names.items()
+    **{name: _preset(name, size, length) for size, names in _NAMES.items() for name, length in names.items()},
+    **{name: _deepseek_v3(name) for name in ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-0324")},
 }
 """Name on the Hub -> what its config.json says of shapes."""
 

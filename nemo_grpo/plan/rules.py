@@ -152,6 +152,8 @@ def rollouts_fit_in_memory(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> It
 
 
 _REMEDIES = {
+    "reference": "leave out the KL penalty, or train adapters",
+    "sampler": "use target=cluster",
     "weights": "raise TP or PP, or EP for experts",
     "gradients": "raise TP or PP",
     "optimizer": "use the distributed optimizer, more nodes, or optimizer_cpu_offload",

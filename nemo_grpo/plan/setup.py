@@ -24,6 +24,9 @@ class Setup:
                 num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
+                vllm_max_sequences: that an engine decodes at once; 1024 is vLLM's default on these GPUs.
+                precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
+                packed: microbatches are packed by tokens; else padded.
     """
 
     layout: Layout
@@ -52,6 +55,12 @@ class Setup:
     vllm_share: float
     has_rollouts: bool
     embedded: bool = False
+    vllm_expert: int = 1
+    vllm_max_sequences: int = 1024
+    vllm_eager: bool = False
+    packed: bool = True
+    precision_bytes: int = 2
+    keeps_reference: bool = False
 
     @property
     def world_size(self) -> int:
@@ -91,7 +100,7 @@ def setup_of(recipe: Recipe) -> Setup:
         num_microbatches=max(per_rank // p.train_micro_batch_size, 1),
         max_length=longest,
         recompute=_recompute(recipe),
-        grad_bytes=4 if value_of(recipe, f"{ddp}.grad_reduce_in_fp32", False) else 2,
+        grad_bytes=4 if not cluster or value_of(recipe, f"{ddp}.grad_reduce_in_fp32", False) else 2,
         optimizer=m.optimizer.optimizer,
         distributed_optimizer=m.optimizer.use_distributed_optimizer,
         precision_aware=m.optimizer.use_precision_aware_optimizer,
@@ -110,6 +119,12 @@ def setup_of(recipe: Recipe) -> Setup:
         vllm_share=value_of(recipe, f"{VLLM}.gpu_memory_utilization", 0.6),
         has_rollouts=cluster and value_of(recipe, f"{GENERATION}.backend") == "vllm",
         embedded=not cluster,
+        vllm_expert=value_of(recipe, f"{VLLM}.expert_parallel_size", 1),
+        vllm_max_sequences=value_of(recipe, f"{GENERATION}.vllm_kwargs.max_num_seqs", 1024),
+        vllm_eager=bool(value_of(recipe, f"{VLLM}.enforce_eager", False)),
+        packed=packed,
+        precision_bytes=4 if p.precision == "float32" else 2,
+        keeps_reference=recipe.loss_fn.needs_reference and lora is None,
     )
 
 

@@ -26,7 +26,7 @@ ALLOWED_OWN = {
     "tasks": {"tasks", "errors"},
     "data": {"data", "tasks", "errors", "files"},
     "recipe": {"core", "variants", "recipe", "tasks", "dotted", "errors"},
-    "plan": {"plan", "recipe", "dotted", "errors"},
+    "plan": {"plan", "recipe", "variants", "dotted", "errors"},
     "diagnostics": {"core", "variants", "recipe", "diagnostics", "dotted", "errors"},
 }
 

@@ -183,7 +183,8 @@ def test_error_of_a_task_while_training_is_no_refusal(checked, monkeypatch, capl
     assert "data/x.jsonl: No such file or directory" in caplog.text
 
 
-def test_what_a_failed_training_held_is_freed_before_the_driver_ends(checked, monkeypatch):
+@pytest.mark.parametrize("failing", ["set_up", "train"])
+def test_what_a_failure_held_is_freed_before_the_driver_ends(checked, monkeypatch, failing):
     """NeMo-RL's policy calls Ray when it is freed, which at the interpreter's end waits for ever."""
 
     class Workers:
@@ -197,7 +198,7 @@ def test_what_a_failed_training_held_is_freed_before_the_driver_ends(checked, mo
         raise RuntimeError(workers)
 
     monkeypatch.setattr(run_grpo, "set_up", lambda _run: None)
-    monkeypatch.setattr(run_grpo, "train", fail)
+    monkeypatch.setattr(run_grpo, failing, fail)
     monkeypatch.setattr(run_grpo.log, "exception", lambda _text: None)  # pytest keeps what is logged
     assert run_grpo.main(["--config", "x.yaml"]) == 1
     assert held[0]() is None

@@ -167,9 +167,13 @@ def test_model_of_a_warm_start_is_planned_too() -> None:
     assert "rollout weights" not in plan.peaks
 
 
-def test_plan_of_an_embedded_recipe_says_what_it_leaves_out() -> None:
-    assert "note: quickstart: counted as NeMo-RL lays it out" in run(RECIPES / "quickstart.yaml")[1]
-    assert "note:" not in run(SMALL)[1]
+def test_plan_of_an_embedded_recipe_counts_its_engine() -> None:
+    plain = run(RECIPES / "quickstart.yaml")[1]
+    assert "FP32" in plain
+    assert "sampler" in plain
+    assert "reference" not in plain
+    assert "reference" in run(RECIPES / "quickstart.yaml", "loss_fn.reference_policy_kl_penalty=0.1")[1]
+    assert "sampler" not in run(SMALL)[1]
 
 
 @pytest.mark.parametrize("embedded", [True, False])
@@ -180,3 +184,48 @@ def test_offloading_is_a_remedy_only_where_there_is_an_engine_that_has_it(embedd
     (message,) = training_fits_in_memory(PRESETS["Qwen/Qwen2.5-32B"], setup, GPUS["h100"])
     assert "most of it optimizer" in message
     assert ("optimizer_cpu_offload" in message) is not embedded
+
+
+def test_plan_shows_time_cost_and_uncertainty() -> None:
+    code, output = run(SMALL, "--price", "2", "--lengths", "1000")
+    assert code == 0
+    for part in ("decode", "forward and backward", "refit", "bottleneck: ", "off by 11% in the median", "($"):
+        assert part in output
+    assert "of 1000 tokens on average (mean 1000)" in output
+    assert "no published step on such GPUs was compared" in run(SMALL, "--gpu", "b200")[1]
+
+
+def test_json_holds_what_the_tables_show() -> None:
+    arguments = ("--json", "--price", "2", "--compare", "grpo,gpg", "--scale", "8,16", "--best")
+    code, output = run(SMALL, *arguments)
+    assert code == 0
+    found = json.loads(output)
+    (one,) = found["recipes"]
+    time = one["time"]
+    assert one["fits"]
+    assert sum(time["phases"].values()) == pytest.approx(time["step_seconds"])
+    assert time["dollars"] == pytest.approx(2 * time["gpu_hours"])
+    assert time["gpu_hours"] == pytest.approx(time["run_seconds"] * 8 / 3600)
+    assert list(found["compare"]) == ["grpo", "gpg"]
+    assert [point["num_gpus"] for point in found["scale"]] == [8, 16]
+    assert found["best"][0]["step_seconds"] <= time["step_seconds"]
+
+
+def test_scaling_is_drawn(tmp_path: Path) -> None:
+    assert run(SMALL, "--scale", "8,16", "--png", tmp_path / "scale.png")[0] == 0
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((RECIPES / "quickstart.yaml", "--best"), "take one recipe with target=cluster"),
+        ((SMALL, HUGE, "--scale", "8"), "take one recipe"),
+        ((SMALL, "--scale", "8,many"), "--scale 8,many: numbers of GPUs"),
+        ((SMALL, "--png", "x.png"), "--png x.png draws --scale"),
+        ((SMALL, "--lengths", "nowhere.jsonl"), "--lengths nowhere.jsonl: "),
+    ],
+)
+def test_wrong_questions_are_refused(arguments: tuple[str | Path, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run(*arguments)

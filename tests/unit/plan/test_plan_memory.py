@@ -8,7 +8,13 @@ import pytest
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import memory
-from nemo_grpo.plan.parameters import adapter_counts, layer_counts, model_parameters, stage_counts
+from nemo_grpo.plan.parameters import (
+    adapter_counts,
+    attention_sizes,
+    layer_counts,
+    model_parameters,
+    stage_counts,
+)
 from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.recipe.layout import Layout
@@ -73,6 +79,7 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "Qwen/Qwen2-VL-2B-Instruct": 2_208_985_600,
@@ -194,3 +201,34 @@ def test_rollouts_of_qwen_7b_on_one_gpu() -> None:
     assert memory.rollout_weight_bytes(shape, replace(SETUP, vllm_fp8=True)) == matrices + 2 * ends
     room = memory.cache_bytes(shape, SETUP, 80 * memory.GIB)
     assert room == 40 * memory.GIB - 2 * (matrices + ends) - memory.VLLM_WORKSPACE
+
+
+def test_latent_attention_by_hand() -> None:
+    shape = replace(EXPERTS, has_qk_norm=False, query_rank=6, key_value_rank=5, rope_head_dim=1)
+    # up: 4 heads x (2 + 1) x 6 and 4 x 2 x 2 x 5, out 4 x 2 x 8; down: 8 x (6 + 5 + 1), norms 6 + 5
+    assert attention_sizes(shape) == (72 + 80 + 64, 96 + 11)
+    assert memory.cache_bytes_per_token(shape, replace(SETUP, vllm_tensor=2)) == 4 * (5 + 1) * 2
+
+
+def test_deepseek_has_671_billion_parameters_and_dense_layers_first() -> None:
+    shape = PRESETS["deepseek-ai/DeepSeek-V3"]
+    assert model_parameters(shape) == pytest.approx(671e9, rel=1e-3)
+    layout = Layout(pipeline=16, expert=16, first_stage_layers=3, last_stage_layers=2)
+    first, second = (stage_counts(shape, layout, stage) for stage in (0, 1))
+    assert first.expert == 0
+    # 4 layers of 16 experts each, 3 x 7168 x 2048
+    assert second.expert == 4 * 16 * 3 * 7168 * 2048
+
+
+def test_embedded_engine_by_hand() -> None:
+    setup = replace(
+        SETUP, embedded=True, precision_bytes=4, keeps_reference=True, distributed_optimizer=False
+    )
+    parameters = 4 * (LINEAR + 2 * 8) + 800 + 8
+    parts = memory.training_bytes(SMALL, setup, 0)
+    assert parts["weights"] == parts["reference"] == parts["sampler"] == parts["gradients"] == 4 * parameters
+    assert parts["optimizer"] == 8 * parameters
+    # 10 tokens, 4 layers, FP32: 4 x 8 + 3 x (8 + 4) + 5 x 16, and the heap's share
+    assert parts["activations"] == int(1.6 * 10 * 4 * 4 * (32 + 36 + 80))
+    half = memory.training_bytes(SMALL, replace(setup, precision_bytes=2, keeps_reference=False), 0)
+    assert (half["weights"], half["reference"], half["optimizer"]) == (2 * parameters, 0, 12 * parameters)

@@ -1,0 +1,177 @@
+"""The planner's tables on a terminal: memory, time, layouts, algorithms, scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from nemo_grpo.plan.forecast import Forecast
+from nemo_grpo.plan.memory import GIB
+from nemo_grpo.plan.step_time import ROLLOUT
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nemo_grpo.plan import Plan
+    from nemo_grpo.plan.scaling import Point
+    from nemo_grpo.plan.search import Found
+
+_PHASES = ("training", "scoring", "refit")
+
+
+def memory_table(one: Plan) -> Table:
+    """Memory of one recipe."""
+    from rich.table import Table
+
+    layout, setup = one.setup.layout, one.setup
+    table = Table(
+        title=f"{one.name}: {one.shape.name} on {setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
+    )
+    table.add_column("per GPU")
+    table.add_column("GiB", justify="right")
+    table.add_column("how")
+    table.caption = (
+        f"TP {layout.tensor} PP {layout.pipeline} CP {layout.context} EP {layout.expert} DP "
+        f"{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of {one.num_parameters / 1e9:.2f} B "
+        f"parameters per GPU; usable {one.usable_bytes / GIB:.1f} GiB; "
+        + ("fits" if one.accepted else "does not fit")
+    )
+    for row in one.rows:
+        table.add_row(row.part, f"{row.num_bytes / GIB:.1f}", row.how)
+    for number, (phase, size) in enumerate(one.peaks.items()):
+        how = f"of {one.usable_bytes / GIB:.1f} usable" if phase != "rollout weights" else ""
+        if number == 0:
+            table.add_section()
+        table.add_row(f"[bold]{phase}[/bold]", f"[bold]{size / GIB:.1f}[/bold]", how)
+    if one.cache_tokens:
+        table.add_row("KV cache", "", _cache(one))
+    return table
+
+
+def overview(plans: list[Plan], price: float | None) -> Table:
+    """One line per recipe."""
+    from rich.table import Table
+
+    table = Table(title=f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}")
+    table.add_column("recipe", overflow="fold")  # cut short, recipes would have one name
+    for column in ("layout", "training", "scoring", "refit", "KV cache", "s/step", "GPU-hours", "verdict"):
+        table.add_column(column, justify="left" if column in ("layout", "verdict") else "right")
+    for one in plans:
+        layout = one.setup.layout
+        sizes = [f"{one.peaks[key] / GIB:.1f}" if key in one.peaks else "-" for key in _PHASES]
+        text = f"TP{layout.tensor} PP{layout.pipeline} CP{layout.context} EP{layout.expert} "
+        verdict = "[green]fits[/green]" if one.accepted else "[red]refused[/red]"
+        times = ("-", "-")
+        if one.forecast:
+            times = (f"{one.forecast.step.seconds:.0f}", cost(one.forecast, price))
+        table.add_row(one.name, f"{text}DP{one.data_parallel_size}", *sizes, _cache(one), *times, verdict)
+    return table
+
+
+def _cache(one: Plan) -> str:
+    return (
+        f"{one.cache_tokens / one.setup.max_length:.0f} x {one.setup.max_length}" if one.cache_tokens else "-"
+    )
+
+
+def time_table(found: Forecast) -> Table:
+    """Seconds of one step, phase by phase."""
+    from rich.table import Table
+
+    step, work = found.step, found.work
+    sequence = sum(step.phases.values())
+    table = Table(title="one step")
+    for column in ("phase", "s", "share"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for name, seconds in step.phases.items():
+        times = f" x {work.num_draws:.1f} draws" if name in ROLLOUT and work.num_draws > 1 else ""
+        times = f" x {work.scoring_passes}" if name == "scoring" and work.scoring_passes > 1 else times
+        table.add_row(name + times, f"{seconds:.1f}", f"{seconds / sequence:.0%}")
+    table.add_section()
+    note = f"rollouts {step.rollout:.0f} s beside training {step.training:.0f} s" if step.age else ""
+    table.add_row("[bold]step[/bold]", f"[bold]{step.seconds:.0f}[/bold]", note)
+    return table
+
+
+def sentences(found: Forecast, price: float | None) -> list[str]:
+    """Lengths, throughput, the run, the bottleneck, and how far the numbers may be off."""
+    step, work = found.step, found.work
+    if found.error:
+        median, worst = found.error
+        off = f"published steps on such GPUs are off by {median:.0%} in the median and {worst:.0%} at worst"
+    else:
+        off = "no published step on such GPUs was compared; the constants are those of H100"
+    return [
+        f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
+        f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
+        f"run: {work.num_steps} steps, validations and checkpoints take {found.run_seconds / 3600:.1f} h, "
+        f"{cost(found, price)} GPU-hours",
+        f"bottleneck: {found.bottleneck}",
+        f"uncertainty: {off} (docs/plan.md)",
+    ]
+
+
+def cost(found: Forecast, price: float | None) -> str:
+    """``"1,234"``, or with a price ``"1,234 ($3,085)"``."""
+    dollars = f" (${found.gpu_hours * price:,.0f})" if price is not None else ""
+    return f"{found.gpu_hours:,.0f}{dollars}"
+
+
+def best_table(base: Forecast, found: Sequence[Found]) -> Table:
+    """The fastest layouts."""
+    from rich.table import Table
+
+    table = Table(title=f"fastest layouts that fit; the recipe's takes {base.step.seconds:.0f} s per step")
+    for column in ("s/step", "gain", "tokens/s/GPU", "overrides"):
+        table.add_column(column, justify="left" if column == "overrides" else "right", overflow="fold")
+    for one in found:
+        gain = base.step.seconds / one.step.seconds - 1
+        text = " ".join(one.overrides) or "as it is"
+        table.add_row(
+            f"{one.step.seconds:.0f}", f"{gain:+.0%}", f"{one.step.tokens_per_second_per_gpu:.0f}", text
+        )
+    return table
+
+
+def variants_table(found: Mapping[str, Forecast], price: float | None) -> Table:
+    """What each algorithm costs on the same recipe."""
+    from rich.table import Table
+
+    table = Table(title="the same recipe with other algorithms, their papers' parameters")
+    for column in ("variant", "draws", "scoring passes", "s/step", "rollouts", "scoring", "GPU-hours"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for name, one in found.items():
+        step, work = one.step, one.work
+        table.add_row(
+            name,
+            f"{work.num_draws:.1f}",
+            str(work.scoring_passes),
+            f"{step.seconds:.0f}",
+            f"{step.rollout:.0f}",
+            f"{step.phases['scoring']:.0f}",
+            cost(one, price),
+        )
+    return table
+
+
+def scale_table(points: Sequence[Point], price: float | None) -> Table:
+    """Steps against GPUs: the batch stays (strong), or grows with the GPUs (weak)."""
+    from rich.table import Table
+
+    table = Table(title="the recipe's layout on other numbers of GPUs")
+    for column in ("GPUs", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency", ""):
+        table.add_column(column, justify="left" if not column else "right")
+    for point in points:
+        if point.strong is None or point.weak is None:
+            table.add_row(str(point.num_gpus), "-", "-", "-", "-", "-", point.note)
+            continue
+        table.add_row(
+            str(point.num_gpus),
+            f"{point.strong.step.seconds:.0f}",
+            f"{point.strong_efficiency:.0%}",
+            cost(point.strong, price),
+            f"{point.weak.step.seconds:.0f}",
+            f"{point.weak_efficiency:.0%}",
+            point.note,
+        )
+    return table

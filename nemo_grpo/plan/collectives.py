@@ -1,0 +1,50 @@
+"""Seconds of collectives, by the ring's volume: each rank sends (n - 1) / n of the whole.
+
+Chan et al., "Collective communication: theory, practice, and experience" (2007), large messages; the least
+time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP, EP, DP, PP.
+"""
+
+from __future__ import annotations
+
+from nemo_grpo.plan.efficiency import Efficiency
+from nemo_grpo.plan.hardware import Hardware
+
+
+def bandwidth(hardware: Hardware, span: int) -> float:
+    """Per GPU, bytes/s, of a group whose ranks lie in ``span`` consecutive GPUs."""
+    return hardware.nvlink_bandwidth if span <= hardware.nvlink_domain else hardware.network_bandwidth
+
+
+def gather_seconds(num_bytes: float, ranks: int, span: int, hardware: Hardware, eff: Efficiency) -> float:
+    """All-gather, or reduce-scatter, of num_bytes in all: (n - 1) / n bytes / bandwidth."""
+    if ranks == 1:
+        return 0.0
+    return num_bytes * (ranks - 1) / ranks / (bandwidth(hardware, span) * eff.link)
+
+
+def reduce_seconds(num_bytes: float, ranks: int, hardware: Hardware, eff: Efficiency) -> float:
+    """All-reduce of num_bytes over consecutive GPUs, with its least time.
+
+    Inside a domain 2 (n - 1) / n bytes / NVLink; across domains each NVLink domain reduces first and every
+    GPU exchanges its share over the network: + 2 (d - 1) / d bytes / (GPUs of a domain) / network.
+    """
+    if ranks == 1:
+        return 0.0
+    near = min(ranks, hardware.nvlink_domain)
+    domains = -(-ranks // near)
+    seconds = 2 * num_bytes * (near - 1) / near / (hardware.nvlink_bandwidth * eff.link)
+    if domains == 1:
+        return eff.hop + seconds
+    far = 2 * num_bytes * (domains - 1) / domains / near / (hardware.network_bandwidth * eff.link)
+    return eff.far_hop + seconds + far
+
+
+def exchange_seconds(num_bytes: float, ranks: int, stride: int, hardware: Hardware, eff: Efficiency) -> float:
+    """All-to-all in which each rank sends num_bytes, evenly, to ranks ``stride`` GPUs apart.
+
+    The share (n - local) / n goes over the network, (local - 1) / n over NVLink, at the same time.
+    """
+    local = min(ranks, max(hardware.nvlink_domain // stride, 1))
+    far = num_bytes * (ranks - local) / ranks / (hardware.network_bandwidth * eff.link)
+    near = num_bytes * (local - 1) / ranks / (hardware.nvlink_bandwidth * eff.link)
+    return max(far, near)

@@ -1,0 +1,49 @@
+"""What of the vendors' peaks real runs reach: a few constants, fitted on published step times.
+
+`benchmarks/plan_vs_published.py --fit` fits them; docs/plan.md shows what error they leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Fractions of a peak, and fixed times in seconds.
+
+    Attributes: matrix: dense matrix products in training and scoring, of peak FLOP/s.
+                grouped: the experts' products, of peak FLOP/s.
+                memory: HBM bandwidth while decoding.
+                link: NVLink and network bandwidth in collectives.
+                layer: least time of a layer's kernels for one microbatch and one direction, dense.
+                expert_layer: the same with experts: routing, permutation, launches.
+                decode: a decoding iteration's fixed time: scheduling, sampling, launches.
+                hop, far_hop: an all-reduce's least time inside an NVLink domain, and across domains.
+                tensor: handing one tensor of the Hugging Face model to the rollout engines.
+                refit: putting engines to sleep and waking them, where they share the training GPUs.
+                routes: of a decoding batch's tokens, the share whose experts are independent of the others'.
+                step: data, rewards and logging of a step.
+                sample: the same, per response.
+    """
+
+    matrix: float = 0.495
+    grouped: float = 0.193
+    memory: float = 0.731
+    link: float = 0.594
+    layer: float = 0.0003
+    expert_layer: float = 0.00499
+    decode: float = 0.006
+    hop: float = 1.54e-05
+    far_hop: float = 9.35e-05
+    tensor: float = 0.000499
+    refit: float = 3.2
+    routes: float = 0.392
+    step: float = 3.36
+    sample: float = 0.00105
+
+
+FITTED = Efficiency()
+
+ERRORS = {"h100": (0.11, 0.30), "gb200": (0.28, 0.58)}
+"""GPU -> median and worst error of published steps whose model the fit had not seen; it has no GB200."""

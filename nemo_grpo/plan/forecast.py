@@ -1,0 +1,199 @@
+"""From a recipe to its time and cost: the step, the run, and where the time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints_conv.families import ModelSpec
+from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.plan.efficiency import ERRORS
+from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
+from nemo_grpo.plan.setup import Setup, setup_of
+from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, run_seconds, step_time
+from nemo_grpo.plan.workload import SIGNAL, Workload, workload_of
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
+
+MEAN_SHARE = 0.5
+"""Mean length of a response, as a share of the longest, where nothing states it."""
+
+_ADVICE = {
+    "prefill": "prompts; nothing to gain",
+    "decode": "decoding; use more GPUs, FP8 rollouts, or another tensor_parallel_size of vLLM",
+    "tail": "the longest responses; lower policy.generation.max_new_tokens, or let rollouts run ahead "
+    "(grpo.async_grpo)",
+    "scoring": "scoring; raise policy.logprob_batch_size, or leave out the reference policy",
+    "forward and backward": "the update; use more GPUs, another layout (--best), or no recomputation",
+    "pipeline bubble": "the pipeline's bubble; use fewer stages, or more sequences per update",
+    "gradients": "reducing gradients; use a larger policy.train_global_batch_size",
+    "optimizer": "the optimizer; use more GPUs, or no optimizer_cpu_offload",
+    "refit": "handing weights to vLLM; use larger steps, or fewer stages and expert ranks",
+    "swaps to the host": "moving weights and optimizer state to the host; use more GPUs",
+    "rewards, data, logs": "work outside the GPUs; use larger steps",
+}
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a recipe does not say of a run.
+
+    Attributes: lengths: mean of the responses, or a run's file of them; None: half of the longest.
+                prompt: mean tokens of a prompt.  signal: share of groups whose rewards differ.
+    """
+
+    lengths: float | Path | None = None
+    prompt: float = PROMPT
+    signal: float = SIGNAL
+
+    def lengths_of(self, recipe: Recipe) -> Lengths:
+        """The lengths of a recipe's responses.
+
+        Raises: UserError: lengths that the recipe does not allow.
+        """
+        limit = recipe.policy.generation.max_new_tokens
+        if isinstance(self.lengths, Path):
+            return read_lengths(self.lengths, limit, self.prompt)
+        if self.lengths is None:
+            return of_mean(MEAN_SHARE * limit, limit, self.prompt, f"assumed: half of {limit}")
+        return of_mean(self.lengths, limit, self.prompt)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A recipe's time on one kind of GPU.
+
+    Attributes: error: median and worst error of published steps on such GPUs; None: there are none.
+    """
+
+    setup: Setup
+    work: Workload
+    step: StepTime
+    error: tuple[float, float] | None
+
+    @property
+    def run_seconds(self) -> float:
+        """Steps, validations and checkpoints; the start of a job is not counted."""
+        return run_seconds(self.step, self.work)
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the run, over all GPUs."""
+        return self.run_seconds * self.step.num_gpus / 3600
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest phase of the longer side, its share, and what helps."""
+        phases = self.step.phases
+        if self.step.age and self.step.training >= self.step.seconds:
+            phases = {name: seconds for name, seconds in phases.items() if name not in ROLLOUT}
+        elif self.step.age:
+            phases = {name: phases[name] for name in ROLLOUT}
+        name = max(phases, key=lambda name: phases[name])
+        side = f" of the {'rollouts' if name in ROLLOUT else 'training side'}" if self.step.age else ""
+        return f"{phases[name] / sum(phases.values()):.0%}{side} is {_ADVICE[name]}"
+
+    def steps_within(self, seconds: float) -> int:
+        """Steps that fit in so many seconds with one checkpoint at the end."""
+        return max(int((seconds - self.step.checkpoint) / self.step.seconds), 0)
+
+
+def forecast(
+    recipe: Recipe, shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions | None = None
+) -> Forecast:
+    """The time of a cluster recipe.
+
+    Args:    gpu: its name, for the error that was seen there.
+    Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
+    """
+    assumed = assumed or Assumptions()
+    if not 0 < assumed.signal <= 1:
+        raise UserError(f"--signal {assumed.signal:g}: a share of groups above 0 and up to 1")
+    setup = setup_of(recipe)
+    work = workload_of(recipe, assumed.lengths_of(recipe), assumed.signal)
+    return Forecast(setup, work, step_time(shape, setup, work, hardware), ERRORS.get(gpu))
+
+
+def of_variants(
+    recipe: Recipe,
+    names: list[str],
+    shape: ModelSpec,
+    gpu: str,
+    hardware: Hardware,
+    assumed: Assumptions | None = None,
+) -> dict[str, Forecast]:
+    """The same recipe with other algorithms, each with its paper's parameters.
+
+    Dynamic sampling is on where the paper's method needs it.
+
+    Raises: UserError: not a variant.
+    """
+    from nemo_grpo.variants import VARIANTS, parse_loss_fn
+
+    found = {}
+    for name in names:
+        if name not in VARIANTS:
+            raise UserError(f"--compare {name}: not a variant{did_you_mean(name, VARIANTS)}")
+        if VARIANTS[name].learns_from_demonstrations:
+            raise UserError(f"--compare {name}: it samples nothing; name algorithms that do")
+        longest = recipe.policy.generation.max_new_tokens
+        loss_fn = parse_loss_fn({"variant": name, "max_response_length": longest})
+        sampling = loss_fn.without_dynamic_sampling is not None
+        grpo = recipe.grpo.model_copy(update={"use_dynamic_sampling": sampling})
+        other = recipe.model_copy(update={"loss_fn": loss_fn, "grpo": grpo})
+        found[name] = forecast(other, shape, gpu, hardware, assumed)
+    return found
+
+
+def at_scale(
+    base: Forecast, shape: ModelSpec, hardware: Hardware, num_gpus: int, *, weak: bool = False
+) -> Forecast:
+    """The same layout on another number of GPUs: same batch, or, weak, a batch that grows with them.
+
+    Raises: UserError: the layout does not divide the GPUs.
+    """
+    setup, work = base.setup, base.work
+    before = setup.num_nodes * setup.gpus_per_node
+    per_node = min(setup.gpus_per_node, num_gpus)
+    rollout = setup.num_rollout_gpus * num_gpus // before
+    layout = setup.layout
+    replica = layout.tensor * layout.pipeline * layout.context
+    experts = layout.pipeline * layout.expert * layout.expert_tensor
+    training = num_gpus - rollout
+    if num_gpus % per_node or training % replica or training % experts or num_gpus % setup.vllm_tensor:
+        raise UserError(
+            f"--scale {num_gpus}: TP x PP x CP = {replica}, PP x EP = {experts} and vLLM's TP = "
+            f"{setup.vllm_tensor} do not divide the GPUs; use multiples, or a smaller layout"
+        )
+    setup = replace(setup, num_nodes=num_gpus // per_node, gpus_per_node=per_node, num_rollout_gpus=rollout)
+    if weak:
+        groups = max(round(work.num_samples / work.group_size * num_gpus / before), 1)
+        work = replace(work, num_samples=groups * work.group_size)
+    return replace(base, setup=setup, work=work, step=step_time(shape, setup, work, hardware))
+
+
+def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
+    """For machines: seconds, tokens, GPU-hours, dollars."""
+    step, work = found.step, found.work
+    return {
+        "step_seconds": step.seconds,
+        "phases": step.phases,
+        "rollouts_run_ahead": step.age,
+        "tokens_per_second_per_gpu": step.tokens_per_second_per_gpu,
+        "update_mfu": step.mfu,
+        "update_seconds": sum(step.phases[name] for name in UPDATE),
+        "validation_seconds": step.validation,
+        "checkpoint_seconds": step.checkpoint,
+        "run_seconds": found.run_seconds,
+        "gpu_hours": found.gpu_hours,
+        "dollars": None if price is None else found.gpu_hours * price,
+        "bottleneck": found.bottleneck,
+        "error": found.error and dict(zip(("median", "worst"), found.error, strict=True)),
+        "mean_response": work.lengths.mean,
+        "lengths": work.lengths.source,
+        "draws": work.num_draws,
+        "scoring_passes": work.scoring_passes,
+    }

@@ -1,0 +1,97 @@
+"""Kinds of GPU: what one of them computes, holds and moves. More come from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_grpo.errors import UserError, did_you_mean
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU; rates are the vendor's peaks, per GPU, dense and in one direction.
+
+    Attributes: memory_bytes: as nvidia-smi states it.
+                bf16_flops, fp8_flops: matrix products, FLOP/s.
+                memory_bandwidth: of HBM, bytes/s.
+                nvlink_bandwidth: to another GPU of the same NVLink domain, bytes/s.
+                network_bandwidth: to another domain, bytes/s.
+                host_bandwidth: to the host's memory, bytes/s.
+                nvlink_domain: GPUs that NVLink joins.
+    """
+
+    memory_bytes: float
+    bf16_flops: float
+    fp8_flops: float
+    memory_bandwidth: float
+    nvlink_bandwidth: float
+    network_bandwidth: float
+    host_bandwidth: float
+    nvlink_domain: int = 8
+
+
+HARDWARE: dict[str, Hardware] = {
+    "h100": Hardware(81559 * MIB, 989e12, 1979e12, 3.35e12, 450e9, 50e9, 64e9),
+    "h200": Hardware(143771 * MIB, 989e12, 1979e12, 4.8e12, 450e9, 50e9, 64e9),
+    "b200": Hardware(183359 * MIB, 2250e12, 4500e12, 8.0e12, 900e9, 50e9, 64e9),
+    "gb200": Hardware(189471 * MIB, 2500e12, 5000e12, 8.0e12, 900e9, 50e9, 450e9, 72),
+}
+"""Data sheets: H100 SXM5, H200 SXM, DGX B200, GB200 NVL72; one 400 Gbit/s adapter per GPU."""
+
+
+def read_hardware(path: Path) -> dict[str, Hardware]:
+    """A file's own kinds of GPU: a mapping of names to the attributes of `Hardware`.
+
+    ``base: h100`` takes what the entry leaves out from a kind that is known.
+
+    Raises: UserError: no such file, an unknown attribute, one that is missing or not positive.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--hardware {path}: {error}") from error
+    if not isinstance(tree, Mapping) or not all(isinstance(entry, Mapping) for entry in tree.values()):
+        raise UserError(f"--hardware {path}: expected name: {{{', '.join(_NAMES)}}}")
+    return {str(name).lower(): _entry(f"--hardware {path}: {name}", entry) for name, entry in tree.items()}
+
+
+_NAMES = tuple(field.name for field in fields(Hardware))
+
+
+def _entry(where: str, entry: Mapping[str, Any]) -> Hardware:
+    base = entry.get("base")
+    if base is not None and base not in HARDWARE:
+        raise UserError(f"{where}.base={base}: unknown{did_you_mean(str(base), HARDWARE)}")
+    values: dict[str, Any] = {name: getattr(HARDWARE[base], name) for name in _NAMES} if base else {}
+    values.setdefault("nvlink_domain", 8)
+    values |= {key: value for key, value in entry.items() if key != "base"}
+    for key, value in values.items():
+        if key not in _NAMES:
+            raise UserError(f"{where}.{key}: unknown{did_you_mean(key, _NAMES)}")
+        try:
+            values[key] = int(value) if key == "nvlink_domain" else float(value)
+        except (TypeError, ValueError):
+            raise UserError(f"{where}.{key}={value} is not a number; write it like 3.35e12") from None
+        if not values[key] > 0:
+            raise UserError(f"{where}.{key}={value} must be above 0")
+    if missing := [name for name in _NAMES if name not in values]:
+        raise UserError(f"{where} lacks {', '.join(missing)}; give them, or base: h100")
+    return Hardware(**values)
+
+
+def hardware_of(gpu: str, file: Path | None = None) -> Hardware:
+    """A kind of GPU by its name.
+
+    Raises: UserError: neither in the table nor in the file.
+    """
+    known = HARDWARE | (read_hardware(file) if file else {})
+    if gpu not in known:
+        raise UserError(f"--gpu {gpu}: unknown{did_you_mean(gpu, known)}; describe it in a --hardware FILE")
+    return known[gpu]

@@ -1,0 +1,155 @@
+"""How long prompts and responses are: a step waits for its longest response, not for the mean one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import exp
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from nemo_grpo.errors import UserError
+
+SPREAD = 0.6
+"""Standard deviation of the logarithm of a response's length, where only the mean is given."""
+
+PROMPT = 128
+"""Tokens of a prompt, where nothing states them."""
+
+NUM_CLASSES = 64
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens.
+
+    Attributes: prompt: mean.  responses: ascending, one for each of equally many responses.
+                limit: the longest that a response can be.  source: where they come from, for the table.
+    """
+
+    prompt: float
+    responses: tuple[float, ...]
+    limit: int
+    source: str = ""
+
+    @cached_property
+    def mean(self) -> float:
+        """Of a response."""
+        return sum(self.responses) / len(self.responses)
+
+    @cached_property
+    def mean_sequence(self) -> float:
+        """Of prompt and response."""
+        return self.prompt + self.mean
+
+    @cached_property
+    def attended(self) -> float:
+        """Mean tokens that a token attends to: E[s^2] / 2 E[s], with s of prompt and response."""
+        total = [self.prompt + length for length in self.responses]
+        return sum(s * s for s in total) / sum(total) / 2
+
+    def longest(self, num_samples: int) -> float:
+        """The expected longest of so many responses: the quantile num_samples / (num_samples + 1).
+
+        Linear between the classes, and from the last class to the limit.
+        """
+        classes = len(self.responses)
+        position = num_samples / (num_samples + 1) * classes - 0.5
+        if position <= 0:
+            return self.responses[0]
+        below = min(int(position), classes - 1)
+        above = self.responses[below + 1] if below + 1 < classes else self.limit
+        weight = (position - below) * (1 if below + 1 < classes else 2)
+        return self.responses[below] + weight * (above - self.responses[below])
+
+    def packed(self, capacity: int) -> float:
+        """Mean tokens in a packed row of this capacity: first-fit decreasing over two of each class."""
+        return _packed(tuple(self.prompt + length for length in self.responses), capacity)
+
+
+@lru_cache(maxsize=512)
+def _packed(lengths: tuple[float, ...], capacity: int) -> float:
+    sizes = sorted((min(size, capacity) for size in lengths * 2), reverse=True)
+    rows: list[float] = []
+    for size in sizes:
+        found = next((i for i, used in enumerate(rows) if used + size <= capacity), None)
+        if found is None:
+            rows.append(size)
+        else:
+            rows[found] += size
+    return sum(rows) / len(rows)
+
+
+def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -> Lengths:
+    """Log-normal lengths that end at the limit, with this mean after they are cut.
+
+    Raises: UserError: a mean outside 1 .. limit, or a prompt of no tokens.
+    """
+    if not 1 <= mean <= limit:
+        raise UserError(
+            f"--lengths {mean:g}: responses have 1 to {limit} tokens (max_new_tokens); give their mean"
+        )
+    if prompt < 1:
+        raise UserError(f"--prompt-length {prompt:g}: a prompt has at least 1 token")
+    normal = NormalDist(0, SPREAD)
+    scores = [normal.inv_cdf((i + 0.5) / NUM_CLASSES) for i in range(NUM_CLASSES)]
+
+    def cut(scale: float) -> tuple[float, ...]:
+        return tuple(min(max(scale * exp(score), 1.0), limit) for score in scores)
+
+    low, high = 1e-3, 1e3 * limit
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if sum(cut(middle)) < mean * NUM_CLASSES else (low, middle)
+    return Lengths(prompt, cut(high), limit, source or f"mean {mean:.0f}")
+
+
+def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
+    """Lengths of a run: its samples.jsonl (each response) or its metrics.jsonl (means of its steps).
+
+    Raises: UserError: no such file, no lengths in it, or lengths that the recipe does not allow.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"--lengths {path}: {error}; give a number, metrics.jsonl or samples.jsonl"
+        ) from error
+    rows = [row for row in rows if isinstance(row, dict)]
+    if found := [float(number) for row in rows for number in _numbers(row.get(KEY_SAMPLE))]:
+        _check(path, found, limit)
+        return Lengths(prompt, _classes(found), limit, f"{len(found)} samples of {path}")
+    if means := [float(row[KEY_MEAN]) for row in rows if isinstance(row.get(KEY_MEAN), int | float)]:
+        _check(path, means, limit)
+        return of_mean(sum(means) / len(means), limit, prompt, f"{len(means)} steps of {path}")
+    raise UserError(
+        f"--lengths {path}: no {KEY_SAMPLE} and no {KEY_MEAN} in it; give a run's own file or a mean"
+    )
+
+
+KEY_SAMPLE, KEY_MEAN = "num_tokens", "length/mean"
+"""Keys of samples.jsonl and metrics.jsonl."""
+
+
+def _numbers(value: Any) -> list[Any]:
+    """A training sample has a number of tokens, an evaluation's line a list of them."""
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
+
+
+def _check(path: Path, found: Sequence[float], limit: int) -> None:
+    worst = max(found) if max(found) > limit else min(found)
+    if not 0 < worst <= limit:
+        raise UserError(
+            f"--lengths {path}: a response of {worst:g} tokens, the recipe allows 1 to {limit}; raise "
+            "policy.generation.max_new_tokens, or give another file"
+        )
+
+
+def _classes(found: Sequence[float]) -> tuple[float, ...]:
+    ordered = sorted(found)
+    if len(ordered) <= NUM_CLASSES:
+        return tuple(ordered)
+    return tuple(ordered[int((i + 0.5) / NUM_CLASSES * len(ordered))] for i in range(NUM_CLASSES))

@@ -1,0 +1,152 @@
+"""Seconds of a rollout with vLLM: prefill, decoding, and the tail of the longest responses.
+
+A decoding iteration reads the weights and every cached key and value once, and computes one token of each
+sequence (Pope et al., 2211.05102, section 3): time = max(weights / bandwidth, products / peak) + cache /
+bandwidth + two all-reduces per layer + a fixed time. Iterations are summed while responses end one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpoints_conv.families import ModelSpec
+from nemo_grpo.plan import memory
+from nemo_grpo.plan.collectives import reduce_seconds
+from nemo_grpo.plan.efficiency import Efficiency
+from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.workload import Workload
+
+EAGER = 4.0
+"""A decoding iteration's fixed time without CUDA graphs, in times of the one with them."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One vLLM engine, in numbers per GPU.
+
+    Attributes: dense, expert: bytes of weights that every token reads, and of all experts.
+                num_experts, chosen: experts, and those of one token.
+                token_flops: products of one token.  cache: bytes of one cached token.
+                reduced: bytes per token of one all-reduce.  num_reduces: of an iteration.
+    """
+
+    dense: float
+    expert: float
+    num_experts: int
+    chosen: int
+    token_flops: float
+    cache: float
+    reduced: float
+    num_reduces: int
+    ranks: int
+    flops: float
+    is_eager: bool
+
+    def iteration(self, active: float, context: float, hardware: Hardware, eff: Efficiency) -> float:
+        """Seconds to decode one token of ``active`` sequences that hold ``context`` tokens each.
+
+        Experts are read that at least one token chose: E (1 - (1 - k / E)^n) with n independent tokens.
+        Tokens of one problem are not: n is 1 + routes x (active - 1).
+        """
+        independent = 1 + eff.routes * (active - 1)
+        touched = 1 - (1 - self.chosen / self.num_experts) ** independent if self.num_experts else 0.0
+        bandwidth = hardware.memory_bandwidth * eff.memory
+        read = (self.dense + touched * self.expert) / bandwidth
+        computed = active * self.token_flops / (self.flops * eff.matrix)
+        attended = active * context * self.cache / bandwidth
+        talk = self.num_reduces * reduce_seconds(active * self.reduced, self.ranks, hardware, eff)
+        return max(read, computed) + attended + talk + eff.decode * (EAGER if self.is_eager else 1.0)
+
+
+def engine_of(shape: ModelSpec, setup: Setup, hardware: Hardware) -> Engine:
+    """The vLLM engine of a layout."""
+    dense, expert = memory.rollout_layer_sizes(shape, setup)
+    layers = shape.num_layers / setup.vllm_pipeline
+    num_sparse = layers * (1 - shape.num_dense_layers / shape.num_layers) if shape.num_experts else 0
+    head = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
+    width = 1 if setup.vllm_fp8 else 2
+    chosen = num_sparse * shape.num_experts_per_token * 3 * shape.hidden_size * shape.ffn_size
+    return Engine(
+        dense=width * layers * dense + 2 * head,
+        expert=width * num_sparse * shape.num_experts * expert,
+        num_experts=shape.num_experts,
+        chosen=shape.num_experts_per_token,
+        token_flops=2 * (layers * dense + head + chosen / setup.vllm_tensor),
+        cache=memory.cache_bytes_per_token(shape, setup),
+        reduced=2 * shape.hidden_size,
+        num_reduces=2 * shape.num_layers,
+        ranks=setup.vllm_tensor,
+        flops=hardware.fp8_flops if setup.vllm_fp8 else hardware.bf16_flops,
+        is_eager=setup.vllm_eager,
+    )
+
+
+def num_engines(setup: Setup) -> int:
+    """Engines that sample side by side."""
+    gpus = setup.num_rollout_gpus or setup.num_nodes * setup.gpus_per_node
+    return max(gpus // (setup.vllm_tensor * setup.vllm_pipeline), 1)
+
+
+def concurrency(shape: ModelSpec, setup: Setup, hardware: Hardware, sequence: float) -> int:
+    """Sequences that an engine decodes at once: its limit, or what its cache holds of this length."""
+    room = memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
+    held = int(room / (memory.cache_bytes_per_token(shape, setup) * sequence))
+    return max(min(held, setup.vllm_max_sequences), 1)
+
+
+def rollout_seconds(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
+) -> dict[str, float]:
+    """Seconds of one step's rollout: prefill, decoding until half of the responses have ended, and the tail.
+
+    While responses wait for a place, places are always taken; then the last ones run out, and the step ends
+    with the longest.
+    """
+    engine, lengths = engine_of(shape, setup, hardware), work.lengths
+    waiting = -(-work.num_samples // num_engines(setup))
+    places = min(waiting, concurrency(shape, setup, hardware, lengths.mean_sequence))
+    decode = (waiting - places) * _seconds_per_response(engine, places, work, hardware, eff)
+    ends = [*lengths.responses[:-1], lengths.longest(work.num_samples)]
+    tail, position = 0.0, 0.0
+    for index, end in enumerate(ends):
+        active = max(places * (len(ends) - index) / len(ends), 1.0)
+        seconds = (end - position) * engine.iteration(
+            active, lengths.prompt + (position + end) / 2, hardware, eff
+        )
+        position = end
+        if 2 * index < len(ends):
+            decode += seconds
+        else:
+            tail += seconds
+    prefill = _prefill_seconds(engine, waiting, work, eff)
+    scale = work.num_draws * setup.vllm_pipeline
+    return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
+
+
+def steady_seconds(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
+) -> float:
+    """Seconds per step of engines that always have as many responses to decode as may run ahead: no tail."""
+    engine = engine_of(shape, setup, hardware)
+    per_step = -(-work.num_samples // num_engines(setup))
+    places = concurrency(shape, setup, hardware, work.lengths.mean_sequence)
+    places = min(per_step * max(work.trajectory_age, 1), places)
+    seconds = per_step * _seconds_per_response(engine, places, work, hardware, eff)
+    seconds += _prefill_seconds(engine, per_step, work, eff)
+    return work.num_draws * setup.vllm_pipeline * seconds
+
+
+def _seconds_per_response(
+    engine: Engine, places: int, work: Workload, hardware: Hardware, eff: Efficiency
+) -> float:
+    """Of an engine whose places are all taken, by responses that are half done on average."""
+    lengths = work.lengths
+    iteration = engine.iteration(places, lengths.prompt + lengths.mean / 2, hardware, eff)
+    return lengths.mean / places * iteration
+
+
+def _prefill_seconds(engine: Engine, num_responses: int, work: Workload, eff: Efficiency) -> float:
+    """Prompts are computed once per group: its other responses find them in the prefix cache."""
+    prompts = -(-num_responses // work.group_size)
+    return prompts * work.lengths.prompt * engine.token_flops / (engine.flops * eff.matrix)

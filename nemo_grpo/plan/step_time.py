@@ -1,0 +1,135 @@
+"""Seconds of one step, phase by phase, and what follows from them: throughput, MFU, the run's time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from checkpoints_conv.families import ModelSpec
+from nemo_grpo.plan.efficiency import FITTED, Efficiency
+from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.rollout_time import rollout_seconds, steady_seconds
+from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.training_time import model_flops, scoring_seconds, swap_seconds, update_seconds
+from nemo_grpo.plan.transfer_time import checkpoint_seconds, refit_seconds
+from nemo_grpo.plan.workload import Workload
+from nemo_grpo.recipe.layout import Layout
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step.
+
+    Attributes: phases: name -> seconds. They follow each other; where rollouts run ahead, those of `rollout`
+                go on beside the others.
+                steady: seconds per step of engines that never run out of responses.
+                age: steps that rollouts may run ahead; 0: they take turns with training.
+                validation, checkpoint: seconds of one.
+    """
+
+    phases: dict[str, float]
+    steady: float
+    age: int
+    validation: float
+    checkpoint: float
+    tokens: float
+    num_gpus: int
+    num_training_gpus: int
+    update_flops: float
+    peak_flops: float
+
+    @property
+    def rollout(self) -> float:
+        """Seconds of the phases in which responses are sampled."""
+        return sum(self.phases[name] for name in ROLLOUT)
+
+    @property
+    def training(self) -> float:
+        """Seconds of all other phases."""
+        return sum(self.phases.values()) - self.rollout
+
+    @property
+    def seconds(self) -> float:
+        """Of the step: the sum; or, where rollouts run A steps ahead, the longest of three.
+
+        Training with the refit; engines that never wait; and (rollout + training) / (A + 1): responses for
+        step n + A are begun with the weights of step n, so that A + 1 steps hold a rollout and an update in
+        turn (NeMo-RL's replay buffer, algorithms/async_utils.py).
+        """
+        both = self.rollout + self.training
+        return max(self.training, self.steady, both / (self.age + 1)) if self.age else both
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Of prompts and trained responses, over all GPUs, as NeMo-RL counts."""
+        return self.tokens / self.seconds / self.num_gpus
+
+    @property
+    def mfu(self) -> float:
+        """Of the update: three forward passes' FLOPs over its seconds and the training GPUs' BF16 peak."""
+        seconds = sum(self.phases[name] for name in UPDATE)
+        return self.update_flops / (seconds * self.peak_flops * self.num_training_gpus)
+
+
+ROLLOUT = ("prefill", "decode", "tail")
+UPDATE = ("forward and backward", "pipeline bubble", "gradients", "optimizer")
+
+
+def step_time(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency = FITTED
+) -> StepTime:
+    """The time of one step of a cluster recipe.
+
+    Each formula stands in the module of its phase. Rewards and the like are a fixed time and one per sample.
+    """
+    arguments = shape, setup, work, hardware, eff
+    rollout, steady, validation = _rollout(shape, _of_rollouts(setup), work, hardware, eff)
+    update = update_seconds(*arguments)
+    phases = dict(rollout)
+    phases["scoring"] = work.scoring_passes * scoring_seconds(*arguments)
+    phases |= update
+    phases["refit"] = refit_seconds(shape, setup, hardware, eff)
+    phases["swaps to the host"] = swap_seconds(shape, setup, hardware, eff, reference=work.scoring_passes > 1)
+    phases["rewards, data, logs"] = eff.step + eff.sample * work.num_samples * work.num_draws
+    return StepTime(
+        phases=phases,
+        validation=validation,
+        checkpoint=checkpoint_seconds(shape, setup, saves_optimizer=work.saves_optimizer),
+        steady=steady + phases["refit"],
+        age=work.trajectory_age,
+        tokens=work.tokens,
+        num_gpus=setup.num_nodes * setup.gpus_per_node,
+        num_training_gpus=setup.world_size,
+        update_flops=3 * work.tokens * model_flops(shape, work.lengths.attended),
+        peak_flops=hardware.bf16_flops,
+    )
+
+
+def _of_rollouts(setup: Setup) -> Setup:
+    """The same for all layouts of training, so that a search computes each kind of rollout once."""
+    return replace(setup, layout=Layout(), recompute=(), train_tokens=1, score_tokens=1, num_microbatches=1)
+
+
+@lru_cache(maxsize=256)
+def _rollout(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
+) -> tuple[dict[str, float], float, float]:
+    arguments = shape, setup, work, hardware, eff
+    return rollout_seconds(*arguments), steady_seconds(*arguments), validation_seconds(*arguments)
+
+
+def validation_seconds(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
+) -> float:
+    """A rollout of the validation samples."""
+    if not work.val_samples:
+        return 0.0
+    samples = replace(work, num_samples=work.val_samples, group_size=1, num_draws=1.0, trajectory_age=0)
+    return sum(rollout_seconds(shape, setup, samples, hardware, eff).values())
+
+
+def run_seconds(step: StepTime, work: Workload) -> float:
+    """The whole run: its steps, validations and checkpoints."""
+    validations = work.num_steps // work.val_period if work.val_period else 0
+    saves = -(-work.num_steps // work.save_period) if work.save_period else 0
+    return work.num_steps * step.seconds + validations * step.validation + saves * step.checkpoint

@@ -1,0 +1,239 @@
+"""Seconds of scoring and of the update with megatron-core.
+
+FLOPs: a product of [n, k] with [k, m] costs 2 n k m; the backward pass costs twice the forward pass, full
+recomputation once more (Narayanan et al., 2104.04473, appendix). Causal attention computes half of the score
+matrix. Stages work in 1F1B, whose bubble is (p - 1) microbatches of the slowest stage (same, section 2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from checkpoints_conv.families import ModelSpec
+from nemo_grpo.plan import memory
+from nemo_grpo.plan.collectives import exchange_seconds, gather_seconds
+from nemo_grpo.plan.efficiency import Efficiency
+from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.parameters import attention_sizes, stage_counts
+from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """How a data-parallel rank cuts its sequences of one update.
+
+    Attributes: number: of microbatches.  tokens: of one, padding too, before CP divides them.
+    """
+
+    number: int
+    tokens: float
+
+
+def microbatches(setup: Setup, work: Workload, data_parallel: int, capacity: int) -> Microbatches:
+    """Of one update; packed rows hold whole sequences, padded ones have the longest length."""
+    sequences = max(work.num_samples / work.num_updates / data_parallel, 1.0)  # the others wait for one
+    if not setup.packed:
+        number = max(round(sequences * setup.max_length / capacity), 1)
+        return Microbatches(number, sequences * setup.max_length / number)
+    tokens = sequences * work.lengths.mean_sequence
+    rows = max(ceil(tokens / work.lengths.packed(capacity)), 1)
+    return Microbatches(rows, tokens / rows)
+
+
+def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> tuple[float, float, float]:
+    """FLOPs of one token in one layer's forward pass: (dense products, attention, the chosen experts').
+
+    Attention: scores and weighted values, 2 x 2 x width of all heads x attended tokens.
+    """
+    divided, replicated = attention_sizes(shape)
+    h, f = shape.hidden_size, shape.ffn_size
+    if shape.key_value_rank:
+        scores = 2 * attended * shape.num_attention_heads * (2 * shape.head_dim + shape.rope_head_dim)
+    else:
+        scores = 4 * attended * shape.query_size
+    dense, experts = float(divided + replicated), 0
+    if shape.num_experts and not is_dense:
+        dense += shape.num_experts * h + shape.num_shared_experts * 3 * h * f
+        experts = shape.num_experts_per_token * 3 * h * f
+    else:
+        dense += 3 * h * (shape.dense_ffn_size or f)
+    return 2 * dense, scores, 2 * experts
+
+
+def model_flops(shape: ModelSpec, attended: float) -> float:
+    """FLOPs of one token's forward pass through the whole model, the embedding's look-up left out."""
+    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
+    head = 2 * shape.vocab_size * shape.hidden_size
+    dense = (shape.num_layers - num_sparse) * sum(layer_flops(shape, attended))
+    return dense + num_sparse * sum(layer_flops(shape, attended, is_dense=False)) + head
+
+
+def layer_seconds(
+    shape: ModelSpec,
+    setup: Setup,
+    tokens: float,
+    attended: float,
+    hardware: Hardware,
+    eff: Efficiency,
+    *,
+    is_dense: bool,
+) -> tuple[float, float]:
+    """One layer's forward pass over a microbatch's tokens / CP: (kernels, collectives of TP, CP and EP).
+
+    Routing is taken as balanced: each of the TP x EP ranks computes its share of the experts' products.
+    With FP8 the products run at its peak, after their inputs are read and written once more to quantize
+    them: the gain falls with the width of the matrices.
+    """
+    layout = setup.layout
+    products, scores, experts = layer_flops(shape, attended, is_dense=is_dense)
+    flops = hardware.fp8_flops if setup.fp8_training else hardware.bf16_flops
+    kernels = tokens * products / layout.tensor / (flops * eff.matrix)
+    kernels += tokens * scores / layout.tensor / (hardware.bf16_flops * eff.matrix)
+    kernels += tokens * experts / layout.tensor / (flops * eff.grouped)
+    if setup.fp8_training:
+        kernels += tokens * _quantized(shape, setup, is_dense) / (hardware.memory_bandwidth * eff.memory)
+    kernels = max(kernels, eff.layer if is_dense else eff.expert_layer)
+    return kernels, _layer_talk(shape, setup, tokens, hardware, eff, is_dense=is_dense)
+
+
+def _quantized(shape: ModelSpec, setup: Setup, is_dense: bool) -> float:
+    """Bytes per token to quantize the inputs of a layer's products: read 2, write 1, and transposed 1."""
+    h, t = shape.hidden_size, setup.layout.tensor
+    width = 2 * h + (shape.query_size + (shape.dense_ffn_size or shape.ffn_size)) / t
+    if not is_dense:
+        width = 2 * h + shape.query_size / t + shape.num_experts_per_token * (h + shape.ffn_size)
+    return 4 * width
+
+
+def _layer_talk(
+    shape: ModelSpec, setup: Setup, tokens: float, hardware: Hardware, eff: Efficiency, *, is_dense: bool
+) -> float:
+    """TP: an all-gather and a reduce-scatter around attention and feed-forward (2205.05198, section 4.2.2).
+
+    CP: the ring passes the keys and values of the other ranks. EP: tokens go to their experts and return.
+    """
+    layout, width = setup.layout, 2 * shape.hidden_size * tokens
+    t, c, model_parallel = layout.tensor, layout.context, layout.tensor * layout.context
+    seconds = 4 * gather_seconds(width, t, t, hardware, eff)
+    if c > 1:
+        passed = 2 * 2 * shape.key_value_size / t * tokens * c
+        seconds += gather_seconds(passed, c, model_parallel, hardware, eff)
+    if not is_dense and layout.expert > 1:
+        sent = shape.num_experts_per_token * width / (t if layout.sequence_parallel else 1)
+        seconds += 2 * exchange_seconds(sent, layout.expert, layout.expert_tensor, hardware, eff)
+    return seconds
+
+
+def head_seconds(shape: ModelSpec, setup: Setup, tokens: float, hardware: Hardware, eff: Efficiency) -> float:
+    """Logits of the last stage and their logprobs: the product, then three passes over FP32 logits."""
+    width = shape.vocab_size / setup.layout.tensor
+    product = 2 * tokens * width * shape.hidden_size / (hardware.bf16_flops * eff.matrix)
+    return product + 3 * 4 * tokens * width / (hardware.memory_bandwidth * eff.memory)
+
+
+def stage_seconds(
+    shape: ModelSpec, setup: Setup, tokens: float, attended: float, hardware: Hardware, eff: Efficiency
+) -> float:
+    """The slowest stage's forward pass over one microbatch."""
+    arguments = shape, setup, tokens, attended, hardware, eff
+    dense = (
+        sum(layer_seconds(*arguments, is_dense=True))
+        if shape.num_dense_layers or not shape.num_experts
+        else 0
+    )
+    sparse = sum(layer_seconds(*arguments, is_dense=False)) if shape.num_experts else 0.0
+    dealt, left, slowest = setup.layout.stage_layers(shape.num_layers), shape.num_dense_layers, 0.0
+    for stage, layers in enumerate(dealt):
+        num_dense = min(left, layers) if shape.num_experts else layers
+        left -= num_dense
+        seconds = num_dense * dense + (layers - num_dense) * sparse
+        if stage == len(dealt) - 1:
+            seconds += head_seconds(shape, setup, tokens, hardware, eff)
+        slowest = max(slowest, seconds)
+    return slowest
+
+
+def bubble(stages: int, number: int) -> float:
+    """What waiting multiplies a stage's time by: (m + p - 1) / m."""
+    return (number + stages - 1) / number
+
+
+def scoring_seconds(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
+) -> float:
+    """One forward pass over all of the step's sequences."""
+    layout = setup.layout
+    cut = microbatches(setup, work, _data_parallel(setup), setup.score_tokens)
+    tokens, attended = cut.tokens / layout.context, work.lengths.attended
+    number = cut.number * work.num_updates
+    return (
+        number
+        * bubble(layout.pipeline, number)
+        * stage_seconds(shape, setup, tokens, attended, hardware, eff)
+    )
+
+
+def update_seconds(
+    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
+) -> dict[str, float]:
+    """All updates of a step: forward and backward, the pipeline's bubble, gradients, the optimizer.
+
+    Backward is two forward passes, and recomputation another; selective recomputation of attention alone
+    repeats its scores, which is neglected. The reduce-scatter of the gradients and the all-gather of the
+    parameters overlap with the last microbatch's backward pass and the next update's first forward pass.
+    """
+    layout = setup.layout
+    cut = microbatches(setup, work, _data_parallel(setup), setup.train_tokens)
+    one = stage_seconds(shape, setup, cut.tokens / layout.context, work.lengths.attended, hardware, eff)
+    passes = 4 if "full" in setup.recompute else 3
+    busy = cut.number * passes * one
+    stage = memory.heaviest_stage(shape, setup)
+    reduced = max(_gradient_seconds(shape, setup, stage, hardware, eff) - passes * one, 0.0)
+    return {
+        "forward and backward": work.num_updates * busy,
+        "pipeline bubble": work.num_updates * busy * (bubble(layout.pipeline, cut.number) - 1),
+        "gradients": work.num_updates * reduced,
+        "optimizer": work.num_updates * _optimizer_seconds(shape, setup, stage, hardware, eff),
+    }
+
+
+def _data_parallel(setup: Setup) -> int:
+    layout = setup.layout
+    return max(setup.world_size // (layout.tensor * layout.pipeline * layout.context), 1)
+
+
+def _gradient_seconds(
+    shape: ModelSpec, setup: Setup, stage: int, hardware: Hardware, eff: Efficiency
+) -> float:
+    """Reduce-scatter of the gradients and all-gather of BF16 parameters over the ranks that share a part."""
+    counts, layout = memory.trained_counts(shape, setup, stage), setup.layout
+    per_parameter = setup.grad_bytes + 2
+    world = setup.world_size // layout.pipeline
+    dense = gather_seconds(per_parameter * counts.dense, setup.shards, world, hardware, eff)
+    return dense + gather_seconds(per_parameter * counts.expert, setup.expert_shards, world, hardware, eff)
+
+
+def _optimizer_seconds(
+    shape: ModelSpec, setup: Setup, stage: int, hardware: Hardware, eff: Efficiency
+) -> float:
+    """Adam reads and writes its state and reads gradients; what is offloaded goes over the host's bus."""
+    counts, each = memory.trained_counts(shape, setup, stage), memory.optimizer_bytes_per_parameter(setup)
+    shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
+    moved = (2 * each + setup.grad_bytes) * (counts.dense / shards + counts.expert / expert_shards)
+    away = setup.offload_fraction
+    rate = hardware.memory_bandwidth * eff.memory
+    return moved * (1 - away) / rate + moved * away / (hardware.host_bandwidth * eff.link)
+
+
+def swap_seconds(
+    shape: ModelSpec, setup: Setup, hardware: Hardware, eff: Efficiency, *, reference: bool
+) -> float:
+    """Moves over the host's bus per step: the optimizer out and in where rollouts share the GPUs, and the
+    reference policy's weights in and the policy's back.
+    """
+    stage = memory.heaviest_stage(shape, setup)
+    state = 0.0 if setup.num_rollout_gpus else 2.0 * memory.optimizer_bytes(shape, setup, stage)
+    weights = 2 * 2 * stage_counts(shape, setup.layout, stage).total if reference else 0
+    return (state + weights) / (hardware.host_bandwidth * eff.link)

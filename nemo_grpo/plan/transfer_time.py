@@ -1,0 +1,43 @@
+"""Seconds in which weights move: to the rollout engines after an update, and to disk at a checkpoint."""
+
+from __future__ import annotations
+
+from checkpoints_conv.families import ModelSpec
+from nemo_grpo.plan.efficiency import Efficiency
+from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.parameters import model_parameters
+from nemo_grpo.plan.setup import Setup
+
+STORAGE = 2e9
+"""Bytes/s that one node writes to shared storage; an assumption, not fitted."""
+
+
+def num_tensors(shape: ModelSpec) -> int:
+    """Tensors of the Hugging Face model: 9 per dense layer, 6 and 3 per expert with experts, and 3."""
+    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
+    per_sparse = 6 + 3 * (shape.num_experts + shape.num_shared_experts)
+    return 3 + 9 * (shape.num_layers - num_sparse) + per_sparse * num_sparse
+
+
+def refit_seconds(shape: ModelSpec, setup: Setup, hardware: Hardware, eff: Efficiency) -> float:
+    """NeMo-RL gathers each tensor of the Hugging Face model on every rank and hands it to the engine there.
+
+    2 x parameters over the network where ranks of several NVLink domains share the model or rollouts have
+    GPUs of their own, over NVLink where one domain holds it, and nothing where each GPU holds all of it.
+    Engines that share the GPUs load each tensor when it has come, and are put to sleep and woken besides;
+    those on other GPUs load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
+    """
+    layout, num_bytes = setup.layout, 2 * model_parameters(shape)
+    shared = max(layout.tensor * layout.expert_tensor, layout.expert) * layout.pipeline
+    if setup.num_rollout_gpus or shared > hardware.nvlink_domain:
+        moved = num_bytes / (hardware.network_bandwidth * eff.link)
+    else:
+        moved = num_bytes / (hardware.nvlink_bandwidth * eff.link) if shared > 1 else 0.0
+    loaded = num_tensors(shape) * eff.tensor
+    return max(loaded, moved) if setup.num_rollout_gpus else eff.refit + loaded + moved
+
+
+def checkpoint_seconds(shape: ModelSpec, setup: Setup, *, saves_optimizer: bool) -> float:
+    """2 bytes per parameter, and 12 of optimizer state, at `STORAGE` per training node."""
+    num_bytes = model_parameters(shape) * (14 if saves_optimizer else 2)
+    return num_bytes / (STORAGE * max(setup.world_size // setup.gpus_per_node, 1))

@@ -1,0 +1,112 @@
+"""What one step has to compute: samples, lengths, passes, draws, and what comes beside the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nemo_grpo.dotted import value_of
+from nemo_grpo.plan.lengths import Lengths
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
+
+SIGNAL = 0.5
+"""Share of groups whose rewards differ, where no run states it: how often prompts are drawn again."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step, and the run around it.
+
+    Attributes: num_samples: responses that are trained.  group_size: responses that share a prompt.
+                num_updates: optimizer updates per step.
+                scoring_passes: forward passes over the step before the updates.
+                num_draws: times that num_samples responses are sampled, on average, for one step.
+                trajectory_age: steps that rollouts may run ahead of training; 0: they take turns.
+                num_steps: of the run.  val_period, val_samples: responses sampled every val_period steps.
+                save_period: steps between checkpoints; 0: none.  saves_optimizer: with optimizer state.
+    """
+
+    num_samples: int
+    group_size: int
+    num_updates: int
+    lengths: Lengths
+    scoring_passes: int
+    num_draws: float = 1.0
+    trajectory_age: int = 0
+    num_steps: int = 1
+    val_period: int = 0
+    val_samples: int = 0
+    save_period: int = 0
+    saves_optimizer: bool = True
+
+    @property
+    def tokens(self) -> float:
+        """Of prompts and trained responses."""
+        return self.num_samples * self.lengths.mean_sequence
+
+
+def workload_of(recipe: Recipe, lengths: Lengths, signal: float = SIGNAL) -> Workload:
+    """The planner's view of a recipe's loop.
+
+    Args: signal: share of groups whose rewards differ.
+    """
+    grpo, own = recipe.grpo, recipe.nemo_grpo
+    is_async = bool(value_of(recipe, "grpo.async_grpo.enabled", False))
+    age = value_of(recipe, "grpo.async_grpo.max_trajectory_age_steps", 1)
+    samples = own.evaluation.num_samples if own.target == "embedded" else grpo.val_num_generations_per_prompt
+    return Workload(
+        num_samples=recipe.num_sequences_per_step,
+        group_size=grpo.num_generations_per_prompt,
+        num_updates=max(recipe.num_updates_per_step, 1),
+        lengths=lengths,
+        scoring_passes=scoring_passes(recipe),
+        num_draws=_draws(recipe, signal),
+        trajectory_age=age if is_async else 0,
+        num_steps=grpo.max_num_steps,
+        val_period=grpo.val_period,
+        val_samples=grpo.max_val_samples * samples,
+        save_period=recipe.checkpointing.save_period if recipe.checkpointing.enabled else 0,
+        saves_optimizer=recipe.checkpointing.save_optimizer,
+    )
+
+
+def scoring_passes(recipe: Recipe) -> int:
+    """Forward passes over a step before its updates.
+
+    One for the policy's logprobs (entropies come with it), one for the reference policy's if the variant
+    compares with it. NeMo-RL always makes the first; the embedded engine leaves it out where only the ratio
+    would read it, which is 1 in a single update.
+    """
+    variant = recipe.loss_fn
+    is_read = variant.needs_prev_logprobs or variant.needs_entropy or recipe.num_updates_per_step > 1
+    scores = recipe.nemo_grpo.target == "cluster" or is_read
+    return int(scores) + int(variant.needs_reference)
+
+
+def expected_draws(signal: float, threshold: float, max_draws: int, num_groups: int) -> float:
+    """Draws of num_groups prompts until threshold x num_groups groups carry signal.
+
+    Implements the expectation of `core.resampling.accumulate_groups`: after n draws the number of groups
+    with signal is binomial(n B, p), so E[draws] = 1 + sum_n P(fewer than the threshold after n draws). The
+    binomial is taken as normal, with a continuity correction.
+    """
+    from statistics import NormalDist
+
+    need, expected = threshold * num_groups, 1.0
+    for draws in range(1, max_draws):
+        mean = draws * num_groups * signal
+        spread = (mean * (1 - signal)) ** 0.5
+        missed = NormalDist(mean, spread).cdf(need - 0.5) if spread else float(mean < need)
+        expected += missed
+        if missed < 1e-6:
+            break
+    return expected
+
+
+def _draws(recipe: Recipe, signal: float) -> float:
+    if not recipe.grpo.use_dynamic_sampling:
+        return 1.0
+    threshold, most = recipe.loss_fn.resampling(recipe.grpo.dynamic_sampling_max_gen_batches)
+    return expected_draws(signal, threshold, most, recipe.grpo.num_prompts_per_step)

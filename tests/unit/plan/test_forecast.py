@@ -1,0 +1,195 @@
+"""Lengths, draws, GPUs from a file, and what the planner makes of a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.plan import plan_recipe
+from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale, of_variants
+from nemo_grpo.plan.hardware import HARDWARE, hardware_of
+from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
+from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.scaling import scaling
+from nemo_grpo.plan.search import best_layouts
+from nemo_grpo.plan.workload import expected_draws, scoring_passes
+from nemo_grpo.recipe import Recipe, load_recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
+SHAPE = PRESETS["Qwen/Qwen2.5-32B"]
+H100 = HARDWARE["h100"]
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return load_recipe(LARGE)
+
+
+@pytest.fixture(scope="module")
+def base(recipe: Recipe) -> Forecast:
+    found = plan_recipe(recipe, assumed=Assumptions(4000)).forecast
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("mean", "limit"), [(100, 1000), (800, 1000), (999, 1000), (1, 16), (16, 16)])
+def test_lengths_have_the_mean_that_was_given(mean: float, limit: int) -> None:
+    lengths = of_mean(mean, limit)
+    assert lengths.mean == pytest.approx(mean, rel=1e-3)
+    assert lengths.responses == tuple(sorted(lengths.responses))
+    assert max(lengths.responses) <= limit
+
+
+def test_longest_of_many_responses_nears_the_limit() -> None:
+    lengths = Lengths(1, (10.0, 20.0, 30.0, 40.0), 50)
+    # the quantile 1/2 lies between the second and the third class
+    assert lengths.longest(1) == 25
+    assert 40 < lengths.longest(100) < lengths.longest(10_000) < 50
+
+
+def test_attended_tokens_weigh_long_sequences_more() -> None:
+    # sequences of 10 and 30: (100 + 900) / 40 / 2
+    assert Lengths(4, (6.0, 26.0), 30).attended == 12.5
+
+
+def test_rows_are_packed_first_fit_decreasing() -> None:
+    # 7, 7, 3, 3 into rows of 10: two full ones; 6 and 5 do not share a row of 10
+    assert Lengths(1, (2.0, 6.0), 10).packed(10) == 10
+    assert Lengths(1, (4.0, 5.0), 10).packed(10) == pytest.approx((6 + 6 + 10) / 3)
+
+
+def test_lengths_come_from_a_runs_files(tmp_path: Path) -> None:
+    metrics, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
+    metrics.write_text("\n".join(json.dumps({"step": n, "length/mean": 100 + n}) for n in range(3)))
+    samples.write_text(json.dumps({"num_tokens": 7}) + "\n" + json.dumps({"num_tokens": [5, 9]}))
+    assert read_lengths(metrics, 1000).mean == pytest.approx(101, rel=1e-3)
+    assert read_lengths(samples, 1000).responses == (5.0, 7.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"num_tokens": 2000}', "a response of 2000 tokens, the recipe allows 1 to 1000"),
+        ('{"loss": 1}', "no num_tokens and no length/mean in it"),
+        ("{", "give a number, metrics.jsonl or samples.jsonl"),
+    ],
+)
+def test_wrong_lengths_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_lengths(file, 1000)
+
+
+def test_impossible_means_are_refused(recipe: Recipe) -> None:
+    with pytest.raises(UserError, match="--lengths 99999: responses have 1 to 16384 tokens"):
+        Assumptions(99999).lengths_of(recipe)
+    with pytest.raises(UserError, match="--prompt-length 0"):
+        Assumptions(100, prompt=0).lengths_of(recipe)
+    with pytest.raises(UserError, match="--signal 0: a share"):
+        plan_recipe(recipe, assumed=Assumptions(signal=0))
+
+
+def test_draws_until_enough_groups_carry_signal() -> None:
+    assert expected_draws(1.0, 1.0, 10, 64) == 1
+    # half of the groups have signal: two draws bring the threshold of 0.6, and about as often not that of 1
+    assert expected_draws(0.5, 0.6, 10, 10_000) == pytest.approx(2, abs=1e-3)
+    assert expected_draws(0.5, 1.0, 10, 10_000) == pytest.approx(2.5, abs=0.01)
+    assert expected_draws(0.01, 1.0, 10, 64) == pytest.approx(10, abs=1e-3)
+
+
+def test_scoring_passes_follow_the_variant() -> None:
+    cluster = load_recipe(RECIPES / "cw_grpo" / "cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml")
+    assert scoring_passes(cluster) == 2
+    assert scoring_passes(load_recipe(LARGE)) == 1
+    embedded = RECIPES / "quickstart-gpg.yaml"
+    batch = load_recipe(embedded).num_sequences_per_step
+    assert scoring_passes(load_recipe(embedded, [f"policy.train_global_batch_size={batch}"])) == 0
+
+
+def test_hardware_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "gpus.yaml"
+    file.write_text("mine:\n  base: h100\n  memory_bandwidth: 6.7e+12\n")
+    mine = hardware_of("mine", file)
+    assert (mine.memory_bandwidth, mine.bf16_flops) == (6.7e12, H100.bf16_flops)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mine: {base: h10}", "mine.base=h10: unknown; did you mean 'h100'"),
+        ("mine: {base: h100, memory_bandwith: 1}", "did you mean 'memory_bandwidth'"),
+        ("mine: {base: h100, bf16_flops: 0}", "must be above 0"),
+        ("mine: {base: h100, bf16_flops: fast}", "is not a number"),
+        ("mine: {bf16_flops: 1}", "mine lacks memory_bytes"),
+        ("mine", "expected name"),
+    ],
+)
+def test_wrong_hardware_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "gpus.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        hardware_of("mine", file)
+
+
+def test_algorithms_differ_by_draws_and_passes(recipe: Recipe) -> None:
+    found = of_variants(recipe, ["grpo", "cw_grpo", "gpg"], SHAPE, "h100", H100, Assumptions(4000))
+    plain, weighted, gpg = (found[name].step for name in found)
+    assert weighted.phases["scoring"] == pytest.approx(2 * plain.phases["scoring"])
+    assert gpg.rollout == pytest.approx(2 * plain.rollout, rel=0.01)
+    with pytest.raises(UserError, match="--compare gpgg: not a variant; did you mean 'gpg'"):
+        of_variants(recipe, ["gpgg"], SHAPE, "h100", H100)
+
+
+def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Recipe, base: Forecast) -> None:
+    found = best_layouts(recipe, base, SHAPE, H100)
+    assert [one.step.seconds for one in found] == sorted(one.step.seconds for one in found)
+    assert found[0].step.seconds < base.step.seconds
+    again = plan_recipe(load_recipe(LARGE, found[0].overrides), assumed=Assumptions(4000))
+    assert again.accepted
+    assert again.forecast is not None
+    assert again.forecast.step.seconds == pytest.approx(found[0].step.seconds)
+
+
+def test_best_layout_leaves_a_given_microbatch_alone() -> None:
+    given = load_recipe(LARGE, ["policy.sequence_packing.train_mb_tokens=17408"])
+    found = plan_recipe(given, assumed=Assumptions(4000)).forecast
+    assert found is not None
+    for one in best_layouts(given, found, SHAPE, H100):
+        assert one.setup.train_tokens == 17408
+        assert not any("train_micro_batch_size" in override for override in one.overrides)
+
+
+def test_scaling_keeps_or_grows_the_batch(base: Forecast) -> None:
+    twice = at_scale(base, SHAPE, H100, 64)
+    assert twice.work == base.work
+    assert twice.step.num_gpus == 64
+    assert at_scale(base, SHAPE, H100, 64, weak=True).work.num_samples == 2 * base.work.num_samples
+    points = scaling(base, SHAPE, H100, [32, 24, 64])
+    assert [point.num_gpus for point in points] == [24, 32, 64]
+    assert points[0].strong is None
+    assert points[1].strong_efficiency == points[1].weak_efficiency == 1
+    with pytest.raises(UserError, match=r"--scale 24: .*use multiples"):
+        scaling(base, SHAPE, H100, [24])
+    with pytest.raises(UserError, match="--scale 0: numbers of GPUs"):
+        scaling(base, SHAPE, H100, [0])
+
+
+def test_bottleneck_is_the_largest_phase(base: Forecast) -> None:
+    phases = base.step.phases
+    name = max(phases, key=lambda one: phases[one])
+    assert name == "tail"
+    assert base.bottleneck.startswith(
+        f"{phases[name] / base.step.seconds:.0%} is the longest responses; lower"
+    )
+
+
+def test_steps_within_a_time_leave_room_for_a_checkpoint(base: Forecast) -> None:
+    step, save = base.step.seconds, base.step.checkpoint
+    assert base.steps_within(3 * step + save + 1) == 3
+    assert base.steps_within(3 * step + save - 1) == 2
+    assert base.steps_within(save) == 0
