@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit, refuse_untied
+from checkpoints_conv.families.parts import HF_EMBEDDING, HF_OUTPUT
 from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES, Dtype, cast, dtype_for
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.pieces import Buffer, same
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ITERATION = 0
-_LAYERS = "decoder.layers."
 _EXTRA_STATES = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv")
 _MLP_EXTRA_STATES = ("linear_fc1", "linear_fc2")
 
@@ -87,7 +87,7 @@ class _Conversion:
         self.family, self.weights = family, weights
         self.units = list(family.units())
         family.check_hf(weights.shapes)
-        if family.tied and "lm_head.weight" in weights.tensors:
+        if family.tied and HF_OUTPUT in weights.tensors:
             _check_tied(weights)
         self.dtypes = _dtypes(self.units, weights, dtype)
         self.padded_vocab_size = padded_vocab_size
@@ -162,9 +162,10 @@ class _Conversion:
         default refuses a checkpoint that lacks one key, and passes over those that it does not look for.
         """
         layers, experts = self.family.num_layers, self.family.dims["e"]
+        before = f"{self.family.prefix}decoder.layers."
         norms = {unit.key.removesuffix(".weight") for unit in self.units if unit.key.endswith("norm.weight")}
-        plain = sorted(name for name in norms if not name.startswith(_LAYERS))
-        layered = sorted(name.removeprefix(_LAYERS) for name in norms if name.startswith(_LAYERS))
+        plain = sorted(name for name in norms if not name.startswith(before))
+        layered = sorted(name.removeprefix(before) for name in norms if name.startswith(before))
         found = [(name, f"{i}", f"{layers}") for name in (*_EXTRA_STATES, *layered) for i in range(layers)]
         for i, name in product(range(layers), _MLP_EXTRA_STATES):
             if not experts:
@@ -173,7 +174,7 @@ class _Conversion:
                 found.append((f"mlp.experts.experts.{name}", f"{i}.{e}", f"{layers}.{experts}"))
         return [
             *(f"{name}._extra_state/shard_0_1" for name in plain),
-            *(f"{_LAYERS}{name}._extra_state/shard_{at}_{size}" for name, at, size in found),
+            *(f"{before}{name}._extra_state/shard_{at}_{size}" for name, at, size in found),
         ]
 
 
@@ -183,11 +184,11 @@ def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
 
 def _check_tied(weights: SafetensorsFolder) -> None:
     first, second = Buffer(), Buffer()
-    rows, step = weights.shapes["lm_head.weight"][0], 64
+    rows, step = weights.shapes[HF_OUTPUT][0], 64
     for row in range(0, rows, step):
         count = min(step, rows - row)
-        embedding = weights.read_rows("model.embed_tokens.weight", row, count, first)
-        if not same(embedding, weights.read_rows("lm_head.weight", row, count, second)):
+        embedding = weights.read_rows(HF_EMBEDDING, row, count, first)
+        if not same(embedding, weights.read_rows(HF_OUTPUT, row, count, second)):
             refuse_untied()
 
 

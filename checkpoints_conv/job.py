@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush, flush_tree, sha256_of
+from nemo_grpo.files import flush, flush_tree, make_readable, sha256_of
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -175,6 +175,7 @@ class Job:
         """
         if sha256:
             write_sha256(self.data)
+        make_readable(self.data)
         flush_tree(self.data)
         replaced = self.output.with_name(f".{self.output.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)

@@ -17,7 +17,6 @@ from nemo_grpo.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 ADAPTER = ".adapter."
 
 
@@ -54,7 +53,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
     extra = set(stored) - {name for name in names.values() if name}
     extra -= {twin for unit in names for twin in unit.twins}
     if family.tied:
-        extra -= {_OUTPUT}
+        extra -= {family.tied_names[1]}
     refuse_unmatched("Megatron", missing, extra)
     places = []
     for unit, name in names.items():
@@ -68,8 +67,8 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
             raise UserError(
                 f"{name} is stored as {reader.keys[name].dtype}; save the weights in bf16, fp16 or fp32"
             )
-    if family.tied and _OUTPUT in stored:
-        _check_tied(reader)
+    if family.tied and family.tied_names[1] in stored:
+        _check_tied(reader, *family.tied_names)
     return places
 
 
@@ -77,11 +76,11 @@ def _name(unit: Unit, stored: dict[str, tuple[int, ...]]) -> str | None:
     return next((name for name in (*unit.stacked_keys, *unit.layer_keys) if name in stored), None)
 
 
-def _check_tied(reader: TorchDistReader) -> None:
-    shape = reader.keys[_EMBEDDING].shape
-    if reader.keys[_OUTPUT].shape != shape:
+def _check_tied(reader: TorchDistReader, *names: str) -> None:
+    shape, other = (reader.keys[name].shape for name in names)
+    if other != shape:
         refuse_untied()
-    both = (reader.block(name, (0, 0), shape, 0) for name in (_EMBEDDING, _OUTPUT))
+    both = (reader.block(name, (0, 0), shape, 0) for name in names)
     rows, step = shape[0], 64
     with next(both) as embedding, next(both) as output:
         for row in range(0, rows, step):

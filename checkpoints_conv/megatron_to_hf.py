@@ -17,6 +17,7 @@ from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
+from checkpoints_conv.model_card import base_of, training_of, write_card
 from nemo_grpo.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def megatron_to_hf(
                 writer.close()
             writer.write_index()
             copy_side_files(hf_config_folder, job.data, tensors[0][1])
+            write_card(job.data, training_of(reader.folder), base_of(hf_config_folder))
             job.finish(sha256)
     log.info("%s is a Hugging Face model", output)
     return output

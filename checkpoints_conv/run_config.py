@@ -12,6 +12,7 @@ import yaml
 from checkpoints_conv.families import Family, ModelSpec
 from checkpoints_conv.formats.archive import save, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
+from checkpoints_conv.formats.nemo import model_yaml
 from checkpoints_conv.formats.torch_dist import LATEST
 from nemo_grpo.errors import UserError
 
@@ -39,6 +40,7 @@ COMPARED = {
 _ACTIVATIONS = {
     "silu": "torch.nn.functional.silu",
     "swish": "torch.nn.functional.silu",
+    "gelu_pytorch_tanh": "megatron.core.activations.fast_gelu",
     "gelu": "torch.nn.functional.gelu",
 }
 
@@ -50,7 +52,7 @@ _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: int) -> None:
     """Write run_config.yaml, train_state.pt and the trackers that name the latest iteration."""
     inner = folder / f"iter_{iteration:07d}"
-    for lost in unsaid(family.spec):
+    for lost in unsaid(family):
         log.warning("%s of config.json is not in %s: a model built from that alone differs", lost, RUN_CONFIG)
     saving = {"save_optim": False, "save_rng": False, "fully_parallel_save": False}
     sections = {"model": model_section(family, dtype), "checkpoint": saving}
@@ -74,29 +76,37 @@ def _write_train_state(path: Path, iteration: int) -> None:
         save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
 
 
-def unsaid(spec: ModelSpec) -> list[str]:
+def unsaid(family: Family) -> list[str]:
     """What shapes the model's attention, and `model_section` has no words for."""
-    rope, found = spec.rope, []
-    if rope["rope_type"] not in ("default", "llama3"):
+    rope, found = family.spec.rope, []
+    said = ("default", "llama3", *(["linear"] if "rope_scaling_factor" in family.settings else []))
+    if rope["rope_type"] not in said:
         found.append(f"rope_type {rope['rope_type']}")
     if rope["rope_type"] == "llama3":
         given = {key: rope.get(key, value) for key, value in _LLAMA3_ROPE.items()}
         found += [f"{key} {value:g}" for key, value in given.items() if value != _LLAMA3_ROPE[key]]
-    if spec.sliding_window:
-        found.append(f"sliding_window {spec.sliding_window}")
+    if family.spec.sliding_window and "window_size" not in family.settings:
+        found.append(f"sliding_window {family.spec.sliding_window}")
     return found
 
 
 def check_run_config(family: Family, path: Path) -> None:
     """Compare what the checkpoint says of its model with config.json, where shapes do not tell.
 
+    Args:   path: of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
+
     Raises: UserError: they differ.
     """
-    stated = read_section(path, "model")
+    if path.exists():
+        section, compared = "model", COMPARED
+    else:
+        path, section = model_yaml(path.parent), "config"
+        compared = {key: COMPARED[key] for key in COMPARED if key != "vocab_size"}  # NeMo's may be padded
+    stated = read_section(path, section)
     expected = model_section(family, DTYPES["float32"])
     if not expected["rope_scaling"]:
         del expected["rope_scaling_factor"]  # without effect
-    for key, hf_key in COMPARED.items():
+    for key, hf_key in compared.items():
         found, wanted = (_plain(values.get(key)) for values in (stated, expected))
         if found is not None and wanted is not None and found != wanted:
             raise UserError(
@@ -116,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_section(path: Path, section: str) -> dict[str, Any]:
-    """A section of run_config.yaml; empty if there is no such file or section.
+    """A section of a YAML file; empty if there is no such file or section.
 
     Raises: UserError: the file is not YAML.
     """
@@ -168,6 +178,7 @@ def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
         "bf16": dtype.name == "bfloat16",
         "fp16": dtype.name == "float16",
         **(_experts(family) if spec.num_experts else {}),
+        **family.settings,
     }
 
 

@@ -31,6 +31,12 @@ def flush_tree(folder: Path) -> None:
         flush(path)
 
 
+def make_readable(folder: Path) -> None:
+    """Mode 0644 for files and 0755 for folders, also where a library made them for their owner alone."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
 def sha256_of(path: Path) -> str:
     """Hexadecimal digest of a file's content."""
     with path.open("rb") as file:

@@ -18,19 +18,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from checkpoints_conv.formats.model_folder import weight_files
+from checkpoints_conv.formats.model_folder import side_files, weight_files
 from checkpoints_conv.lora import peft_config
+from checkpoints_conv.model_card import Training, base_of, write_card
 from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.files import make_readable
 
-_WEIGHTS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-)
 MAX_SHARD_SIZE = "5GB"
 
 
@@ -122,14 +115,16 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy a model folder without its weights: configs, tokenizer, chat template."""
     target.mkdir(parents=True, exist_ok=True)
-    weights = {path.name for pattern in _WEIGHTS for path in source.glob(pattern)}
-    for path in source.iterdir():
-        if path.is_file() and path.name not in weights:
-            shutil.copyfile(path, target / path.name)
+    for path in side_files(source):
+        shutil.copyfile(path, target / path.name)
 
 
 def export(
-    named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, dtype: torch.dtype
+    named_tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    training: Training | None,
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads.
 
@@ -137,6 +132,7 @@ def export(
     replaced.
 
     Args: source: the model folder that training started from; its side files are copied.
+          training: what the model card says; None: no card, of a model that a run will start with.
     """
     tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
     config = load_config(source)
@@ -150,6 +146,8 @@ def export(
             logging.disable(logging.NOTSET)
         with no_transformers_bars():
             config.save_pretrained(temporary)
+        if training is not None:
+            write_card(temporary, training, base_of(source))
 
 
 @contextmanager
@@ -159,19 +157,21 @@ def _appearing(target: Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     yield temporary
+    make_readable(temporary)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
 
 
 def export_adapter(
-    tensors: Mapping[str, Tensor], source: Path, target: Path, *, dim: int, alpha: float
+    tensors: Mapping[str, Tensor], source: Path, target: Path, training: Training, *, dim: int, alpha: float
 ) -> None:
     """Write LoRA matrices as a folder that PEFT's `PeftModel.from_pretrained` loads on top of ``source``.
 
     Written under a temporary name and renamed, like `export`.
 
     Args: tensors: by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
-          source: the base model's folder.  dim, alpha: the update is alpha / dim B A.
+          source: the base model's folder.  training: what the model card says.
+          dim, alpha: the update is alpha / dim B A.
     """
     copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
@@ -179,6 +179,7 @@ def export_adapter(
     with _appearing(target) as temporary:
         save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_card(temporary, training, base_of(source), is_adapter=True)
 
 
 @contextmanager

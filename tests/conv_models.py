@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 from safetensors.torch import load_file
-from small_models import FAMILIES, small_config
-from transformers import AutoModelForCausalLM
+from small_models import FAMILIES, auto_class, small_config
 
 from checkpoints_conv.formats.dtypes import byte_view, dtype_for
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
@@ -20,7 +19,7 @@ def save_model(family, folder, dtype=torch.float32, **changes):
     """Write a model folder with a chat template and a generation config."""
     config = CONFIGS[family](**changes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model = auto_class(config).from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)

@@ -26,6 +26,23 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+VISION = {
+    "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32,
+    "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
+}  # fmt: skip
+MARKS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_token_id": 92, "video_token_id": 93}
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
+
+
+def _qwen2_5_vl(**text: Any) -> Any:
+    tied = text["tie_word_embeddings"]
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text | SPECIAL, vision_config=VISION, tie_word_embeddings=tied, **MARKS
+    )
+
+
+GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, **SPECIAL}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2-tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
@@ -33,8 +50,11 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "mistral": (transformers.MistralConfig, {"sliding_window": None}),
     "qwen3-moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
+    "qwen2.5-vl": (_qwen2_5_vl, {"rope_parameters": MROPE}),
+    "gemma3": (transformers.Gemma3TextConfig, {**GEMMA, "tie_word_embeddings": True}),
+    "qwen2.5-vl-tied": (_qwen2_5_vl, {"rope_parameters": MROPE, "tie_word_embeddings": True}),
 }
-TRAINED = tuple(family for family in FAMILIES if family != "qwen3-moe")
+TRAINED = tuple(family for family in FAMILIES if not family.startswith(("qwen3-moe", "qwen2.5-vl", "gemma3")))
 """Those that the embedded engine trains."""
 
 
@@ -42,3 +62,9 @@ def small_config(family: str = "qwen2-tied", **changes: Any) -> Any:
     """The configuration of a family's tiny model."""
     make, own = FAMILIES[family]
     return make(**SIZES | own | changes)
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes and loads the model of a configuration."""
+    has_vision = "vision_config" in config.sub_configs
+    return transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoints_conv.families import llama, mistral, qwen2, qwen2_vl, qwen3, qwen3_moe
+from checkpoints_conv.families import gemma3, llama, mistral, qwen2, qwen2_vl, qwen3, qwen3_moe
 from checkpoints_conv.families.declaration import Declaration
 from checkpoints_conv.families.family import Family
 from checkpoints_conv.families.spec import ModelSpec
@@ -25,6 +25,7 @@ FAMILIES: tuple[Declaration, ...] = (
     qwen3_moe.FAMILY,
     qwen2_vl.QWEN2_VL,
     qwen2_vl.QWEN2_5_VL,
+    gemma3.FAMILY,
 )
 CONVERTED = tuple(family for family in FAMILIES if family.table)
 COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
@@ -49,7 +50,8 @@ def family_for(config: dict[str, Any]) -> Family:
     declaration = _declared(config, "the model", CONVERTED)
     spec = declaration.read(config, "the model")
     assert declaration.table is not None
-    return Family(config, spec, declaration.table(spec))
+    settings = declaration.settings(config) if declaration.settings else {}
+    return Family(config, spec, declaration.table(spec), settings)
 
 
 def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:

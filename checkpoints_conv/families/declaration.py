@@ -18,10 +18,14 @@ class Declaration:
     Attributes:
         architecture, model_type: how its config.json names it.
         has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
+        has_post_norms: norms behind attention and feed-forward layer, too.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
+        ties_by_default: embeddings are tied where config.json does not say.
         table: every tensor of a model, for the converters; None: the planner alone knows the family.
-        vision_parameters: (vision_config, hidden_size) -> parameters of the vision tower.
+        sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
+        vision_parameters: of these sizes, the parameters of the vision tower.
+        settings: config.json -> Megatron-Bridge's provider where it is not a dense decoder's.
         is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows it.
     """
 
@@ -29,9 +33,13 @@ class Declaration:
     model_type: str
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    has_post_norms: bool = False
     is_computed: bool = True
+    ties_by_default: bool = False
     table: Callable[[ModelSpec], tuple[Entry, ...]] | None = decoder_table
-    vision_parameters: Callable[[Mapping[str, Any], int], int] | None = None
+    sizes: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
+    vision_parameters: Callable[[Mapping[str, int]], int] | None = None
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     is_bridged: bool = True
 
     def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
@@ -45,7 +53,7 @@ class Declaration:
             heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
             groups = int(text.get("num_key_value_heads") or heads)
             experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-            vision, tower = config.get("vision_config"), self.vision_parameters
+            sizes = self.sizes(config) if self.sizes else {}
             spec = ModelSpec(
                 name=name,
                 model_type=self.model_type,
@@ -57,18 +65,20 @@ class Declaration:
                 vocab_size=int(text["vocab_size"]),
                 max_position_embeddings=int(text["max_position_embeddings"]),
                 tied_embeddings=bool(
-                    config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+                    config.get("tie_word_embeddings", text.get("tie_word_embeddings", self.ties_by_default))
                 ),
                 head_dim=int(text.get("head_dim") or hidden // heads),
                 has_qkv_bias=self.has_qkv_bias,
                 has_qk_norm=self.has_qk_norm,
+                has_post_norms=self.has_post_norms,
                 num_experts=experts,
                 num_experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
-                num_vision_parameters=tower(vision, hidden) if tower and vision else 0,
+                num_vision_parameters=self.vision_parameters(sizes) if self.vision_parameters else 0,
                 norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-                hidden_act=text.get("hidden_act", "silu"),
+                hidden_act=text.get("hidden_activation") or text.get("hidden_act", "silu"),
                 rope=_rope(text),
                 sliding_window=_sliding_window(text),
+                sizes=sizes,
                 is_bridged=self.is_bridged,
             )
         except KeyError as error:
@@ -101,7 +111,9 @@ def _check(text: Mapping[str, Any], name: str) -> None:
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """From the config's new form, or its older separate fields."""
     found = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    found["rope_type"] = found.get("rope_type", found.get("type")) or "default"
+    found = dict(found.get("full_attention", found))  # some families have two, by kind of layer
+    kind = found.get("rope_type", found.get("type")) or "default"
+    found["rope_type"] = "default" if kind == "mrope" else kind  # the sections alone say so nowadays
     found["rope_theta"] = float(found.get("rope_theta") or text.get("rope_theta") or 10000.0)
     return found
 

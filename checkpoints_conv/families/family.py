@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from checkpoints_conv.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
-from checkpoints_conv.families.parts import Entry
+from checkpoints_conv.families.parts import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, OUTPUT, Entry
 from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.pieces import PIECE_BYTES
 from nemo_grpo.core.lazy import Tensor, torch
@@ -61,13 +61,31 @@ class Family:
     """The two-way mapping of one model.
 
     Attributes: config: config.json's content.  spec: what it says.  dims: sizes by letter.
-                entries: the table.  num_layers, tied: from the spec.
+                entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
+                num_layers, tied: from the spec.
     """
 
-    def __init__(self, config: dict[str, Any], spec: ModelSpec, entries: Sequence[Entry]) -> None:
-        self.config, self.spec, self.entries = config, spec, tuple(entries)
+    def __init__(
+        self,
+        config: dict[str, Any],
+        spec: ModelSpec,
+        entries: Sequence[Entry],
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.spec, self.entries, self.settings = config, spec, tuple(entries), settings or {}
         self.dims = dims_of(spec)
         self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
+
+    @cached_property
+    def prefix(self) -> str:
+        """What precedes the decoder's Megatron names: nothing, unless the decoder is a part of the model."""
+        (name,) = (entry.megatron for entry in self.entries if entry.hf[0][0] == HF_EMBEDDING)
+        return name.removesuffix(EMBEDDING)
+
+    @property
+    def tied_names(self) -> tuple[str, str]:
+        """The Megatron names of the embedding and of the output layer."""
+        return self.prefix + EMBEDDING, self.prefix + OUTPUT
 
     def to_megatron(self, hf: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(local-spec name, full tensor) with global layer numbers; shares memory where it can.
@@ -76,8 +94,8 @@ class Family:
         Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
         """
         self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()})
-        if self.tied and "lm_head.weight" in hf:
-            check_tied(hf["model.embed_tokens.weight"], hf["lm_head.weight"])
+        if self.tied and HF_OUTPUT in hf:
+            check_tied(hf[HF_EMBEDDING], hf[HF_OUTPUT])
         for entry, numbers in self._instances():
             names = [name.format(**numbers) for name, _ in entry.hf]
             yield entry.megatron.format(**numbers), entry.op.join([hf[name] for name in names], self.dims)
@@ -91,10 +109,11 @@ class Family:
         """
         names = {local: name for name in megatron if (local := local_name(name))}
         wanted = {entry.megatron.format(**numbers) for entry, numbers in self._instances()}
-        extra = set(names) - wanted - ({"output_layer.weight"} if self.tied else set())
+        embedding, output = self.tied_names
+        extra = set(names) - wanted - ({output} if self.tied else set())
         refuse_unmatched("Megatron", wanted - set(names), {names[name] for name in extra})
-        if self.tied and "output_layer.weight" in names:
-            check_tied(megatron["embedding.word_embeddings.weight"], megatron["output_layer.weight"])
+        if self.tied and output in names:
+            check_tied(megatron[embedding], megatron[output])
         for entry, numbers in self._instances():
             name = names[entry.megatron.format(**numbers)]
             whole = megatron[name]
@@ -172,7 +191,7 @@ class Family:
         expected = self.hf_shapes
         extra = {name for name in found if name not in expected and not _IGNORED_HF.match(name)}
         if self.tied:
-            extra -= {"lm_head.weight"}
+            extra -= {HF_OUTPUT}
         refuse_unmatched("Hugging Face", set(expected) - set(found), extra)
         for name, shape in expected.items():
             if found[name] != shape:
@@ -196,10 +215,11 @@ class Family:
 
 
 def dims_of(spec: ModelSpec) -> dict[str, int]:
-    """Sizes by the letters of the tables, plus ``groups`` (key-value heads)."""
+    """Sizes by the letters of the tables, plus ``groups`` (key-value heads) and the family's own."""
     return {
         "h": spec.hidden_size, "q": spec.query_size, "kv": spec.key_value_size, "d": spec.head_dim,
         "f": spec.ffn_size, "v": spec.vocab_size, "e": spec.num_experts, "groups": spec.num_key_value_heads,
+        **spec.sizes,
     }  # fmt: skip
 
 

@@ -2,16 +2,18 @@
 
 An `Entry` ties one Megatron tensor to the Hugging Face tensors it is made of. Names hold ``{layer}`` and
 ``{expert}``; shapes are letters of `family.dims_of`: h hidden, q all queries, kv all keys, d head, f MLP,
-v vocabulary, e experts.
+v vocabulary, e experts, and a family's own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
 from checkpoints_conv.families.spec import ModelSpec
 
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
 
@@ -37,6 +39,11 @@ class Entry:
     twin: str | None = None
     padded: bool = False
 
+    def within(self, prefix: str) -> Entry:
+        """The same tensor where the decoder is a part of a model."""
+        fused, twin = (prefix + name if name else None for name in (self.fused, self.twin))
+        return replace(self, megatron=prefix + self.megatron, fused=fused, twin=twin)
+
 
 def copy(megatron: str, hf: str, shape: str, fused: str | None = None, padded: bool = False) -> Entry:
     """A tensor that only changes its name."""
@@ -50,9 +57,9 @@ def layer_copy(megatron: str, hf: str, shape: str, fused: str | None = None) -> 
 
 def embeddings(tied: bool) -> tuple[Entry, ...]:
     """Token embedding, final norm and, unless it is tied, the output layer."""
-    output = copy("output_layer.weight", "lm_head.weight", "v h", padded=True)
+    output = copy(OUTPUT, HF_OUTPUT, "v h", padded=True)
     return (
-        copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "v h", padded=True),
+        copy(EMBEDDING, HF_EMBEDDING, "v h", padded=True),
         copy("decoder.final_layernorm.weight", "model.norm.weight", "h"),
         *(() if tied else (output,)),
     )
@@ -83,13 +90,13 @@ def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...
     )
 
 
-def gated_mlp() -> tuple[Entry, ...]:
-    """Norm and the three matrices of a gated MLP."""
+def gated_mlp(norm: str = "post_attention_layernorm.weight") -> tuple[Entry, ...]:
+    """Norm and the three matrices of a gated MLP. Args: norm: its Hugging Face name."""
     gate_up = tuple((f"{HF_LAYER}mlp.{name}_proj.weight", "f h") for name in ("gate", "up"))
     return (
         layer_copy(
             "pre_mlp_layernorm.weight",
-            "post_attention_layernorm.weight",
+            norm,
             "h",
             fused="mlp.linear_fc1.layer_norm_weight",
         ),

@@ -1,38 +1,94 @@
-"""Qwen2-VL and Qwen2.5-VL. The planner alone knows them: NeMo-RL loads, trains and exports them.
+"""Qwen2.5-VL, and Qwen2-VL for the planner alone: Megatron-Bridge, which NeMo-RL trains with, has none.
 
-Parameters of the vision tower, merger included, are counted from the layers of the published modelling code:
-a patch embedding without bias, blocks of two norms, a fused qkv and an output projection with biases and a
-feed-forward layer with biases (two matrices in Qwen2-VL, three, gated, in 2.5), and a merger of one norm and
-two linear layers over 2 x 2 patches.
+The decoder is Qwen2's. Megatron-Bridge puts the vision tower and its merger into the model as transformers
+builds them: neither stacked nor split over ranks, every tensor under its Hugging Face name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from checkpoints_conv.families.declaration import Declaration
+from checkpoints_conv.families.parts import Entry, copy, decoder_table
+from checkpoints_conv.families.spec import ModelSpec
+
+_PROVIDER = "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
+_VISION_CONFIG = "transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig"
+_IDS = ("bos_token_id", "eos_token_id")
+_MARKS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 
 
-def _qwen2_vl(vision: Mapping[str, Any], hidden_size: int) -> int:
-    width = int(vision["embed_dim"])
-    ffn = int(width * vision.get("mlp_ratio", 4))
-    layer_norm = 2 * width  # with a bias
-    return _tower(vision, width, layer_norm, 2 * width * ffn + ffn + width, hidden_size)
+def _qwen2_5_vl(config: Mapping[str, Any]) -> dict[str, int]:
+    vision = config["vision_config"]
+    return _sizes(vision, vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"])
 
 
-def _qwen2_5_vl(vision: Mapping[str, Any], hidden_size: int) -> int:
-    width, ffn = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    return _tower(vision, width, width, 3 * width * ffn + 2 * ffn + width, int(vision["out_hidden_size"]))
+def _qwen2_vl(config: Mapping[str, Any]) -> dict[str, int]:
+    vision = config["vision_config"]
+    width, text = vision["embed_dim"], config.get("text_config") or config
+    return _sizes(vision, width, width * vision.get("mlp_ratio", 4), text["hidden_size"])
 
 
-def _tower(vision: Mapping[str, Any], width: int, norm: int, feed_forward: int, out: int) -> int:
-    patch, frames = int(vision.get("patch_size", 14)), int(vision.get("temporal_patch_size", 2))
-    block = 2 * norm + (width * 3 * width + 3 * width) + (width * width + width) + feed_forward
+def _sizes(vision: Mapping[str, Any], width: int, ffn: int, out: int) -> dict[str, int]:
+    """w width, w3 its queries, keys and values, i MLP, m merged patches, o result, c t p a patch's axes."""
     merged = width * int(vision.get("spatial_merge_size", 2)) ** 2
-    merger = norm + (merged * merged + merged) + (merged * out + out)
-    embedding = 3 * frames * patch * patch * width
-    return embedding + int(vision["depth"]) * block + merger
+    patch, frames = int(vision.get("patch_size", 14)), int(vision.get("temporal_patch_size", 2))
+    found = {"w": width, "w3": 3 * width, "i": int(ffn), "m": merged, "o": int(out), "depth": vision["depth"]}
+    return found | {"c": int(vision.get("in_channels", 3)), "t": frames, "p": patch}
+
+
+def _tower(depth: int, *, is_gated: bool) -> Iterator[tuple[str, str]]:
+    """(name, shape) of the tower; Qwen2-VL has layer norms and a plain MLP, 2.5 RMS norms and a gate."""
+    up = ("gate_proj", "up_proj") if is_gated else ("fc1",)
+    down = "down_proj" if is_gated else "fc2"
+    norm = ("weight",) if is_gated else ("weight", "bias")
+    yield "visual.patch_embed.proj.weight", "w c t p p"
+    for number in range(depth):
+        block = f"visual.blocks.{number}."
+        yield from ((f"{block}{name}.{kind}", "w") for name in ("norm1", "norm2") for kind in norm)
+        yield from _linear(f"{block}attn.qkv", "w3", "w")
+        yield from _linear(f"{block}attn.proj", "w", "w")
+        for name in up:
+            yield from _linear(f"{block}mlp.{name}", "i", "w")
+        yield from _linear(f"{block}mlp.{down}", "w", "i")
+    yield from ((f"visual.merger.ln_q.{kind}", "w") for kind in norm)
+    yield from _linear("visual.merger.mlp.0", "m", "m")
+    yield from _linear("visual.merger.mlp.2", "o", "m")
+
+
+def _linear(name: str, rows: str, columns: str) -> Iterator[tuple[str, str]]:
+    yield f"{name}.weight", f"{rows} {columns}"
+    yield f"{name}.bias", rows
+
+
+def _count(sizes: Mapping[str, int], *, is_gated: bool) -> int:
+    tower = _tower(sizes["depth"], is_gated=is_gated)
+    return sum(math.prod(sizes[letter] for letter in shape.split()) for _, shape in tower)
+
+
+def _table(spec: ModelSpec) -> tuple[Entry, ...]:
+    language = (entry.within("language_model.") for entry in decoder_table(spec))
+    tower = _tower(spec.sizes["depth"], is_gated=True)
+    return (*language, *(copy(name, name, shape) for name, shape in tower))
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections = {"mrope_section": rope["mrope_section"]} if "mrope_section" in rope else {}
+    ids = {key: text[key] for key in _IDS if text.get(key) is not None}
+    marks = {key: config[key] for key in _MARKS if key in config}
+    return {
+        "_target_": _PROVIDER,
+        "position_embedding_type": "mrope",
+        "scatter_embedding_sequence_parallel": False,
+        "vision_config": {"_target_": _VISION_CONFIG, **config["vision_config"]},
+        **sections,
+        **ids,
+        **marks,
+    }
 
 
 QWEN2_VL = Declaration(
@@ -41,7 +97,8 @@ QWEN2_VL = Declaration(
     has_qkv_bias=True,
     is_computed=False,
     table=None,
-    vision_parameters=_qwen2_vl,
+    sizes=_qwen2_vl,
+    vision_parameters=lambda sizes: _count(sizes, is_gated=False),
     is_bridged=False,
 )
 QWEN2_5_VL = Declaration(
@@ -49,6 +106,8 @@ QWEN2_5_VL = Declaration(
     "qwen2_5_vl",
     has_qkv_bias=True,
     is_computed=False,
-    table=None,
-    vision_parameters=_qwen2_5_vl,
+    table=_table,
+    sizes=_qwen2_5_vl,
+    vision_parameters=lambda sizes: _count(sizes, is_gated=True),
+    settings=_settings,
 )

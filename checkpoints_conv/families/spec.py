@@ -15,6 +15,7 @@ class ModelSpec:
                 head_dim: width of a head, which need not be hidden_size / num_attention_heads.
                 ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
                 has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
+                has_post_norms: norms behind attention and feed-forward layer, too.
                 num_shared_experts: experts of ffn_size that every token passes.
                 num_dense_layers, dense_ffn_size: layers before the first with experts, and their width.
                 query_rank, key_value_rank: widths of multi-head latent attention (DeepSeek-V2, 2405.04434);
@@ -22,6 +23,7 @@ class ModelSpec:
                 num_vision_parameters: of the vision tower and its merger.
                 rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
                 sliding_window: positions that a layer's attention is confined to; None: all of them.
+                sizes: a family's own, by the letters of its table.
                 is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows the family.
     """
 
@@ -38,6 +40,7 @@ class ModelSpec:
     head_dim: int
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    has_post_norms: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
     num_shared_experts: int = 0
@@ -51,6 +54,7 @@ class ModelSpec:
     hidden_act: str = "silu"
     rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
     sliding_window: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     is_bridged: bool = True
 
     @property

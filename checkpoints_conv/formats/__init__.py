@@ -4,6 +4,7 @@
     safetensors_io      safetensors files: read a tensor's rows, write shards and their index
     torch_dist          Megatron's torch_dist folders: ``.metadata``, and the chunks in ``*.distcp``; read
     torch_dist_writer   the same, written
+    nemo                NeMo's folders: torch_dist under other names, beside a description of the model
     archive, pickles    what torch_dist is made of: torch.save archives, and pickles
     dtypes, pieces      the dtypes of stored tensors; bytes between files
 

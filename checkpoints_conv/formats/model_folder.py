@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpoints_conv.formats import nemo
 from nemo_grpo.errors import UserError
 
 WHOLE = "model.safetensors"
@@ -70,6 +71,8 @@ def hf_config(folder: Path) -> dict[str, Any]:
     Raises: UserError: it is missing or no JSON object.
     """
     path = folder / "config.json"
+    if not path.exists() and (reason := nemo.reason_against(folder)):
+        raise UserError(f"{folder} is {reason}")
     if not path.exists():
         raise UserError(f"{folder} has no config.json; give a Hugging Face model folder")
     return read_config(path)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints_conv.formats import nemo
 from checkpoints_conv.formats.archive import SavedTensor
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
 from checkpoints_conv.formats.pickles import RefusingUnpickler, refused
@@ -94,10 +95,12 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The torch_dist folder meant by a path: itself, its latest iteration, or a NeMo-RL step's weights.
+    """The torch_dist folder meant by a path: itself, its latest iteration, or the weights of a NeMo-RL
+    step or a NeMo 2.0 folder.
 
     Raises: UserError: there is none, or several and nothing says which is meant.
     """
+    nemo.refuse_archive(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give a Megatron checkpoint")
     for folder in (path, path / "policy" / "weights", path / "weights"):
@@ -119,6 +122,9 @@ def find_checkpoint(path: Path) -> Path:
             raise UserError(f"{folder} holds several iterations ({names}); give the folder of one")
         if iterations:
             return iterations[0]
+    for file in (path / "metadata.json", path / "weights" / "metadata.json"):
+        if file.exists() and '"zarr"' in file.read_text():
+            raise UserError(f"{file.parent} is in the zarr format; save it again as torch_dist")
     raise UserError(
         f"{path} holds no torch_dist checkpoint (a folder with {METADATA}); give iter_NNNNNNN or the folder "
         "above it"
@@ -191,10 +197,11 @@ class TorchDistReader:
         key = self.keys[name]
         assert all(size == 1 for size in sizes[:axis]), sizes
         assert tuple(sizes[axis + 1 :]) == key.shape[axis + 1 :], sizes
-        assert len(sizes) <= axis + 2, sizes
         overlaps = [(chunk, box) for chunk in key.chunks if (box := _overlap(chunk, start, sizes))]
         if sum(math.prod(end - begin for begin, end in box) for _, box in overlaps) != math.prod(sizes):
             raise UserError(f"{self.folder}: {name} has gaps or overlaps at {list(start)}; save it again")
+        if any(chunk.sizes[axis + 2 :] != key.shape[axis + 2 :] for chunk, _ in overlaps):
+            raise UserError(f"{self.folder}: {name} is split along an inner axis; save it from one rank")
         parts = [_Part(self._open(chunk, key), chunk, box, axis) for chunk, box in overlaps]
         yield Block(key.dtype, parts, start[axis], math.prod(sizes[axis + 1 :]) * key.dtype.itemsize)
         for part in parts:
@@ -212,11 +219,11 @@ class TorchDistReader:
         return saved
 
     def read(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A whole block in memory; the last two axes may be longer than 1. See `block`.
+        """A whole block in memory; its first axis longer than 1 is the rows'. See `block`.
 
         Returns: [sizes] in the stored dtype.
         """
-        axis = max(0, len(sizes) - 2)
+        axis = next((axis for axis, size in enumerate(sizes) if size > 1), max(0, len(sizes) - 1))
         data = bytearray(num_bytes_of(self.keys[name].dtype, sizes))
         with self.block(name, start, sizes, axis) as block:
             block.read_into(memoryview(data), math.prod(sizes[axis : axis + 1]))
@@ -254,7 +261,7 @@ class _Part:
         self.saved, (self.begin, self.end) = saved, box[axis]
         itemsize = saved.dtype.itemsize
         self.width = math.prod(chunk.sizes[axis + 1 :]) * itemsize
-        self.left = sum(chunk.offsets[axis + 1 :]) * itemsize
+        self.left = sum(chunk.offsets[axis + 1 :]) * math.prod(chunk.sizes[axis + 2 :]) * itemsize
         above = 0  # the chunk's rows above row 0 of the key, in units of rows
         for (first, _), offset, size in zip(box[:axis], chunk.offsets, chunk.sizes, strict=False):
             above = above * size + first - offset
@@ -296,7 +303,7 @@ def _read_keys(folder: Path) -> dict[str, Key]:
             for name, stored in found.state_dict_metadata.items()
             if isinstance(stored, _STORED_TENSOR)
         }
-        return {name: _key(name, stored, places) for name, stored in tensors.items()}
+        return {nemo.without_wrappers(name): _key(name, stored, places) for name, stored in tensors.items()}
     except UserError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way

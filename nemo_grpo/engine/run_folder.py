@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Lustre without -o flock, NFS without a lock daemon."""
+VERSIONS_FILE = "versions.json"
 PACKAGES = (
     "nemo-grpo",
     "torch",
@@ -38,6 +39,9 @@ PACKAGES = (
     "transformers",
     "transformer-engine",
     "vllm",
+    "nemo-rl",
+    "megatron-bridge",
+    "ray",
     "safetensors",
 )
 
@@ -109,7 +113,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=self.resume)
             self._lock()
-            write_atomically(self.path / "versions.json", json.dumps(versions(), indent=2) + "\n")
+            write_atomically(self.path / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
             write_atomically(self.recipe, recipe_yaml)
             keep_own_files(self.path, own_files)
         except FileExistsError:

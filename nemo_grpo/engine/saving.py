@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from checkpoints_conv.model_card import Training
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import begin_save
@@ -65,13 +66,15 @@ class Saver:
             self.store.complete(step, info)
 
 
-def export_policy(policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype) -> None:
+def export_policy(
+    policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype, training: Training
+) -> None:
     """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it."""
     tensors = list(policy.named_tensors())  # every rank takes part in gathering them
     if run.leads:
-        export(tensors, source, run.hf, dtype)
+        export(tensors, source, run.hf, dtype, training)
     if policy.adapters is None:
         return
     matrices, settings = policy.adapters.peft_tensors(), policy.adapters.settings
     if run.leads:
-        export_adapter(matrices, source, run.hf_adapter, dim=settings.dim, alpha=settings.alpha)
+        export_adapter(matrices, source, run.hf_adapter, training, dim=settings.dim, alpha=settings.alpha)

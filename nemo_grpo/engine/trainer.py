@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from checkpoints_conv.model_card import Training
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.diagnostics.stuck import Watch
@@ -23,7 +24,7 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
-from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.engine.run_folder import RunFolder, versions
 from nemo_grpo.engine.saving import Saver, export_policy
 from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.engine.trackers import open_trackers
@@ -299,5 +300,6 @@ class Trainer:
         """Export the model and, with LoRA, its adapters."""
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
-            export_policy(self.policy, self.source, self.run, dtype)
+            training = Training(self.recipe.to_dict(), self.state.step, self.validated, versions())
+            export_policy(self.policy, self.source, self.run, dtype, training)
         parallel.barrier()

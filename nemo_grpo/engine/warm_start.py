@@ -27,7 +27,7 @@ from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush
+from nemo_grpo.files import flush_tree, make_readable
 from nemo_grpo.hf_folder import export, load_config, load_tokenizer, load_weights, no_transformers_bars
 from nemo_grpo.progress import progress
 from nemo_grpo.recipe.layout import Layout
@@ -172,7 +172,7 @@ def fine_tune(
             policy = _trained(folder, config, task, prompt, layout, device)
         tensors = list(policy.named_tensors())  # every rank takes part in gathering them
         if parallel.is_rank_zero():
-            export(tensors, folder, folder, torch.float32)
+            export(tensors, folder, folder, torch.float32, training=None)
     finally:
         if not joined:
             parallel.shut_down()
@@ -241,9 +241,8 @@ def _batches(tokenizer: Any, config: WarmStart, task: Task, prompt: Prompt) -> I
 
 def _publish(unfinished: Path, target: Path) -> None:
     """Give the finished folder its name in one step, after its bytes are on the disk."""
-    for path in (*unfinished.iterdir(), unfinished):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        flush(path)
+    make_readable(unfinished)
+    flush_tree(unfinished)
     try:
         unfinished.rename(target)
     except OSError:

@@ -42,18 +42,31 @@ def save_side_files(
           model_config: transformers' configuration of the model.  exchange: its ``carried`` goes there, too.
     """
     begin: Callable[..., Any] = checkpointer.init_tmp_checkpoint
+    generation_config = _generation_config(model_config.name_or_path)
 
     def init_tmp_checkpoint(*args: Any, **kwargs: Any) -> Any:
         folder = begin(*args, **kwargs)
         side = Path(folder) / SIDE_FOLDER
         side.mkdir(parents=True, exist_ok=True)
         model_config.save_pretrained(side)
+        if generation_config is not None:
+            generation_config.save_pretrained(side)
         tokenizer.save_pretrained(side)
         if exchange is not None and exchange.carried:
             (Path(folder) / CARRIED).write_text(json.dumps(exchange.carried))
         return folder
 
     checkpointer.init_tmp_checkpoint = init_tmp_checkpoint
+
+
+def _generation_config(model: str) -> Any:
+    """The model's generation_config.json; None if it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        return None
 
 
 def resume_carried(config: VariantConfig, checkpointer: Any, exchange: StepExchange) -> None:

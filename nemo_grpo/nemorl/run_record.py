@@ -1,7 +1,7 @@
 """Files of a run on NeMo-RL, in addition to NeMo-RL's own logs, for `nemo-grpo report`.
 
-``metrics.jsonl`` and ``recipe.resolved.yaml``, as the embedded engine writes them; a step may have several
-rows.
+``metrics.jsonl``, ``versions.json`` and ``recipe.resolved.yaml``, as the embedded engine writes them; a step
+may have several rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
-from nemo_grpo.engine.run_folder import keep_own_files
+from nemo_grpo.engine.run_folder import VERSIONS_FILE, keep_own_files, versions
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe
 
@@ -49,6 +49,7 @@ def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
     folder = recipe.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+    (folder / VERSIONS_FILE).write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
     keep_own_files(folder, recipe.own_files)
     log_metrics, watch = logger.log_metrics, Watch(recipe.grpo.max_num_steps)
 

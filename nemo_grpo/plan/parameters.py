@@ -75,14 +75,15 @@ def layer_counts(shape: ModelSpec, layout: Layout, *, is_dense: bool = False) ->
     """One transformer layer.
 
     linear     = (attention + [3 h f if dense] + [3 h f per shared expert]) / TP
-    replicated = attention's + 2 h + [E h if experts] + [E for a correction bias beside shared experts]
+    replicated = attention's + 2 h + [2 h if post norms] + [E h if experts]
+                 + [E for a correction bias beside shared experts]
     expert     = E / EP x 3 h f / ETP
 
     Args: is_dense: one of the dense layers of a model with experts.
     """
     h, f = shape.hidden_size, shape.ffn_size
     divided, replicated = attention_sizes(shape)
-    replicated += 2 * h
+    replicated += (4 if shape.has_post_norms else 2) * h
     if not shape.num_experts or is_dense:
         width = shape.dense_ffn_size if is_dense else f
         return Counts(linear=(divided + 3 * h * width) // layout.tensor, replicated=replicated)

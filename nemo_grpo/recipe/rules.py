@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from checkpoints_conv.formats import nemo
 from nemo_grpo.errors import as_yaml, did_you_mean
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
@@ -14,6 +16,13 @@ from nemo_grpo.recipe.sections import MEGATRON, metric_key
 def model_is_named(recipe: Recipe) -> Iterator[str]:
     if recipe.policy.model_name is None and recipe.nemo_grpo.warm_start is None:
         yield "policy.model_name=null: no model; name a folder or a Hub model, or set nemo_grpo.warm_start"
+
+
+@rule(Scope.ALL)
+def model_is_no_checkpoint_of_nemo(recipe: Recipe) -> Iterator[str]:
+    name = recipe.policy.model_name
+    if name is not None and (reason := nemo.reason_against(Path(name))):
+        yield f"policy.model_name={name} is {reason}"
 
 
 @rule(Scope.ALL)

@@ -173,6 +173,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "has no metric 'validation/accuracy'", "checkpointing.metric_name=val:val_loss"),
     # across sections
     ("model_is_named", "embedded", "policy.model_name=null", "policy.model_name=null", "$WARM={}"),
+    ("model_is_no_checkpoint_of_nemo", "small", "policy.model_name=base.nemo",
+     "model_name=base.nemo is a NeMo 1 checkpoint", "policy.model_name=Qwen/Qwen2.5-1.5B"),
     ("warm_start_fits_the_layout", "embedded", "$WARM.num_key_value_heads=1; $TP=2; $GPUS=2",
      "num_key_value_heads=1 is not a multiple of TP=2", "$WARM.num_key_value_heads=2"),
     ("warm_start_fits_the_layout", "embedded", "$WARM.num_hidden_layers=3; $PP=2; $GPUS=2",

@@ -137,7 +137,7 @@ def parameters_from_checkpoint(hf_folder, checkpoint, grouped=False, vocab_size=
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def save_after_a_step(hf_folder, checkpoint, tensor, pipeline, vocab_size=None, expert=1):
+def save_after_a_step(hf_folder, checkpoint, tensor, pipeline, vocab_size=None, expert=1, prefix=""):
     """One optimizer step on random gradients, then megatron-core's own save, with the optimizer."""
     model = model_of(hf_folder, tensor, pipeline, expert, vocab_size=vocab_size)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -150,7 +150,7 @@ def save_after_a_step(hf_folder, checkpoint, tensor, pipeline, vocab_size=None, 
             continue  # replicated over expert ranks; they must stay equal
         parameter.main_grad.normal_()
     optimizer.step()
-    weights = model.sharded_state_dict(metadata=SHARDING)
+    weights = model.sharded_state_dict(prefix=prefix, metadata=SHARDING)
     state = {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, metadata=SHARDING),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conv_models import assert_same_tensors
 from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from checkpoints_conv.families import family_for
@@ -102,6 +102,10 @@ def test_every_save_becomes_a_model_though_its_checkpoint_is_deleted(tmp_path, t
     expected = dict(family_for(hf_config(folder)).to_hf(oracle))
     assert_same_tensors(trained.state_dict(), expected)
     assert (tmp_path / "hf" / "step_1" / "tokenizer_config.json").is_file()
+    assert GenerationConfig.from_pretrained(tmp_path / "hf" / "step_1").to_dict() == (
+        GenerationConfig.from_pretrained(folder).to_dict()
+    )
+    assert "| step | 1 |" in (tmp_path / "hf" / "step_1" / "README.md").read_text()
     assert not list(exports.waiting.iterdir()), "the second names are gone"
     assert (manager.folder / "step_2" / "policy" / "weights" / "iter_0000000" / ".metadata").is_file()
 

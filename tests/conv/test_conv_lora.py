@@ -86,6 +86,11 @@ def test_adapters_are_not_dropped_silently(hf_models, checkpoint, megatron_check
         merge_lora(checkpoint, hf_models("qwen3"), tmp_path / "out")
 
 
+def test_a_model_with_vision_has_no_peft_folder(hf_models, checkpoint, tmp_path):
+    with pytest.raises(UserError, match=r"Qwen2_5_VL.* has no PEFT names; use --lora merge"):
+        export_adapter(checkpoint, hf_models("qwen2.5-vl"), tmp_path / "out")
+
+
 def test_alpha_must_be_known(hf_models, checkpoint, tmp_path):
     (checkpoint / "iter_0000010" / "run_config.yaml").unlink()
     with pytest.raises(UserError, match="give it with --lora-alpha"):

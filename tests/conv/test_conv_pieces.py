@@ -227,3 +227,19 @@ def test_a_conversion_needs_neither_torch_nor_a_tensor_in_memory(tmp_path):
     grown, imports_torch = result.stdout.split()
     assert imports_torch == "False"
     assert int(grown) * 1024 < 32 * PIECE_BYTES < 512 * 131072 * 2  # the embedding alone takes 128 MB
+
+
+def test_a_tensor_split_along_columns_is_joined_and_along_an_inner_axis_refused(tmp_path):
+    """[2, 4, 6], as a convolution's weight behind a stacked axis: rows, columns, inner."""
+    whole = torch.arange(48.0).reshape(2, 4, 6)
+    writer, written = TorchDistWriter(tmp_path, 1), []
+    for key, axis in (("columns", 1), ("inner", 2)):
+        for part, tensor in enumerate(whole.chunk(2, axis)):
+            offsets = tuple(part * tensor.shape[axis] if at == axis else 0 for at in range(3))
+            written.append(write_chunk(writer, key, (2, 4, 6), offsets, tensor))
+    writer.finish(written, [], 0)
+    reader = TorchDistReader(tmp_path)
+    assert torch.equal(reader.read("columns", (0, 0, 0), (2, 4, 6)), whole)
+    with pytest.raises(UserError, match="inner is split along an inner axis; save it from one rank"):
+        reader.read("inner", (0, 0, 0), (2, 4, 6))
+    reader.close()

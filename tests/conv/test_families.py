@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
 import torch
 from conv_models import CONFIGS, assert_same_tensors
-from transformers import AutoModelForCausalLM
+from small_models import auto_class
 
 from checkpoints_conv.families import family_for
 from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER
 from nemo_grpo import UserError
+from nemo_grpo.plan.parameters import model_parameters
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -95,19 +97,19 @@ def test_pieces_follow_the_rows_of_the_whole():
     ]
 
 
+OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl")
+"""transformers stacks experts, and renames a model's parts, while it loads; the round trip has the files."""
+
+
 def test_every_family_returns_the_same_tensors(family_name):
     config = CONFIGS[family_name]()
-    model = AutoModelForCausalLM.from_config(config)
+    model = auto_class(config).from_config(config)
     family = family_for(config.to_dict())
-    if family_name == "qwen3-moe":  # transformers keeps experts stacked in memory; on disk they are apart
+    if family_name.startswith(OTHER_IN_MEMORY):
         shapes = {n: s for unit in family.units() for n, s in zip(unit.hf, unit.hf_shapes, strict=True)}
         hf = {name: torch.randn(shape) for name, shape in shapes.items()}
     else:
-        hf = {
-            name: t
-            for name, t in model.state_dict().items()
-            if family_name != "qwen2-tied" or "lm_head" not in name
-        }
+        hf = {name: t for name, t in model.state_dict().items() if not family.tied or "lm_head" not in name}
     assert_same_tensors({n: t.contiguous() for n, t in family.to_hf(dict(family.to_megatron(hf)))}, hf)
 
 
@@ -186,14 +188,71 @@ def test_configs_that_would_convert_wrongly_are_refused(change, message):
         family_for(config)
 
 
+OF_MODEL = {
+    "qwen2.5-vl": [
+        ({"vision_config": None}, "has no vision_config"),
+        ({"vision_config": {"depth": 1}}, "has no hidden_size"),
+    ],
+    "gemma3": [
+        ({"layer_types": ["full_attention"] * 4}, "every sixth layer of Gemma 3 has full attention, here"),
+        ({"sliding_window_pattern": 2}, "here it is"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"), [(name, *case) for name, cases in OF_MODEL.items() for case in cases]
+)
+def test_configs_of_other_models_of_a_family_are_refused(name, change, message):
+    config = {k: v for k, v in (CONFIGS[name]().to_dict() | change).items() if v is not None}
+    with pytest.raises(UserError, match=message):
+        family_for(config)
+
+
+PUBLISHED_GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 32768, "rope_theta": 1000000, "rope_local_base_freq": 10000,
+    "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+"""In the form in which the models were published; transformers 5 writes another."""
+
+
+def test_planner_counts_what_the_table_lists(family_name):
+    family = family_for(CONFIGS[family_name]().to_dict())
+    assert model_parameters(family.spec) == sum(map(math.prod, family.hf_shapes.values()))
+
+
+def test_older_configs_say_the_same():
+    gemma = family_for(PUBLISHED_GEMMA)
+    assert gemma.tied  # transformers' default for this family
+    settings = gemma.settings
+    assert (settings["rotary_base"], settings["rope_scaling_factor"]) == ([10000, 1000000], 8.0)
+    assert (settings["softmax_scale"], settings["window_size"]) == (0.0625, 512)
+    nested = CONFIGS["qwen2.5-vl"]().to_dict()
+    flat = {
+        k: v for k, v in (nested | nested["text_config"]).items() if k not in ("text_config", "model_type")
+    }
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    flat["rope_theta"] = flat.pop("rope_parameters")["rope_theta"]
+    flat["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+    flat["tie_word_embeddings"] = False
+    one, other = family_for(flat), family_for(nested)
+    assert (one.hf_shapes, one.settings) == (other.hf_shapes, other.settings)
+    assert one.spec.rope["rope_type"] == other.spec.rope["rope_type"] == "default"
+
+
 LAYER_NAMES_OF_VLLM = {
     "input_layernorm.weight", "post_attention_layernorm.weight",
     "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight",
     "self_attn.q_norm.weight", "self_attn.k_norm.weight",
     "mlp.gate_up_proj.weight", "mlp.down_proj.weight", "mlp.gate.weight",
     "mlp.experts.w13_weight", "mlp.experts.w2_weight",
+    "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight",
 }  # fmt: skip
-"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama and qwen3_moe models."""
+"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe and gemma3 models."""
 
 JOINED_BY_VLLM = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
@@ -214,9 +273,11 @@ def name_in_vllm(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_exported_name_has_its_place_in_vllm(name):
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+    config = CONFIGS[name]()
+    model = auto_class(config).from_config(config, attn_implementation="eager")
     family = family_for(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    found = {name_in_vllm(tensor) for unit in family.units() for tensor in unit.hf}
+    tensors = {tensor for unit in family.units() for tensor in unit.hf}
+    found = {name_in_vllm(tensor) for tensor in tensors if not tensor.startswith("visual.")}
     outside = {"model.embed_tokens.weight", "model.norm.weight"} | (
         set() if family.tied else {"lm_head.weight"}
     )

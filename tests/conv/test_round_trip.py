@@ -9,8 +9,8 @@ import pytest
 import torch
 from conv_models import assert_same_tensors, save_model, tensors_of, write_chunk
 from safetensors.torch import load_file, save_file
-from small_models import LLAMA3_ROPE
-from transformers import AutoModelForCausalLM
+from small_models import LLAMA3_ROPE, auto_class
+from transformers import AutoConfig
 
 from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.model_folder import hf_config
@@ -51,7 +51,7 @@ def test_export_loads_and_generates_with_transformers(family_name, hf_models, me
     tokens = torch.tensor([[1, 5, 9]])
     outputs = []
     for folder in (source, back):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
         outputs.append(model.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0))
     assert torch.equal(*outputs)
     for name in ("generation_config.json", "chat_template.jinja", "tokenizer_config.json"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -446,6 +447,10 @@ def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, ca
         [*line, "--resume"], env=environment, capture_output=True, text=True, timeout=240
     )
     assert resumed.returncode == 0, resumed.stderr
+    card = (tmp_path / "cli/hf/README.md").read_text()
+    assert re.search(
+        r"\| base model \| made for the run \|\n(.*\n)*\| step \| 8 \|\n(.*\n)*\| torch \| ", card
+    )
     exported = load_file(tmp_path / "cli/hf/model.safetensors")
     for name, tensor in whole.policy.named_tensors():
         assert torch.equal(exported[name], tensor), name

@@ -63,7 +63,13 @@ def rows(rollout):
     return [tokens[:n].tolist() for tokens, n in zip(rollout.tokens, rollout.lengths.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+TEXT = [family for family in FAMILIES if not family.startswith("qwen2.5-vl")]
+"""vLLM wants Qwen2.5-VL with a processor: test_images makes one."""
+RELATIVE = {"gemma3": 1e-5}
+"""Of logprobs. transformers' own in float32 are 8e-5 from its float64 on this model, and 1e-5 on Qwen2's."""
+
+
+@pytest.mark.parametrize("family", TEXT)
 def test_an_export_is_the_model_that_transformers_loads(base_of, family, tmp_path):
     base = base_of(family)
     hf_to_megatron(base, tmp_path / "megatron")
@@ -72,13 +78,15 @@ def test_an_export_is_the_model_that_transformers_loads(base_of, family, tmp_pat
     ours = HFGenerator(export)
     found, expected = (generator.generate(Request(prompts(), 1, GREEDY, 0)) for generator in (theirs, ours))
     assert rows(found) == rows(expected)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=RELATIVE.get(family, 0), atol=1e-5)
     drawn = theirs.generate(Request(prompts(), 2, SamplingParams(LIMIT, stop_token_ids=(END,)), 3))
     for i, response in enumerate(rows(drawn)):
         prompt = prompts()[i // 2]
         logits = ours.logits([prompt + response])[0, len(prompt) - 1 : -1].float()
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-        torch.testing.assert_close(drawn.logprobs[i, : len(response)], logprobs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            drawn.logprobs[i, : len(response)], logprobs, rtol=RELATIVE.get(family, 0), atol=1e-5
+        )
 
 
 def test_adapters_on_their_base_are_the_merged_model(base_of, tmp_path):

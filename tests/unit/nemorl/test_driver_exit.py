@@ -120,10 +120,8 @@ def exporting(folder):
 
 
 def test_exports_of_a_model_without_converter_are_refused_at_the_start(tmp_path):
-    vision = Of(to_json_string=lambda: '{"architectures": ["Qwen2_5_VLForConditionalGeneration"]}')
-    with pytest.raises(
-        UserError, match=r"at_every_save=true: org/model cannot .*Qwen2_5_VL.* set it to false"
-    ):
+    vision = Of(to_json_string=lambda: '{"architectures": ["Qwen2VLForConditionalGeneration"]}')
+    with pytest.raises(UserError, match=r"at_every_save=true: org/model cannot .*Qwen2VL.* set it to false"):
         run_grpo.exports_of(exporting(tmp_path), vision)
     known = Qwen2Config(architectures=["Qwen2ForCausalLM"])
     assert run_grpo.exports_of(exporting(tmp_path), known).folder == tmp_path / "hf"

@@ -162,7 +162,10 @@ def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(
 
     whole = StepExchange()
     step(whole, 1.0)
-    manager, side = SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path)), Mock()
+    manager, side = (
+        SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path)),
+        Mock(name_or_path=str(tmp_path)),
+    )
     save_side_files(manager, side, side, whole)
     manager.init_tmp_checkpoint()
     step(whole, 3.0)

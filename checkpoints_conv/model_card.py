@@ -1,0 +1,135 @@
+"""The README.md of a Hugging Face folder: what the model is, as people and the Hub read it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from checkpoints_conv.formats.model_folder import read_config
+
+CARD = "README.md"
+_INFO = "training_info.json"
+"""In every step's folder, three above its torch_dist checkpoint; NeMo-RL puts ``config.yaml`` there, too."""
+_ABOVE = 3
+"""The run's own folder is at most so far above a step's: checkpoints, or links that wait for their export."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is known of a training. Attributes: recipe: resolved.  step.  metrics, versions: by name."""
+
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def value(self, *path: str) -> Any:
+        """A value of the recipe; None if it is not there."""
+        found: Any = self.recipe
+        for name in path:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+
+def training_of(checkpoint: Path) -> Training:
+    """What a run has written above a torch_dist checkpoint of its own; nothing else is looked at.
+
+    Args: checkpoint: the folder with ``.metadata``, of either engine.
+    """
+    above = checkpoint.absolute().parents
+    step = next((folder for folder in above[:_ABOVE] if (folder / _INFO).is_file()), None)
+    if step is None:
+        return Training()
+    info, runs = _first([step / _INFO]), step.parents[:_ABOVE]
+    metrics = info.get("metrics") or {k: v for k, v in info.items() if k.startswith("val")}
+    return Training(
+        recipe=_first([step / "config.yaml", *(folder / "recipe.resolved.yaml" for folder in runs)]),
+        step=info.get("step", info.get("total_steps")),
+        metrics={name: value for name, value in metrics.items() if _is_number(value)},
+        versions=_first(folder / "versions.json" for folder in runs),
+    )
+
+
+def _first(paths: Iterable[Path]) -> dict[str, Any]:
+    """The first object that can be read; a card is not worth a failed export."""
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+            found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def base_of(hf_config_folder: Path) -> str:
+    """The name of the model whose config.json is used, where no recipe names it."""
+    stated = read_config(hf_config_folder / "config.json").get("_name_or_path")
+    return stated if isinstance(stated, str) and stated else hf_config_folder.resolve().name
+
+
+def write_card(folder: Path, training: Training, base: str, *, is_adapter: bool = False) -> None:
+    """Write the card of a model into its folder.
+
+    Args: base: the model that training began with, where the recipe does not say.
+          is_adapter: the folder holds PEFT's matrices instead of a model.
+    """
+    from huggingface_hub import ModelCardData
+
+    name = training.value("policy", "model_name") or base
+    variant = training.value("loss_fn", "variant")
+    has_images = (folder / "preprocessor_config.json").exists()
+    data = ModelCardData(
+        base_model=name if _without_folders(name) == name and "/" in name else None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="image-text-to-text" if has_images else "text-generation",
+        tags=["reinforcement-learning", "nemo_grpo", *([variant] if variant else [])],
+    )
+    title = training.value("nemo_grpo", "run_name") or Path(name).name
+    rows = _rows(training, name)
+    tables = [("", rows), ("Validation", _numbers(training.metrics)), ("Versions", training.versions)]
+    body = "\n".join(_table(heading, of) for heading, of in tables if of)
+    text = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\n{body}"
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def _rows(training: Training, base: str) -> dict[str, str]:
+    is_made = training.value("policy", "model_name") is None and training.value("nemo_grpo", "warm_start")
+    files = training.value("nemo_grpo", "task", "train_files") or ()
+    found = {
+        "base model": "made for the run" if is_made else _without_folders(base),
+        "recipe": training.value("nemo_grpo", "run_name"),
+        "variant": training.value("loss_fn", "variant"),
+        "task": training.value("nemo_grpo", "task", "name"),
+        "data": ", ".join(Path(file).name for file in files) or None,
+        "step": training.step,
+    }
+    return {label: str(value) for label, value in found.items() if value is not None}
+
+
+def _without_folders(name: str) -> str:
+    """A model's name on the Hub, or a folder's alone: where it lay concerns nobody."""
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, str]:
+    return {name: f"{value:.6g}" for name, value in metrics.items()}
+
+
+def _table(heading: str, rows: Mapping[str, str]) -> str:
+    title = f"## {heading}\n\n" if heading else ""
+    lines = "".join(f"| {label} | {value} |\n" for label, value in rows.items())
+    return f"{title}| | |\n|---|---|\n{lines}"

@@ -1,0 +1,95 @@
+"""The README.md of exports: what a run knows reaches it, folders of the machine do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.model_card import Training, training_of, write_card
+
+RECIPE = {
+    "policy": {"model_name": "Qwen/Qwen2.5-1.5B"},
+    "loss_fn": {"variant": "tr_grpo"},
+    "nemo_grpo": {"run_name": "my-run", "task": {"name": "math", "train_files": ["/home/me/open-rs.jsonl"]}},
+}
+OWN = {"step": 40, "state": {"step": 40}, "metrics": {"validation/accuracy": 0.71875, "note": "x"}}
+NEMO_RL = {"total_steps": 40, "val:accuracy": 0.71875, "consumed_samples": 5120}
+
+
+def step_of(run, checkpoint, engine):
+    """A run's folder with one step, as each engine lays it out. Returns: the step's folder."""
+    step = run / "checkpoints" / "step_000040"
+    shutil.copytree(checkpoint, step / "policy" / "weights")
+    (step / "training_info.json").write_text(json.dumps(OWN if engine == "embedded" else NEMO_RL))
+    recipe = run / "recipe.resolved.yaml" if engine == "embedded" else step / "config.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    (run / "versions.json").write_text('{"torch": "2.13.0"}')
+    return step
+
+
+@pytest.mark.parametrize("engine", ["embedded", "cluster"])
+def test_a_converted_step_says_what_was_trained(engine, source, checkpoint, tmp_path):
+    step = step_of(tmp_path / "run", checkpoint, engine)
+    card = ModelCard.load(megatron_to_hf(step, source, tmp_path / "hf") / "README.md")
+    assert (card.data.base_model, card.data.library_name) == ("Qwen/Qwen2.5-1.5B", "transformers")
+    assert (card.data.pipeline_tag, card.data.tags[-1]) == ("text-generation", "tr_grpo")
+    rows = dict(re.findall(r"^\| (.+) \| (.+) \|$", card.text, re.MULTILINE))
+    accuracy = "validation/accuracy" if engine == "embedded" else "val:accuracy"
+    assert rows == {
+        "base model": "Qwen/Qwen2.5-1.5B",
+        "recipe": "my-run",
+        "variant": "tr_grpo",
+        "task": "math",
+        "data": "open-rs.jsonl",
+        "step": "40",
+        accuracy: "0.71875",
+        "torch": "2.13.0",
+    }
+    assert "# my-run" in card.text
+    assert "/home" not in card.content
+
+
+def test_a_checkpoint_without_a_run_names_the_model_of_its_config(source, checkpoint, tmp_path):
+    """Files that happen to lie above are not a run's."""
+    shutil.copytree(checkpoint, tmp_path / "above" / "megatron")
+    (tmp_path / "above" / "config.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "recipe.resolved.yaml").write_text(yaml.safe_dump(RECIPE))
+    hf = megatron_to_hf(tmp_path / "above" / "megatron", source, tmp_path / "hf")
+    card = ModelCard.load(hf / "README.md")
+    assert card.data.base_model is None  # a folder of this machine
+    assert f"| base model | {source.name} |" in card.text
+    assert str(source) not in card.content
+
+
+def test_damaged_files_of_a_run_do_not_end_an_export(source, checkpoint, tmp_path):
+    step = step_of(tmp_path / "run", checkpoint, "cluster")
+    (step / "config.yaml").write_text("a: [")
+    (step / "training_info.json").write_text("{")
+    assert training_of(step / "policy" / "weights" / "iter_0000000") == Training(versions={"torch": "2.13.0"})
+    assert (megatron_to_hf(step, source, tmp_path / "hf") / "README.md").is_file()
+
+
+def test_an_adapter_and_a_model_with_images_are_named_so(tmp_path):
+    write_card(tmp_path, Training(), "org/base", is_adapter=True)
+    assert ModelCard.load(tmp_path / "README.md").data.library_name == "peft"
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    write_card(tmp_path, Training(RECIPE), "org/base")
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.pipeline_tag, data.base_model) == ("image-text-to-text", "Qwen/Qwen2.5-1.5B")
+
+
+def test_everybody_may_read_an_export(source, checkpoint, tmp_path):
+    mask = os.umask(0o077)
+    try:
+        hf = megatron_to_hf(checkpoint, source, tmp_path / "hf")
+    finally:
+        os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in hf.iterdir()} == {0o644}
+    assert hf.stat().st_mode & 0o777 == 0o755
