@@ -45,6 +45,7 @@ TINY = [
     "nemo_grpo.warm_start.num_steps=100",
     "nemo_grpo.warm_start.batch_size=16",
     "nemo_grpo.warm_start.intermediate_size=256",
+    "nemo_grpo.warm_start.max_position_embeddings=256",  # whatever length a test gives the sequences
 ]
 
 

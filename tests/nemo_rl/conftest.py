@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import newer_python  # noqa: F401
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,6 +25,8 @@ else:
     if not (Path(SOURCE) / "nemo_rl" / "__init__.py").is_file():
         raise pytest.UsageError(f"NEMO_RL_SRC={SOURCE} holds no nemo_rl package")
     sys.path.insert(0, SOURCE)
+    import newer_python  # noqa: F401 - it changes `typing` for the whole process
+
     os.environ |= {"HF_HUB_OFFLINE": "1", "NO_VCS_VERSION": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
 

@@ -5,8 +5,9 @@ import torch
 from small_models import small_config
 from transformers import Qwen2ForCausalLM
 
+from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
-from nemo_grpo.engine.warm_start import NO_LOSS, build_tokenizer, render_example
+from nemo_grpo.engine.warm_start import build_tokenizer
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.episodes import StopTexts, sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
@@ -326,14 +327,13 @@ def test_demonstrations_teach_the_policys_part_only():
     task = parse_task({"name": "search_qa", "top_k": 1}).build()
     tokenizer = build_tokenizer(task, 512, 0)
     problem = next(p for p in (task.train_problem(i, 0) for i in range(50)) if p.metadata["hops"] == 2)
-    ids, labels = render_example(tokenizer, task, Prompt(), problem, None)
-    learnt = tokenizer.decode([label for label in labels if label != NO_LOSS])
+    (shown,) = demonstrated(tokenizer, task, Prompt(), problem, None, limit=512, key="length").responses
+    learnt = tokenizer.decode(shown.tokens[shown.token_mask])
     first, second = task._source.queries(problem)
     assert learnt == (
         f"<search>{first}</search><search>{second}</search><answer>{problem.answer}</answer><|im_end|>"
     )
-    assert tokenizer.decode(ids).count("<information>") == 2
-    assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
+    assert tokenizer.decode(shown.tokens).count("<information>") == 2
     for tag in (*task.tags, "<answer>"):
         assert len(tokenizer(tag, add_special_tokens=False)["input_ids"]) == 1
 
