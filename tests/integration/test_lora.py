@@ -226,7 +226,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[part][name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-pp2"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS))
 def test_every_layout_trains_the_same_adapters(alone, name):
     for found in run_ranks(*LAYOUTS[name][:1], trained, LAYOUTS[name][1], "qwen2-tied", True):
         assert_same(found, alone["qwen2-tied"])

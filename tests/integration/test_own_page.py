@@ -51,6 +51,7 @@ def run(folder: Path, line: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_page_works_as_it_is_written(folder):
     said = {line: run(folder, line) for block in blocks(PAGE, "bash") for line in block.splitlines()}
     trained = folder / "runs/here"
@@ -66,6 +67,7 @@ def test_the_page_works_as_it_is_written(folder):
     assert str(folder / "cluster.yaml") in launched
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_with_the_files_it_began_with(folder):
     (folder / "my_rewards.py").write_text("def brevity(response): return 0.5\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -99,7 +99,7 @@ def test_packed_equals_padded_for_every_variant(padded, mb_tokens, share_prompts
     assert_same(run_ranks(1, one_step, Layout(), list(OBJECTIVES), mb_tokens, share_prompts)[0], padded)
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-cp2-sp"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS))
 def test_packed_equals_padded_at_every_layout(padded, name):
     if "uneven" in name:
         pytest.skip("three layers; tested unpacked")

@@ -116,6 +116,7 @@ def test_fp8_pads_the_tokens_to_what_its_products_need(recipe, length):
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path):
     overrides = [
         "policy.precision=bfloat16",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
 from test_train import ROOT, TINY, rows, without_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,9 +135,7 @@ def packed(tmp_path_factory, cache):
     return folder, steps, run_ranks(1, train, arguments(folder, cache, "packed", *steps))[0]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "padded-mbs1" else []) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "padded"))
 def test_training_does_not_depend_on_microbatches_packing_or_ranks(packed, cache, name):
     folder, steps, expected = packed
     num_ranks, overrides = LAYOUTS[name]
@@ -149,6 +147,7 @@ def test_training_does_not_depend_on_microbatches_packing_or_ranks(packed, cache
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(recipe, tmp_path, cache):
     long = ["grpo.max_num_steps=40", "grpo.val_period=20", "checkpointing.save_period=3"]
     whole = SupervisedTrainer(recipe(*long, name="whole"))

@@ -189,6 +189,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, task, monkeypatch, failure):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_agree(tmp_path):
     cache = tmp_path / "cache"
     code = f"""
