@@ -9,7 +9,9 @@ RUN ?= quickstart
 SEEDS ?= 0
 WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
-SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
+# One process more than cores: many a test waits for others.
+PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
@@ -72,11 +74,11 @@ nemo-rl-source:
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }
 
 test: venv       ## the tests, side by side (no GPU, no network)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -n $(PROCESSES) $(SIDE_BY_SIDE)
 
 test-slow: venv  ## the tests marked slow: every layout, kill and resume, stand-ins for Transformer Engine and CUDA
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt wandb mlflow-skinny sqlalchemy alembic
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "slow and not gpu and not nemo_rl and not slurm and not vllm"
+	$(BIN)/python -m pytest -n auto $(SIDE_BY_SIDE) -m "slow and not gpu and not nemo_rl and not slurm and not vllm"
 
 test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray
