@@ -19,12 +19,10 @@ def lora_is_not_exported_at_every_save(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.CLUSTER)
-def exported_model_has_a_converter(recipe: Recipe) -> Iterator[str]:
-    task = recipe.nemo_grpo.task
-    if recipe.nemo_grpo.export.at_every_save and task.needs_images:
+def number_of_checkpoints_is_set(recipe: Recipe) -> Iterator[str]:
+    if recipe.checkpointing.keep_top_k is None:
         yield (
-            f"nemo_grpo.export.at_every_save=true: nemo_grpo.task.name={task.name} trains a vision model, "
-            "which the converters do not support; set it to false"
+            "checkpointing.keep_top_k=null: NeMo-RL wants a number; for all, give as many as the run saves"
         )
 
 

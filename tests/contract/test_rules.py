@@ -331,7 +331,10 @@ CASES: list[tuple[str, str, str, str, str]] = [
     # NeMo-RL: checkpoints
     ("lora_is_not_exported_at_every_save", "lora", "$EXPORT=true", "adapters are merged",
      "$PEFT.enabled=false"),
-    ("exported_model_has_a_converter", "vision", "$EXPORT=true", "trains a vision model", "$EXPORT=false"),
+    (
+        "number_of_checkpoints_is_set", "cluster", "checkpointing.keep_top_k=null",
+        "keep_top_k=null: NeMo-RL wants a number", "checkpointing.keep_top_k=4",
+    ),
     ("checkpoint_metric_has_a_prefix", "cluster small huge", "checkpointing.metric_name=validation/accuracy",
      "metric_name=validation/accuracy must start .* use val:accuracy",
      "checkpointing.metric_name=val:accuracy"),

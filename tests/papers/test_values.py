@@ -239,7 +239,7 @@ def test_fp8_recipe_differs_in_precision_alone(name: str) -> None:
 @pytest.mark.parametrize("variant", ["cw_grpo", "grpo"])
 def test_cw_grpos_table_3_keeps_the_checkpoints_that_it_compares(variant: str) -> None:
     recipe = load_recipe(FILES[f"{variant}-r1-distill-qwen-1.5b-200steps-1n8g"])
-    assert (recipe.checkpointing.save_period, recipe.checkpointing.keep_top_k) == (50, None)
+    assert (recipe.checkpointing.save_period, recipe.checkpointing.keep_top_k) == (50, 4)
     assert recipe.grpo.max_num_steps == 200
 
 
