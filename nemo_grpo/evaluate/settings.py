@@ -135,7 +135,7 @@ def fitting_batch_size(model: Path, max_tokens: int) -> int:
 
     A large model then gets few at a time: answers come, and are on disk, early.
     """
-    config = load_config(model)
+    config = load_config(model).get_text_config()  # of a model with images, its decoder's
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_response = 2 * 4 * config.num_hidden_layers * heads * width * max_tokens

@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +28,6 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
 CPU_CACHE_BYTES = 1 << 30
 """Of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
-_UNREADABLE = "llvmlite.binding.ffi"
-"""vLLM 0.32 reads every loaded module on a CPU and fails at this one of numba, which bm25s loads."""
 
 
 def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
@@ -93,25 +93,22 @@ class VLLMGenerator:
         from vllm import LLM
 
         self.max_model_len = max_model_len
-        hidden = sys.modules.pop(_UNREADABLE, None)
         try:
-            self._engine = LLM(
-                model=str(model),
-                dtype=dtype,
-                max_model_len=max_model_len,
-                tensor_parallel_size=tensor_parallel_size,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_memory_bytes=cache_bytes,
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # not the model's own temperature, top_p and end tokens
-                seed=0,
-                **options,
-            )
+            with readable_modules():
+                self._engine = LLM(
+                    model=str(model),
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    tensor_parallel_size=tensor_parallel_size,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    kv_cache_memory_bytes=cache_bytes,
+                    logprobs_mode="processed_logprobs",
+                    generation_config="vllm",  # not the model's own temperature, top_p and end tokens
+                    seed=0,
+                    **options,
+                )
         except Exception as error:  # vLLM's own are of many kinds, with a traceback of a hundred lines
             raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
-        finally:
-            if hidden is not None:
-                sys.modules[_UNREADABLE] = hidden
 
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`; bit-identical only on one machine and version, with equal batches.
@@ -132,6 +129,21 @@ class VLLMGenerator:
         rows = [row for answer in answers for row in sorted(answer.outputs, key=lambda output: output.index)]
         assert len(rows) == len(request.lengths), (len(rows), len(request.lengths))
         return _rollout(rows, request.sampling)
+
+
+@contextmanager
+def readable_modules() -> Iterator[None]:
+    """Within the block, vLLM 0.32 starts on a CPU although numba is loaded (bm25s loads it).
+
+    It reads every name of every loaded module, and one of numba's has no names to read.
+    """
+    module = "llvmlite.binding.ffi"
+    hidden = sys.modules.pop(module, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules[module] = hidden
 
 
 def _on_cpu() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo.sampling.generate_hf import HFGenerator
-from nemo_grpo.sampling.generate_vllm import VLLMGenerator
+from nemo_grpo.sampling.generate_vllm import VLLMGenerator, readable_modules
 from nemo_grpo.sampling.requests import Request, SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -109,10 +109,11 @@ def test_adapters_on_their_base_are_the_merged_model(base_of, tmp_path):
     assert rows(ours.generate(request)) == rows(expected)
     del ours
     gc.collect()
-    engine = LLM(
-        str(base), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=CACHE_BYTES, enable_lora=True,
-        max_model_len=MAX_MODEL_LEN, max_lora_rank=RANK, generation_config="vllm",
-    )  # fmt: skip
+    with readable_modules():
+        engine = LLM(
+            str(base), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=CACHE_BYTES,
+            enable_lora=True, max_model_len=MAX_MODEL_LEN, max_lora_rank=RANK, generation_config="vllm",
+        )  # fmt: skip
     answers = engine.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts()],
         Params(temperature=0, max_tokens=LIMIT, stop_token_ids=[END], ignore_eos=True, detokenize=False),
