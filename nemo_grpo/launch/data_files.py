@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nemo_grpo.data import SOURCES
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.rollout_rules import validation_files_hold_the_validation_problems
 from nemo_grpo.tasks.jsonl import FileTaskConfig, count_problems
 
 
@@ -34,7 +35,9 @@ def check_data(recipe: Recipe) -> DataCheck:
         return DataCheck(tuple(remedies(missing)), (), "")
     counts = {key: count_problems(getattr(task, key)) for key in ("train_files", "validation_files")}
     found = ", ".join(f"{count} problems in {key}" for key, count in counts.items() if count is not None)
-    return DataCheck(tuple(_too_few(recipe, counts)), tuple(_repeated(recipe, counts)), found)
+    return DataCheck(
+        tuple(validation_files_hold_the_validation_problems(recipe)), tuple(_repeated(recipe, counts)), found
+    )
 
 
 def missing_files(recipe: Recipe) -> list[str]:
@@ -57,15 +60,6 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
         yield (
             f"nemo_grpo.task: {len(names)} of its files are missing in {folder}; write them with "
             f"`nemo-grpo data prepare {' '.join(names)} --out {folder}`"
-        )
-
-
-def _too_few(recipe: Recipe, counts: dict[str, int | None]) -> Iterator[str]:
-    wanted, available = recipe.grpo.max_val_samples, counts["validation_files"]
-    if recipe.grpo.validates and available is not None and wanted > available:
-        yield (
-            f"grpo.max_val_samples={wanted}: nemo_grpo.task.validation_files has {available} problems; use "
-            f"{available} or fewer"
         )
 
 

@@ -12,6 +12,7 @@ from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of
+from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 
 if TYPE_CHECKING:
@@ -60,17 +61,7 @@ def _candidates(start: Setup, shape: ModelSpec, packed: bool) -> Iterator[Setup]
         world = start.gpus_per_node * start.num_nodes * nodes - start.num_rollout_gpus
         if world % (tp * pp * cp) or world % (pp * ep) or start.gpus_per_node % rollout:
             continue
-        layout = replace(
-            start.layout,
-            tensor=tp,
-            pipeline=pp,
-            context=cp,
-            expert=ep,
-            expert_tensor=1,
-            sequence_parallel=tp > 1,
-            first_stage_layers=None,
-            last_stage_layers=None,
-        )
+        layout = layout_like(start, tp, pp, cp, ep)
         yield replace(
             start,
             layout=layout,
@@ -78,6 +69,21 @@ def _candidates(start: Setup, shape: ModelSpec, packed: bool) -> Iterator[Setup]
             recompute=recompute,
             vllm_tensor=rollout,
         )
+
+
+def layout_like(start: Setup, tensor: int, pipeline: int, context: int, expert: int) -> Layout:
+    """The layout of ``start`` at these sizes, with stages of equal length."""
+    return replace(
+        start.layout,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=1,
+        sequence_parallel=tensor > 1,
+        first_stage_layers=None,
+        last_stage_layers=None,
+    )
 
 
 def _distance(start: Setup, candidate: Setup) -> float:

@@ -12,7 +12,7 @@ from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.hardware import Hardware
-from nemo_grpo.plan.nearest import overrides_between
+from nemo_grpo.plan.nearest import layout_like, overrides_between
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import StepTime, step_time
@@ -78,17 +78,7 @@ def _candidates(recipe: Recipe, start: Setup, shape: ModelSpec) -> Iterator[Setu
     given = value_of(recipe, f"{PACKING}.train_mb_tokens") is not None
     sizes = (start.train_tokens // start.max_length,) if given else ROWS
     for tp, pp, cp, ep, recompute, rows in product(TENSOR, PIPELINE, contexts, experts, recomputes, sizes):
-        layout = replace(
-            start.layout,
-            tensor=tp,
-            pipeline=pp,
-            context=cp,
-            expert=ep,
-            expert_tensor=1,
-            sequence_parallel=tp > 1,
-            first_stage_layers=None,
-            last_stage_layers=None,
-        )
+        layout = layout_like(start, tp, pp, cp, ep)
         if shape.num_layers % pp or start.gpus_per_node % tp:
             continue
         for rollout in rollouts:

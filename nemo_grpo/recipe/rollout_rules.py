@@ -49,7 +49,7 @@ def reference_and_policy_are_scored_alike(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[str]:
     grpo, task = recipe.grpo, recipe.nemo_grpo.task
-    if not isinstance(task, FileTaskConfig) or not (grpo.val_period or grpo.val_at_start or grpo.val_at_end):
+    if not isinstance(task, FileTaskConfig) or not grpo.validates:
         return
     available = count_problems(task.validation_files)
     if available is not None and grpo.max_val_samples > available:

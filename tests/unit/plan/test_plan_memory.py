@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from unit.plan import toys
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import memory
@@ -16,7 +17,6 @@ from nemo_grpo.plan.parameters import (
     stage_counts,
 )
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.setup import Setup
 from nemo_grpo.recipe.layout import Layout
 
 SMALL = ModelSpec(
@@ -36,33 +36,7 @@ SMALL = ModelSpec(
 EXPERTS = replace(
     SMALL, has_qkv_bias=False, has_qk_norm=True, num_experts=4, num_experts_per_token=2, tied_embeddings=False
 )
-SETUP = Setup(
-    layout=Layout(),
-    num_nodes=1,
-    gpus_per_node=8,
-    num_rollout_gpus=0,
-    train_tokens=10,
-    score_tokens=20,
-    num_microbatches=4,
-    max_length=10,
-    recompute=(),
-    grad_bytes=2,
-    optimizer="adam",
-    distributed_optimizer=True,
-    precision_aware=True,
-    offload_fraction=0.0,
-    lora_dim=0,
-    lora_modules=(),
-    fp8_training=False,
-    fp8_recipe="",
-    logprob_chunk=0,
-    vllm_tensor=1,
-    vllm_pipeline=1,
-    vllm_fp8=False,
-    vllm_cache_bytes=2,
-    vllm_share=0.5,
-    has_rollouts=True,
-)
+SETUP = replace(toys.SETUP, gpus_per_node=8, train_tokens=10, max_length=10, vllm_share=0.5)
 # one layer of SMALL: qkv 8 x (8 + 2 x 4) + 16 = 144, proj 8 x 8 = 64, gate, up and down 3 x 8 x 16 = 384
 LINEAR = 144 + 64 + 384
 
