@@ -46,7 +46,7 @@ $(NEMO_VENV)/.installed: requirements/nemo_rl.txt requirements/nemo_rl_megatron.
 venv-vllm: $(VLLM_VENV)/.installed  ## create .venv-vllm, in which vLLM samples on a CPU
 
 $(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
-	@echo "creating $(VLLM_VENV): vLLM on a CPU, for rehearsals and tests/vllm; 3.8 GB"
+	@echo "creating $(VLLM_VENV): vLLM on a CPU, for rehearsals and tests/vllm; 4.4 GB"
 	@python=$$(bash scripts/find_python.sh) || exit 1; \
 	 wanted=$$($(NEMO_VENV)/bin/python --version 2>/dev/null) || wanted=$$("$$python" --version); \
 	 [ "$$("$$python" --version)" = "$$wanted" ] || { echo "error: $$python is $$("$$python" --version) and $(NEMO_VENV) has" \

@@ -60,3 +60,10 @@ def test_responses_to_images_are_those_of_transformers(tmp_path):
     assert [sample["greedy_completion"] for sample in ours] == theirs
     assert len(set(theirs)) == 3
     assert ours[2]["prompt"].count("<|image_pad|>") == 2
+
+
+def test_an_export_answers_text_alone_as_transformers_does(tmp_path):
+    script = ROOT / "tests/vllm/vision_model.py"
+    python(script, "make", tmp_path / "model")
+    difference = python(script, "text", tmp_path / "model", tmp_path, NUM_TOKENS).splitlines()[-1]
+    assert float(difference) < 1e-5

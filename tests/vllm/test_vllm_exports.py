@@ -64,7 +64,7 @@ def rows(rollout):
 
 
 TEXT = [family for family in FAMILIES if not family.startswith("qwen2.5-vl")]
-"""vLLM wants Qwen2.5-VL with a processor: test_images makes one."""
+"""vLLM wants Qwen2.5-VL with a processor: test_images makes one, and compares its export."""
 RELATIVE = {"gemma3": 1e-5}
 """Of logprobs. transformers' own in float32 are 8e-5 from its float64 on this model, and 1e-5 on Qwen2's."""
 

