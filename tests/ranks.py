@@ -1,7 +1,7 @@
 """Run a function on several ranks, each a process of its own, and collect what they return.
 
-Ranks are forks of a server, and that is a fork of the test process from before the first test: they start in a
-tenth of a second, with all that the tests import and nothing that a test did (threads, process groups).
+Ranks are forks of a server, and that is a fork of the test process from before the first test: they start in
+a tenth of a second, with all that the tests import and nothing that a test did (threads, process groups).
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def start_server() -> None:
     here, there = _context.Pipe()
     process = _context.Process(target=_serve, args=(here, there))
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # a fork beside xdist's thread, which holds nothing
+        warnings.simplefilter("ignore", DeprecationWarning)  # xdist has a thread
         process.start()
     there.close()
     _server = process, here
