@@ -34,11 +34,6 @@ def pytest_collection_finish() -> None:
         ranks.start_server()
 
 
-def pytest_sessionfinish() -> None:
-    if ranks := sys.modules.get("ranks"):
-        ranks.stop_server()
-
-
 def state() -> dict[str, Any]:
     """What one module could leave behind for the next."""
     found: dict[str, Any] = {

@@ -6,6 +6,7 @@ a tenth of a second, with all that the tests import and nothing that a test did 
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ from nemo_grpo.engine.megatron import cpu
 from nemo_grpo.ports import reserved_port
 
 _context = multiprocessing.get_context("fork")
-_server: tuple[Any, Connection] | None = None
+_server: Connection | None = None
 TIMEOUT = 240
 
 
@@ -37,20 +38,12 @@ def start_server() -> None:
         importlib.import_module(f"megatron.core.{name}")
     here, there = _context.Pipe()
     process = _context.Process(target=_serve, args=(here, there))
+    atexit.register(here.close)  # the server's end, for which multiprocessing waits
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # xdist has a thread
         process.start()
     there.close()
-    _server = process, here
-
-
-def stop_server() -> None:
-    global _server
-    if _server is not None:
-        process, connection = _server
-        connection.close()
-        process.join()
-        _server = None
+    _server = here
 
 
 def _serve(theirs: Connection, requests: Connection) -> None:
@@ -77,8 +70,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     """``function(*arguments)`` on each rank; the results in rank order. Raises if any rank raised."""
     start_server()
     with reserved_port() as port:
-        _server[1].send((world_size, port, function, arguments))
-        error, results = pickle.loads(_server[1].recv_bytes())
+        _server.send((world_size, port, function, arguments))
+        error, results = pickle.loads(_server.recv_bytes())
     if error is not None:
         raise error
     return results
