@@ -15,6 +15,8 @@ PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+# Without it each of the tests' processes would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart smollm2 nemo-rl-source \
         test test-slow test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
