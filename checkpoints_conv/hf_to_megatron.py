@@ -159,7 +159,7 @@ class _Conversion:
         Norms are such layers too, unless they are part of the linear layer behind them. megatron-core by
         default refuses a checkpoint that lacks one key, and passes over those that it does not look for.
         """
-        found = {}
+        found: dict[str, None] = {}
         for unit in self.units:
             if _IN_TRANSFORMER_ENGINE.fullmatch(unit.key):
                 layer = unit.key.removesuffix(".weight")
