@@ -47,6 +47,7 @@ def progress(
     every_seconds: float = 10.0,
     console: Console | None = None,
     bar: bool = True,
+    metered: bool = False,
 ) -> Iterator[Advance]:
     """Show the progress of ``total`` units of work, of which ``done`` are finished already.
 
@@ -54,14 +55,15 @@ def progress(
              every_seconds: least time between two log lines (no terminal).
              console: where the bar goes; None is standard error.
              bar: False: log lines on a terminal too, for work within other work that has a bar.
+             metered: a `TokenMeter` counts the units; its notes say what time is left.
     Returns: a context manager that gives the function to call after each piece.
     """
     console = console or Console(stderr=True)
     if not (bar and console.is_terminal):
-        yield _Lines(description, total, done, in_bytes, every_seconds)
+        yield _Lines(description, total, done, in_bytes, every_seconds, metered)
         return
     counts = (DownloadColumn, TransferSpeedColumn) if in_bytes else (MofNCompleteColumn, TimeElapsedColumn)
-    columns = (BarColumn(), *(kind() for kind in counts), TimeRemainingColumn())
+    columns = BarColumn(), *(kind() for kind in (*counts, *(() if metered else (TimeRemainingColumn,))))
     words = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
     with Progress(words[0], *columns, words[1], console=console) as shown:
         task = shown.add_task(description, total=total, completed=done, note="")
@@ -69,46 +71,57 @@ def progress(
 
 
 class TokenMeter:
-    """Counts what a sampler draws; shows rate and time left long before the first unit of work is done."""
+    """Counts what a sampler draws; shows rates and time left long before the first response has ended."""
 
     def __init__(self, advance: Advance, num_responses: int, max_new_tokens: int) -> None:
-        """Args: num_responses: to be sampled in all.  max_new_tokens: the most that one of them may have."""
-        self.advance, self.num_responses, self.max_new_tokens = advance, num_responses, max_new_tokens
-        self.num_tokens = self.num_finished = 0
+        """Args: advance: of `progress` in responses.  num_responses: in all.  max_new_tokens: of one."""
+        self.advance, self.num_left, self.max_new_tokens = advance, num_responses, max_new_tokens
+        self.num_tokens = self.num_ended = self._num_untold = 0
         self.start = self.last = time.monotonic()
 
-    def __call__(self, num_tokens: int, num_finished: int) -> None:
+    def __call__(self, num_tokens: int, num_ended: int) -> None:
         """After each step of the sampler: tokens drawn in it, responses that ended with it."""
         self.num_tokens += num_tokens
-        self.num_finished += num_finished
+        self.num_ended += num_ended
+        self._count(num_ended)
+
+    def recalled(self, num_responses: int) -> None:
+        """These need no sampling."""
+        self._count(num_responses)
+
+    def _count(self, num_responses: int) -> None:
+        self.num_left -= num_responses
+        self._num_untold += num_responses
         now = time.monotonic()
-        if now - self.last >= METER_SECONDS:
+        if now - self.last >= METER_SECONDS or (num_responses and self.num_left <= 0):
             self.last = now
-            self.advance(self.note(now - self.start), 0)
+            self.advance(self.note(now - self.start), self._num_untold)
+            self._num_untold = 0
 
     def note(self, seconds: float) -> str:
-        """``820 tokens/s, 3/640 responses, about 310 s left``; the length of those to come is that of those
+        """``820 tokens/s, 2.1 responses/s, about 310 s left``; the length of those to come is that of those
         that ended, or the longest possible one before any has."""
-        rate = self.num_tokens / max(seconds, 1e-9)
-        length = self.num_tokens / self.num_finished if self.num_finished else self.max_new_tokens
-        tokens_left = max(self.num_responses * min(length, self.max_new_tokens) - self.num_tokens, 0)
-        word = "about" if self.num_finished else "at most"
+        rate, ended = self.num_tokens / max(seconds, 1e-9), self.num_ended
+        length = min(self.num_tokens / ended if ended else self.max_new_tokens, self.max_new_tokens)
+        tokens_left = max((self.num_left + ended) * length - self.num_tokens, 0)
         return (
-            f"{rate:.0f} tokens/s, {self.num_finished}/{self.num_responses} responses, {word} "
-            f"{tokens_left / max(rate, 1e-9):.0f} s left"
+            f"{rate:.0f} tokens/s, {ended / max(seconds, 1e-9):.1f} responses/s, "
+            f"{'about' if ended else 'at most'} {tokens_left / max(rate, 1e-9):.0f} s left"
         )
 
 
 class _Lines:
     """Logs the last unit, and others when enough time has passed since the line before.
 
-    A note without a unit (``amount=0``) is logged after a few seconds already, if it is the first line.
+    With a meter the first line comes after a few seconds already, before any unit is done.
     """
 
-    def __init__(self, description: str, total: int, done: int, in_bytes: bool, every_seconds: float) -> None:
+    def __init__(
+        self, description: str, total: int, done: int, in_bytes: bool, every_seconds: float, metered: bool
+    ) -> None:
         self.description, self.total, self.every_seconds = description, total, every_seconds
         self.done = self.first = done
-        self.show = _bytes if in_bytes else _units
+        self.show, self.metered = _bytes if in_bytes else _units, metered
         self.start = self.last_line = time.monotonic()
         self.lock = threading.Lock()
 
@@ -116,14 +129,14 @@ class _Lines:
         with self.lock:
             self.done += amount
             now = time.monotonic()
-            is_early = amount == 0 and self.last_line == self.start
-            wait = FIRST_SECONDS if is_early else self.every_seconds
-            if (self.done < self.total or amount == 0) and now - self.last_line < wait:
+            is_first = self.last_line == self.start
+            wait = FIRST_SECONDS if self.metered and is_first else self.every_seconds
+            if self.done < self.total and now - self.last_line < wait:
                 return
             self.last_line = now
             rate = (self.done - self.first) / max(now - self.start, 1e-9)
             shown = self.show(self.done, self.total, rate, now - self.start)
-            left = f", {(self.total - self.done) / rate:.0f} s left" if amount else ""  # else the note has it
+            left = "" if self.metered else f", {(self.total - self.done) / rate:.0f} s left"
             log.info("%s %s%s%s", self.description, shown, left, f", {note}" if note else "")
 
 

@@ -270,10 +270,11 @@ class _Plan:
         )
         if not (self.out / RESPONSES).exists():
             generator.load()  # a broken model is reported before anything is created
-        total = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
-        with ResponseLog(self.out / RESPONSES) as log, progress("evaluate", total) as advance:
-            num_responses = total * (1 if conditions.sampling.greedy else 1 + settings.k) - len(log)
-            generator.meter = TokenMeter(advance, max(num_responses, 1), settings.max_tokens)
+        num_problems = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
+        total = num_problems * (1 if conditions.sampling.greedy else 1 + settings.k)
+        shown = progress("responses", total, metered=True)
+        with ResponseLog(self.out / RESPONSES) as log, shown as advance:
+            meter = TokenMeter(advance, total, settings.max_tokens)
             return {
                 seed: run_suite(
                     generator,
@@ -282,7 +283,7 @@ class _Plan:
                     of_seed[seed],
                     log,
                     problems_per_call=settings.problems_per_call(conditions.generator),
-                    on_progress=advance,
+                    meter=meter,
                     pass_at=self.pass_at,
                 )
                 for seed in folders

@@ -160,7 +160,9 @@ def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Pat
     """Write several panels as small multiples in one picture, with one legend."""
     columns = min(3, max(1, len(panels)))
     rows = max(1, -(-len(panels) // columns))
-    figure = new_figure(4.1 * columns, 2.9 * rows + 0.5)
+    figure = new_figure(4.1 * columns, 3.05 * rows + 0.5)
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.08, h_pad=0.12)  # inches; closer, a title reads as the caption of the panel above
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, number)
         _fill(axes, panel, groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.progress import TokenMeter, progress
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
-from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.tasks import Problem, Task
 
@@ -40,7 +39,7 @@ def validate(
     start = time.monotonic()
     generator.update_weights(named_tensors)
     k, sampling = recipe.grpo.val_num_generations_per_prompt, setup.validation_sampling(recipe, tokenizer)
-    with _shown(generator, len(problems), k, sampling) as advance:
+    with _shown(recipe.world_size, len(problems), k, sampling) as meter:
         result = evaluate(
             generator,
             tokenizer,
@@ -50,7 +49,7 @@ def validate(
             num_samples=k,
             sampling=sampling,
             seed=recipe.grpo.seed,
-            on_progress=advance,
+            meter=meter,
         )
     for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
         log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
@@ -59,20 +58,15 @@ def validate(
 
 
 @contextmanager
-def _shown(
-    generator: Generator, num_problems: int, k: int, sampling: SamplingParams
-) -> Iterator[Callable[[str], None] | None]:
-    """Lines with rate and time left, if a validation takes longer than a few seconds; of one rank alone."""
-    if not isinstance(generator, LocalGenerator):
-        yield None
-        return
-    num_responses = num_problems * (1 if sampling.greedy else 1 + k)
-    with progress("validation", num_problems, bar=False) as advance:
-        generator.meter = TokenMeter(advance, num_responses, sampling.max_new_tokens)
-        try:
-            yield advance
-        finally:
-            generator.meter = None
+def _shown(num_ranks: int, num_problems: int, k: int, sampling: SamplingParams) -> Iterator[TokenMeter]:
+    """Lines with rates and time left, if a validation takes longer than a few seconds.
+
+    Of several ranks the first alone logs, and its share is counted, which takes about as long as the others.
+    """
+    num_responses = -(-num_problems // num_ranks) * (1 if sampling.greedy else 1 + k)
+    name = "validation responses" + (f" of rank 0 of {num_ranks}" if num_ranks > 1 else "")
+    with progress(name, num_responses, bar=False, metered=True) as advance:
+        yield TokenMeter(advance, num_responses, sampling.max_new_tokens)
 
 
 def reached_goal(grpo: GRPOSection, row: Mapping[str, Any]) -> bool:

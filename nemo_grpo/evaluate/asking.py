@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nemo_grpo.evaluate.responses import Recall, Recorded
-from nemo_grpo.sampling.episodes import sample_responses
+from nemo_grpo.evaluate.responses import Answer, Recall, Recorded
+from nemo_grpo.progress import TokenMeter
+from nemo_grpo.sampling.episodes import Written, sample_responses
 from nemo_grpo.sampling.images import Images, image_digest
 from nemo_grpo.sampling.requests import Generator, Request, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
+from nemo_grpo.tasks.environment import MultiTurnTask
 
 
 class Question(NamedTuple):
@@ -51,36 +53,62 @@ _ROUND = 1_000_003
 
 @dataclass(frozen=True)
 class Ask:
-    """Responses to problems, recalled if recorded."""
+    """Responses to problems, recalled if recorded, else recorded as they come."""
 
     generator: Generator
     tokenizer: Any
     task: Task
-    recall: Recall | None
+    recall: Recall | None = None
+    meter: TokenMeter | None = None
 
     def __call__(
         self, asked: Sequence[Question], count: int, sampling: SamplingParams, seed: int
     ) -> list[list[Recorded]]:
         """Args: asked: all different in prompt or images.  Returns: ``count`` responses to each."""
-        known: dict[int, list[Recorded]] = {}
-        if self.recall is not None:
-            for place, question in enumerate(asked):
-                found = self.recall.get(question.id, question.tokens, sampling.greedy, count)
-                known |= {} if found is None else {place: found}
-        missing = [place for place in range(len(asked)) if place not in known]
+        found = [self._known(question, count, sampling.greedy) for question in asked]
+        if self.meter is not None:
+            self.meter.recalled(sum(response is not None for responses in found for response in responses))
+        missing = [place for place, responses in enumerate(found) if None in responses]
         if missing:
-            fresh = self._generate([asked[place] for place in missing], count, sampling, seed)
+            fresh = self._sample([asked[p] for p in missing], [found[p] for p in missing], sampling, seed)
             for place, responses in zip(missing, fresh, strict=True):
-                known[place] = responses
-                if self.recall is not None:
-                    self.recall.put(asked[place].id, asked[place].tokens, sampling.greedy, responses)
-        return [known[place] for place in range(len(asked))]
+                found[place] = responses
+        return found
 
-    def _generate(
-        self, asked: list[Question], count: int, sampling: SamplingParams, seed: int
+    def _known(self, question: Question, count: int, greedy: bool) -> list[Recorded | None]:
+        unknown: list[Recorded | None] = [None] * count
+        if self.recall is None:
+            return unknown
+        found = self.recall.get(question.id, question.tokens, greedy, count)
+        # Responses in turns are told apart from others that begin alike by counting: all of a prompt or none.
+        return unknown if None in found and isinstance(self.task, MultiTurnTask) else found
+
+    def _sample(
+        self,
+        asked: list[Question],
+        found: list[list[Recorded | None]],
+        sampling: SamplingParams,
+        seed: int,
     ) -> list[list[Recorded]]:
+        """What is not found, beside what is."""
+        count, flat = len(found[0]), [response for responses in found for response in responses]
+        known = {row: response for row, response in enumerate(flat) if response is not None}
         images = [question.images for question in asked] if any(q.images for q in asked) else ()
-        request = Request([q.tokens for q in asked], count, sampling, seed, images=images)
-        sampled = sample_responses(self.generator, self.tokenizer, self.task, request)
-        flat = [Recorded(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
-        return [flat[start : start + count] for start in range(0, len(flat), count)]
+        prompts = [question.tokens for question in asked]
+        request = Request(prompts, count, sampling, seed, images=images, known=frozenset(known))
+
+        def heard(num_tokens: int, ended: Sequence[Written]) -> None:
+            if self.meter is not None:
+                self.meter(num_tokens, len(ended))
+            if self.recall is not None and ended:
+                self.recall.put([self._answer(asked, count, sampling.greedy, one) for one in ended])
+
+        sampled = sample_responses(self.generator, self.tokenizer, self.task, request, heard)
+        fresh = [Recorded(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
+        whole = [known.get(row, response) for row, response in enumerate(fresh)]
+        return [whole[start : start + count] for start in range(0, len(whole), count)]
+
+    def _answer(self, asked: list[Question], count: int, greedy: bool, written: Written) -> Answer:
+        row, *response = written
+        question = asked[row // count]
+        return Answer(question.id, question.tokens, greedy, row % count, Recorded(*response))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem
@@ -28,15 +28,25 @@ class Recorded:
     truncated: bool
 
 
+class Answer(NamedTuple):
+    """A response to a problem's prompt; ``number``: among the samples to that prompt, 0 if greedy."""
+
+    problem: str
+    prompt: Sequence[int]
+    greedy: bool
+    number: int
+    response: Recorded
+
+
 class Recall(Protocol):
     """Remembers the responses to problems under one set of conditions."""
 
-    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Recorded] | None:
-        """All ``count`` responses to a prompt, or None if not all are known."""
+    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Recorded | None]:
+        """The ``count`` responses to a prompt; None: not known."""
         ...
 
-    def put(self, problem: str, prompt: Sequence[int], greedy: bool, responses: Sequence[Recorded]) -> None:
-        """Remember all responses to a prompt."""
+    def put(self, responses: Sequence[Answer]) -> None:
+        """Remember responses."""
         ...
 
 
@@ -117,30 +127,23 @@ class Resumable:
     benchmark: str
     conditions: Mapping[str, Any]
 
-    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Recorded] | None:
+    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Recorded | None]:
         key = self._key(problem, prompt, greedy)
-        found = [self.log.read(key, sample) for sample in _numbers(greedy, count)]
-        return None if None in found else [response for response in found if response is not None]
+        return [self.log.read(key, GREEDY if greedy else number) for number in range(count)]
 
-    def put(self, problem: str, prompt: Sequence[int], greedy: bool, responses: Sequence[Recorded]) -> None:
-        key = self._key(problem, prompt, greedy)
-        where = {"benchmark": self.benchmark, "id": problem}
-        numbers = _numbers(greedy, len(responses))
-        lines = [
-            {"key": key, "sample": number, **where, **asdict(response)}
-            for number, response in zip(numbers, responses, strict=True)
-            if self.log.read(key, number) is None
-        ]
+    def put(self, responses: Sequence[Answer]) -> None:
+        lines = []
+        for problem, prompt, greedy, number, response in responses:
+            key, sample = self._key(problem, prompt, greedy), GREEDY if greedy else number
+            if self.log.read(key, sample) is None:
+                where = {"key": key, "sample": sample, "benchmark": self.benchmark, "id": problem}
+                lines.append(where | asdict(response))
         self.log.write(lines)
 
     def _key(self, problem: str, prompt: Sequence[int], greedy: bool) -> str:
         conditions = {name: v for name, v in self.conditions.items() if not (greedy and name == "seed")}
         everything = [conditions, self.benchmark, problem, list(prompt)]
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _numbers(greedy: bool, count: int) -> Sequence[int | str]:
-    return [GREEDY] if greedy else range(count)
 
 
 def fingerprint(folder: Path) -> str:

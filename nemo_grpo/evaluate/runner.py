@@ -21,6 +21,7 @@ from nemo_grpo.evaluate.passk import (
     stderr_of_runs,
 )
 from nemo_grpo.evaluate.responses import Recall, Recorded
+from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task
@@ -29,7 +30,7 @@ from nemo_grpo.tasks.base import checked_score
 log = logging.getLogger(__name__)
 
 PROBLEMS_PER_CALL = 64
-"""Problems sampled per call, between progress reports; the result does not depend on it."""
+"""Problems sampled per call; the result does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def evaluate(
     num_samples: int,
     sampling: SamplingParams,
     seed: int,
-    on_progress: Callable[[str], None] | None = None,
+    meter: TokenMeter | None = None,
     recall: Recall | None = None,
     problems_per_call: int | None = None,
 ) -> EvalResult:
@@ -212,9 +213,9 @@ def evaluate(
     Args:    generator: with the weights to evaluate.  tokenizer: a Hugging Face tokenizer.
              problems: at least one.
              sampling: of the random answers; its length limit and stop tokens hold for the greedy one too.
-             on_progress: called once per problem.
-             recall: recorded responses; new ones are added as they come.
-             problems_per_call: None: `PROBLEMS_PER_CALL`. A smaller number loses less in a kill.
+             meter: is told of every token and response.
+             recall: recorded responses; each new one is added as soon as it has ended.
+             problems_per_call: None: `PROBLEMS_PER_CALL`. A smaller number takes less memory.
     Returns: `EvalResult`; the same arguments give the same result, whatever was recalled.
     Raises:  UserError: a prompt and its response do not fit into the model's context.
     """
@@ -222,7 +223,7 @@ def evaluate(
     assert num_samples >= 1
     greedy = replace(sampling, greedy=True)
     questions = [question(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
-    ask = Ask(generator, tokenizer, task, recall)
+    ask = Ask(generator, tokenizer, task, recall, meter)
     results: dict[int, ProblemResult] = {}
     for part, part_seed in calls(questions, problems_per_call or PROBLEMS_PER_CALL, seed):
         asked = [questions[index] for index in part]
@@ -236,8 +237,6 @@ def evaluate(
             text = tokenizer.decode(questions[index].tokens, skip_special_tokens=False)
             answers = _judge(task, problem, first), _judge(task, problem, samples)
             results[index] = ProblemResult(problem.id, text, problem.answer, *answers)
-            if on_progress is not None:
-                on_progress("")
     ordered = [results[index] for index in range(len(problems))]
     config = task.config.model_dump(mode="json")
     undecided: Undecided = getattr(task, "undecided", _never)

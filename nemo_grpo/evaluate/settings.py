@@ -18,7 +18,6 @@ from nemo_grpo.hf_folder import load_config
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
 from nemo_grpo.sampling.generators import build_local, choose
-from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.sampling.requests import Generator, Request, Rollout, SamplingParams
 
 
@@ -105,7 +104,7 @@ class Settings:
         return build_local(conditions.generator, model, dtype, device, self.batch_size)
 
     def problems_per_call(self, generator: str) -> int:
-        """vLLM fills its batches itself; others get one batch at a time, so that a kill loses little."""
+        """vLLM fills its batches itself; others get one batch at a time."""
         at_once = max(self.batch_size, 1024) if generator == "vllm" else self.batch_size
         return max(1, at_once // self.k)
 
@@ -150,11 +149,7 @@ class LazyGenerator:
 
     def __init__(self, build: Callable[[], Generator]) -> None:
         self.load = cache(build)
-        self.meter: Callable[[int, int], None] | None = None
 
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`."""
-        loaded = self.load()
-        if isinstance(loaded, LocalGenerator):
-            loaded.meter = self.meter
-        return loaded.generate(request)
+        return self.load().generate(request)

@@ -14,6 +14,7 @@ from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.responses import ResponseLog, Resumable
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, average, joined, read_summary
+from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.tasks import Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
@@ -124,7 +125,7 @@ def run_suite(
     log: ResponseLog,
     *,
     problems_per_call: int,
-    on_progress: Callable[[str], None] | None = None,
+    meter: TokenMeter | None = None,
     pass_at: tuple[int, ...] = (),
 ) -> SuiteResult:
     """Evaluate one benchmark after the other; responses that ``log`` holds are not sampled again."""
@@ -139,7 +140,7 @@ def run_suite(
             conditions.num_samples,
             conditions.sampling,
             conditions.seed,
-            on_progress,
+            meter,
             Resumable(log, benchmark.name, {**conditions.to_dict(), **tool_conditions(benchmark.task)}),
             problems_per_call,
         )

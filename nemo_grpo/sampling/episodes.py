@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_grpo.sampling.generate_distributed import from_first_rank
-from nemo_grpo.sampling.requests import Generator, Request, Rollout, Turn
+from nemo_grpo.sampling.requests import Ended, Generator, Request, Rollout, Turn
 from nemo_grpo.tasks import Task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
 from nemo_grpo.tasks.reserved import reserved_texts
@@ -40,19 +40,49 @@ class Sampled:
     episode: Episode | None = None
 
 
-def sample_responses(generator: Generator, tokenizer: Any, task: Task, request: Request) -> list[Sampled]:
+class Written(NamedTuple):
+    """A whole response that has just ended. ``row``: its place; ``num_tokens``: of the policy."""
+
+    row: int
+    text: str
+    num_tokens: int
+    truncated: bool
+
+
+Heard = Callable[[int, Sequence[Written]], None]
+
+
+def sample_responses(
+    generator: Generator, tokenizer: Any, task: Task, request: Request, heard: Heard | None = None
+) -> list[Sampled]:
     """The whole responses that are asked for, those to one prompt together.
+
+    ``heard`` is called while sampling, with the number of tokens drawn since the last call, and the responses
+    that have ended. Without turns, ``request.known`` responses come back empty.
 
     For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. An
     observation that leaves no room for another token is not given, and its response counts as truncated.
     The same arguments give the same responses wherever the task's tool answers alike.
     """
     if isinstance(task, MultiTurnTask):
-        return _converse(generator, tokenizer, task, request)
+        return _converse(generator, tokenizer, task, request, heard or _ignored)
+    if heard is not None:
+        request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, _read(ended, tokenizer)))
     rollout = generator.generate(request)
     return [
         Sampled(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
         for tokens, logprobs, truncated, text in _responses(rollout, tokenizer)
+    ]
+
+
+def _ignored(num_tokens: int, ended: Sequence[Written]) -> None:
+    pass
+
+
+def _read(ended: Sequence[Ended], tokenizer: Any) -> list[Written]:
+    return [
+        Written(row, tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), truncated)
+        for row, tokens, truncated in ended
     ]
 
 
@@ -69,6 +99,7 @@ def _responses(rollout: Rollout, tokenizer: Any) -> list[tuple[Tensor, Tensor, b
 class _Growing:
     """A response between its turns; ``left``: tokens that it may still have."""
 
+    row: int
     prompt: list[int]
     left: int
     tokens: list[int] = field(default_factory=list)
@@ -85,27 +116,35 @@ class _Growing:
         self.text += text
         self.left -= len(tokens)
 
+    def written(self) -> Written:
+        return Written(self.row, self.text, sum(self.token_mask), self.truncated)
+
     def finish(self) -> Sampled:
         mask = torch.tensor(self.token_mask)
         tokens, logprobs = torch.tensor(self.tokens), torch.cat(self.logprobs)
         return Sampled(tokens, logprobs, mask, self.truncated, self.text, self.episode)
 
 
-def _converse(generator: Generator, tokenizer: Any, task: MultiTurnTask, request: Request) -> list[Sampled]:
+def _converse(
+    generator: Generator, tokenizer: Any, task: MultiTurnTask, request: Request, heard: Heard
+) -> list[Sampled]:
     """Turn by turn; every call samples the next turn of all responses that are not over."""
+    assert not request.known  # equal contexts are told apart by counting
+    request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, []))
     end = StopTexts(task.stop_texts, tokenizer)
     limit, reserved = request.sampling.max_new_tokens, reserved_texts(tokenizer)
-    everything = [
-        _Growing(prompt, limit) for prompt in request.prompts for _ in range(request.num_generations)
-    ]
+    prompts = [prompt for prompt in request.prompts for _ in range(request.num_generations)]
+    everything = [_Growing(row, prompt, limit) for row, prompt in enumerate(prompts)]
     # In the first turn the responses to one prompt share its reading; later on all have their own context.
-    rollout = generator.generate(replace(request, turn=Turn(request.limits, end)))
-    going = _listen(everything, rollout, tokenizer, task, reserved)
+    going, asked = everything, replace(request, turn=Turn(request.limits, end))
     while going:
-        contexts = [response.prompt + response.tokens for response in going]
-        turn = Turn([response.left for response in going], end)
-        rollout = generator.generate(replace(request, prompts=contexts, num_generations=1, turn=turn))
-        going = _listen(going, rollout, tokenizer, task, reserved)
+        before, going = going, _listen(going, generator.generate(asked), tokenizer, task, reserved)
+        going_on = {response.row for response in going}
+        heard(0, [response.written() for response in before if response.row not in going_on])
+        if going:
+            contexts = [response.prompt + response.tokens for response in going]
+            turn = Turn([response.left for response in going], end)
+            asked = replace(request, prompts=contexts, num_generations=1, turn=turn)
     return [response.finish() for response in everything]
 
 

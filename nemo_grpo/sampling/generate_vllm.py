@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ import torch
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.images import Images, image_digest, read_image
-from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams
+from nemo_grpo.sampling.requests import Ended, Request, Rollout, SamplingParams
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
@@ -117,17 +118,19 @@ class VLLMGenerator:
         """
         check_sampling(request.sampling)
         request.check_context(self.max_model_len, "max_model_len")
-        images = request.images or [()] * len(request.prompts)
-        prompts = [_prompt(*pair) for pair in zip(request.prompts, images, strict=True)]
-        params = [
-            _params(request, _seed(request.seed, *of_prompt), limit)
-            for *of_prompt, limit in zip(
-                request.occurrences, request.prompts, images, request.limits, strict=True
-            )
-        ]
-        answers = self._engine.generate(prompts, params, use_tqdm=False)
-        rows = [row for answer in answers for row in sorted(answer.outputs, key=lambda output: output.index)]
-        assert len(rows) == len(request.lengths), (len(rows), len(request.lengths))
+        engine, rows = self._engine.llm_engine, [_Row() for _ in request.lengths]
+        for row, prompt, params in _by_row(request):
+            engine.add_request(str(row), prompt, params)
+        while engine.has_unfinished_requests():
+            num_tokens, ended = 0, []
+            for answer in engine.step():
+                row, (output,) = int(answer.request_id), answer.outputs
+                rows[row].add(output)
+                num_tokens += len(output.token_ids)
+                if answer.finished:
+                    ended.append(Ended(row, rows[row].tokens, not rows[row].stopped(request.sampling)))
+            if request.heard is not None:
+                request.heard(num_tokens, ended)
         return _rollout(rows, request.sampling)
 
 
@@ -160,8 +163,42 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(lines) if lines else type(error).__name__
 
 
+@dataclass
+class _Row:
+    """A response as it comes."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: int | str | None = None
+
+    def add(self, output: Any) -> None:
+        ids = list(output.token_ids)
+        self.tokens += ids
+        self.logprobs += [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+        self.stop_reason = output.stop_reason
+
+    def stopped(self, sampling: SamplingParams) -> bool:
+        by_text = isinstance(self.stop_reason, str)
+        return by_text or (bool(self.tokens) and self.tokens[-1] in sampling.stop_token_ids)
+
+
+def _by_row(request: Request) -> Iterator[tuple[int, dict[str, Any], Any]]:
+    """Row, prompt and parameters of each response that is not known.
+
+    One request each, so that any can be left out; vLLM splits a request for several in the same way.
+    """
+    images = request.images or [()] * len(request.prompts)
+    for index, of_prompt in enumerate(zip(request.occurrences, request.prompts, images, strict=True)):
+        prompt, seed = _prompt(*of_prompt[1:]), _seed(request.seed, *of_prompt)
+        for number in range(request.num_generations):
+            row = index * request.num_generations + number
+            if row not in request.known:
+                yield row, prompt, _params(request, seed + number, request.limits[index])
+
+
 def _params(request: Request, seed: int, max_tokens: int) -> Any:
     from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
 
     sampling, turn = request.sampling, request.turn
     drawn = {
@@ -170,8 +207,8 @@ def _params(request: Request, seed: int, max_tokens: int) -> Any:
         "top_k": -1 if sampling.top_k is None else sampling.top_k,
     }
     return Params(
-        n=request.num_generations,
         seed=seed,
+        output_kind=RequestOutputKind.DELTA,  # what is new in each step
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the stop tokens say it all
@@ -191,22 +228,18 @@ def _prompt(tokens: list[int], images: Images) -> dict[str, Any]:
 
 
 def _seed(seed: int, occurrence: int, prompt: list[int], images: Images) -> int:
-    """Stays with a prompt whatever else is in the call; vLLM adds a response's number to it."""
+    """Stays with a prompt whatever else is in the call; a response's number is added to it."""
     seen = [image_digest(path) for path in images]
     digest = hashlib.sha256(repr((seed, occurrence, prompt, *seen)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
 
-def _rollout(rows: list[Any], sampling: SamplingParams) -> Rollout:
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
+def _rollout(rows: list[_Row], sampling: SamplingParams) -> Rollout:
+    lengths = torch.tensor([len(row.tokens) for row in rows])
     shape = (len(rows), int(lengths.max()))
     tokens, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
     for number, row in enumerate(rows):
-        ids = list(row.token_ids)
-        tokens[number, : len(ids)] = torch.tensor(ids)
-        drawn = [step[token].logprob for step, token in zip(row.logprobs, ids, strict=True)]
-        logprobs[number, : len(ids)] = torch.nan if sampling.filters else torch.tensor(drawn)
-    last = tokens[torch.arange(len(rows)), lengths - 1]
-    stopped = torch.isin(last, torch.tensor(sampling.stop_token_ids, dtype=torch.long))
-    stopped |= torch.tensor([isinstance(row.stop_reason, str) for row in rows])  # by a stop text
+        tokens[number, : lengths[number]] = torch.tensor(row.tokens)
+        logprobs[number, : lengths[number]] = torch.nan if sampling.filters else torch.tensor(row.logprobs)
+    stopped = torch.tensor([row.stopped(sampling) for row in rows])
     return Rollout(tokens, logprobs, lengths, truncated=~stopped)

@@ -8,7 +8,7 @@ numbers belong to a response instead of a place in the batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_grpo.sampling.draws import draw, response_uniforms
-from nemo_grpo.sampling.requests import Request, Rollout
+from nemo_grpo.sampling.requests import Ended, Request, Rollout
 
 
 class Decoding(Protocol):
@@ -45,8 +45,6 @@ class LocalGenerator(ABC):
 
     name: str
     _config: PretrainedConfig
-    meter: Callable[[int, int], None] | None = None
-    """Called after each step with the tokens drawn in it and the responses that ended with it."""
 
     def __init__(
         self,
@@ -127,7 +125,9 @@ class LocalGenerator(ABC):
         uniforms = None if request.sampling.greedy else response_uniforms(request).to(self.device)
         responses = _Responses(request, self.device)
         # Prompts of like length together: little padding.
-        for rows in torch.argsort(request.lengths, stable=True).split(self.max_batch_size):
+        order = torch.argsort(request.lengths, stable=True)
+        wanted = order[~torch.isin(order, torch.tensor([*request.known], dtype=torch.long))]
+        for rows in wanted.split(self.max_batch_size):
             self._fill(responses, rows, request, uniforms)
         return responses.rollout()
 
@@ -149,8 +149,6 @@ class LocalGenerator(ABC):
             tokens, logprobs = draw(state.logits, request.sampling, here)
             going = responses.append(rows, step, tokens, logprobs)
             num_going = int(going.sum())
-            if self.meter is not None:
-                self.meter(len(rows), len(rows) - num_going)
             if num_going == 0:
                 return
             if num_going < len(rows):
@@ -166,7 +164,8 @@ class _Responses:
         self._limits = torch.tensor(request.limits).repeat_interleave(request.num_generations)
         self._device_limits = self._limits.to(device)
         self._end = None if request.turn is None else request.turn.end
-        self._written: list[list[int]] = [[] for _ in self._limits] if self._end is not None else []
+        self._heard = request.heard
+        self._written: list[list[int]] = [[] for _ in self._limits] if self._end or self._heard else []
         stop_token_ids = request.sampling.stop_token_ids
         self._stop_tokens = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
         self._rows: list[Tensor] = []
@@ -182,22 +181,26 @@ class _Responses:
     def append(self, rows: Tensor, step: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Add a token to each of these R rows; [R] bool: the response goes on behind it."""
         stopped = (tokens[:, None] == self._stop_tokens).any(-1)
+        if self._written:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                self._written[row].append(token)
         if self._end is not None:
-            stopped |= self._ended(rows, tokens)
+            stopped |= self._turn_ended(rows)
         self._rows.append(rows)
         self._steps.append(step)
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
         self._stopped.append(stopped)
-        return ~stopped & (self._device_limits[rows] > step + 1)
+        going = ~stopped & (self._device_limits[rows] > step + 1)
+        if self._heard is not None:
+            ended = zip(rows[~going].tolist(), (~stopped[~going]).tolist(), strict=True)
+            self._heard(len(rows), [Ended(row, self._written[row], cut) for row, cut in ended])
+        return going
 
-    def _ended(self, rows: Tensor, tokens: Tensor) -> Tensor:
+    def _turn_ended(self, rows: Tensor) -> Tensor:
         assert self._end is not None
-        ended = []
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            self._written[row].append(token)
-            ended.append(self._end.reached(self._written[row][-self._end.num_tokens :]))
-        return torch.tensor(ended, device=tokens.device)
+        tails = (self._written[row][-self._end.num_tokens :] for row in rows.tolist())
+        return torch.tensor([self._end.reached(tail) for tail in tails], device=rows.device)
 
     def rollout(self) -> Rollout:
         """All responses, on the CPU."""

@@ -106,6 +106,7 @@ def test_the_command_starts_the_ranks_and_sigterm_ends_them_with_a_checkpoint(tm
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=120)
     assert process.returncode == EXIT_INTERRUPTED, error
+    assert re.search(r"validation responses of rank 0 of 2 (\d+)/\1, \d+ s, \d+ tokens/s, ", error), error
     last = rows(tmp_path / "cli")[-1]["step"]
     line, environment = command(
         tmp_path, cache, f"grpo.max_num_steps={last + 1}", "grpo.val_period=0", "--resume"

@@ -45,17 +45,19 @@ def test_a_meter_shows_rate_and_time_left_before_a_unit_is_done(caplog, monkeypa
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=False)
-    with caplog.at_level(logging.INFO), progress("work", 2, console=console) as advance:
-        meter = TokenMeter(advance, num_responses=4, max_new_tokens=100)
+    with caplog.at_level(logging.INFO), progress("work", 6, console=console, metered=True) as advance:
+        meter = TokenMeter(advance, num_responses=6, max_new_tokens=100)
+        meter.recalled(2)
         for second in range(1, 21):
             now[0] = float(second)
             meter(10, int(second == 10))
-        advance()
+        meter(0, 3)
     lines = [record.getMessage() for record in caplog.records]
     # 10 tokens a second: at 3 s at most 400 - 30 are left; at 13 s one of 130, so 100, has ended: 400 - 130
     assert lines == [
-        "work 0/2, 3 s, 10 tokens/s, 0/4 responses, at most 37 s left",
-        "work 0/2, 13 s, 10 tokens/s, 1/4 responses, about 27 s left",
+        "work 2/6, 3 s, 10 tokens/s, 0.0 responses/s, at most 37 s left",
+        "work 3/6, 13 s, 10 tokens/s, 0.1 responses/s, about 27 s left",
+        "work 6/6, 20 s, 10 tokens/s, 0.2 responses/s, about 0 s left",
     ]
 
 

@@ -137,15 +137,25 @@ def test_results_are_not_replaced_by_a_benchmark_with_another_prompt(model, data
     one(model, data, tmp_path, "aime24", "--num-problems", 1, "--overwrite")
 
 
+def test_any_responses_that_are_missing_are_sampled_as_before(unbroken, model, data, tmp_path):
+    lines = (unbroken[0] / "responses.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for number, line in enumerate(lines) if number % 3]
+    (tmp_path / "responses.jsonl").write_text("".join(kept))
+    run(*options(model, data, tmp_path))
+    assert results(tmp_path) == results(unbroken[0])
+    assert sorted((tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)) == sorted(lines)
+
+
 SLOWLY = """
 import sys, time
 from nemo_grpo.cli import app
-from nemo_grpo.sampling.local_generator import LocalGenerator
-generate = LocalGenerator.generate
-def slow(self, *arguments):
-    time.sleep(0.2)
-    return generate(self, *arguments)
-LocalGenerator.generate = slow
+from nemo_grpo.evaluate.responses import ResponseLog
+write = ResponseLog.write
+def slow(self, lines):
+    for line in lines:
+        write(self, [line])
+        time.sleep(0.1)
+ResponseLog.write = slow
 app(["eval", *sys.argv[1:]])
 """
 

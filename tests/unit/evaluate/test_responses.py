@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.responses import Recorded, ResponseLog, Resumable, fingerprint
+from nemo_grpo.evaluate.responses import Answer, Recorded, ResponseLog, Resumable, fingerprint
 
 ONE, TWO = Recorded("a", 1, False), Recorded("b\u2028c", 2, True)
 
@@ -16,12 +16,15 @@ def path(tmp_path):
     return tmp_path / "out" / "responses.jsonl"
 
 
+def samples(prompt, *responses):
+    return [Answer("p", prompt, False, number, response) for number, response in enumerate(responses)]
+
+
 def test_responses_come_back_from_the_file(path):
     with ResponseLog(path) as log:
         recall = Resumable(log, "set", {"seed": 1})
-        assert recall.get("p", [1, 2], False, 2) is None
-        recall.put("p", [1, 2], False, [ONE, TWO])
-        recall.put("p", [1, 2], True, [TWO])
+        assert recall.get("p", [1, 2], False, 2) == [None, None]
+        recall.put([*samples([1, 2], ONE, TWO), Answer("p", [1, 2], True, 0, TWO)])
     with ResponseLog(path) as log:
         recall = Resumable(log, "set", {"seed": 1})
         assert recall.get("p", [1, 2], False, 2) == [ONE, TWO]
@@ -43,27 +46,27 @@ def test_responses_come_back_from_the_file(path):
 )
 def test_nothing_is_mixed_with_other_conditions(path, benchmark, conditions, problem, prompt, count):
     with ResponseLog(path) as log:
-        Resumable(log, "set", {"seed": 1}).put("p", [1], False, [ONE])
-        assert Resumable(log, benchmark, conditions).get(problem, prompt, False, count) is None
+        Resumable(log, "set", {"seed": 1}).put(samples([1], ONE))
+        assert None in Resumable(log, benchmark, conditions).get(problem, prompt, False, count)
         assert Resumable(log, "set", {"seed": 1}).get("p", [1], False, 1) == [ONE]
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(path):
     with ResponseLog(path) as log:
-        Resumable(log, "set", {}).put("p", [1], False, [ONE, TWO])
+        Resumable(log, "set", {}).put(samples([1], ONE, TWO))
     whole = path.read_bytes()
     path.write_bytes(whole[:-7])
     with ResponseLog(path) as log:
         recall = Resumable(log, "set", {})
         assert len(log) == 1
-        assert recall.get("p", [1], False, 2) is None
-        recall.put("p", [1], False, [ONE, TWO])
+        assert recall.get("p", [1], False, 2) == [ONE, None]
+        recall.put(samples([1], ONE, TWO))
     assert path.read_bytes() == whole
 
 
 def test_a_line_that_is_damaged_in_the_middle_is_named(path):
     with ResponseLog(path) as log:
-        Resumable(log, "set", {}).put("p", [1], False, [ONE, TWO])
+        Resumable(log, "set", {}).put(samples([1], ONE, TWO))
     first, second = path.read_text().splitlines()
     path.write_text(f"{first[:-3]}\n{second}\n")
     with pytest.raises(UserError, match=r"responses\.jsonl:1 is damaged"):

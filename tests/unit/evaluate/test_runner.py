@@ -10,10 +10,11 @@ import torch
 
 from nemo_grpo.evaluate import evaluate, runner
 from nemo_grpo.evaluate.responses import ResponseLog, Resumable
+from nemo_grpo.progress import TokenMeter
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 from nemo_grpo.sampling.images import image_digest
-from nemo_grpo.sampling.requests import Rollout, SamplingParams
+from nemo_grpo.sampling.requests import Ended, Rollout, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 
 RIGHT = "<think></think><answer>Knight, knave</answer>"
@@ -39,11 +40,18 @@ class CharacterTokenizer:
         return [self.decode(row, skip_special_tokens) for row in rows]
 
 
-class ScriptedGenerator:
-    """Answers each prompt from a script: {prompt: (greedy response, [sampled responses])}."""
+class Killed(BaseException):
+    pass
 
-    def __init__(self, script):
-        self.script, self.calls = script, []
+
+class ScriptedGenerator:
+    """Answers each prompt from a script: {prompt: (greedy response, [sampled responses])}.
+
+    Tells of the last rows first, and is killed after ``life`` of them.
+    """
+
+    def __init__(self, script, life=math.inf):
+        self.script, self.calls, self.life = script, [], life
 
     def generate(self, request):
         prompts, num_generations, sampling = request.prompts, request.num_generations, request.sampling
@@ -58,6 +66,14 @@ class ScriptedGenerator:
             tokens[row, : len(text)] = torch.tensor([ord(character) for character in text])
         truncated = torch.tensor([text == NONE for text in texts])
         lengths = torch.tensor([len(text) for text in texts]) + (~truncated).long()
+        lengths[[*request.known]] = 0
+        for row in reversed(range(len(texts))):
+            if row not in request.known:
+                ended = Ended(row, tokens[row, : lengths[row]].tolist(), bool(truncated[row]))
+                request.heard(len(ended.tokens), [ended])
+                self.life -= 1
+            if self.life == 0:
+                raise Killed
         zeros = torch.zeros(tokens.shape)
         return Rollout(tokens, zeros, lengths, truncated)
 
@@ -76,9 +92,9 @@ SCRIPT = {
 SAMPLING = SamplingParams(100, temperature=0.7, top_p=0.9, stop_token_ids=(END,))
 
 
-def run(task, generator=None, on_progress=None):
+def run(task, generator=None, meter=None, recall=None):
     generator = generator or ScriptedGenerator(SCRIPT)
-    return evaluate(generator, CharacterTokenizer(), task, Prompt(), PROBLEMS, 4, SAMPLING, 7, on_progress)
+    return evaluate(generator, CharacterTokenizer(), task, Prompt(), PROBLEMS, 4, SAMPLING, 7, meter, recall)
 
 
 def test_metrics_by_hand(task):
@@ -140,10 +156,24 @@ def test_samples_at_temperature_0_are_the_greedy_response_again(task, tmp_path):
 def test_metrics_do_not_depend_on_the_chunk_size(task, monkeypatch, problems_per_call):
     expected = run(task)
     monkeypatch.setattr(runner, "PROBLEMS_PER_CALL", problems_per_call)
-    generator, notes = ScriptedGenerator(SCRIPT), []
-    assert run(task, generator, notes.append) == expected
+    generator = ScriptedGenerator(SCRIPT)
+    assert run(task, generator) == expected
     assert max(call[0] for call in generator.calls) == problems_per_call
-    assert len(notes) == 3
+
+
+@pytest.mark.parametrize("life", [1, 2, 4, 9, 15])
+def test_a_killed_run_keeps_each_response_that_has_ended_and_samples_the_others(task, tmp_path, life):
+    expected, told = run(task), []
+    with ResponseLog(tmp_path / "log.jsonl") as log, pytest.raises(Killed):
+        run(task, ScriptedGenerator(SCRIPT, life), recall=Resumable(log, "b", {}))
+    assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == life
+    meter = TokenMeter(lambda note, amount: told.append(amount), 3 * (1 + 4), 100)
+    generator = ScriptedGenerator(SCRIPT)
+    with ResponseLog(tmp_path / "log.jsonl") as log:
+        assert run(task, generator, meter, Resumable(log, "b", {})) == expected
+    assert math.inf == generator.life
+    assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == 15  # none twice
+    assert (meter.num_ended, sum(told)) == (15 - life, 15)
 
 
 class SeeingTokenizer(CharacterTokenizer):

@@ -73,18 +73,19 @@ ASK, TOLD = "<search>a</search>", "\n<information>[1] A!</information>\n"
 ANSWER = "<answer>A</answer>"
 
 
-def converse(task, script, prompts, num_generations, max_new_tokens=200):
+def converse(task, script, prompts, num_generations, max_new_tokens=200, heard=None):
     generator = ScriptedGenerator(script)
     ids = [[ord(character) for character in prompt] for prompt in prompts]
     sampling = SamplingParams(max_new_tokens, stop_token_ids=(END,))
     request = Request(ids, num_generations, sampling, 0)
-    sampled = sample_responses(generator, CharacterTokenizer(), task, request)
+    sampled = sample_responses(generator, CharacterTokenizer(), task, request, heard)
     return sampled, generator.calls
 
 
 def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
     script = {"p": [ASK, "no\0"], f"p{ASK}{TOLD}": ANSWER}
-    (first, second), calls = converse(task, script, ["p"], 2)
+    told = []
+    (first, second), calls = converse(task, script, ["p"], 2, heard=lambda *step: told.append(step))
     assert first.text == ASK + TOLD + ANSWER
     assert "".join(map(chr, first.tokens.tolist())) == first.text
     spoken = [True] * len(ASK) + [False] * len(TOLD) + [True] * len(ANSWER)
@@ -94,6 +95,10 @@ def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
     assert (first.truncated, first.episode) == (False, Episode(2, 1, 0))
     assert (second.text, second.tokens.tolist()) == ("no", [ord("n"), ord("o"), END])
     assert (second.truncated, second.episode) == (False, Episode(1, 0, 0))
+    assert [ended for _, ended in told] == [
+        [(1, "no", 3, False)],
+        [(0, first.text, len(ASK) + len(ANSWER), False)],
+    ]
     left = 200 - len(ASK) - len(TOLD)  # the second call: only who goes on, with what is left
     assert [(prompts, n, turn.max_new_tokens) for prompts, n, turn in calls] == [
         (["p"], 2, [200]),

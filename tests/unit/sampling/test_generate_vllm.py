@@ -2,7 +2,7 @@
 
 import importlib.machinery
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,7 +11,7 @@ from PIL import Image
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, vllm_device
-from nemo_grpo.sampling.requests import Request, SamplingParams, Turn
+from nemo_grpo.sampling.requests import Ended, Request, SamplingParams, Turn
 
 END = 9
 
@@ -20,7 +20,6 @@ END = 9
 class Params:
     """The fields of vllm.SamplingParams that are used, with its names and defaults (0.11)."""
 
-    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -33,12 +32,13 @@ class Params:
     stop: list[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    output_kind: str = "cumulative"
 
 
 class LLM:
-    """Answers ``n`` times: response i to a prompt is its first token, i times, then END if there is room.
+    """Response i to a prompt is its first token, i times, then END if there is room, a token a step.
 
-    Token 7 is the stop text ``</search>``.
+    i is what a seed is above the first one of its prompt in a call. Token 7 is the stop text ``</search>``.
     """
 
     def __init__(
@@ -51,36 +51,56 @@ class LLM:
         if model == "too/large":
             raise ValueError("\nNo available memory for the cache blocks.\n  Lower max_model_len.\n")
         self.options = {"model": model, "dtype": dtype, **kwargs}
-        self.calls = []
+        self.llm_engine, self.calls, self.going = self, [], {}
         LLM.last = self
 
-    def generate(self, prompts, sampling_params=None, *, use_tqdm=True):
-        self.calls.append((prompts, sampling_params))
-        return [self._answer(p["prompt_token_ids"], s) for p, s in zip(prompts, sampling_params, strict=True)]
+    def add_request(self, request_id, prompt, params):
+        if not self.going:
+            self.calls.append(([], []))
+            self.first = {}
+        prompts, sampling_params = self.calls[-1]
+        prompts.append(prompt)
+        sampling_params.append(params)
+        number = params.seed - self.first.setdefault(prompt["prompt_token_ids"][0], params.seed)
+        self.going[request_id] = self._answer(prompt["prompt_token_ids"], params, number % 1000)
 
-    def _answer(self, prompt, params):
-        outputs = []
-        for index in reversed(range(params.n)):  # vLLM sorts; nothing here relies on it
-            ids = ([prompt[0]] * index + [END])[: params.max_tokens]
-            stop_reason = END if ids[-1] == END else None
-            if 7 in ids and params.detokenize and "</search>" in (params.stop or ()):
-                assert params.include_stop_str_in_output
-                ids, stop_reason = ids[: ids.index(7) + 1], "</search>"
-            steps = [{token: SimpleNamespace(logprob=-0.5 - place)} for place, token in enumerate(ids)]
-            outputs.append(
-                SimpleNamespace(index=index, token_ids=tuple(ids), logprobs=steps, stop_reason=stop_reason)
+    def _answer(self, prompt, params, number):
+        assert params.output_kind == "delta"
+        ids = ([prompt[0]] * min(number, 9) + [END])[: params.max_tokens]
+        stop_reason = END if ids[-1] == END else None
+        if 7 in ids and params.detokenize and "</search>" in (params.stop or ()):
+            assert params.include_stop_str_in_output
+            ids, stop_reason = ids[: ids.index(7) + 1], "</search>"
+        return [*enumerate(ids)], stop_reason
+
+    def has_unfinished_requests(self):
+        return bool(self.going)
+
+    def step(self):
+        answers = []
+        for request_id, (left, stop_reason) in reversed(self.going.items()):  # in any order
+            place, token = left.pop(0)
+            output = SimpleNamespace(
+                token_ids=[token],
+                logprobs=[{token: SimpleNamespace(logprob=-0.5 - place)}],
+                stop_reason=None if left else stop_reason,
             )
-        return SimpleNamespace(outputs=outputs)
+            answers.append(SimpleNamespace(request_id=request_id, outputs=[output], finished=not left))
+        self.going = {request_id: one for request_id, one in self.going.items() if one[0]}
+        return answers
 
 
 @pytest.fixture(params=["cuda"])
 def platform(request, monkeypatch):
     module, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    kinds = ModuleType("vllm.sampling_params")
+    kinds.RequestOutputKind = SimpleNamespace(DELTA="delta")
     module.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     module.LLM, module.SamplingParams = LLM, Params
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: request.param == "cpu")
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
     for name in ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "")  # what the generator sets goes with the test
         monkeypatch.delenv(name)
@@ -105,14 +125,29 @@ def test_rows_belong_to_prompts_and_stop_tokens_to_responses(generator):
 
 def test_what_is_asked_of_vllm(generator):
     generator.generate(Request([[3, 4]], 3, SamplingParams(7, 0.6, 0.95, 20, (END, 8)), 1))
-    ((request,), (params,)) = LLM.last.calls[0]
-    assert request == {"prompt_token_ids": [3, 4]}
-    assert (params.n, params.temperature, params.top_p, params.top_k) == (3, 0.6, 0.95, 20)
+    requests, (params, second, third) = LLM.last.calls[0]
+    assert requests == [{"prompt_token_ids": [3, 4]}] * 3
+    assert (second.seed, third.seed) == (params.seed + 1, params.seed + 2)
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.95, 20)
     assert (params.max_tokens, params.stop_token_ids, params.ignore_eos) == (7, [END, 8], True)
     assert LLM.last.options == {
         "model": "some/model", "dtype": "bfloat16", "max_model_len": 32,
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "kv_cache_memory_bytes": None,
     }  # fmt: skip
+
+
+def test_every_token_and_every_end_is_heard_and_what_is_known_is_not_asked(generator):
+    told = []
+    request = Request([[3], [6]], 3, SAMPLING, 1, known=frozenset({2, 3}))
+    request = replace(request, heard=lambda num_tokens, ended: told.append((num_tokens, sorted(ended))))
+    rollout = generator.generate(request)
+    assert rollout.lengths.tolist() == [1, 2, 0, 0, 1, 2]
+    first = [Ended(0, [END], False), Ended(4, [END], False)]
+    assert told == [(4, first), (2, [Ended(1, [3, END], False), Ended(5, [6, END], False)])]
+    whole = generator.generate(replace(request, known=frozenset(), heard=None))
+    assert whole.lengths.tolist() == [1, 2, 2, 1, 2, 2]
+    asked, unbroken = ([params.seed for params in call[1]] for call in LLM.last.calls)
+    assert asked == [seed for row, seed in enumerate(unbroken) if row not in request.known]
 
 
 @pytest.mark.parametrize("platform", ["cpu"], indirect=True)
