@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from nemo_grpo.plan.hardware import HARDWARE, hardware_of
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
 from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.scaling import scaling
-from nemo_grpo.plan.search import best_layouts
+from nemo_grpo.plan.search import _rollouts, best_layouts
 from nemo_grpo.plan.workload import expected_draws, scoring_passes
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
@@ -153,6 +154,32 @@ def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Rec
     assert again.accepted
     assert again.forecast is not None
     assert again.forecast.step.seconds == pytest.approx(found[0].step.seconds)
+
+
+def test_best_layout_may_give_rollouts_gpus_of_their_own() -> None:
+    """A small model's step saves waking vLLM; rollouts still wait for the update."""
+    small = load_recipe(RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml")
+    base = plan_recipe(small, assumed=Assumptions(1000))
+    assert base.forecast is not None
+    found = best_layouts(small, base.forecast, base.shape, H100)[0]
+    assert "policy.generation.colocated.enabled=false" in found.overrides
+    loaded = load_recipe_dict(small.to_dict(), found.overrides)
+    again = plan_recipe(loaded, assumed=Assumptions(1000)).forecast
+    assert again is not None
+    assert again.setup.num_rollout_gpus == found.setup.num_rollout_gpus > 0
+    assert again.work.trajectory_age == 0
+    assert again.step.seconds == pytest.approx(found.step.seconds)
+
+
+def test_gpus_that_only_sample_are_whole_nodes_or_part_of_one(base: Forecast) -> None:
+    def counts(num_nodes: int, rollout: int, *, ahead: bool) -> set[int]:
+        start = replace(base.setup, num_nodes=num_nodes, num_rollout_gpus=rollout)
+        return {setup.num_rollout_gpus for setup in _rollouts(start, ahead=ahead)}
+
+    assert counts(1, 0, ahead=False) == {0, 1, 2, 3, 4, 5, 6, 7}
+    assert counts(4, 0, ahead=False) == {0, 8, 16, 24}
+    # rollouts that run ahead never share: 64 nodes in eighths, and the recipe's own
+    assert counts(64, 24, ahead=True) == {24, *range(64, 512, 64)}
 
 
 def test_best_layout_leaves_a_given_microbatch_alone() -> None:
