@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, as_yaml
@@ -80,7 +80,7 @@ def layout_like(start: Setup, tensor: int, pipeline: int, context: int, expert: 
 def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
     """The changed keys as ``key=value``."""
     a, b = start.layout, candidate.layout
-    values = {
+    values: dict[str, tuple[Any, ...]] = {
         f"{MEGATRON}.tensor_model_parallel_size": (a.tensor, b.tensor),
         f"{MEGATRON}.sequence_parallel": (a.sequence_parallel, b.sequence_parallel),
         f"{MEGATRON}.pipeline_model_parallel_size": (a.pipeline, b.pipeline),
@@ -92,7 +92,7 @@ def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
         f"{MEGATRON}.activation_checkpointing": (bool(start.recompute), bool(candidate.recompute)),
         f"{MEGATRON}.recompute_granularity": _granularities(start, candidate),
         "policy.make_sequence_length_divisible_by": (_padding(start), _padding(candidate)),
-        "policy.train_micro_batch_size": tuple(s.train_tokens // s.max_length for s in (start, candidate)),
+        "policy.train_micro_batch_size": tuple(map(_rows, (start, candidate))),
         f"{VLLM}.tensor_parallel_size": (start.vllm_tensor, candidate.vllm_tensor),
         f"{COLOCATED}.enabled": (not start.num_rollout_gpus, not candidate.num_rollout_gpus),
         f"{COLOCATED}.resources.num_nodes": tuple(map(_rollout_nodes, (start, candidate))),
@@ -100,6 +100,8 @@ def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
         "cluster.num_nodes": (start.num_nodes, candidate.num_nodes),
         "cluster.gpus_per_node": (start.gpus_per_node, candidate.gpus_per_node),
     }
+    if _rows(start) != _rows(candidate):  # a recipe may derive it from the rows that train
+        values["policy.logprob_batch_size"] = (None, candidate.score_tokens // candidate.max_length)
     return tuple(f"{key}={as_yaml(new)}" for key, (old, new) in values.items() if old != new)
 
 
@@ -110,6 +112,11 @@ def _granularities(start: Setup, candidate: Setup) -> tuple[str, str]:
 
 def _padding(setup: Setup) -> int:
     return 2 * setup.layout.context * setup.layout.tensor
+
+
+def _rows(setup: Setup) -> int:
+    """Sequences of a microbatch."""
+    return setup.train_tokens // setup.max_length
 
 
 def _rollout_nodes(setup: Setup) -> int | None:

@@ -35,13 +35,20 @@ class Found:
 
 
 def best_layouts(
-    recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, number: int = 3
+    recipe: Recipe,
+    base: Forecast,
+    shape: ModelSpec,
+    hardware: Hardware,
+    number: int = 3,
+    further: tuple[str, ...] = (),
 ) -> list[Found]:
-    """The fastest layouts on the recipe's GPUs that fit and that its rules allow, fastest first.
+    """The fastest layouts on the forecast's GPUs that fit and that its rules allow, fastest first.
 
     Tries TP, PP, CP, EP, recomputation, rows per microbatch, vLLM's TP, and how many GPUs only sample. They
     wait for the update all the same, so the algorithm stays; rollouts that run ahead would change it, and
     those that already do keep GPUs of their own.
+
+    Args: further: overrides that make the recipe's batch that of the forecast.
     """
 
     def time_of(setup: Setup) -> StepTime:
@@ -49,7 +56,7 @@ def best_layouts(
 
     batch = base.work.num_samples // base.work.num_updates
     ranked = sorted(_candidates(recipe, base, shape, batch), key=lambda setup: time_of(setup).seconds)
-    found = accepted(recipe, ranked, shape, int(hardware.memory_bytes), MAX_REFUSED)
+    found = accepted(recipe, ranked, shape, int(hardware.memory_bytes), MAX_REFUSED, further)
     return [Found(overrides, setup, time_of(setup)) for overrides, setup in islice(found, number)]
 
 
