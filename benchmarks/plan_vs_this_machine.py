@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -29,14 +30,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan.efficiency import LOCAL, Local
 from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.forecast import Assumptions
 from nemo_grpo.plan.machine import Machine, measure
 from nemo_grpo.plan.presets import shape_of
-from nemo_grpo.plan.setup import setup_of
+from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE
-from nemo_grpo.plan.workload import workload_of
+from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -48,6 +50,7 @@ NOISE = 0.1
 NAMES = tuple(field.name for field in fields(Local))
 
 
+@cache
 def recipe_of(size: str, precision: str, runs: str = "runs") -> Recipe:
     """A short run of the quickstart with a policy of this size."""
     hidden, layers = map(int, size.split("x"))
@@ -106,11 +109,16 @@ class Row:
     machine: Machine
     phases: dict[str, float]
 
+    @cached_property
+    def inputs(self) -> tuple[ModelSpec, Setup, Workload]:
+        """Of its recipe, with the lengths that it had."""
+        recipe = recipe_of(self.size, self.precision)
+        work = Assumptions(self.length, self.prompt).work_of(recipe)
+        return shape_of(recipe), setup_of(recipe), work
+
     def predict(self, eff: Local) -> dict[str, float]:
         """The same phases: weights go to the sampler, and responses are scored, within the rollout."""
-        recipe = recipe_of(self.size, self.precision)
-        work = workload_of(recipe, Assumptions(self.length, self.prompt).lengths_of(recipe))
-        p = embedded_step(shape_of(recipe), setup_of(recipe), work, self.machine, eff).phases
+        p = embedded_step(*self.inputs, self.machine, eff).phases
         return {
             "rollout": sum(p[name] for name in (*ROLLOUT, "refit", "rewards, data, logs")),
             "score": p["scoring"] + p["swaps to the host"],
