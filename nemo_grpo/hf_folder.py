@@ -137,7 +137,7 @@ def export(
     tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
     config = load_config(source)
     config.dtype = dtype
-    with _appearing(target) as temporary:
+    with appearing(target) as temporary:
         copy_side_files(source, temporary)
         logging.disable(logging.INFO)  # the library reports the temporary name, and its logger's name changes
         try:
@@ -151,7 +151,7 @@ def export(
 
 
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
+def appearing(target: Path) -> Iterator[Path]:
     """A folder under a temporary name; when the block ends it replaces ``target``."""
     temporary = target.with_name(f"tmp_{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -176,7 +176,7 @@ def export_adapter(
     copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = peft_config(source.absolute(), dim, alpha, modules)
-    with _appearing(target) as temporary:
+    with appearing(target) as temporary:
         save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_card(temporary, training, base_of(source), is_adapter=True)

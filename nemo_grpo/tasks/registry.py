@@ -22,6 +22,7 @@ from nemo_grpo.tasks.vision import (
     VisionGroundingConfig,
     VisionMathConfig,
 )
+from nemo_grpo.tasks.word_problems import WordProblemsConfig
 
 TASKS: dict[str, type[TaskConfig]] = {
     config.model_fields["name"].default: config
@@ -29,6 +30,7 @@ TASKS: dict[str, type[TaskConfig]] = {
         KnightsKnavesConfig,
         ArithmeticConfig,
         FractionsConfig,
+        WordProblemsConfig,
         MathConfig,
         LogicConfig,
         SearchQAConfig,

