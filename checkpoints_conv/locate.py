@@ -50,7 +50,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
         raise UserError(f"{reader.folder} has LoRA adapters; use --lora merge or --lora adapter")
     names = {unit: _name(unit, stored) for unit in family.units()}
     missing = {unit.key for unit, name in names.items() if name is None}
-    extra = set(stored) - {name for name in names.values() if name}
+    extra = family.converted(stored) - {name for name in names.values() if name}
     extra -= {twin for unit in names for twin in unit.twins}
     if family.tied:
         extra -= {family.tied_names[1]}
@@ -58,7 +58,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
     places = []
     for unit, name in names.items():
         assert name is not None
-        _check_shape(family, unit, name, stored[name])
+        _check_shape(unit, name, stored[name])
         index = unit.index if name in unit.stacked_keys else ()
         start = (*index, unit.row, *(0 for _ in unit.shape[1:]))
         places.append(Place(unit, name, start, (*(1 for _ in index), *unit.shape)))
@@ -89,8 +89,8 @@ def _check_tied(reader: TorchDistReader, *names: str) -> None:
                 refuse_untied()
 
 
-def _check_shape(family: Family, unit: Unit, name: str, found: tuple[int, ...]) -> None:
-    stack = (family.num_layers, family.dims["e"])[: len(unit.index)] if name in unit.stacked_keys else ()
+def _check_shape(unit: Unit, name: str, found: tuple[int, ...]) -> None:
+    stack = unit.stack if name in unit.stacked_keys else ()
     expected = (*stack, unit.rows, *unit.shape[1:])
     padded = (*found[: len(stack)], unit.rows, *found[len(stack) + 1 :]) if unit.padded else found
     if len(found) != len(expected) or padded != expected or found[len(stack)] < unit.rows:

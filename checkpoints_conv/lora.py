@@ -80,8 +80,10 @@ def merge_lora(
     adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
     scale = _alpha(reader, alpha)
     wanted = dtype_for(dtype)
+    rounded = {name for unit in units if not unit.keeps_dtype for name in unit.hf}
     planned = [
-        (name, wanted or weights.tensors[name].dtype, shape) for name, shape in family.hf_shapes.items()
+        (name, wanted if wanted and name in rounded else weights.tensors[name].dtype, shape)
+        for name, shape in family.hf_shapes.items()
     ]
 
     def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
@@ -182,9 +184,8 @@ def find_adapters(family: Family, reader: TorchDistReader) -> list[Adapter]:
         if not stored.keys() >= set(names):
             continue
         known.update(names)
-        stack = (family.num_layers, family.dims["e"])[: len(unit.index)]
-        rank = stored[names[0]][len(stack)]
-        shapes = ((*stack, rank, unit.shape[1]), (*stack, unit.rows, rank))
+        rank = stored[names[0]][len(unit.stack)]
+        shapes = ((*unit.stack, rank, unit.shape[1]), (*unit.stack, unit.rows, rank))
         if tuple(stored[name] for name in names) != shapes:
             raise UserError(f"{layer}* is {[stored[name] for name in names]}, the base says {list(shapes)}")
         found.append(Adapter(unit, rank, layer))

@@ -78,7 +78,8 @@ def megatron_to_hf(
 def _tensors(places: list[Place], reader: TorchDistReader, dtype: Dtype | None) -> Iterator[Planned]:
     for place in places:
         for name, shape in zip(place.unit.hf, place.unit.hf_shapes, strict=True):
-            yield name, dtype or reader.keys[place.name].dtype, shape
+            stored = reader.keys[place.name].dtype
+            yield name, stored if place.unit.keeps_dtype else dtype or stored, shape
 
 
 def _convert_all(
@@ -116,6 +117,7 @@ def copy_side_files(source: Path, target: Path, dtype: Dtype) -> None:
         shutil.copyfile(path, target / path.name)
     config = hf_config(source)
     config.pop("quantization_config", None)  # of a base in FP8 or the like
+    config |= {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype.name), indent=2) + "\n")
     if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}:

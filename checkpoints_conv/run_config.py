@@ -35,6 +35,13 @@ COMPARED = {
     "rope_scaling_factor": "factor of rope_parameters",
     "num_moe_experts": "num_experts",
     "moe_router_topk": "num_experts_per_tok",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_layer_freq": "first_k_dense_replace",
+    "rotary_scaling_factor": "factor of rope_parameters",
+    "mscale": "mscale of rope_parameters",
+    "mscale_all_dim": "mscale_all_dim of rope_parameters",
 }
 """What changes the model's function: Megatron's key -> where config.json says the same."""
 _ACTIVATIONS = {
@@ -79,7 +86,9 @@ def _write_train_state(path: Path, iteration: int) -> None:
 def unsaid(family: Family) -> list[str]:
     """What shapes the model's attention, and `model_section` has no words for."""
     rope, found = family.spec.rope, []
-    said = ("default", "llama3", *(["linear"] if "rope_scaling_factor" in family.settings else []))
+    said = {"default", "llama3"}
+    said |= {"linear"} if "rope_scaling_factor" in family.settings else set()
+    said |= {"yarn"} if "rotary_scaling_factor" in family.settings else set()
     if rope["rope_type"] not in said:
         found.append(f"rope_type {rope['rope_type']}")
     if rope["rope_type"] == "llama3":

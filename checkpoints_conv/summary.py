@@ -38,7 +38,7 @@ def summarize(path: Path) -> Summary:
 
 
 def _hf(path: Path) -> Summary:
-    weights = SafetensorsFolder(path)
+    weights = SafetensorsFolder(path, decodes=False)
     tensors = [(name, one.shape, one.dtype, one.num_bytes) for name, one in sorted(weights.tensors.items())]
     facts = [("format", "Hugging Face safetensors"), ("files", str(len(weights.files))), *_sizes(tensors)]
     if (path / "config.json").exists():

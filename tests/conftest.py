@@ -28,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "integration" not in item.path.parts)
 
 
+def pytest_collection_finish() -> None:
+    """Before the first test; ``ranks`` is there where a test needs it."""
+    if ranks := sys.modules.get("ranks"):
+        ranks.start_server()
+
+
 def state() -> dict[str, Any]:
     """What one module could leave behind for the next."""
     found: dict[str, Any] = {

@@ -23,6 +23,9 @@ def save_model(family, folder, dtype=torch.float32, **changes):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 64}))
@@ -56,10 +59,11 @@ def write_chunk(writer, key, shape, offsets, tensor):
     return writer.write(key, shape, dtype_for(tensor.dtype), offsets, tuple(tensor.shape), [data])
 
 
-def save_adapters(adapters, folder, rank, alpha):
+def save_adapters(adapters, folder, rank, alpha, *, stacked=True):
     """LoRA matrices alone, in the layout of Megatron-Bridge, B in two tensor-parallel chunks.
 
     Args: adapters: Megatron's layer -> (A of each layer [layers, rank, in], B [layers, out, rank]).
+          stacked: as an axis of one key; False: the one layer is a part of the name.
     Returns: the checkpoint's folder.
     """
     step = folder / "iter_0000010"
@@ -69,10 +73,13 @@ def save_adapters(adapters, folder, rank, alpha):
         key = f"decoder.layers.{name}.adapter.linear_"
         half = b.shape[1] // 2
         for i in range(len(a)):
-            written.append(write_chunk(writer, f"{key}in.weight", tuple(a.shape), (i, 0, 0), a[i : i + 1]))
-            for row in (0, half):
-                part = b[i : i + 1, row : row + half]
-                written.append(write_chunk(writer, f"{key}out.weight", tuple(b.shape), (i, row, 0), part))
+            chunks = [("in", a, 0, a[i : i + 1])]
+            chunks += [("out", b, row, b[i : i + 1, row : row + half]) for row in (0, half)]
+            for matrix, whole, row, part in chunks:
+                shape, at = tuple(whole.shape), (i, row, 0)
+                if not stacked:
+                    shape, at, part = shape[1:], at[1:], part[0]
+                written.append(write_chunk(writer, f"{key}{matrix}.weight", shape, at, part))
     writer.finish(written, [], 10)
     (step / "run_config.yaml").write_text(f"model:\n  x: 1\npeft:\n  dim: {rank}\n  alpha: {alpha}\nz: 1\n")
     return folder

@@ -42,6 +42,16 @@ def _qwen2_5_vl(**text: Any) -> Any:
 
 
 GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, **SPECIAL}
+LATENT = {
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+    "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "num_key_value_heads": 4, "q_lora_rank": 24,
+    "kv_lora_rank": 20, "qk_nope_head_dim": 12, "v_head_dim": 12, "qk_rope_head_dim": 4,
+    "num_nextn_predict_layers": 0, **SPECIAL,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
@@ -52,9 +62,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-moe": (transformers.Qwen3MoeConfig, {**EXPERTS, "norm_topk_prob": True}),
     "qwen2.5-vl": (_qwen2_5_vl, {"rope_parameters": MROPE}),
     "gemma3": (transformers.Gemma3TextConfig, {**GEMMA, "tie_word_embeddings": True}),
+    "deepseek-v3": (transformers.DeepseekV3Config, {**LATENT, "rope_parameters": YARN}),
+    "moonlight": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": None, "n_group": 1}),
     "qwen2.5-vl-tied": (_qwen2_5_vl, {"rope_parameters": MROPE, "tie_word_embeddings": True}),
 }
-TRAINED = tuple(family for family in FAMILIES if not family.startswith(("qwen3-moe", "qwen2.5-vl", "gemma3")))
+_CONVERTED_ALONE = ("qwen3-moe", "qwen2.5-vl", "gemma3", "deepseek-v3", "moonlight")
+TRAINED = tuple(family for family in FAMILIES if not family.startswith(_CONVERTED_ALONE))
 """Those that the embedded engine trains."""
 
 

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoints_conv.families import gemma3, llama, mistral, qwen2, qwen2_vl, qwen3, qwen3_moe
+from checkpoints_conv.families import (
+    deepseek_v3,
+    gemma3,
+    llama,
+    mistral,
+    qwen2,
+    qwen2_vl,
+    qwen3,
+    qwen3_moe,
+)
 from checkpoints_conv.families.declaration import Declaration
 from checkpoints_conv.families.family import Family
 from checkpoints_conv.families.spec import ModelSpec
@@ -26,6 +35,7 @@ FAMILIES: tuple[Declaration, ...] = (
     qwen2_vl.QWEN2_VL,
     qwen2_vl.QWEN2_5_VL,
     gemma3.FAMILY,
+    deepseek_v3.FAMILY,
 )
 CONVERTED = tuple(family for family in FAMILIES if family.table)
 COMPUTED = tuple(family for family in FAMILIES if family.is_computed)

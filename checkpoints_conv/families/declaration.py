@@ -10,6 +10,8 @@ from checkpoints_conv.families.parts import Entry, decoder_table
 from checkpoints_conv.families.spec import ModelSpec
 from nemo_grpo.errors import UserError
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass(frozen=True)
 class Declaration:
@@ -52,7 +54,8 @@ class Declaration:
         try:
             heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
             groups = int(text.get("num_key_value_heads") or heads)
-            experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+            experts = int(next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0))
+            num_dense = int(text.get("first_k_dense_replace") or 0)
             sizes = self.sizes(config) if self.sizes else {}
             spec = ModelSpec(
                 name=name,
@@ -67,12 +70,18 @@ class Declaration:
                 tied_embeddings=bool(
                     config.get("tie_word_embeddings", text.get("tie_word_embeddings", self.ties_by_default))
                 ),
-                head_dim=int(text.get("head_dim") or hidden // heads),
+                head_dim=int(text.get("qk_nope_head_dim") or text.get("head_dim") or hidden // heads),
                 has_qkv_bias=self.has_qkv_bias,
                 has_qk_norm=self.has_qk_norm,
                 has_post_norms=self.has_post_norms,
                 num_experts=experts,
                 num_experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+                num_shared_experts=int(text.get("n_shared_experts") or 0),
+                num_dense_layers=num_dense,
+                dense_ffn_size=int(text["intermediate_size"]) if num_dense else 0,
+                query_rank=int(text.get("q_lora_rank") or 0),
+                key_value_rank=int(text.get("kv_lora_rank") or 0),
+                rope_head_dim=int(text.get("qk_rope_head_dim") or 0),
                 num_vision_parameters=self.vision_parameters(sizes) if self.vision_parameters else 0,
                 norm_eps=float(text.get("rms_norm_eps", 1e-6)),
                 hidden_act=text.get("hidden_activation") or text.get("hidden_act", "silu"),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any, NoReturn
 
 from checkpoints_conv.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
-from checkpoints_conv.families.parts import EMBEDDING, HF_EMBEDDING, HF_OUTPUT, OUTPUT, Entry
+from checkpoints_conv.families.parts import EMBEDDING, HF_EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
 from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.pieces import PIECE_BYTES
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _IGNORED_HF = re.compile(r".*\.rotary_emb\.inv_freq$")  # buffers in old exports; recomputed from the config
 _IGNORED_MEGATRON = re.compile(r".*\._extra_state(/.*)?$")  # Transformer Engine's FP8 scales; no weights
@@ -27,19 +30,21 @@ class Unit:
 
     Attributes:
         megatron: its name, layer and expert filled in.
-        key, index: its torch_dist key and the position on the stacked axes: (), (layer,) or (layer, expert).
+        key: its torch_dist key.  index, stack: position on the key's stacked axes, layers and experts, and
+            the lengths of those axes.
         twins: further keys under which it is written.
         stacked_keys: every key under which it may be found stacked, ``key`` first.
-        layer_keys: keys under which it may be found by itself, in checkpoints that do not stack layers.
+        layer_keys: keys under which it may be found by itself, in checkpoints that stack nothing.
         row, shape: first row within the tensor, and the block's shape.
         rows: rows of the whole Megatron tensor.
         hf, hf_shapes: the Hugging Face tensors it is made of.
-        padded: the rows are the vocabulary.
+        padded: the rows are the vocabulary.  keeps_dtype: ``--dtype`` does not round it.
     """
 
     megatron: str
     key: str
     index: tuple[int, ...]
+    stack: tuple[int, ...]
     twins: tuple[str, ...]
     stacked_keys: tuple[str, ...]
     layer_keys: tuple[str, ...]
@@ -50,6 +55,7 @@ class Unit:
     hf_shapes: tuple[tuple[int, ...], ...]
     op: Op
     padded: bool
+    keeps_dtype: bool
 
     def pieces(self, dims: Dims, itemsize: int) -> Iterator[Rows]:
         """Its rows, a megabyte at a time, in their order in the Megatron tensor."""
@@ -75,6 +81,7 @@ class Family:
         self.config, self.spec, self.entries, self.settings = config, spec, tuple(entries), settings or {}
         self.dims = dims_of(spec)
         self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
+        self._stacks_layers = "moe_layer_freq" not in self.settings  # megatron-core: only where all are alike
 
     @cached_property
     def prefix(self) -> str:
@@ -107,7 +114,7 @@ class Family:
                 names; padded vocabulary rows are cut off.
         Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
         """
-        names = {local: name for name in megatron if (local := local_name(name))}
+        names = {local: name for name in self.converted(megatron) if (local := local_name(name))}
         wanted = {entry.megatron.format(**numbers) for entry, numbers in self._instances()}
         embedding, output = self.tied_names
         extra = set(names) - wanted - ({output} if self.tied else set())
@@ -157,12 +164,16 @@ class Family:
     ) -> Unit:
         twins = (entry.twin,) if entry.twin else ()
         on_disk = (entry.fused or entry.megatron, entry.megatron, *twins)
-        stacked = tuple(_stacked(name) for name in on_disk)
+        lengths = {"layer": self.num_layers, "expert": self.dims["e"]}
+        axes = [axis for axis in numbers if axis == "expert" or self._stacks_layers]
+        layer = "." if self._stacks_layers or "layer" not in numbers else f".{numbers['layer']}."
+        stacked = tuple(_stacked(name, layer) for name in on_disk)
         return Unit(
             megatron=entry.megatron.format(**numbers),
             key=stacked[0],
-            index=tuple(numbers.values()),
-            twins=tuple(_stacked(name) for name in twins),
+            index=tuple(numbers[axis] for axis in axes),
+            stack=tuple(lengths[axis] for axis in axes),
+            twins=tuple(_stacked(name, layer) for name in twins),
             stacked_keys=stacked,
             layer_keys=tuple(name.format(**numbers) for name in on_disk),
             row=row,
@@ -172,6 +183,7 @@ class Family:
             hf_shapes=shapes,
             op=op,
             padded=entry.padded,
+            keeps_dtype=entry.keeps_dtype,
         )
 
     def shape(self, letters: str) -> tuple[int, ...]:
@@ -189,7 +201,7 @@ class Family:
         Raises: UserError: listing what is missing, left over, or of another shape.
         """
         expected = self.hf_shapes
-        extra = {name for name in found if name not in expected and not _IGNORED_HF.match(name)}
+        extra = {name for name in self.converted(found) - set(expected) if not _IGNORED_HF.match(name)}
         if self.tied:
             extra -= {HF_OUTPUT}
         refuse_unmatched("Hugging Face", set(expected) - set(found), extra)
@@ -200,6 +212,17 @@ class Family:
                     "are the weights and config.json of the same model?"
                 )
 
+    def converted(self, names: Iterable[str]) -> set[str]:
+        """Either side's names without the heads for multi-token prediction, which no table has; says so."""
+        count = self.config.get("num_nextn_predict_layers")
+        behind = range(self.num_layers, self.num_layers + (0 if count is None else max(count, 1)))
+        heads = ("mtp.", *(HF_LAYER.format(layer=layer) for layer in behind))
+        left_out = sorted(name for name in names if name.startswith(heads))
+        if left_out:
+            what = "%d tensors for multi-token prediction (%s, ...) are left out"
+            log.warning(what, len(left_out), left_out[0])
+        return set(names) - set(left_out)
+
     def _instances(self) -> Iterator[tuple[Entry, dict[str, int]]]:
         """The table with layer and expert numbers filled in, layer by layer."""
         for entry in self.entries:
@@ -207,6 +230,8 @@ class Family:
                 yield entry, {}
         layered = [entry for entry in self.entries if "{layer}" in entry.megatron]
         for layer, entry in product(range(self.num_layers), layered):
+            if entry.layers is not None and layer not in entry.layers:
+                continue
             if "{expert}" not in entry.megatron:
                 yield entry, {"layer": layer}
                 continue
@@ -263,9 +288,10 @@ def local_name(name: str) -> str | None:
         return None
     name = name.replace(".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight")
     name = name.replace(".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
+    name = re.sub(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$", r".\1_layernorm.weight", name)
     return re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
 
 
-def _stacked(name: str) -> str:
-    """The key of the tensor in torch_dist, where layers and experts are leading axes."""
-    return name.replace(".{layer}.", ".").replace(".local_experts.{expert}.", ".experts.")
+def _stacked(name: str, layer: str) -> str:
+    """The key of the tensor in torch_dist, where experts are a leading axis. Args: layer: ".", or ".N."."""
+    return name.replace(".{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")

@@ -30,6 +30,8 @@ class Entry:
             that differs.
         twin: a second name, where it depends on the layer spec which one a checkpoint has; both are written.
         padded: the rows are the vocabulary, which Megatron may pad.
+        layers: those that have it; None: all.
+        keeps_dtype: ``--dtype`` does not round it.
     """
 
     megatron: str
@@ -38,6 +40,8 @@ class Entry:
     fused: str | None = None
     twin: str | None = None
     padded: bool = False
+    layers: range | None = None
+    keeps_dtype: bool = False
 
     def within(self, prefix: str) -> Entry:
         """The same tensor where the decoder is a part of a model."""
@@ -90,9 +94,20 @@ def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...
     )
 
 
-def gated_mlp(norm: str = "post_attention_layernorm.weight") -> tuple[Entry, ...]:
-    """Norm and the three matrices of a gated MLP. Args: norm: its Hugging Face name."""
-    gate_up = tuple((f"{HF_LAYER}mlp.{name}_proj.weight", "f h") for name in ("gate", "up"))
+def gated(megatron: str, hf: str, width: str = "f") -> tuple[Entry, ...]:
+    """The three matrices of a gated MLP.
+
+    Args: megatron, hf: what precedes them behind the layer's name.  width: letter of their width.
+    """
+    gate_up = tuple((f"{HF_LAYER}{hf}{name}_proj.weight", f"{width} h") for name in ("gate", "up"))
+    return (
+        Entry(f"{LAYER}{megatron}linear_fc1.weight", gate_up),
+        layer_copy(f"{megatron}linear_fc2.weight", f"{hf}down_proj.weight", f"h {width}"),
+    )
+
+
+def gated_mlp(norm: str = "post_attention_layernorm.weight", width: str = "f") -> tuple[Entry, ...]:
+    """Norm and the three matrices of a gated MLP. Args: norm: its Hugging Face name.  width: see `gated`."""
     return (
         layer_copy(
             "pre_mlp_layernorm.weight",
@@ -100,25 +115,27 @@ def gated_mlp(norm: str = "post_attention_layernorm.weight") -> tuple[Entry, ...
             "h",
             fused="mlp.linear_fc1.layer_norm_weight",
         ),
-        Entry(f"{LAYER}mlp.linear_fc1.weight", gate_up),
-        layer_copy("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h f"),
+        *gated("mlp.", "mlp.", width),
+    )
+
+
+def routed_experts() -> tuple[Entry, ...]:
+    """Router and one gated MLP per expert."""
+    return (
+        layer_copy("mlp.router.weight", "mlp.gate.weight", "e h"),
+        *gated("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."),
     )
 
 
 def gated_experts() -> tuple[Entry, ...]:
     """Norm, router and one gated MLP per expert."""
-    hf = HF_LAYER + "mlp.experts.{expert}."
-    megatron = LAYER + "mlp.experts.local_experts.{expert}."
-    gate_up = tuple((f"{hf}{name}_proj.weight", "f h") for name in ("gate", "up"))
     return (
         Entry(
             f"{LAYER}pre_mlp_layernorm.weight",
             ((f"{HF_LAYER}post_attention_layernorm.weight", "h"),),
             twin=f"{LAYER}mlp.linear_fc1.layer_norm_weight",  # megatron-core's local spec, even with experts
         ),
-        layer_copy("mlp.router.weight", "mlp.gate.weight", "e h"),
-        Entry(f"{megatron}linear_fc1.weight", gate_up),
-        copy(f"{megatron}linear_fc2.weight", f"{hf}down_proj.weight", "h f"),
+        *routed_experts(),
     )
 
 

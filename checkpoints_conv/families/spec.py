@@ -19,7 +19,8 @@ class ModelSpec:
                 num_shared_experts: experts of ffn_size that every token passes.
                 num_dense_layers, dense_ffn_size: layers before the first with experts, and their width.
                 query_rank, key_value_rank: widths of multi-head latent attention (DeepSeek-V2, 2405.04434);
-                0: none. Its heads have head_dim columns without and rope_head_dim with positions.
+                0: none, and queries come from the input. Its heads have head_dim columns without and
+                rope_head_dim with positions.
                 num_vision_parameters: of the vision tower and its merger.
                 rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
                 sliding_window: positions that a layer's attention is confined to; None: all of them.

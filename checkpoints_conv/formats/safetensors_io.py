@@ -7,15 +7,17 @@ memory map keeps the resident memory small, and finds truncated files before any
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.formats.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
+from checkpoints_conv.formats import fp8
+from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
 from checkpoints_conv.formats.model_folder import INDEX, check_weights, weight_files, weight_map
 from checkpoints_conv.formats.pieces import (
     Buffer,
@@ -39,12 +41,17 @@ Planned = tuple[str, Dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies. Attributes: offset: first byte within the file."""
+    """Where one tensor lies.
+
+    Attributes: dtype: as it is read.  offset: first byte within the file.
+                scales: of a matrix that is stored in FP8, in blocks (`formats.fp8`).
+    """
 
     file: Path
     dtype: Dtype
     shape: tuple[int, ...]
     offset: int
+    scales: StoredTensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -60,9 +67,10 @@ class StoredTensor:
 class SafetensorsFolder:
     """The weights of a Hugging Face model folder. Attributes: folder; tensors: by name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, decodes: bool = True) -> None:
         """Read every header and check it against the file.
 
+        Args:   decodes: FP8 with scales per block is read as bf16, and the scales are no tensors.
         Raises: UserError: no safetensors, a shard of the index is missing, or a file is damaged.
         """
         self.folder = folder
@@ -76,6 +84,8 @@ class SafetensorsFolder:
                     )
                 self.tensors[name] = stored
         self._check_index()
+        if decodes:
+            self._pair_scales()
         self._descriptors = open_all(self.files)
 
     @property
@@ -91,19 +101,51 @@ class SafetensorsFolder:
     def read(self, name: str) -> Tensor:
         """One tensor in memory."""
         stored, data = self.tensors[name], bytearray(self.tensors[name].num_bytes)
-        self._read(stored, stored.offset, memoryview(data))
+        self._read(stored, 0, math.prod(stored.shape[:1]), memoryview(data))
         return tensor_of(data, stored.dtype, stored.shape)
 
     def read_rows(self, name: str, first: int, count: int, buffer: Buffer) -> memoryview:
         """Some rows of a tensor, in memory from ``buffer``."""
         stored = self.tensors[name]
         data = buffer.take(count * stored.row_bytes)
-        self._read(stored, stored.offset + first * stored.row_bytes, data)
+        self._read(stored, first, count, data)
         return data
 
-    def _read(self, stored: StoredTensor, offset: int, data: memoryview) -> None:
-        if read_into(self._descriptors[stored.file], offset, data) != len(data):
-            raise damaged(stored.file, "it ends within a tensor")
+    def _read(self, stored: StoredTensor, first: int, count: int, data: memoryview) -> None:
+        if stored.scales is None:
+            self._fill(stored.file, stored.offset + first * stored.row_bytes, data)
+            return
+        columns, blocks = stored.shape[1], stored.scales
+        codes = bytearray(count * columns)
+        self._fill(stored.file, stored.offset + first * columns, memoryview(codes))
+        above, below = first // fp8.BLOCK, (first + count - 1) // fp8.BLOCK + 1
+        scales = bytearray((below - above) * blocks.row_bytes)
+        self._read(blocks, above, below - above, memoryview(scales))
+        coded = tensor_of(codes, DTYPES["float8_e4m3fn"], (count, columns))
+        scaled = tensor_of(scales, blocks.dtype, (below - above, blocks.shape[1]))
+        data[:] = byte_view(fp8.decode(coded, scaled, first))
+
+    def _fill(self, file: Path, offset: int, data: memoryview) -> None:
+        if read_into(self._descriptors[file], offset, data) != len(data):
+            raise damaged(file, "it ends within a tensor")
+
+    def _pair_scales(self) -> None:
+        """Put the scales of FP8 matrices into their places.
+
+        Raises: UserError: they are of other blocks.
+        """
+        for name in [name for name in self.tensors if name.endswith(fp8.SCALE)]:
+            scales, matrix = self.tensors[name], self.tensors.get(name.removesuffix(fp8.SCALE))
+            if matrix is None or matrix.dtype != DTYPES["float8_e4m3fn"]:
+                continue
+            if scales.shape != fp8.num_blocks(matrix.shape) or scales.dtype not in WEIGHT_DTYPES:
+                raise UserError(
+                    f"{name} is {scales.dtype} {list(scales.shape)}, not a number for each block of "
+                    f"{fp8.BLOCK} x {fp8.BLOCK}; dequantise the model to bf16 and convert that"
+                )
+            decoded = replace(matrix, dtype=DTYPES["bfloat16"], scales=scales)
+            self.tensors[name.removesuffix(fp8.SCALE)] = decoded
+            del self.tensors[name]
 
     def close(self) -> None:
         """Close the files."""

@@ -29,7 +29,9 @@ def plan(
             show_default=False,
         ),
     ],
-    gpu: Annotated[str, typer.Option(help="h100, h200, b200, gb200, or a name of --hardware.")] = "h100",
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, b200, gb200, a name of --hardware, or this: the CPU here.")
+    ] = "h100",
     model_config: Annotated[
         Path | None, typer.Option(help="config.json of a model that the planner does not know.")
     ] = None,
@@ -67,7 +69,8 @@ def plan(
     assumed = _assumptions(lengths, prompt_length, signal)
     recipes = [load_recipe(path, overrides) for path in paths]
     plans = [plan_recipe(recipe, gpu, model_config, hardware, assumed) for recipe in recipes]
-    if (best or compare or scale) and (len(plans) > 1 or plans[0].forecast is None):
+    alone = len(plans) == 1 and plans[0].forecast is not None and not plans[0].setup.embedded
+    if (best or compare or scale) and not alone:
         raise UserError("--best, --compare and --scale take one recipe with target=cluster; name that one")
     if png and not scale:
         raise UserError(f"--png {png} draws --scale; give that too, such as --scale 8,64,512")
@@ -126,7 +129,7 @@ def _further(
             counts = [int(count) for count in scale.split(",")]
         except ValueError:
             raise UserError(f"--scale {scale}: numbers of GPUs, such as 8,64,512") from None
-        found["scale"] = scaling(one.forecast, one.shape, one.hardware, counts)
+        found["scale"] = scaling(recipe, one.forecast, one.shape, one.hardware, counts)
     return found
 
 
@@ -134,6 +137,7 @@ def _show(
     console: Console, plans: list[Plan], further: dict[str, Any], price: float | None, data: list[str]
 ) -> None:
     from nemo_grpo.cli import plan_tables as tables
+    from nemo_grpo.plan.scaling import own_layout
 
     def line(text: str, style: str | None = None) -> None:
         console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
@@ -152,6 +156,7 @@ def _show(
         console.print(tables.variants_table(further["compare"], price))
     if "scale" in further:
         console.print(tables.scale_table(further["scale"], price))
+        line(own_layout(further["scale"]))
     for sentence in data:
         line(f"data: {sentence}")
     for one in (one for one in plans if not one.accepted):
@@ -197,8 +202,11 @@ def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) ->
         found["scale"] = [
             {
                 "num_gpus": point.num_gpus,
+                "own": point.own and as_dict(point.own, price),
                 "strong": point.strong and as_dict(point.strong, price),
+                "strong_overrides": point.strong_overrides,
                 "weak": point.weak and as_dict(point.weak, price),
+                "weak_overrides": point.weak_overrides,
                 "note": point.note,
             }
             for point in further["scale"]

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from nemo_grpo.plan import Plan
     from nemo_grpo.plan.scaling import Point
     from nemo_grpo.plan.search import Found
+    from nemo_grpo.plan.setup import Setup
 
 _PHASES = ("training", "scoring", "refit")
+_PUBLISHED = "published steps on such GPUs"
 
 
 def memory_table(one: Plan) -> Table:
@@ -63,7 +65,7 @@ def overview(plans: list[Plan], price: float | None) -> Table:
         verdict = "[green]fits[/green]" if one.accepted else "[red]refused[/red]"
         times = ("-", "-")
         if one.forecast:
-            times = (f"{one.forecast.step.seconds:.0f}", cost(one.forecast, price))
+            times = (seconds_of(one.forecast.step.seconds), cost(one.forecast, price))
         table.add_row(one.name, f"{text}DP{one.data_parallel_size}", *sizes, _cache(one), *times, verdict)
     return table
 
@@ -84,13 +86,20 @@ def time_table(found: Forecast) -> Table:
     for column in ("phase", "s", "share"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for name, seconds in step.phases.items():
+        if not seconds:
+            continue
         times = f" x {work.num_draws:.1f} draws" if name in ROLLOUT and work.num_draws > 1 else ""
         times = f" x {work.scoring_passes}" if name == "scoring" and work.scoring_passes > 1 else times
-        table.add_row(name + times, f"{seconds:.1f}", f"{seconds / sequence:.0%}")
+        table.add_row(name + times, seconds_of(seconds, step.seconds), f"{seconds / sequence:.0%}")
     table.add_section()
     note = f"rollouts {step.rollout:.0f} s beside training {step.training:.0f} s" if step.age else ""
-    table.add_row("[bold]step[/bold]", f"[bold]{step.seconds:.0f}[/bold]", note)
+    table.add_row("[bold]step[/bold]", f"[bold]{seconds_of(step.seconds)}[/bold]", note)
     return table
+
+
+def seconds_of(part: float, step: float | None = None) -> str:
+    """Of a step, or a part of one: digits that tell, whether a step takes hours or milliseconds."""
+    return f"{part:.{1 if step else 0}f}" if (step or part) >= 10 else f"{part:.3f}"
 
 
 def sentences(found: Forecast, price: float | None) -> list[str]:
@@ -98,17 +107,23 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
     step, work = found.step, found.work
     if found.error:
         median, worst = found.error
-        off = f"published steps on such GPUs are off by {median:.0%} in the median and {worst:.0%} at worst"
+        which = "measured steps on a CPU without other work" if found.setup.embedded else _PUBLISHED
+        off = f"{which} are off by {median:.0%} in the median and {worst:.0%} at worst"
     else:
         off = "no published step on such GPUs was compared; the constants are those of H100"
     return [
         f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
-        f"run: {work.num_steps} steps, validations and checkpoints take {found.run_seconds / 3600:.1f} h, "
-        f"{cost(found, price)} GPU-hours",
+        f"run: {work.num_steps} steps, validations and checkpoints take {_run(found, price)}",
         f"bottleneck: {found.bottleneck}",
         f"uncertainty: {off} (docs/plan.md)",
     ]
+
+
+def _run(found: Forecast, price: float | None) -> str:
+    seconds = found.run_seconds
+    hours = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    return hours if found.setup.embedded else f"{hours}, {cost(found, price)} GPU-hours"
 
 
 def cost(found: Forecast, price: float | None) -> str:
@@ -155,23 +170,39 @@ def variants_table(found: Mapping[str, Forecast], price: float | None) -> Table:
 
 
 def scale_table(points: Sequence[Point], price: float | None) -> Table:
-    """Steps against GPUs: the batch stays (strong), or grows with the GPUs (weak)."""
+    """Steps against GPUs, each with its best layout: the batch stays (strong), or grows (weak)."""
     from rich.table import Table
 
-    table = Table(title="the recipe's layout on other numbers of GPUs")
-    for column in ("GPUs", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency", ""):
-        table.add_column(column, justify="left" if not column else "right")
+    table = Table(title="other numbers of GPUs, each with its best layout")
+    columns = ("GPUs", "own layout", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency")
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_column("best layout, strong", overflow="fold")
+    table.add_column("")
     for point in points:
         if point.strong is None or point.weak is None:
-            table.add_row(str(point.num_gpus), "-", "-", "-", "-", "-", point.note)
+            table.add_row(str(point.num_gpus), *"-" * 7, point.note)
             continue
         table.add_row(
             str(point.num_gpus),
+            f"{point.own.step.seconds:.0f}" if point.own else "-",
             f"{point.strong.step.seconds:.0f}",
             f"{point.strong_efficiency:.0%}",
             cost(point.strong, price),
             f"{point.weak.step.seconds:.0f}",
             f"{point.weak_efficiency:.0%}",
+            layout_text(point.strong.setup),
             point.note,
         )
     return table
+
+
+def layout_text(setup: Setup) -> str:
+    """``"TP4 PP2 CP2, vLLM TP8, recomputed, 16 GPUs only sample"``."""
+    layout = setup.layout
+    sizes = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert}
+    parts = [" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "TP")]
+    parts.append(f"vLLM TP{setup.vllm_tensor}")
+    parts += ["recomputed"] if setup.recompute else []
+    parts += [f"{setup.num_rollout_gpus} GPUs only sample"] if setup.num_rollout_gpus else []
+    return ", ".join(parts)

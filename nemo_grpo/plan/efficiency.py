@@ -45,5 +45,31 @@ class Efficiency:
 
 FITTED = Efficiency()
 
+
+@dataclass(frozen=True)
+class Local:
+    """The embedded engine on a CPU; the machine's own rates are measured (`plan.machine`).
+
+    `benchmarks/plan_vs_this_machine.py --fit` fits them on real runs.
+
+    Attributes: moved: bytes that a layer's forward pass moves beside its products, in times of what it keeps
+                    for the backward pass.
+                logits: bytes moved per logit of a forward pass.
+                decode, train: operations of a layer in a decoding step, and in a microbatch's forward pass.
+                sample: operations to decode, score and record a response.
+    """
+
+    moved: float = 10.1
+    logits: float = 81.5
+    decode: float = 43.5
+    train: float = 257.0
+    sample: float = 96.5
+
+
+LOCAL = Local()
+
 ERRORS = {"h100": (0.11, 0.30), "gb200": (0.28, 0.58)}
 """GPU -> median and worst error of published steps whose model the fit had not seen; it has no GB200."""
+
+LOCAL_ERROR = (0.05, 0.22)
+"""The same of the embedded engine's steps on a CPU, measured."""

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.plan.efficiency import ERRORS
+from nemo_grpo.plan.efficiency import ERRORS, LOCAL_ERROR
+from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
+from nemo_grpo.plan.machine import Machine
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, run_seconds, step_time
 from nemo_grpo.plan.workload import SIGNAL, Workload, workload_of
@@ -61,6 +63,15 @@ class Assumptions:
             return of_mean(MEAN_SHARE * limit, limit, self.prompt, f"assumed: half of {limit}")
         return of_mean(self.lengths, limit, self.prompt)
 
+    def work_of(self, recipe: Recipe) -> Workload:
+        """What a step of the recipe computes.
+
+        Raises: UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
+        """
+        if not 0 < self.signal <= 1:
+            raise UserError(f"--signal {self.signal:g}: a share of groups above 0 and up to 1")
+        return workload_of(recipe, self.lengths_of(recipe), self.signal)
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -93,8 +104,9 @@ class Forecast:
         elif self.step.age:
             phases = {name: phases[name] for name in ROLLOUT}
         name = max(phases, key=lambda name: phases[name])
+        advice = name if self.setup.embedded else _ADVICE[name]  # which is about GPUs
         side = f" of the {'rollouts' if name in ROLLOUT else 'training side'}" if self.step.age else ""
-        return f"{phases[name] / sum(phases.values()):.0%}{side} is {_ADVICE[name]}"
+        return f"{phases[name] / sum(phases.values()):.0%}{side} is {advice}"
 
     def steps_within(self, seconds: float) -> int:
         """Steps that fit in so many seconds with one checkpoint at the end."""
@@ -109,12 +121,19 @@ def forecast(
     Args:    gpu: its name, for the error that was seen there.
     Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
     """
-    assumed = assumed or Assumptions()
-    if not 0 < assumed.signal <= 1:
-        raise UserError(f"--signal {assumed.signal:g}: a share of groups above 0 and up to 1")
-    setup = setup_of(recipe)
-    work = workload_of(recipe, assumed.lengths_of(recipe), assumed.signal)
+    setup, work = setup_of(recipe), (assumed or Assumptions()).work_of(recipe)
     return Forecast(setup, work, step_time(shape, setup, work, hardware), ERRORS.get(gpu))
+
+
+def forecast_here(
+    recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: Assumptions | None = None
+) -> Forecast:
+    """The time of a recipe for the embedded engine on a CPU that was measured.
+
+    Raises:  UserError: as `forecast` does.
+    """
+    setup, work = setup_of(recipe), (assumed or Assumptions()).work_of(recipe)
+    return Forecast(setup, work, embedded_step(shape, setup, work, machine), LOCAL_ERROR)
 
 
 def of_variants(
@@ -151,23 +170,21 @@ def of_variants(
 def at_scale(
     base: Forecast, shape: ModelSpec, hardware: Hardware, num_gpus: int, *, weak: bool = False
 ) -> Forecast:
-    """The same layout on another number of GPUs: same batch, or, weak, a batch that grows with them.
+    """The same layout on other GPUs, whether it divides them or not.
 
-    Raises: UserError: the layout does not divide the GPUs.
+    Args:   weak: the batch grows with the GPUs.
+    Raises: UserError: not whole nodes.
     """
     setup, work = base.setup, base.work
     before = setup.num_nodes * setup.gpus_per_node
     per_node = min(setup.gpus_per_node, num_gpus)
-    rollout = setup.num_rollout_gpus * num_gpus // before
-    layout = setup.layout
-    replica = layout.tensor * layout.pipeline * layout.context
-    experts = layout.pipeline * layout.expert * layout.expert_tensor
-    training = num_gpus - rollout
-    if num_gpus % per_node or training % replica or training % experts or num_gpus % setup.vllm_tensor:
+    if num_gpus % per_node:
         raise UserError(
-            f"--scale {num_gpus}: TP x PP x CP = {replica}, PP x EP = {experts} and vLLM's TP = "
-            f"{setup.vllm_tensor} do not divide the GPUs; use multiples, or a smaller layout"
+            f"--scale {num_gpus}: not whole nodes of {per_node} GPUs; use multiples of {per_node}"
         )
+    rollout = setup.num_rollout_gpus * num_gpus // before
+    if num_gpus > per_node:
+        rollout -= rollout % per_node
     setup = replace(setup, num_nodes=num_gpus // per_node, gpus_per_node=per_node, num_rollout_gpus=rollout)
     if weak:
         groups = max(round(work.num_samples / work.group_size * num_gpus / before), 1)

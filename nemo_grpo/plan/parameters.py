@@ -57,12 +57,13 @@ def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
 
     Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h, and [2 head_dim if q and k are normed].
     Latent attention: the matrices up from both ranks and the output are divided, those down to them and
-    their norms are not. (megatron/core: attention.py, multi_latent_attention.py.)
+    their norms are not; queries without a rank come from h. (megatron/core: attention.py,
+    multi_latent_attention.py.)
     """
     h = shape.hidden_size
     if shape.key_value_rank:
         heads, width = shape.num_attention_heads, shape.head_dim
-        up = heads * (width + shape.rope_head_dim) * shape.query_rank
+        up = heads * (width + shape.rope_head_dim) * (shape.query_rank or h)
         up += heads * 2 * width * shape.key_value_rank
         down = h * (shape.query_rank + shape.key_value_rank + shape.rope_head_dim)
         return up + heads * width * h, down + shape.query_rank + shape.key_value_rank

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import memory
-from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
-from nemo_grpo.plan.hardware import Hardware, hardware_of
+from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast, forecast_here
+from nemo_grpo.plan.hardware import THIS, Hardware, hardware_of
+from nemo_grpo.plan.machine import measure_for
 from nemo_grpo.plan.nearest import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.presets import shape_of
@@ -53,7 +54,8 @@ class Plan:
                 cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
                 problems: messages ``key=value: rule; remedy``.
                 nearest: overrides that make it fit; None where it fits, or where nothing was found.
-                forecast: time of the step and the run; None without rollouts, or where the layout is wrong.
+                forecast: time of the step and the run; None without rollouts, where the layout is wrong, or
+                    for the embedded engine on anything but this machine.
     """
 
     name: str
@@ -91,16 +93,25 @@ def plan_recipe(
 ) -> Plan:
     """Plan a recipe that has been loaded, so that all of its own rules hold.
 
-    Args:    gpu: a name of `HARDWARE` or of the file.  config_file: the model's config.json, for models that
-             the table lacks.  hardware_file: other kinds of GPU.  assumed: what the recipe does not say.
+    Args:    gpu: a name of `HARDWARE` or of the file, or ``this``: the CPU here.
+             config_file: the model's config.json, for models that the table lacks.
+             hardware_file: other kinds of GPU.  assumed: what the recipe does not say.
     Returns: the plan, accepted or with its problems.
     Raises:  UserError: unknown GPU or model, or lengths that the recipe does not allow.
     """
-    hardware = hardware_of(gpu, hardware_file)
-    shape, setup, gpu_bytes = shape_of(recipe, config_file), setup_of(recipe), int(hardware.memory_bytes)
+    shape, setup = shape_of(recipe, config_file), setup_of(recipe)
+    machine = measure_for(recipe, shape, setup) if gpu == THIS else None
+    hardware = machine.as_hardware() if machine else hardware_of(gpu, hardware_file)
+    gpu_bytes = int(hardware.memory_bytes)
     found = tuple(problems(shape, setup, gpu_bytes))
     is_laid_out = not messages(Scope.SHAPE, shape, setup)
     stage = memory.heaviest_stage(shape, setup) if is_laid_out else 0
+    timed = is_laid_out and not recipe.loss_fn.learns_from_demonstrations
+    time = None
+    if timed and machine:
+        time = forecast_here(recipe, shape, machine, assumed)
+    elif timed and setup.has_rollouts:
+        time = forecast(recipe, shape, gpu, hardware, assumed)
     return Plan(
         name=recipe.nemo_grpo.run_name,
         gpu=gpu,
@@ -115,9 +126,7 @@ def plan_recipe(
         problems=found,
         nearest=nearest_layout(recipe, shape, gpu_bytes) if found else None,
         hardware=hardware,
-        forecast=forecast(recipe, shape, gpu, hardware, assumed)
-        if is_laid_out and setup.has_rollouts and not recipe.loss_fn.learns_from_demonstrations
-        else None,
+        forecast=time,
     )
 
 

@@ -131,34 +131,34 @@ def _preset(name: str, size: str, max_position_embeddings: int) -> ModelSpec:
     return read_spec(config, name)
 
 
-def _deepseek_v3(name: str) -> ModelSpec:
-    """DeepSeek-V3 (2412.19437, section 4.2) without its head for multi-token prediction."""
-    return ModelSpec(
-        name=name,
-        model_type="deepseek_v3",
-        hidden_size=7168,
-        num_layers=61,
-        num_attention_heads=128,
-        num_key_value_heads=128,
-        head_dim=128,
-        rope_head_dim=64,
-        query_rank=1536,
-        key_value_rank=512,
-        ffn_size=2048,
-        num_experts=256,
-        num_experts_per_token=8,
-        num_shared_experts=1,
-        num_dense_layers=3,
-        dense_ffn_size=18432,
-        vocab_size=129280,
-        max_position_embeddings=163840,
-        tied_embeddings=False,
-    )
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+}
+"""2412.19437, section 4.2, without the head for multi-token prediction."""
 
 
 PRESETS: dict[str, ModelSpec] = {
     **{name: _preset(name, size, length) for size, names in _NAMES.items() for name, length in names.items()},
-    **{name: _deepseek_v3(name) for name in ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-0324")},
+    **{
+        name: read_spec(_DEEPSEEK_V3, name)
+        for name in ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-0324")
+    },
 }
 """Name on the Hub -> what its config.json says of shapes."""
 

@@ -7,6 +7,7 @@ bandwidth + two all-reduces per layer + a fixed time. Iterations are summed whil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpoints_conv.families import ModelSpec
@@ -14,6 +15,7 @@ from nemo_grpo.plan import memory
 from nemo_grpo.plan.collectives import reduce_seconds
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.lengths import Lengths
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.workload import Workload
 
@@ -107,21 +109,29 @@ def rollout_seconds(
     waiting = -(-work.num_samples // num_engines(setup))
     places = min(waiting, concurrency(shape, setup, hardware, lengths.mean_sequence))
     decode = (waiting - places) * _seconds_per_response(engine, places, work, hardware, eff)
-    ends = [*lengths.responses[:-1], lengths.longest(work.num_samples)]
-    tail, position = 0.0, 0.0
-    for index, end in enumerate(ends):
-        active = max(places * (len(ends) - index) / len(ends), 1.0)
-        seconds = (end - position) * engine.iteration(
-            active, lengths.prompt + (position + end) / 2, hardware, eff
-        )
-        position = end
-        if 2 * index < len(ends):
-            decode += seconds
-        else:
-            tail += seconds
+    longest = lengths.longest(work.num_samples)
+    first, tail = drained(places, lengths, longest, lambda a, c: engine.iteration(a, c, hardware, eff))
+    decode += first
     prefill = _prefill_seconds(engine, waiting, work, eff)
     scale = work.num_draws * setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
+
+
+def drained(
+    places: int, lengths: Lengths, longest: float, iteration: Callable[[float, float], float]
+) -> tuple[float, float]:
+    """Seconds of decoding ``places`` responses together: until half of them have ended, and the rest.
+
+    Args: longest: the last one's tokens.  iteration: (active responses, tokens that each holds) -> seconds.
+    """
+    ends = [*lengths.responses[:-1], longest]
+    halves, position = [0.0, 0.0], 0.0
+    for index, end in enumerate(ends):
+        active = max(places * (len(ends) - index) / len(ends), 1.0)
+        seconds = (end - position) * iteration(active, lengths.prompt + (position + end) / 2)
+        halves[2 * index >= len(ends)] += seconds
+        position = end
+    return halves[0], halves[1]
 
 
 def steady_seconds(

@@ -1,15 +1,21 @@
-"""What more GPUs buy: strong and weak scaling of one layout, and the picture of it."""
+"""What more GPUs buy: strong and weak scaling with the best layout of each size, and the picture of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError
+from nemo_grpo.plan.candidates import accepted
 from nemo_grpo.plan.forecast import Forecast, at_scale
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.search import Found, best_layouts
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
 
 PAYS = 0.5
 """More GPUs pay while they bring at least this share of the speed that they would bring at best."""
@@ -19,48 +25,117 @@ PAYS = 0.5
 class Point:
     """One number of GPUs.
 
-    Attributes: strong, weak: same batch, and a batch that grows; None: the layout does not divide the GPUs.
-                strong_efficiency, weak_efficiency: tokens/s/GPU over that of the first number that divides.
-                note: that more GPUs have stopped to pay, or what does not divide.
+    Attributes: own: the recipe's layout with the same batch; None: it does not divide the GPUs or not fit.
+                strong, weak: the best layout with the same batch, and with one that grows; None: none fits.
+                strong_efficiency, weak_efficiency: tokens/s/GPU over that of the first number with layouts.
+                note: that more GPUs have stopped to pay, or why there is no layout.
     """
 
     num_gpus: int
+    own: Forecast | None = None
     strong: Forecast | None = None
     weak: Forecast | None = None
+    strong_overrides: tuple[str, ...] = ()
+    weak_overrides: tuple[str, ...] = ()
     strong_efficiency: float = 0.0
     weak_efficiency: float = 0.0
     note: str = ""
 
 
-def scaling(base: Forecast, shape: ModelSpec, hardware: Hardware, counts: Sequence[int]) -> list[Point]:
-    """The layout at each number of GPUs, ascending.
+def scaling(
+    recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, counts: Sequence[int]
+) -> list[Point]:
+    """The best layout at each number of GPUs, ascending, and the recipe's own.
 
-    Raises: UserError: a number below 1, or none that the layout divides.
+    Raises: UserError: a number below 1, or none that has a layout.
     """
+    asked = ",".join(map(str, counts))
     if not counts or min(counts) < 1:
-        raise UserError(f"--scale {','.join(map(str, counts))}: numbers of GPUs, such as 8,64,512")
+        raise UserError(f"--scale {asked}: numbers of GPUs, such as 8,64,512")
     points: list[Point] = []
     first: tuple[float, float] | None = None
     last: Point | None = None
     for count in sorted(set(counts)):
-        try:
-            strong = at_scale(base, shape, hardware, count)
-            weak = at_scale(base, shape, hardware, count, weak=True)
-        except UserError as error:
-            points.append(Point(count, note=str(error).partition(": ")[2].partition(";")[0]))
-            continue
-        speeds = strong.step.tokens_per_second_per_gpu, weak.step.tokens_per_second_per_gpu
-        first = first or speeds
-        point = Point(count, strong, weak, speeds[0] / first[0], speeds[1] / first[1])
-        if last is not None and last.strong is not None:
-            grown = last.strong.step.seconds / strong.step.seconds - 1
-            if grown < PAYS * (count / last.num_gpus - 1):
-                point = replace(point, note="does not pay with this batch")
+        point = _point(recipe, base, shape, hardware, count)
+        if point.strong and point.weak:
+            speeds = point.strong.step.tokens_per_second_per_gpu, point.weak.step.tokens_per_second_per_gpu
+            first = first or speeds
+            pays = last is None or _pays(last, last.strong, point, point.strong)
+            last = point = replace(
+                point,
+                strong_efficiency=speeds[0] / first[0],
+                weak_efficiency=speeds[1] / first[1],
+                note="" if pays else "does not pay with this batch",
+            )
         points.append(point)
-        last = point
     if first is None:
-        raise UserError(f"--scale {','.join(map(str, counts))}: {points[0].note}; use multiples")
+        raise UserError(f"--scale {asked}: {points[0].note}; use multiples of {base.setup.gpus_per_node}")
     return points
+
+
+def _pays(before: Point, slower: Forecast | None, point: Point, faster: Forecast | None) -> bool:
+    assert slower is not None
+    assert faster is not None
+    grown = slower.step.seconds / faster.step.seconds - 1
+    return grown >= PAYS * (point.num_gpus / before.num_gpus - 1)
+
+
+def _point(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, count: int) -> Point:
+    try:
+        strong = at_scale(base, shape, hardware, count)
+        weak = at_scale(base, shape, hardware, count, weak=True)
+    except UserError as error:
+        return Point(count, note=str(error).partition(": ")[2].partition(";")[0])
+    grown = (
+        f"grpo.num_prompts_per_step={weak.work.num_samples // weak.work.group_size}",
+        f"policy.train_global_batch_size={weak.work.num_samples // weak.work.num_updates}",
+    )
+    best = _best(recipe, strong, shape, hardware), _best(recipe, weak, shape, hardware, grown)
+    if not all(best):
+        return Point(count, note="no layout fits")
+    fits = accepted(recipe, [strong.setup], shape, int(hardware.memory_bytes), 1)
+    return Point(
+        count,
+        own=strong if next(fits, None) else None,
+        strong=_with(strong, best[0][0]),
+        weak=_with(weak, best[1][0]),
+        strong_overrides=best[0][0].overrides,
+        weak_overrides=best[1][0].overrides,
+    )
+
+
+def _best(
+    recipe: Recipe, scaled: Forecast, shape: ModelSpec, hardware: Hardware, further: tuple[str, ...] = ()
+) -> list[Found]:
+    return best_layouts(recipe, scaled, shape, hardware, number=1, further=further)
+
+
+def _with(scaled: Forecast, found: Found) -> Forecast:
+    return replace(scaled, setup=found.setup, step=found.step)
+
+
+def own_layout(points: Sequence[Point]) -> str:
+    """From the smallest number of GPUs that the recipe's own layout fits: where it stops paying."""
+    before: Point | None = None
+    for point in (point for point in points if point.strong):
+        if before is None:
+            before = point if point.own else None
+        elif point.own is None:
+            return f"the recipe's own layout does not divide or fit {point.num_gpus} GPUs{_instead(point)}"
+        elif not _pays(before, before.own, point, point.own):
+            seconds = f"{point.own.step.seconds:.0f} s per step"
+            return (
+                f"the recipe's own layout stops paying at {point.num_gpus} GPUs: {seconds}{_instead(point)}"
+            )
+        else:
+            before = point
+    rest = "pays on all of these GPUs" if before else "does not divide or fit any of these GPUs"
+    return f"the recipe's own layout {rest}"
+
+
+def _instead(point: Point) -> str:
+    assert point.strong is not None
+    return f", {point.strong.step.seconds:.0f} s with the best one"
 
 
 def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
@@ -88,5 +163,13 @@ def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
         axes.set_xlabel("GPUs")
         axes.set_title(name)
         axes.grid(color="#e4e4e4")
+    own = [(point.num_gpus, point.own.step.seconds) for point in points if point.own]
+    figure.axes[0].plot(
+        [gpus for gpus, _ in own],
+        [seconds for _, seconds in own],
+        ":",
+        color="#777777",
+        label="recipe's own layout",
+    )
     figure.axes[0].legend(frameon=False)
     figure.savefig(file, dpi=110)

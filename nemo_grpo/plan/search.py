@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
+from nemo_grpo.plan.candidates import accepted, candidates
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.hardware import Hardware
-from nemo_grpo.plan.nearest import layout_like, overrides_between
-from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import StepTime, step_time
 from nemo_grpo.recipe.sections import PACKING
@@ -23,8 +21,8 @@ if TYPE_CHECKING:
 
 TENSOR, PIPELINE, CONTEXT, EXPERT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
 ROWS = (1, 2, 4)
-MAX_TRIALS = 60
-"""Candidates that are loaded as recipes, with all of their rules, before the search gives up."""
+MAX_REFUSED = 60
+"""Candidates that the recipe's own rules refuse before the search gives up."""
 
 
 @dataclass(frozen=True)
@@ -37,69 +35,57 @@ class Found:
 
 
 def best_layouts(
-    recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, number: int = 3
+    recipe: Recipe,
+    base: Forecast,
+    shape: ModelSpec,
+    hardware: Hardware,
+    number: int = 3,
+    further: tuple[str, ...] = (),
 ) -> list[Found]:
-    """The fastest layouts on the recipe's GPUs that fit and that its rules allow, fastest first.
+    """The fastest layouts on the forecast's GPUs that fit and that its rules allow, fastest first.
 
-    Tries TP, PP, CP, EP, recomputation, rows per microbatch, vLLM's TP and, where rollouts run ahead on GPUs
-    of their own, how many nodes they have. Whether they do is left as it is: it changes the algorithm.
+    Tries TP, PP, CP, EP, recomputation, rows per microbatch, vLLM's TP, and how many GPUs only sample. They
+    wait for the update all the same, so the algorithm stays; rollouts that run ahead would change it, and
+    those that already do keep GPUs of their own.
+
+    Args: further: overrides that make the recipe's batch that of the forecast.
     """
-    from nemo_grpo.recipe import load_recipe_dict
 
-    def seconds(setup: Setup) -> float:
-        return step_time(shape, setup, base.work, hardware).seconds
+    def time_of(setup: Setup) -> StepTime:
+        return step_time(shape, setup, base.work, hardware)
 
-    ranked = sorted(_candidates(recipe, base.setup, shape), key=seconds)
-    found: list[Found] = []
-    trials = 0
-    for setup in ranked:
-        if problems(shape, setup, int(hardware.memory_bytes)):
-            continue
-        overrides = overrides_between(base.setup, setup)
-        trials += 1
-        try:
-            load_recipe_dict(recipe.to_dict(), overrides)
-        except UserError:
-            if trials == MAX_TRIALS:
-                break
-            continue
-        found.append(Found(overrides, setup, step_time(shape, setup, base.work, hardware)))
-        if len(found) == number:
-            break
-    return found
+    batch = base.work.num_samples // base.work.num_updates
+    ranked = sorted(_candidates(recipe, base, shape, batch), key=lambda setup: time_of(setup).seconds)
+    found = accepted(recipe, ranked, shape, int(hardware.memory_bytes), MAX_REFUSED, further)
+    return [Found(overrides, setup, time_of(setup)) for overrides, setup in islice(found, number)]
 
 
-def _candidates(recipe: Recipe, start: Setup, shape: ModelSpec) -> Iterator[Setup]:
-    contexts = CONTEXT if start.packed else (1,)
-    experts = [n for n in EXPERT if shape.num_experts % n == 0] if shape.num_experts else [1]
-    recomputes = dict.fromkeys((start.recompute, (), ("full",)))
-    batch = recipe.policy.train_global_batch_size
-    rollouts = list(_rollouts(start))
+def _candidates(recipe: Recipe, base: Forecast, shape: ModelSpec, batch: int) -> Iterator[Setup]:
+    start = base.setup
+    pipelines = [stages for stages in PIPELINE if shape.num_layers % stages == 0]
+    tensors = [ranks for ranks in TENSOR if start.gpus_per_node % ranks == 0]
+    experts = [ranks for ranks in EXPERT if shape.num_experts % ranks == 0] if shape.num_experts else [1]
+    sizes = tensors, pipelines, CONTEXT if start.packed else (1,), experts
     given = value_of(recipe, f"{PACKING}.train_mb_tokens") is not None
-    sizes = (start.train_tokens // start.max_length,) if given else ROWS
-    for tp, pp, cp, ep, recompute, rows in product(TENSOR, PIPELINE, contexts, experts, recomputes, sizes):
-        layout = layout_like(start, tp, pp, cp, ep)
-        if shape.num_layers % pp or start.gpus_per_node % tp:
-            continue
-        for rollout in rollouts:
-            world = rollout.world_size
-            parallel = world // (tp * pp * cp)
-            if world % (tp * pp * cp) or world % (pp * ep) or batch % (parallel * rows):
-                continue
-            yield replace(
-                rollout,
-                layout=layout,
-                recompute=recompute,
-                train_tokens=start.train_tokens if given else start.max_length * rows,
-                num_microbatches=batch // parallel // rows,
-            )
+    rows_tried = (start.train_tokens // start.max_length,) if given else ROWS
+    recomputes = dict.fromkeys((start.recompute, (), ("full",)))
+    for setup in candidates(_rollouts(start, ahead=base.work.trajectory_age > 0), sizes, recomputes):
+        layout = setup.layout
+        parallel = setup.world_size // (layout.tensor * layout.pipeline * layout.context)
+        for rows in rows_tried:
+            if batch % (parallel * rows) == 0:
+                tokens = start.train_tokens if given else start.max_length * rows
+                yield replace(setup, train_tokens=tokens, num_microbatches=batch // parallel // rows)
 
 
-def _rollouts(start: Setup) -> Iterator[Setup]:
-    """vLLM's TP, and the nodes that only sample."""
-    nodes = [start.num_rollout_gpus]
-    if start.num_rollout_gpus and start.num_nodes > 1:
-        nodes = [count * start.gpus_per_node for count in range(1, start.num_nodes)]
-    for tp, gpus in product((*TENSOR, start.vllm_tensor), nodes):
-        if tp <= start.gpus_per_node or tp == start.vllm_tensor:
-            yield replace(start, vllm_tensor=tp, num_rollout_gpus=gpus)
+def _rollouts(start: Setup, *, ahead: bool) -> Iterator[Setup]:
+    """vLLM's TP, and GPUs that only sample: whole nodes, or of a single node a part."""
+    units, unit = start.num_nodes, start.gpus_per_node
+    if units == 1:
+        units, unit = start.gpus_per_node, 1
+    separate = {max(units * eighths // 8, 1) * unit for eighths in range(1, 8)} if units > 1 else set()
+    separate |= {start.num_rollout_gpus} if ahead else {start.num_rollout_gpus, 0}
+    tensors = {ranks for ranks in TENSOR if ranks <= start.gpus_per_node} | {start.vllm_tensor}
+    for gpus, tensor in product(sorted(separate), sorted(tensors)):
+        if (gpus or start.num_nodes * start.gpus_per_node) % tensor == 0:
+            yield replace(start, vllm_tensor=tensor, num_rollout_gpus=gpus)

@@ -24,7 +24,8 @@ class Setup:
                 num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
-                vllm_max_sequences: that an engine decodes at once; 1024 is vLLM's default on these GPUs.
+                vllm_max_sequences: that an engine decodes at once; 1024 is vLLM's default on these GPUs; the
+                    embedded engine's decoder too.
                 precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
                 packed: microbatches are packed by tokens; else padded.
     """
@@ -120,7 +121,9 @@ def setup_of(recipe: Recipe) -> Setup:
         has_rollouts=cluster and value_of(recipe, f"{GENERATION}.backend") == "vllm",
         embedded=not cluster,
         vllm_expert=value_of(recipe, f"{VLLM}.expert_parallel_size", 1),
-        vllm_max_sequences=value_of(recipe, f"{GENERATION}.vllm_kwargs.max_num_seqs", 1024),
+        vllm_max_sequences=value_of(recipe, f"{GENERATION}.vllm_kwargs.max_num_seqs", 1024)
+        if cluster
+        else p.generation_batch_size,
         vllm_eager=bool(value_of(recipe, f"{VLLM}.enforce_eager", False)),
         packed=packed,
         precision_bytes=4 if p.precision == "float32" else 2,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,7 @@ def _read_yaml(path: Path) -> Tree:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a recipe file")
     try:
-        config = OmegaConf.load(path)
+        tree = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); give a recipe file"
@@ -97,10 +99,15 @@ def _read_yaml(path: Path) -> Tree:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: {first_line(error)}") from None
-    tree = OmegaConf.to_container(config, resolve=False)
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
     return {str(key): value for key, value in tree.items()}
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """Many recipes share a base: it is parsed once. Nobody changes what this returns."""
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,17 @@ ALLOWED_OWN = {
 }
 
 
+@cache
+def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Wherever in a file: under TYPE_CHECKING and in functions, too."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(path: Path) -> set[str]:
-    """Dotted names that a file imports, wherever in it."""
+    """Dotted names that a file imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -53,9 +61,9 @@ def file_of(module: str) -> str | None:
 
 
 def imported_files(path: Path) -> set[str]:
-    """Our files that a file imports by name, wherever in it: under TYPE_CHECKING and in functions, too."""
+    """Our files that a file imports by name."""
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -18,7 +18,7 @@ from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.recipe import Recipe, advice, load_recipe, load_recipe_dict, refuse_unsupported
 from nemo_grpo.recipe.embedded_rules import SUPPORTED
-from nemo_grpo.recipe.loader import load_tree
+from nemo_grpo.recipe.loader import apply_overrides, load_tree
 from nemo_grpo.recipe.registry import RULES, Scope
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -464,13 +464,14 @@ PARAMETERS = [
 
 @cache
 def tree_of(base: str) -> dict[str, Any]:
-    """A shipped recipe on its bases; interpolations still follow the overrides."""
-    return load_tree(RECIPES / f"{BASES[base][0]}.yaml")
+    """A shipped recipe with the overrides of ``BASES``; interpolations still follow a case's."""
+    recipe, overrides = BASES[base]
+    return apply_overrides(load_tree(RECIPES / f"{recipe}.yaml"), overrides)
 
 
 def loaded(base: str, overrides: str = "") -> Recipe:
     given = Template(overrides).safe_substitute(SHORT).split("; ") if overrides else []
-    return load_recipe_dict(tree_of(base), [*BASES[base][1], *given])
+    return load_recipe_dict(tree_of(base), given)
 
 
 def refusals(base: str, overrides: str = "") -> list[str]:

@@ -97,7 +97,7 @@ def test_pieces_follow_the_rows_of_the_whole():
     ]
 
 
-OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl")
+OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl", "deepseek-v3", "moonlight")
 """transformers stacks experts, and renames a model's parts, while it loads; the round trip has the files."""
 
 
@@ -197,6 +197,12 @@ OF_MODEL = {
         ({"layer_types": ["full_attention"] * 4}, "every sixth layer of Gemma 3 has full attention, here"),
         ({"sliding_window_pattern": 2}, "here it is"),
     ],
+    "deepseek-v3": [
+        ({"kv_lora_rank": None}, "has no kv_lora_rank"),
+        ({"v_head_dim": 8}, "v_head_dim=8 differs from qk_nope_head_dim=12; only models"),
+        ({"scoring_func": "softmax"}, "scoring_func=softmax is not DeepSeek-V3's sigmoid"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not DeepSeek-V3's 1"),
+    ],
 }
 
 
@@ -251,21 +257,25 @@ LAYER_NAMES_OF_VLLM = {
     "mlp.gate_up_proj.weight", "mlp.down_proj.weight", "mlp.gate.weight",
     "mlp.experts.w13_weight", "mlp.experts.w2_weight",
     "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight",
+    "self_attn.fused_qkv_a_proj.weight", "self_attn.q_a_layernorm.weight", "self_attn.q_b_proj.weight",
+    "self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_a_layernorm.weight",
+    "self_attn.kv_b_proj.weight", "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight",
 }  # fmt: skip
-"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe and gemma3 models."""
+"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe, gemma3 and deepseek_v2 models."""
 
-JOINED_BY_VLLM = {
-    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
-}  # fmt: skip
-"""Its loaders replace these parts of a name."""
+GATE_UP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+QKV = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+LATENT_QKV = {"q_a_proj": "fused_qkv_a_proj", "kv_a_proj_with_mqa": "fused_qkv_a_proj"}
+JOINED_BY_VLLM = {"deepseek-v3": GATE_UP | LATENT_QKV, "moonlight": GATE_UP}
+"""Its loaders replace these parts of a name; those of the other families GATE_UP | QKV."""
 
 
-def name_in_vllm(name):
+def name_in_vllm(name, joined):
     """The parameter that a checkpoint's tensor goes into, by the rules of vLLM's loaders."""
     expert = re.sub(r"experts\.\d+\.(gate|up)_proj\.", "experts.w13_", name)
     expert = re.sub(r"experts\.\d+\.down_proj\.", "experts.w2_", expert)
-    for part, whole in JOINED_BY_VLLM.items():
+    for part, whole in joined.items():
         if f".{part}." in expert:
             return expert.replace(part, whole)
     return expert
@@ -277,11 +287,14 @@ def test_every_exported_name_has_its_place_in_vllm(name):
     model = auto_class(config).from_config(config, attn_implementation="eager")
     family = family_for(model.config.to_dict() | {"architectures": [type(model).__name__]})
     tensors = {tensor for unit in family.units() for tensor in unit.hf}
-    found = {name_in_vllm(tensor) for tensor in tensors if not tensor.startswith("visual.")}
+    joined = JOINED_BY_VLLM.get(name, GATE_UP | QKV)
+    found = {name_in_vllm(tensor, joined) for tensor in tensors if not tensor.startswith("visual.")}
     outside = {"model.embed_tokens.weight", "model.norm.weight"} | (
         set() if family.tied else {"lm_head.weight"}
     )
     layers = {re.sub(r"^model\.layers\.\d+\.", "", full) for full in found - outside}
     assert outside <= found
     assert layers <= LAYER_NAMES_OF_VLLM
-    assert {"self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "input_layernorm.weight"} <= layers
+    assert {f"self_attn.{whole}.weight" for whole in joined.values() if "qkv" in whole} <= layers
+    assert {"mlp.gate_up_proj.weight", "mlp.experts.w13_weight"} & layers
+    assert {"self_attn.o_proj.weight", "input_layernorm.weight"} <= layers

@@ -22,7 +22,7 @@ import test_policy_gpu as tests  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
-from ranks import _context, run_ranks  # noqa: E402
+from ranks import run_ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_policy_gpu import SETTINGS, rollout, token_batch  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
@@ -193,7 +193,6 @@ def gpu_tests(folder: str) -> dict[str, Any]:
 
 def main(answers: str, cases: str) -> None:
     """Of each of ``cases``, JSON [[number of ranks, function, arguments], ...]."""
-    _context.set_forkserver_preload(["te_cases"])
     found = [
         run_ranks(ranks, functools.partial(globals()[name], **arguments))[0]
         for ranks, name, arguments in json.loads(cases)

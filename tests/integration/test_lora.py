@@ -315,11 +315,6 @@ def test_a_checkpoint_of_other_adapters_is_refused(model, tmp_path, lora):
 # ---------------------------------------------------------------------- runs
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def recipe_of(tmp_path: Path, cache: Path, *overrides: str) -> Any:
     steps = ["grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo"]
     line = [*arguments(tmp_path, cache, "run"), *steps, *PEFT, *overrides]

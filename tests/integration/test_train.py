@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 import warnings
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError, cli
+from nemo_grpo.diagnostics import report
 from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.run_command import run_recipe
 from nemo_grpo.engine.setup import validation_sampling
@@ -70,11 +72,6 @@ PROMISED = (
     *("reward/group_std", "rollout/all_right", "rollout/all_wrong", "rollout/with_signal"),
     *("tokens_per_second", "mismatch/logprob_abs_mean", "mismatch/kl", "time/rollout", "time/update"),
 )
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
@@ -412,53 +409,51 @@ def test_validation_is_due_by_the_period_and_at_the_end(recipe, period, at_end, 
     assert [step for step in range(1, 5) if is_due(grpo, step)] == steps
 
 
+def commanded(line: list[str], interrupted_in: int = 0) -> tuple[int, str]:
+    """Exit code and messages of the command, in a process of its own; SIGTERM comes within a step."""
+    healthy = Trainer.train_step
+
+    def step(trainer):
+        if trainer.state.step + 1 == interrupted_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return healthy(trainer)
+
+    Trainer.train_step = step
+    if interrupted_in:
+        report.plot_run = lambda _folder: None  # it takes seconds
+    logging.root.handlers.clear()  # pytest's
+    sys.argv = ["nemo-grpo", *line]
+    with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code, said.getvalue()
+
+
 def command(tmp_path, cache, *extra):
-    recipe = str(ROOT / "recipes/quickstart.yaml")
-    line = [
-        sys.executable,
-        "-m",
-        "nemo_grpo.cli",
-        "train",
-        recipe,
-        *arguments(tmp_path, cache, "cli"),
-        *extra,
-    ]
-    return line, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return ["train", str(ROOT / "recipes/quickstart.yaml"), *arguments(tmp_path, cache, "cli"), *extra]
 
 
 def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, cache):
-    extra = ["grpo.max_num_steps=8", "grpo.val_period=0", "checkpointing.save_period=100"]
+    extra = ["grpo.max_num_steps=6", "grpo.val_period=0", "checkpointing.save_period=100"]
     whole = Trainer(recipe(*extra, name="whole"))
     whole.train()
-    line, environment = command(tmp_path, cache, *extra)
-    process = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "cli/metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == EXIT_INTERRUPTED, error
-    assert "add --resume to continue" in error
-    stopped_at = rows(tmp_path / "cli")[-1]["step"]
-    assert stopped_at < 8
-    resumed = subprocess.run(
-        [*line, "--resume"], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    card = (tmp_path / "cli/hf/README.md").read_text()
+    line, run = command(tmp_path, cache, *extra), tmp_path / "cli"
+    ((code, said),) = run_ranks(1, commanded, line, 3)
+    assert (code, rows(run)[-1]["step"]) == (EXIT_INTERRUPTED, 3)
+    assert "add --resume to continue" in said
+    assert (run / "checkpoints/step_000003").exists()
+    ((code, said),) = run_ranks(1, commanded, [*line, "--resume"])
+    assert code == 0, said
+    card = (run / "hf/README.md").read_text()
     assert re.search(
-        r"\| base model \| made for the run \|\n(.*\n)*\| step \| 8 \|\n(.*\n)*\| torch \| ", card
+        r"\| base model \| made for the run \|\n(.*\n)*\| step \| 6 \|\n(.*\n)*\| torch \| ", card
     )
-    exported = load_file(tmp_path / "cli/hf/model.safetensors")
+    assert (run / "report.html").exists()
+    exported = load_file(run / "hf/model.safetensors")
     for name, tensor in whole.policy.named_tensors():
         assert torch.equal(exported[name], tensor), name
 
 
-@pytest.mark.parametrize(("saves", "code"), [(True, EXIT_INTERRUPTED), (False, 1)])
-def test_a_signal_asks_for_another_start_only_where_there_is_a_checkpoint(recipe, monkeypatch, saves, code):
+def test_a_signal_without_checkpoints_asks_for_no_other_start(recipe, monkeypatch):
     healthy = Trainer.train_step
 
     def interrupted(trainer):
@@ -466,10 +461,11 @@ def test_a_signal_asks_for_another_start_only_where_there_is_a_checkpoint(recipe
         return healthy(trainer)
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
-    r = recipe(f"checkpointing.enabled={str(saves).lower()}", "grpo.val_period=0", "grpo.val_at_start=false")
-    assert run_recipe(r, [], resume=False) == code
+    monkeypatch.setattr(report, "plot_run", lambda _folder: None)
+    r = recipe("checkpointing.enabled=false", "grpo.val_period=0", "grpo.val_at_start=false")
+    assert run_recipe(r, [], resume=False) == 1
     assert [row["step"] for row in rows(r.run_dir)] == [1]
-    assert (r.checkpoint_dir / "step_000001").exists() == saves
+    assert not (r.checkpoint_dir / "step_000001").exists()
 
 
 @pytest.mark.parametrize(
@@ -487,7 +483,7 @@ def test_a_signal_asks_for_another_start_only_where_there_is_a_checkpoint(recipe
 def test_refusals_are_one_line_with_exit_code_2_and_nothing_is_made(
     tmp_path, cache, monkeypatch, capsys, override, message
 ):
-    monkeypatch.setattr(sys, "argv", command(tmp_path, cache, override)[0][2:])
+    monkeypatch.setattr(sys, "argv", ["nemo-grpo", *command(tmp_path, cache, override)])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2

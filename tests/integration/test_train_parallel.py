@@ -31,11 +31,6 @@ DP2 = ["cluster.gpus_per_node=2"]
 CP2 = ["policy.megatron_cfg.context_parallel_size=2", "cluster.gpus_per_node=2"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def train(overrides: list[str], resume: bool = False) -> dict[str, torch.Tensor]:
     trainer = Trainer(load_recipe(ROOT / "recipes/quickstart.yaml", overrides), resume=resume)
     trainer.train()

@@ -119,11 +119,6 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def recipe(folder, cache, name, *overrides):
     places = [f"nemo_grpo.runs_dir={folder}", f"nemo_grpo.run_name={name}"]
     return load_recipe(

@@ -48,11 +48,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def arguments(folder: Path, cache: Path, name: str, *overrides: str) -> list[str]:
     places = [f"nemo_grpo.runs_dir={folder}", f"nemo_grpo.run_name={name}"]
     return [*SMALL, *places, f"nemo_grpo.warm_start.cache_dir={cache}", *overrides]

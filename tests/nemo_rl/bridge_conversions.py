@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
     quantization.is_quantized = lambda *_: False
     sys.modules[quantization.__name__] = quantization
     _use_no_extensions(importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider)
+    _use_no_extensions(importlib.import_module("megatron.bridge.models.mla_provider").MLAModelProvider)
     from megatron.bridge import AutoBridge
 
     _use_local_gemma_layers()
+    _use_local_latent_layers()
     from megatron.bridge.training.model_load_save import temporary_distributed_context
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -77,12 +80,51 @@ def _use_local_gemma_layers() -> None:
     importlib.import_module("megatron.bridge.models.gemma.gemma3_provider").gemma3_layer_spec = layers
 
 
+def _use_local_latent_layers() -> None:
+    """DeepSeek's layers, made of megatron-core's own and stored under Transformer Engine's names.
+
+    Without a query rank megatron-core 0.19 puts a norm into the projection to the queries, which neither the
+    model nor Bridge's mappings have and 0.16 does not build; here it is left out.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import multi_latent_attention as latent
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    from nemo_grpo.engine.megatron.layers import CausalAttention, RMSNorm
+
+    build = gpt_layer_specs.get_gpt_decoder_block_spec
+    stored = {
+        f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+        for x in ("q", "kv")
+    }
+
+    def layers(config: Any, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
+        block = build(config, use_transformer_engine=False, vp_stage=vp_stage)
+        for layer, has_experts in zip(block.layer_specs, config.moe_layer_freq, strict=True):
+            parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            attention.kv_layernorm = RMSNorm
+            attention.q_layernorm = RMSNorm if config.q_lora_rank else IdentityOp
+            attention.core_attention = CausalAttention
+            fused = {} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+            parts.sharded_state_dict_keys_map = stored | fused
+        block.layer_norm = RMSNorm
+        return block
+
+    QKNormConfigResolver._mla_fused_linear_or_default = lambda self, linear, name: linear
+    latent.YarnRotaryEmbedding = partial(latent.YarnRotaryEmbedding, use_cpu_initialization=True)
+    bridge = importlib.import_module("megatron.bridge.models.deepseek.deepseek_v3_bridge")
+    gpt_layer_specs.get_gpt_decoder_block_spec = bridge.get_gpt_decoder_block_spec = layers
+
+
 def _use_no_extensions(provider: type) -> None:
     """Bridge asks for compiled kernels of APEX unless a training's recipe says otherwise."""
     finalize = provider.finalize
 
     def finalize_without_them(self: Any) -> None:
-        self.gradient_accumulation_fusion = False
+        self.gradient_accumulation_fusion = self.moe_shared_expert_overlap = False
+        self.moe_permute_fusion = self.moe_grouped_gemm = False
         finalize(self)
 
     provider.finalize = finalize_without_them

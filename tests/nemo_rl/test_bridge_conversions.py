@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from conv_models import assert_same_tensors, save_model, tensors_of
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 
 HERE = Path(__file__).parent
-FAMILIES = ("qwen2.5-vl", "qwen2.5-vl-tied", "gemma3")
+FAMILIES = ("qwen2.5-vl", "qwen2.5-vl-tied", "gemma3", "deepseek-v3", "moonlight")
 
 
 def bridge(*arguments):
@@ -28,8 +30,11 @@ def bridge(*arguments):
 
 @pytest.fixture(params=FAMILIES)
 def model(request, tmp_path):
-    """A tiny model's folder."""
-    return save_model(request.param, tmp_path / "model")
+    """A tiny model's folder, with a tokenizer, without which Bridge writes no folder."""
+    folder = save_model(request.param, tmp_path / "model")
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a").save_pretrained(folder)
+    return folder
 
 
 def shapes_in(checkpoint):

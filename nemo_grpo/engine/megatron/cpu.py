@@ -30,7 +30,7 @@ from nemo_grpo.errors import UserError
 TESTED_VERSIONS = ((0, 16), (0, 20))
 """First and last minor version of megatron-core that this module was run with."""
 
-_MODULES = (
+MODULES = (
     "distributed",
     "models.gpt.gpt_layer_specs",
     "optimizer.clip_grads",
@@ -66,7 +66,7 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     _check_version()
-    for name in _MODULES:
+    for name in MODULES:
         importlib.import_module(f"megatron.core.{name}")
     patch_imported_modules()
     _replace_rng_setter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale, of_variants
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.scaling import scaling
-from nemo_grpo.plan.search import best_layouts
+from nemo_grpo.plan.scaling import Point, own_layout, scaling
+from nemo_grpo.plan.search import _rollouts, best_layouts
 from nemo_grpo.plan.workload import expected_draws, scoring_passes
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
@@ -155,6 +156,32 @@ def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Rec
     assert again.forecast.step.seconds == pytest.approx(found[0].step.seconds)
 
 
+def test_best_layout_may_give_rollouts_gpus_of_their_own() -> None:
+    """A small model's step saves waking vLLM; rollouts still wait for the update."""
+    small = load_recipe(RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml")
+    base = plan_recipe(small, assumed=Assumptions(1000))
+    assert base.forecast is not None
+    found = best_layouts(small, base.forecast, base.shape, H100)[0]
+    assert "policy.generation.colocated.enabled=false" in found.overrides
+    loaded = load_recipe_dict(small.to_dict(), found.overrides)
+    again = plan_recipe(loaded, assumed=Assumptions(1000)).forecast
+    assert again is not None
+    assert again.setup.num_rollout_gpus == found.setup.num_rollout_gpus > 0
+    assert again.work.trajectory_age == 0
+    assert again.step.seconds == pytest.approx(found.step.seconds)
+
+
+def test_gpus_that_only_sample_are_whole_nodes_or_part_of_one(base: Forecast) -> None:
+    def counts(num_nodes: int, rollout: int, *, ahead: bool) -> set[int]:
+        start = replace(base.setup, num_nodes=num_nodes, num_rollout_gpus=rollout)
+        return {setup.num_rollout_gpus for setup in _rollouts(start, ahead=ahead)}
+
+    assert counts(1, 0, ahead=False) == {0, 1, 2, 3, 4, 5, 6, 7}
+    assert counts(4, 0, ahead=False) == {0, 8, 16, 24}
+    # rollouts that run ahead never share: 64 nodes in eighths, and the recipe's own
+    assert counts(64, 24, ahead=True) == {24, *range(64, 512, 64)}
+
+
 def test_best_layout_leaves_a_given_microbatch_alone() -> None:
     given = load_recipe(LARGE, ["policy.sequence_packing.train_mb_tokens=17408"])
     found = plan_recipe(given, assumed=Assumptions(4000)).forecast
@@ -169,14 +196,60 @@ def test_scaling_keeps_or_grows_the_batch(base: Forecast) -> None:
     assert twice.work == base.work
     assert twice.step.num_gpus == 64
     assert at_scale(base, SHAPE, H100, 64, weak=True).work.num_samples == 2 * base.work.num_samples
-    points = scaling(base, SHAPE, H100, [32, 24, 64])
-    assert [point.num_gpus for point in points] == [24, 32, 64]
-    assert points[0].strong is None
-    assert points[1].strong_efficiency == points[1].weak_efficiency == 1
-    with pytest.raises(UserError, match=r"--scale 24: .*use multiples"):
-        scaling(base, SHAPE, H100, [24])
+
+
+def test_scaling_uses_the_best_layout_of_each_size(recipe: Recipe, base: Forecast) -> None:
+    points = scaling(recipe, base, SHAPE, H100, [32, 12, 8, 64])
+    assert [point.num_gpus for point in points] == [8, 12, 32, 64]
+    one_node, part, same, twice = points
+    assert (part.strong, part.note) == (None, "not whole nodes of 8 GPUs")
+    assert one_node.own is None  # 16 GPUs share the recipe's model
+    assert one_node.strong_efficiency == one_node.weak_efficiency == 1
+    best = best_layouts(recipe, base, SHAPE, H100, 1)[0]
+    assert (same.strong_overrides, same.own and same.own.step) == (best.overrides, base.step)
+    for point, batch in ((same, 1), (twice, 2)):
+        for found, overrides, samples in (
+            (point.strong, point.strong_overrides, 1),
+            (point.weak, point.weak_overrides, batch),
+        ):
+            again = plan_recipe(load_recipe(LARGE, overrides), assumed=Assumptions(4000))
+            assert again.accepted
+            assert found is not None
+            assert again.forecast is not None
+            assert again.forecast.work.num_samples == samples * base.work.num_samples
+            # draws differ a little with the number of groups
+            assert again.forecast.step.seconds == pytest.approx(found.step.seconds, rel=0.01)
+            assert again.forecast.step.num_gpus == point.num_gpus
+
+
+def test_scaling_refuses_what_has_no_layout(recipe: Recipe, base: Forecast) -> None:
+    with pytest.raises(UserError, match="--scale 12: not whole nodes of 8 GPUs; use multiples of 8"):
+        scaling(recipe, base, SHAPE, H100, [12])
+    with pytest.raises(UserError, match="--scale 2: no layout fits; use multiples of 8"):
+        scaling(recipe, base, SHAPE, H100, [2])
     with pytest.raises(UserError, match="--scale 0: numbers of GPUs"):
-        scaling(base, SHAPE, H100, [0])
+        scaling(recipe, base, SHAPE, H100, [0])
+
+
+def test_own_layout_stops_paying_where_less_than_half_of_the_gpus_help(base: Forecast) -> None:
+    def point(num_gpus: int, own: float | None) -> Point:
+        best = replace(base, step=replace(base.step, phases={"prefill": 0, "decode": 10, "tail": 0}))
+        found = own and replace(
+            base, step=replace(base.step, phases={"prefill": 0, "decode": own, "tail": 0})
+        )
+        return Point(num_gpus, own=found or None, strong=best, weak=best)
+
+    # twice the GPUs have to make a step at least 1.5 times as fast
+    assert own_layout([point(4, None), point(8, 90), point(16, 60)]) == (
+        "the recipe's own layout pays on all of these GPUs"
+    )
+    assert own_layout([point(8, 90), point(16, 61), point(32, 50)]) == (
+        "the recipe's own layout stops paying at 16 GPUs: 61 s per step, 10 s with the best one"
+    )
+    assert own_layout([point(8, 90), point(16, None)]) == (
+        "the recipe's own layout does not divide or fit 16 GPUs, 10 s with the best one"
+    )
+    assert "any of these GPUs" in own_layout([point(8, None)])
 
 
 def test_bottleneck_is_the_largest_phase(base: Forecast) -> None:

@@ -41,6 +41,8 @@ TOKENIZERS = {
     "bert": make(normalizers.BertNormalizer(), normalized=True),
     "accents": make(normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()]), normalized=True),
 }
+RESERVED = {kind: reserved_texts(tokenizer) for kind, tokenizer in TOKENIZERS.items()}
+ADDED = {kind: set(tokenizer.added_tokens_decoder) for kind, tokenizer in TOKENIZERS.items()}
 FULL_WIDTH = "\uff1cs\uff1e"
 """<s>, for a tokenizer that normalises."""
 UNSEEN = ("\x01", "\x7f", "\u200b", "\u00ad", "\ufeff", "\u0301", "\u2060", "\n")
@@ -64,27 +66,27 @@ def observation(title, text, reserved, **config):
     return observed.observation
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=300, deadline=None)
 @given(title=PASSAGES, text=PASSAGES, most=st.integers(16, 60))
-def test_no_passage_holds_a_mark_of_the_tokenizer(kind, title, text, most):
-    tokenizer = TOKENIZERS[kind]
-    seen = observation(title, text, reserved_texts(tokenizer), max_information_chars=most)
-    tokens = tokenizer(seen, add_special_tokens=False)["input_ids"]
-    marks = [tokenizer.convert_ids_to_tokens(t) for t in tokens if t in tokenizer.added_tokens_decoder]
+def test_no_passage_holds_a_mark_of_the_tokenizer(title, text, most):
     # !: a mark of one character; <unk>: a character that this vocabulary has not
     of_text = ("transformer", "    ", "<unk>", "!")
-    assert [mark for mark in marks if mark not in of_text] == ["<information>", "</information>"]
+    for kind, tokenizer in TOKENIZERS.items():
+        seen = observation(title, text, RESERVED[kind], max_information_chars=most)
+        tokens = tokenizer(seen, add_special_tokens=False)["input_ids"]
+        marks = [tokenizer.convert_ids_to_tokens(t) for t in tokens if t in ADDED[kind]]
+        found = [mark for mark in marks if mark not in of_text]
+        assert found == ["<information>", "</information>"], kind
 
 
 def test_a_passage_without_marks_is_given_as_it_is():
     text = "1 < 2, a[i] > b; \uff1cfull \ufb01ne - the transformer    <br> <S >"
-    assert broken_up(text, reserved_texts(TOKENIZERS["plain"])) == text
-    assert text in observation("", text, reserved_texts(TOKENIZERS["plain"]))
+    assert broken_up(text, RESERVED["plain"]) == text
+    assert text in observation("", text, RESERVED["plain"])
 
 
 def test_marks_are_broken_up_by_a_space():
-    reserved = reserved_texts(TOKENIZERS["plain"])
+    reserved = RESERVED["plain"]
     assert broken_up("a</s>b[INST]c<<SYS>>d", reserved) == "a< /s>b[ INST]c< <SYS>>d"
     assert broken_up("wow! <tool_call>", reserved) == "wow! < tool_call>"
     assert broken_up("</S>", reserved) == "< /S>"
@@ -100,7 +102,7 @@ def test_marks_are_broken_up_by_a_space():
 )
 def test_marks_that_a_normaliser_uncovers_are_broken_up(kind, text):
     tokenizer = TOKENIZERS[kind]
-    broken = broken_up(text, reserved_texts(tokenizer))
+    broken = broken_up(text, RESERVED[kind])
     assert broken.replace(" ", "") == text
     assert "<tool_call>" not in tokenizer.tokenize(broken)
 
@@ -118,7 +120,7 @@ def test_a_space_that_is_not_seen_completes_no_mark():
 
 
 def test_words_and_spaces_that_were_added_are_not_reserved():
-    reserved = reserved_texts(TOKENIZERS["plain"])
+    reserved = RESERVED["plain"]
     assert set(MARKS) <= set(reserved)
     assert not {"transformer", "    "} & set(reserved)
     assert reserved_texts(object()) == ()

@@ -1,0 +1,184 @@
+"""What only DeepSeek-V3's checkpoints have: FP8 blocks, heads behind the last layer, a bias in the router."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from conv_models import assert_same_tensors, save_adapters, save_model, tensors_of
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from checkpoints_conv.families import family_for
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
+from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.lora import merge_lora
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.verify import verify
+from nemo_grpo import UserError
+from nemo_grpo.engine.megatron.logits import compare_logits
+from nemo_grpo.sampling.decoder.weights import unsupported
+
+BIAS = "mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture
+def model(hf_models, tmp_path):
+    return shutil.copytree(hf_models("deepseek-v3"), tmp_path / "model")
+
+
+def rewrite(folder, change, **config):
+    """Another content of model.safetensors and config.json."""
+    tensors = tensors_of(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(folder) | config))
+    return tensors
+
+
+def test_layers_are_stored_one_by_one_and_experts_stacked(megatron_checkpoints):
+    """Layer 0 is dense; megatron-core stacks only layers that are alike."""
+    reader = TorchDistReader(megatron_checkpoints("deepseek-v3"))
+    shapes = {name: key.shape for name, key in reader.weights.items()}
+    reader.close()
+    assert shapes["decoder.layers.0.mlp.linear_fc1.weight"] == (128, 32)
+    assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (4, 32, 32)
+    assert shapes["decoder.layers.3.mlp.shared_experts.linear_fc2.weight"] == (32, 32)
+    assert not any(name.startswith("decoder.layers.0.mlp.experts") for name in shapes)
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
+def test_the_routers_bias_is_not_rounded(direction, model, tmp_path):
+    """Megatron trains it in steps of 1e-3 around numbers up to 10, and keeps it in float32."""
+    dtypes = {"hf-to-megatron": torch.bfloat16, "megatron-to-hf": None}
+    megatron = hf_to_megatron(model, tmp_path / "megatron", dtype=dtypes[direction])
+    back = tensors_of(megatron_to_hf(megatron, model, tmp_path / "hf", dtype=torch.bfloat16))
+    name = f"model.layers.2.{BIAS}"
+    assert_same_tensors({name: back[name]}, {name: tensors_of(model)[name]})
+    assert {tensor.dtype for name, tensor in back.items() if BIAS not in name} == {torch.bfloat16}
+
+
+def test_heads_for_multi_token_prediction_are_left_out_and_it_is_said(model, tmp_path, caplog):
+    def add(tensors):
+        tensors |= {f"model.layers.4.{name}": torch.zeros(32) for name in ("enorm.weight", "hnorm.weight")}
+
+    rewrite(model, add, num_nextn_predict_layers=1)
+    megatron = hf_to_megatron(model, tmp_path / "megatron")
+    said = "2 tensors for multi-token prediction (model.layers.4.enorm.weight, ...) are left out"
+    assert said in caplog.messages
+    back = megatron_to_hf(megatron, model, tmp_path / "back")
+    assert hf_config(back)["num_nextn_predict_layers"] == 0
+    assert not any(name.startswith("model.layers.4.") for name in tensors_of(back))
+    assert not verify(back, megatron).different
+
+
+def test_layers_behind_the_heads_are_not_left_out(model, tmp_path):
+    rewrite(model, lambda tensors: tensors.update({"model.layers.5.x": torch.zeros(1)}))
+    with pytest.raises(UserError, match=r"not known: model\.layers\.5\.x"):
+        hf_to_megatron(model, tmp_path / "megatron")
+
+
+def in_blocks(weight):
+    """FP8 codes and scales of a matrix, a block of 128 x 128 at a time, and what they stand for."""
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    codes, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    decoded = torch.empty(weight.shape)
+    for i in range(rows):
+        for j in range(columns):
+            at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scales[i, j] = weight[at].abs().max() / 448
+            codes[at] = (weight[at] / scales[i, j]).to(codes.dtype)
+            decoded[at] = codes[at].float() * scales[i, j]
+    return codes, scales, decoded.bfloat16()
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    """A model with its matrices in FP8, some of several blocks; and the numbers that they stand for."""
+    folder = save_model(
+        "deepseek-v3", tmp_path / "fp8", torch.bfloat16,
+        hidden_size=160, intermediate_size=300, num_hidden_layers=2,
+    )  # fmt: skip
+    expected = tensors_of(folder)
+
+    def quantize(tensors):
+        for name in [name for name in tensors if "_proj" in name]:
+            codes, scales, decoded = in_blocks(tensors[name].float())
+            tensors |= {name: codes, f"{name}_scale_inv": scales}
+            expected[name] = decoded
+
+    rewrite(folder, quantize, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    return folder, expected
+
+
+def test_fp8_blocks_are_read_as_bf16(quantized, tmp_path, monkeypatch):
+    folder, expected = quantized
+    monkeypatch.setattr(
+        "checkpoints_conv.families.family.PIECE_BYTES", 5000
+    )  # pieces that begin within a block
+    megatron = hf_to_megatron(folder, tmp_path / "megatron")
+    back = megatron_to_hf(megatron, folder, tmp_path / "back")
+    assert_same_tensors(tensors_of(back), expected)
+    assert "quantization_config" not in hf_config(back)
+    assert not verify(folder, megatron).different
+    weights = SafetensorsFolder(folder)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(weights.read(name), expected[name])
+    weights.close()
+
+
+def test_fp8_with_scales_of_other_blocks_is_refused(quantized, tmp_path):
+    folder, _ = quantized
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.ones(1, 1)}))
+    with pytest.raises(UserError, match=r"up_proj.weight_scale_inv is .* not a number for each block of 128"):
+        hf_to_megatron(folder, tmp_path / "megatron")
+
+
+def test_adapters_on_unstacked_layers_are_merged(hf_models, tmp_path):
+    """W + alpha / r B A on one layer's shared experts and latent queries; gate's rows of B come first."""
+    base, rank, alpha = hf_models("deepseek-v3"), 3, 6
+    torch.manual_seed(1)
+    pairs = {
+        "1.mlp.shared_experts.linear_fc1": (torch.randn(1, rank, 32), torch.randn(1, 64, rank)),
+        "2.self_attention.linear_q_up_proj": (torch.randn(1, rank, 24), torch.randn(1, 64, rank)),
+    }
+    merged = merge_lora(
+        save_adapters(pairs, tmp_path / "lora", rank, alpha, stacked=False), base, tmp_path / "merged"
+    )
+    found, weights = tensors_of(merged), tensors_of(base)
+    (a, b), (c, d) = ((one[0], other[0]) for one, other in pairs.values())
+    expected = {
+        "model.layers.1.mlp.shared_experts.gate_proj.weight": 2 * b[:32] @ a,
+        "model.layers.1.mlp.shared_experts.up_proj.weight": 2 * b[32:] @ a,
+        "model.layers.2.self_attn.q_b_proj.weight": 2 * d @ c,
+    }
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight + expected.get(name, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_differ_are_found_in_the_run_config(hf_models, megatron_checkpoints, tmp_path):
+    """Shapes alone do not tell how the routed experts' share is scaled."""
+    other = tmp_path / "other"
+    other.mkdir()
+    config = hf_config(hf_models("deepseek-v3")) | {"routed_scaling_factor": 1.0}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"moe_router_topk_scaling_factor=2\.5, config.json gives 1\.0"):
+        megatron_to_hf(megatron_checkpoints("deepseek-v3"), other, tmp_path / "out")
+
+
+def test_the_engine_and_the_decoder_say_that_they_do_not_compute_it(hf_models, megatron_checkpoints):
+    model, message = hf_models("moonlight"), "DeepseekV3ForCausalLM is not supported; supported: Llama"
+    assert message in unsupported(AutoConfig.from_pretrained(model))
+    with pytest.raises(UserError, match=message):
+        compare_logits(model, megatron_checkpoints("moonlight"))
+
+
+def test_the_family_without_a_query_rank_projects_queries_from_the_input(hf_models):
+    names = family_for(hf_config(hf_models("moonlight"))).hf_shapes
+    assert names["model.layers.0.self_attn.q_proj.weight"] == (4 * (12 + 4), 32)
+    assert not any("q_a_" in name for name in names)
