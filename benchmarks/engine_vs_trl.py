@@ -152,9 +152,11 @@ class VowelTask:
 def run_ours(config: Config, folder: Path, profile: bool) -> None:
     """Train as `Trainer.train` does between validations and checkpoints."""
     from nemo_grpo.engine.trainer import Trainer
+    from nemo_grpo.tasks.scoring import Scorer
 
-    trainer = Trainer(recipe_of(config, folder))
-    trainer.task = VowelTask(trainer.task)
+    recipe = recipe_of(config, folder)
+    trainer = Trainer(recipe)
+    trainer.scorer = Scorer(VowelTask(trainer.task), recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
     assert not trainer.objective.needs_reference
     turns, going, profiler = Turns(), True, cProfile.Profile()
     while going:
