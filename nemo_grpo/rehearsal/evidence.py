@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +14,11 @@ from typing import Any
 
 from nemo_grpo.nemorl.rollout_error import bound, per_update
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.problems import RehearsedTask, of_the_task
+from nemo_grpo.rehearsal.problems import RehearsedTask
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint, run_python
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.base import reward_of
+from nemo_grpo.tasks.scoring import Scorer
 
 REFIT_BOUND = 4e-4
 """Largest healthy gen_kl_error of a rehearsal, tighter than a job's: both sides compute in BF16 on one CPU,
@@ -273,23 +275,29 @@ def _problems(evidence: Evidence) -> RehearsedTask:
     return RehearsedTask(evidence.rehearsal.recipe, evidence.rehearsal.problems.task)
 
 
-def scored(evidence: Evidence) -> Iterator[tuple[Problem, str, Mapping[str, float]]]:
+def scored(evidence: Evidence) -> list[tuple[Problem, str, Mapping[str, float]]]:
     """The run's responses with their problems and scores, if the prompt identifies the problem."""
-    task = _problems(evidence)
+    task, settings = _problems(evidence), evidence.rehearsal.recipe.nemo_grpo
     by_length = sorted(task.known, key=lambda problem: -len(problem.question))
+    found: list[tuple[Problem, str]] = []
     for step in sorted(evidence.steps):
         for row in evidence.responses(step):
             prompt, *turns = row["content"][0] if isinstance(row["content"][0], list) else row["content"]
             problem = next((p for p in by_length if p.question in prompt), None)
             if problem is not None:
-                response = "".join(turns)
-                yield problem, response, task.score(problem, response)
+                found.append((problem, "".join(turns)))
+    scorer = Scorer(task, settings.rewards, settings.prompt)
+    try:
+        scores = scorer([problem for problem, _ in found], [response for _, response in found])
+    finally:
+        scorer.close()
+    return [(*one, score) for one, score in zip(found, scores, strict=True)]
 
 
 def reward_components(evidence: Evidence) -> dict[str, float]:
     """Mean of each component that the recipe weights, over the run's responses."""
     scores = [score for _, _, score in scored(evidence)]
-    weights = of_the_task(evidence.rehearsal.recipe.nemo_grpo.rewards)
+    weights = evidence.rehearsal.recipe.nemo_grpo.rewards
     return {name: fmean(score[name] for score in scores) for name in weights} if scores else {}
 
 
@@ -301,11 +309,11 @@ def _shown(components: Mapping[str, float]) -> str:
 
 def sample(evidence: Evidence) -> str:
     """One response with its reward; the best one."""
-    task = _problems(evidence)
-    found = max(scored(evidence), key=lambda one: task.reward(one[2]), default=None)
+    weights = evidence.rehearsal.recipe.nemo_grpo.rewards
+    found = max(scored(evidence), key=lambda one: reward_of(one[2], weights), default=None)
     if found is None:
         return ""
     problem, response, score = found
     shown = re.sub(r"\s+", " ", response)[:SAMPLE_LENGTH]
     question = re.sub(r"\s+", " ", problem.question)[:SAMPLE_LENGTH]
-    return f"{question!r} -> {shown!r}: reward {task.reward(score):g} ({_shown(score)})"
+    return f"{question!r} -> {shown!r}: reward {reward_of(score, weights):g} ({_shown(score)})"

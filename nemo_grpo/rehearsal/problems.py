@@ -56,11 +56,6 @@ def problems_of(recipe: Recipe, folder: Path) -> Problems:
     return Problems(task.made_up(folder, NUM_MADE_UP), f"made up, because {missing[0]} is missing", False)
 
 
-def of_the_task(rewards: Mapping[str, float]) -> dict[str, float]:
-    """The weights of the task's own components; a user's functions do not choose the demonstrations."""
-    return {name: weight for name, weight in rewards.items() if not is_reference(name)}
-
-
 class RehearsedTask:
     """A recipe's task with short demonstrations: half correct, a quarter wrong, a quarter without an answer.
 
@@ -70,7 +65,9 @@ class RehearsedTask:
 
     def __init__(self, recipe: Recipe, config: TaskConfig) -> None:
         self.task: Task = config.build()
-        self.config, self.rewards = config, of_the_task(recipe.nemo_grpo.rewards)
+        self.config = config
+        rewards = recipe.nemo_grpo.rewards.items()  # a user's functions do not choose the demonstrations
+        self.rewards = {name: weight for name, weight in rewards if not is_reference(name)}
         self.known = [self.task.train_problem(index, recipe.grpo.seed) for index in range(NUM_KNOWN)]
         self.num_known = len(self.known)
 

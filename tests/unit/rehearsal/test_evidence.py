@@ -124,12 +124,16 @@ def test_driver_failure_is_reported_at_the_first_incomplete_stage(run):
 
 
 def test_responses_are_scored_as_the_recipe_weights_them(run, tmp_path):
-    found = run({})
+    (tmp_path / "own.py").write_text("def short(response):\n    return float(len(response) < 5)\n")
+    found = run(
+        {}, overrides=(f"nemo_grpo.rewards={{accuracy: 1.0, format: 1.0, {tmp_path}/own.py:short: 0.5}}",)
+    )
     problem = found.rehearsal.problems.task.build().train_problem(0, found.recipe.grpo.seed)
     right = f"so</think><answer>\\boxed{{{problem.answer}}}</answer>"
     folder = tmp_path / "logs" / "exp_001"
     folder.mkdir(parents=True)
     lines = [{"content": [[f"user: {problem.question}", text]]} for text in (right, "no", "no", right)]
     (folder / "train_data_step1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert evidence.reward_components(found) == {"accuracy": 0.5, "format": 0.5}
-    assert "reward 2 (accuracy 1.00, format 1.00)" in evidence.sample(found)
+    own = f"{tmp_path}/own.py:short"
+    assert evidence.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
+    assert f"reward 2 (accuracy 1.00, format 1.00, {own} 0.00)" in evidence.sample(found)
