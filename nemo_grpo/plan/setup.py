@@ -69,6 +69,12 @@ class Setup:
         return self.num_nodes * self.gpus_per_node - self.num_rollout_gpus
 
     @property
+    def data_parallel(self) -> int:
+        """Copies of the model that share a batch."""
+        layout = self.layout
+        return max(self.world_size // (layout.tensor * layout.pipeline * layout.context), 1)
+
+    @property
     def shards(self) -> int:
         """Ranks that share the optimizer state of a dense parameter: data-parallel times context-parallel."""
         return max(self.world_size // (self.layout.tensor * self.layout.pipeline), 1)

@@ -165,7 +165,7 @@ def scoring_seconds(
 ) -> float:
     """One forward pass over all of the step's sequences."""
     layout = setup.layout
-    cut = microbatches(setup, work, _data_parallel(setup), setup.score_tokens)
+    cut = microbatches(setup, work, setup.data_parallel, setup.score_tokens)
     tokens, attended = cut.tokens / layout.context, work.lengths.attended
     number = cut.number * work.num_updates
     return (
@@ -185,7 +185,7 @@ def update_seconds(
     parameters overlap with the last microbatch's backward pass and the next update's first forward pass.
     """
     layout = setup.layout
-    cut = microbatches(setup, work, _data_parallel(setup), setup.train_tokens)
+    cut = microbatches(setup, work, setup.data_parallel, setup.train_tokens)
     one = stage_seconds(shape, setup, cut.tokens / layout.context, work.lengths.attended, hardware, eff)
     passes = 4 if "full" in setup.recompute else 3
     busy = cut.number * passes * one
@@ -197,11 +197,6 @@ def update_seconds(
         "gradients": work.num_updates * reduced,
         "optimizer": work.num_updates * _optimizer_seconds(shape, setup, stage, hardware, eff),
     }
-
-
-def _data_parallel(setup: Setup) -> int:
-    layout = setup.layout
-    return max(setup.world_size // (layout.tensor * layout.pipeline * layout.context), 1)
 
 
 def _gradient_seconds(

@@ -90,7 +90,7 @@ def _read_yaml(path: Path) -> Tree:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a recipe file")
     try:
-        tree = _parsed(path.read_text(encoding="utf-8"))
+        config = _parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); give a recipe file"
@@ -99,6 +99,7 @@ def _read_yaml(path: Path) -> Tree:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: {first_line(error)}") from None
+    tree = OmegaConf.to_container(config, resolve=False)
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
     return {str(key): value for key, value in tree.items()}
@@ -106,8 +107,8 @@ def _read_yaml(path: Path) -> Tree:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Many recipes share a base: it is parsed once. Nobody changes what this returns."""
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    """Many recipes share a base: it is parsed once."""
+    return OmegaConf.load(io.StringIO(text))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:

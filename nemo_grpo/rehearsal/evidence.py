@@ -63,6 +63,26 @@ class Evidence:
         files = sorted(Path(str(self.recipe.logger.log_dir)).glob(f"exp_*/train_data_step{step}.jsonl"))
         return [json.loads(line) for line in files[-1].read_text().splitlines()] if files else []
 
+    @cached_property
+    def scored(self) -> list[tuple[Problem, str, Mapping[str, float]]]:
+        """The run's responses with their problems and scores, if the prompt identifies the problem."""
+        settings = self.rehearsal.recipe.nemo_grpo
+        task = RehearsedTask(self.rehearsal.recipe, self.rehearsal.problems.task)
+        by_length = sorted(task.known, key=lambda problem: -len(problem.question))
+        found: list[tuple[Problem, str]] = []
+        for step in sorted(self.steps):
+            for row in self.responses(step):
+                prompt, *turns = row["content"][0] if isinstance(row["content"][0], list) else row["content"]
+                problem = next((p for p in by_length if p.question in prompt), None)
+                if problem is not None:
+                    found.append((problem, "".join(turns)))
+        scorer = Scorer(task, settings.rewards, settings.prompt)
+        try:
+            scores = scorer([problem for problem, _ in found], [response for _, response in found])
+        finally:
+            scorer.close()
+        return [(*one, score) for one, score in zip(found, scores, strict=True)]
+
 
 def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
     """All stages, in order.
@@ -271,32 +291,9 @@ SUPERVISED = ("setup", "update", "validation", "checkpoint", "stop and resume", 
 # ---------------------------------------------------------------------- responses
 
 
-def _problems(evidence: Evidence) -> RehearsedTask:
-    return RehearsedTask(evidence.rehearsal.recipe, evidence.rehearsal.problems.task)
-
-
-def scored(evidence: Evidence) -> list[tuple[Problem, str, Mapping[str, float]]]:
-    """The run's responses with their problems and scores, if the prompt identifies the problem."""
-    task, settings = _problems(evidence), evidence.rehearsal.recipe.nemo_grpo
-    by_length = sorted(task.known, key=lambda problem: -len(problem.question))
-    found: list[tuple[Problem, str]] = []
-    for step in sorted(evidence.steps):
-        for row in evidence.responses(step):
-            prompt, *turns = row["content"][0] if isinstance(row["content"][0], list) else row["content"]
-            problem = next((p for p in by_length if p.question in prompt), None)
-            if problem is not None:
-                found.append((problem, "".join(turns)))
-    scorer = Scorer(task, settings.rewards, settings.prompt)
-    try:
-        scores = scorer([problem for problem, _ in found], [response for _, response in found])
-    finally:
-        scorer.close()
-    return [(*one, score) for one, score in zip(found, scores, strict=True)]
-
-
 def reward_components(evidence: Evidence) -> dict[str, float]:
     """Mean of each component that the recipe weights, over the run's responses."""
-    scores = [score for _, _, score in scored(evidence)]
+    scores = [score for _, _, score in evidence.scored]
     weights = evidence.rehearsal.recipe.nemo_grpo.rewards
     return {name: fmean(score[name] for score in scores) for name in weights} if scores else {}
 
@@ -310,7 +307,7 @@ def _shown(components: Mapping[str, float]) -> str:
 def sample(evidence: Evidence) -> str:
     """One response with its reward; the best one."""
     weights = evidence.rehearsal.recipe.nemo_grpo.rewards
-    found = max(scored(evidence), key=lambda one: reward_of(one[2], weights), default=None)
+    found = max(evidence.scored, key=lambda one: reward_of(one[2], weights), default=None)
     if found is None:
         return ""
     problem, response, score = found

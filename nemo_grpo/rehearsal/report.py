@@ -48,10 +48,10 @@ def write(rehearsal: Rehearsal, stages: list[Stage]) -> None:
 
 def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
     """The lines below the table."""
-    shown = sample(Evidence(rehearsal)) if all(stage.ok for stage in stages[:4]) else ""
+    evidence = Evidence(rehearsal)
+    shown = sample(evidence) if all(stage.ok for stage in stages[:4]) else ""
     if shown:
         yield f"a response: {shown}"
-    evidence = Evidence(rehearsal)
     for sentence in findings([evidence.steps[step] for step in sorted(evidence.steps)]):
         yield f"of this small model, {sentence}"
     yield f"seconds: {', '.join(f'{name} {took:.0f}' for name, took in rehearsal.seconds.items())}"

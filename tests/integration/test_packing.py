@@ -36,7 +36,7 @@ def rollout() -> tuple[Sequences, torch.Tensor]:
 
 
 def token_batch(sequences: Sequences, rewards: torch.Tensor, **scores: torch.Tensor) -> TokenBatch:
-    column = torch.arange(15)
+    column = torch.arange(sequences.input_ids.shape[1] - 1)
     inside = column < sequences.lengths[:, None] - 1
     return TokenBatch(
         token_mask=inside & (column >= sequences.prompt_lengths[:, None] - 1),

@@ -13,11 +13,12 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from smollm2_model import TASK, model_folder, prompts_of
+from test_packing import token_batch
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from nemo_grpo import TokenBatch, build_objective
+from nemo_grpo import build_objective
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Sequences
@@ -58,18 +59,6 @@ def rollout(folder: Path) -> tuple[Sequences, torch.Tensor]:
     return Sequences(ids, lengths, prompt_lengths, prompt_ids), torch.tensor([1.0, 0.0, 1.0, 0.0])
 
 
-def token_batch(sequences: Sequences, rewards: torch.Tensor, logprobs: torch.Tensor) -> TokenBatch:
-    column = torch.arange(sequences.input_ids.shape[1] - 1)
-    inside = column < sequences.lengths[:, None] - 1
-    return TokenBatch(
-        prev_logprobs=logprobs,
-        token_mask=inside & (column >= sequences.prompt_lengths[:, None] - 1),
-        sample_mask=torch.ones(len(rewards)),
-        rewards=rewards,
-        group_ids=sequences.prompt_ids,
-    )
-
-
 def one_update(
     folder: Path, layout: Layout, mb_tokens: int | None, lora: LoRASettings | None
 ) -> dict[str, Any]:
@@ -79,7 +68,7 @@ def one_update(
     sequences, rewards = rollout(folder)
     passes = dict(micro_batch_size=2, mb_tokens=mb_tokens, temperature=1.0)
     logprobs, entropies = policy.score(sequences, **passes)
-    batch = token_batch(sequences, rewards, logprobs)
+    batch = token_batch(sequences, rewards, prev_logprobs=logprobs)
     objective = build_objective("grpo")
     result = policy.update(objective, objective.prepare(batch), sequences, **passes)
     after, _ = policy.score(sequences, **passes)
@@ -102,7 +91,7 @@ def test_scores_equal_transformers(folder, alone):
     with torch.no_grad():
         log_p = model(sequences.input_ids, attention_mask=held).logits[:, :-1].log_softmax(-1)
     chosen = log_p.gather(-1, sequences.input_ids[:, 1:, None])[..., 0]
-    mask = token_batch(sequences, torch.zeros(4), chosen).token_mask
+    mask = token_batch(sequences, torch.zeros(4), prev_logprobs=chosen).token_mask
     torch.testing.assert_close(alone["logprobs"], chosen[mask], rtol=0, atol=1e-4)
     entropies = -(log_p.exp() * log_p).sum(-1)[mask]
     torch.testing.assert_close(alone["entropies"], entropies, rtol=0, atol=1e-4)
