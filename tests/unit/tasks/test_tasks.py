@@ -166,6 +166,10 @@ def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
         assert [int(number) for number in re.findall(r"\d+", problem.question)] == [start, *map(abs, changes)]
         assert int(problem.answer) == start + sum(changes) >= 0
         assert start + changes[0] >= 0
+        told = re.findall(r"gives away|loses|sells|leaves|buys|finds|gets|is given", problem.question)
+        assert [word not in ("gives away", "loses", "sells", "leaves") for word in told] == [
+            change > 0 for change in changes
+        ]
         assert all(2 <= number <= 20 for number in (start, *map(abs, changes)))
         signs.add(tuple(change > 0 for change in changes))
     assert signs == {(True, False), (False, True)}
