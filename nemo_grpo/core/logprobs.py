@@ -119,10 +119,6 @@ class _Shard:
             dist.all_reduce(x, op=op, group=self.group)
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _ChunkedLogprobs(torch.autograd.Function):
     """[N, V] logits, [N] targets -> [N] logprobs, [N] entropies (None without ``with_entropy``)."""
 
@@ -136,7 +132,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         shard: _Shard,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = _accumulation_dtype(logits.dtype)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32  # of the sums
         column, here = shard.local(targets)
         highest = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         # z of the target if it is here, sum exp(z - highest), and for the entropy sum exp(z - highest) z
