@@ -156,7 +156,8 @@ def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any
         with mock.patch.object(schedule, "get_forward_backward_func", watched):
             scores = made.score(sequences, **arguments)
             found["score"] = gpu.taken()
-            reference = made.reference_logprobs(sequences, **arguments)
+            with made.reference_weights():
+                reference = made.score(sequences, **arguments, with_entropies=False).logprobs
             found["reference"] = gpu.taken()
             objective = build_objective(how["variant"])
             prepared = objective.prepare(token_batch(scores.logprobs, reference))

@@ -64,7 +64,8 @@ def one_step(
         policy.share_prompts = share_prompts
         how = {"micro_batch_size": 2, "temperature": 0.9, "mb_tokens": mb_tokens}
         prev, entropies = policy.score(sequences, **how)
-        reference = policy.reference_logprobs(sequences, **how)
+        with policy.reference_weights():
+            reference = policy.score(sequences, **how, with_entropies=False).logprobs
         mask = token_batch(sequences, rewards, prev_logprobs=prev).mask
         scores = torch.stack([prev, entropies, reference]) * mask
         # The step-level part must see the same numbers: clip_cov draws by their bits, erpo amplifies them.

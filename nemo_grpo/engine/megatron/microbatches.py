@@ -15,16 +15,19 @@ from nemo_grpo.engine.rollout import Sequences
 
 @dataclass
 class Microbatch:
-    """Rows of a step and the column count that holds their longest sequence; ``packed``: as one stream."""
+    """Rows of a step and the column count that holds their longest sequence; ``packed``: as one stream.
+
+    Attributes: outputs: logprobs, and entropies if any; none before the last pipeline stage.
+    """
 
     rows: Tensor
     length: int
     packed: PackedSequences | None = None
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
 
     def keep(self, logprobs: Tensor, entropies: Tensor | None) -> None:
         """Hold results for later."""
-        self.outputs = {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})
+        self.outputs = [logprobs] if entropies is None else [logprobs, entropies]
 
 
 def own_share() -> tuple[int, int]:

@@ -145,19 +145,6 @@ class MegatronPolicy:
             self._run(sequences, plan, keep, temperature, with_entropies=with_entropies, forward_only=True)
         return self._collect(sequences, plan, with_entropies)
 
-    def reference_logprobs(
-        self, sequences: Sequences, *, micro_batch_size: int, temperature: float, mb_tokens: int | None = None
-    ) -> Tensor:
-        """The reference policy's logprobs, as `score` gives the current one's."""
-        with self.reference_weights():
-            return self.score(
-                sequences,
-                micro_batch_size=micro_batch_size,
-                temperature=temperature,
-                mb_tokens=mb_tokens,
-                with_entropies=False,
-            ).logprobs
-
     def update(
         self,
         objective: Objective,
@@ -255,13 +242,11 @@ class MegatronPolicy:
 
     def _collect(self, sequences: Sequences, plan: list[Microbatch], with_entropies: bool) -> Scores:
         """What the microbatches kept, on every rank."""
-        names = ("logprobs", "entropies") if with_entropies else ("logprobs",)
         shape = (sequences.input_ids.shape[0], sequences.input_ids.shape[1] - 1)
-        found = torch.zeros(len(names), *shape, device=self.device)
+        found = torch.zeros(1 + with_entropies, *shape, device=self.device)
         for micro in plan:
-            for out, name in zip(found, names, strict=True):
-                if micro.outputs:  # on the last pipeline stage
-                    out[micro.rows, : micro.length - 1] = micro.outputs[name].float()
+            for number, output in enumerate(micro.outputs):
+                found[number][micro.rows, : micro.length - 1] = output.float()
         parallel.sum_over_data_parallel(parallel.broadcast_from_last_stage(found))
         in_padding = torch.arange(shape[1]) >= sequences.lengths[:, None] - 1
         return Scores(*found.cpu().masked_fill_(in_padding, 0.0))
