@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from nemo_grpo import UserError, build_objective, global_counts
 from nemo_grpo.engine.megatron import policy as policy_module
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
@@ -243,7 +243,7 @@ def test_a_model_with_head_norms_and_an_undistributed_optimizer_too(alone):
 def save_after_two(layout: Layout, folder: Path) -> None:
     policy = policy_of(hf_model("qwen2-tied", 2), layout)
     train(policy, 2)
-    save_policy(policy, folder, 2)
+    begin_save(policy, folder, 2).finish()
 
 
 def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -251,7 +251,7 @@ def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[A
     policy = policy_of(hf_model("qwen2-tied", 2), layout)
     load_policy(policy, folder)
     if again is not None:
-        save_policy(policy, again, 2)
+        begin_save(policy, again, 2).finish()
     return train(policy, 2), weights_of(policy)
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_resumes_exactly(model, tmp_pa
     )
     unbroken = policy_of(model, sections=sections, dtype=dtype)
     train(unbroken, 2)
-    save_policy(unbroken, tmp_path / "weights", 2)
+    begin_save(unbroken, tmp_path / "weights", 2).finish()
     expected = train(unbroken, 2)
     resumed = policy_of(model, sections=sections, dtype=dtype, seed=99)  # other adapters, to be replaced
     load_policy(resumed, tmp_path / "weights")
@@ -307,7 +307,7 @@ def test_a_checkpoint_resumes_at_another_layout_and_back(tmp_path, name):
 def test_a_checkpoint_of_other_adapters_is_refused(model, tmp_path, lora):
     policy = policy_of(model)
     train(policy, 1)
-    save_policy(policy, tmp_path / "weights", 1)
+    begin_save(policy, tmp_path / "weights", 1).finish()
     with pytest.raises(UserError, match="resume with the same ones"):
         load_policy(policy_of(model, lora=lora), tmp_path / "weights")
 

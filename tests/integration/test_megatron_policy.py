@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo import TokenBatch, UserError, build_objective, global_counts
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
 from nemo_grpo.engine.megatron.microbatches import plan_microbatches
 from nemo_grpo.engine.megatron.model import transformer_config
@@ -197,7 +197,7 @@ def test_checkpoint_restores_model_optimizer_and_schedule_exactly(model, tmp_pat
 
     unbroken = policy_of(model, sections)
     train(unbroken, 2)
-    save_policy(unbroken, tmp_path / "weights", 2)
+    begin_save(unbroken, tmp_path / "weights", 2).finish()
     expected = train(unbroken, 2)
 
     torch.manual_seed(1)
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_local_layers_lacks_extra_states_and_nothing_else(
     model, tmp_path, caplog, monkeypatch
 ):
     policy = policy_of(model)
-    save_policy(policy, tmp_path / "weights", 0)
+    begin_save(policy, tmp_path / "weights", 0).finish()
     taken = []
     # as Transformer Engine's attention has
     monkeypatch.setattr(CausalAttention, "get_extra_state", lambda self: None, raising=False)

@@ -19,7 +19,7 @@ from test_train_parallel import train
 from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron import layers, model
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
@@ -185,7 +185,7 @@ def one_update(layout: Layout, fused: bool, family: str, save: Any, load: Any) -
     prepared = objective.prepare(token_batch(sequences, rewards, scores))
     result = policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
     if save:
-        save_policy(policy, save, 1)
+        begin_save(policy, save, 1).finish()
     return {
         "scores": scores,
         "grad_norm": result.grad_norm,
