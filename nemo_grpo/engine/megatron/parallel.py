@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from nemo_grpo.engine.launch import is_launched
 from nemo_grpo.engine.megatron import adam, cpu
 from nemo_grpo.recipe.layout import Layout
 
@@ -30,7 +30,7 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
         shut_down()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if is_launched():
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         else:
             store = dist.HashStore()
