@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +19,7 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
-from nemo_grpo.engine.megatron.microbatches import (
-    Microbatch,
-    own_share,
-    plan_bins,
-    plan_microbatches,
-    whole_groups,
-)
+from nemo_grpo.engine.megatron.microbatches import Microbatch, own_share, plan_bins, plan_groups, plan_rows
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
@@ -203,24 +196,25 @@ class MegatronPolicy:
         self, sequences: Sequences, size: int, mb_tokens: int | None, groups: Tensor | None = None
     ) -> list[Microbatch]:
         """This rank's microbatches; ``groups``: one whole group each."""
-        if mb_tokens is None:
-            return plan_microbatches(sequences.lengths, size, own_share(), groups, self.device)
-        bins = (
-            plan_bins(sequences, mb_tokens, own_share(), share_prompts=self.share_prompts)
-            if groups is None
-            else whole_groups(groups, own_share())
-        )
-        form = partial(
-            pack,
-            multiple=self.sequence_multiple,
-            share_prompts=self.share_prompts,
-            dtype=self.config.params_dtype,
-            device=self.device,
-        )
-        return [
-            Microbatch(rows.to(self.device), int(sequences.lengths[rows].max()), form(sequences.select(rows)))
-            for rows in bins
-        ]
+        if groups is not None:
+            plan = plan_groups(groups, own_share())
+        elif mb_tokens is None:
+            plan = plan_rows(sequences.lengths, size, own_share())
+        else:
+            plan = plan_bins(sequences, mb_tokens, own_share(), share_prompts=self.share_prompts)
+        return [self._microbatch(sequences, rows, is_packed=mb_tokens is not None) for rows in plan]
+
+    def _microbatch(self, sequences: Sequences, rows: Tensor, *, is_packed: bool) -> Microbatch:
+        packed = None
+        if is_packed:
+            packed = pack(
+                sequences.select(rows),
+                multiple=self.sequence_multiple,
+                share_prompts=self.share_prompts,
+                dtype=self.config.params_dtype,
+                device=self.device,
+            )
+        return Microbatch(rows.to(self.device), int(sequences.lengths[rows].max()), packed)
 
     @property
     def sequence_multiple(self) -> int:
