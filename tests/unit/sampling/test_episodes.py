@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from small_models import small_config
-from transformers import Qwen2ForCausalLM
+from small_models import SPECIAL, small_config
+from toy_models import logprobs_of, make_generator, make_model
 
 from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
@@ -232,15 +232,9 @@ class Echo:
 
 @pytest.fixture(scope="module", params=[DecoderGenerator, HFGenerator])
 def generator(request):
-    torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 32}
-    config = small_config("qwen2", **sizes, eos_token_id=None, bos_token_id=None)
-    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(6)
-    generator = request.param(config, max_batch_size=5)
-    generator.update_weights(model.named_parameters())
+    model = make_model(small_config("qwen2", **sizes, **dict.fromkeys(SPECIAL)))
+    generator = make_generator(request.param, model, max_batch_size=5)
     generator.reference = model
     return generator
 
@@ -299,9 +293,7 @@ def test_every_policy_token_has_the_logprob_of_a_full_forward_pass(generator):
     sampled = echo(generator, PROMPTS)
     assert any(not one.token_mask.all() for one in sampled)
     for row, one in enumerate(sampled):
-        ids = torch.tensor([PROMPTS[row // 4] + one.tokens.tolist()])
-        logits = generator.reference(input_ids=ids).logits[0, -len(one.tokens) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(1, one.tokens[:, None])[:, 0]
+        expected = logprobs_of(generator.reference, PROMPTS[row // 4], one.tokens.tolist())
         torch.testing.assert_close(one.logprobs, expected * one.token_mask, atol=1e-5, rtol=0)
         assert len(one.tokens) <= 24
 
