@@ -20,14 +20,6 @@ IGNORED = -100
 """The target of a position that predicts nothing, as in transformers and in torch's cross entropy."""
 
 
-def _chunk_elements(device: torch.device) -> int:
-    """Size of the default chunk: 4 MiB of fp32, and 0.5 MiB on a CPU.
-
-    A CPU allocator returns large blocks to the system, so every new one costs page faults.
-    """
-    return 2**17 if device.type == "cpu" else 2**20
-
-
 def logprobs_and_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -75,7 +67,8 @@ def _apply(
         )
     vocab = logits.shape[-1]
     if chunk_size is None:
-        chunk_size = max(1, _chunk_elements(logits.device) // vocab)
+        # A CPU allocator returns large blocks to the system, so every new one costs page faults.
+        chunk_size = max(1, (2**17 if logits.device.type == "cpu" else 2**20) // vocab)
     if temperature <= 0 or chunk_size <= 0:
         raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be positive")
     shard = _Shard(group, vocab, vocab_size)

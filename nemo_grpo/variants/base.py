@@ -14,12 +14,7 @@ from nemo_grpo.core.importance import ImportanceCorrection, Truncation
 from nemo_grpo.core.kl import KLType, kl_estimate, with_score_function
 from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
-from nemo_grpo.core.surrogates import (
-    clipped_policy_gradient,
-    importance_ratio,
-    policy_gradient,
-    sequence_importance_ratio,
-)
+from nemo_grpo.core.surrogates import clipped_policy_gradient, importance_ratio, sequence_importance_ratio
 
 
 class VariantConfig(BaseModel):
@@ -268,9 +263,9 @@ class RatioConfig(GroupRewardConfig, KLConfig):
         return importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
 
     def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """[B, T] objective to maximise, and its clip metrics."""
+        """[B, T] objective to maximise, rho A or its clipped form, and its clip metrics."""
         if self.ratio_clip_min is None or self.ratio_clip_max is None:
-            return policy_gradient(ratio, advantages), {}
+            return ratio * advantages, {}
         bounds = (self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
         value, is_clipped = clipped_policy_gradient(ratio, advantages, *bounds)
         return value, {"ratio/clip_fraction": is_clipped}
