@@ -214,12 +214,10 @@ class Echo:
     config = None
 
     def observe(self, episodes, turns, reserved):
-        going = [
-            turn[-1] in "cf" and episode.num_turns < 3 for episode, turn in zip(episodes, turns, strict=True)
-        ]
+        pairs = [(episode.num_turns, turn) for episode, turn in zip(episodes, turns, strict=True)]
         return [
-            Observed(Episode(e.num_turns + 1), turn[-3:] if goes_on else None)
-            for e, turn, goes_on in zip(episodes, turns, going, strict=True)
+            Observed(Episode(number + 1), turn[-3:] if turn[-1] in "cf" and number < 3 else None)
+            for number, turn in pairs
         ]
 
     def segments(self, response): ...
