@@ -241,7 +241,7 @@ class MegatronPolicy:
         for micro in plan:
             for number, output in enumerate(micro.outputs):
                 found[number][micro.rows, : micro.length - 1] = output.float()
-        parallel.sum_over_data_parallel(parallel.broadcast_from_last_stage(found))
+        parallel.sum_of_last_stages(found)
         in_padding = torch.arange(shape[1]) >= sequences.lengths[:, None] - 1
         return Scores(*found.cpu().masked_fill_(in_padding, 0.0))
 
@@ -256,7 +256,7 @@ class MegatronPolicy:
         total = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
         for share in shares:
             total += torch.stack([share[name].double() for name in names[0]])
-        parallel.sum_over_data_parallel(parallel.broadcast_from_last_stage(total))
+        parallel.sum_of_last_stages(total)
         return dict(zip(names[0], total.tolist(), strict=True))
 
     def sharded_state_dict(self, *, loading: bool) -> dict[str, Any]:

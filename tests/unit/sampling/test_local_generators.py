@@ -38,8 +38,12 @@ def generator(kind, model):
     return make_generator(kind, model)
 
 
+def greedy(generator, num_tokens):
+    return generator.generate(Request(PROMPTS, 1, SamplingParams(num_tokens, greedy=True), 0))
+
+
 def test_greedy_equals_transformers_generate(model, generator):
-    rollout = generator.generate(Request(PROMPTS, 1, SamplingParams(12, greedy=True), 0))
+    rollout = greedy(generator, 12)
     for prompt, response in zip(PROMPTS, responses(rollout), strict=True):
         assert response == greedy_of(model, prompt, 12)
     assert len({tuple(response) for response in responses(rollout)}) > 1
@@ -49,7 +53,7 @@ def test_greedy_equals_transformers_generate(model, generator):
 def test_greedy_stops_where_transformers_stops(kind, tied):
     model = toy(tied, seed=1)
     generator = make_generator(kind, model)
-    unstopped = responses(generator.generate(Request(PROMPTS, 1, SamplingParams(12, greedy=True), 0)))
+    unstopped = responses(greedy(generator, 12))
     stop = unstopped[0][2], unstopped[2][4]
     rollout = generator.generate(Request(PROMPTS, 1, SamplingParams(12, greedy=True, stop_token_ids=stop), 0))
     for row, prompt in enumerate(PROMPTS):
@@ -247,22 +251,20 @@ def test_logits_that_are_not_finite_are_an_error(kind, greedy):
 def test_update_weights_makes_it_the_new_model(kind, model):
     other = toy(seed=2)
     fresh = make_generator(kind, model)
-    before = fresh.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    before = greedy(fresh, 8)
     fresh.update_weights(other.named_parameters())
-    after = fresh.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
-    assert responses(after) == responses(
-        make_generator(kind, other).generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
-    )
+    after = greedy(fresh, 8)
+    assert responses(after) == responses(greedy(make_generator(kind, other), 8))
     assert responses(before) != responses(after)
 
 
 def test_weights_are_copied_not_shared(kind):
     source = toy()
     generator = make_generator(kind, source)
-    before = generator.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    before = greedy(generator, 8)
     for parameter in source.parameters():
         parameter.zero_()
-    after = generator.generate(Request(PROMPTS, 1, SamplingParams(8, greedy=True), 0))
+    after = greedy(generator, 8)
     assert torch.equal(before.logprobs, after.logprobs)
 
 
@@ -298,11 +300,11 @@ def test_a_tied_weight_may_come_under_either_name_or_both(kind):
     source = toy()
     embedding = source.model.embed_tokens.weight
     rest = {name: w for name, w in source.named_parameters() if name != "model.embed_tokens.weight"}
-    expected = make_generator(kind, source).generate(Request(PROMPTS, 1, SamplingParams(5, greedy=True), 0))
+    expected = greedy(make_generator(kind, source), 5)
     for names in (["lm_head.weight"], ["lm_head.weight", "model.embed_tokens.weight"]):
         generator = kind(source.config)
         generator.update_weights([*rest.items(), *((name, embedding) for name in names)])
-        got = generator.generate(Request(PROMPTS, 1, SamplingParams(5, greedy=True), 0))
+        got = greedy(generator, 5)
         assert torch.equal(got.logprobs, expected.logprobs)
 
 
