@@ -47,8 +47,8 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
         (
             "cluster-smollm2",
             "smollm2",
-            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone; its exports
-            # lie in a folder for each checkpoint.
+            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone. It has a
+            # folder for each export.
             {
                 "grpo.val_num_generations_per_prompt",
                 "grpo.max_val_samples",
