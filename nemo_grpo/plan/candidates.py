@@ -23,14 +23,15 @@ COLOCATED = f"{GENERATION}.colocated"
 def candidates(
     starts: Iterable[Setup], sizes: Sequence[Sequence[int]], recomputes: Iterable[tuple[str, ...]]
 ) -> Iterator[Setup]:
-    """Each start with each layout that divides its GPUs.
+    """Each start with each layout that divides its GPUs; stages have equal length.
 
     Args: sizes: of TP, PP, CP and EP.
     """
     for start, (tp, pp, cp, ep), recompute in product(starts, product(*sizes), recomputes):
         if start.world_size % (tp * pp * cp) or start.world_size % (pp * ep):
             continue
-        yield replace(start, layout=layout_like(start, tp, pp, cp, ep), recompute=recompute)
+        layout = Layout(tp, pp, cp, ep, sequence_parallel=tp > 1)
+        yield replace(start, layout=layout, recompute=recompute)
 
 
 def accepted(
@@ -60,21 +61,6 @@ def accepted(
                 return
             continue
         yield overrides, setup
-
-
-def layout_like(start: Setup, tensor: int, pipeline: int, context: int, expert: int) -> Layout:
-    """The layout of ``start`` at these sizes, with stages of equal length."""
-    return replace(
-        start.layout,
-        tensor=tensor,
-        pipeline=pipeline,
-        context=context,
-        expert=expert,
-        expert_tensor=1,
-        sequence_parallel=tensor > 1,
-        first_stage_layers=None,
-        last_stage_layers=None,
-    )
 
 
 def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:

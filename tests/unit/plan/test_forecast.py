@@ -233,11 +233,11 @@ def test_scaling_refuses_what_has_no_layout(recipe: Recipe, base: Forecast) -> N
 
 def test_own_layout_stops_paying_where_less_than_half_of_the_gpus_help(base: Forecast) -> None:
     def point(num_gpus: int, own: float | None) -> Point:
-        best = replace(base, step=replace(base.step, phases={"prefill": 0, "decode": 10, "tail": 0}))
-        found = own and replace(
-            base, step=replace(base.step, phases={"prefill": 0, "decode": own, "tail": 0})
-        )
-        return Point(num_gpus, own=found or None, strong=best, weak=best)
+        def taking(seconds: float) -> Forecast:
+            phases = {"prefill": 0, "decode": seconds, "tail": 0}
+            return replace(base, step=replace(base.step, phases=phases, num_gpus=num_gpus))
+
+        return Point(num_gpus, own=taking(own) if own else None, strong=taking(10), weak=taking(10))
 
     # twice the GPUs have to make a step at least 1.5 times as fast
     assert own_layout([point(4, None), point(8, 90), point(16, 60)]) == (
