@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nemo_grpo.tasks.retriever import Retriever
 
 app = typer.Typer(no_args_is_help=True, help="Serve passages to tasks that search.")
+app.callback()(lambda: None)  # a group, so that its only command has a name
 
 
 class Kind(StrEnum):
@@ -21,11 +22,6 @@ class Kind(StrEnum):
 
     bm25 = "bm25"
     dense = "dense"
-
-
-@app.callback()
-def _group() -> None:
-    """Serve passages to tasks that search."""
 
 
 @app.command()
