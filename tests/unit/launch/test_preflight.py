@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
 from nemo_grpo.launch import node_facts
@@ -176,8 +177,7 @@ def test_command_exits_with_69_where_a_check_refuses(tmp_path):
 )
 def test_node_whose_gpus_do_not_answer_has_none(tmp_path, monkeypatch, smi, expected):
     if smi is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+        write_programs(tmp_path, **{"nvidia-smi": smi})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
     assert node_facts.find_gpus() == expected
