@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,13 +52,13 @@ def place(tmp_path):
     return tmp_path
 
 
-def run(place, script, *arguments, **variables):
-    path = place / "my repo/slurm" / script
-    environment = {
+def environment(place, script, variables):
+    """Of a job of this script, the stubs first on the path."""
+    return {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
         "PATH": f"{place}/bin:{os.environ['PATH']}",
         "PYTHON": str(place / "bin/python"),
-        "SCRIPT": str(path),
+        "SCRIPT": str(place / "my repo/slurm" / script),
         "CALLS": str(place / "calls"),
         "SETTINGS": str(place / "settings"),
         "REFUSED": "nothing",
@@ -69,14 +69,11 @@ def run(place, script, *arguments, **variables):
         "SLURM_SUBMIT_DIR": str(place),
         **variables,
     }
-    return subprocess.run(
-        ["bash", str(path), *arguments],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+
+
+def run(place, script, *arguments, **variables):
+    command = shlex.join([str(place / "my repo/slurm" / script), *arguments])
+    return bash(f"bash {command}", check=False, cwd=place, env=environment(place, script, variables))
 
 
 def calls(place):
@@ -143,11 +140,8 @@ echo passed
 
 
 def check(place, check, before="", **variables):
-    environment = os.environ | {"PATH": f"{place}/bin:{os.environ['PATH']}", "ROOT": str(ROOT)}
-    environment |= {"SCRIPT": "x", "QUEUE": "", "SLURMD_NODENAME": "n1"}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-    script = PREFLIGHT.format(before=before, check=check)
-    return bash(script, check=False, cwd=place, env=environment | variables)
+    names = environment(place, "train.sbatch", {"ROOT": str(ROOT), "SLURMD_NODENAME": "n1", **variables})
+    return bash(PREFLIGHT.format(before=before, check=check), check=False, cwd=place, env=names)
 
 
 def test_second_job_in_a_run_folder_is_refused_while_the_first_runs(place):
