@@ -149,7 +149,7 @@ def test_algorithms_differ_by_draws_and_passes(recipe: Recipe) -> None:
     assert weighted.phases["scoring"] == pytest.approx(2 * plain.phases["scoring"])
     assert gpg.rollout == pytest.approx(2 * plain.rollout, rel=0.01)
     with pytest.raises(UserError, match="--compare gpgg: not a variant; did you mean 'gpg'"):
-        of_variants(recipe, ["gpgg"], SHAPE, "h100", H100)
+        of_variants(recipe, ["gpgg"], SHAPE, "h100", H100, Assumptions())
 
 
 def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Recipe, base: Forecast) -> None:
