@@ -42,20 +42,19 @@ class Point:
     note: str = ""
 
 
-def scaling(
-    recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, counts: Sequence[int]
-) -> list[Point]:
+def scaling(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, asked: str) -> list[Point]:
     """The best layout at each number of GPUs, ascending, and the recipe's own.
 
-    Raises: UserError: a number below 1, or none that has a layout.
+    Args:   asked: the numbers, with commas.
+    Raises: UserError: not a number or one below 1, or none that has a layout.
     """
-    asked = ",".join(map(str, counts))
-    if not counts or min(counts) < 1:
+    counts = {int(part) if part.strip().isdecimal() else 0 for part in asked.split(",")}
+    if min(counts) < 1:
         raise UserError(f"--scale {asked}: numbers of GPUs, such as 8,64,512")
     points: list[Point] = []
     first: tuple[float, float] | None = None
     last: Forecast | None = None
-    for count in sorted(set(counts)):
+    for count in sorted(counts):
         point = _point(recipe, base, shape, hardware, count)
         if point.strong and point.weak:
             speeds = point.strong.step.tokens_per_second_per_gpu, point.weak.step.tokens_per_second_per_gpu

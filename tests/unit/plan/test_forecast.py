@@ -197,7 +197,7 @@ def test_scaling_keeps_or_grows_the_batch(base: Forecast) -> None:
 
 
 def test_scaling_uses_the_best_layout_of_each_size(recipe: Recipe, base: Forecast) -> None:
-    points = scaling(recipe, base, SHAPE, H100, [32, 12, 8, 64])
+    points = scaling(recipe, base, SHAPE, H100, "32,12,8,64")
     assert [point.num_gpus for point in points] == [8, 12, 32, 64]
     one_node, part, same, twice = points
     assert (part.strong, part.note) == (None, "not whole nodes of 8 GPUs")
@@ -219,12 +219,13 @@ def test_scaling_uses_the_best_layout_of_each_size(recipe: Recipe, base: Forecas
 
 
 def test_scaling_refuses_what_has_no_layout(recipe: Recipe, base: Forecast) -> None:
-    with pytest.raises(UserError, match="--scale 12: not whole nodes of 8 GPUs; use multiples of 8"):
-        scaling(recipe, base, SHAPE, H100, [12])
-    with pytest.raises(UserError, match="--scale 2: no layout fits; use multiples of 8"):
-        scaling(recipe, base, SHAPE, H100, [2])
-    with pytest.raises(UserError, match="--scale 0: numbers of GPUs"):
-        scaling(recipe, base, SHAPE, H100, [0])
+    for asked, message in (
+        ("12", "--scale 12: not whole nodes of 8 GPUs; use multiples of 8"),
+        ("2", "--scale 2: no layout fits; use multiples of 8"),
+        ("8,0", "--scale 8,0: numbers of GPUs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            scaling(recipe, base, SHAPE, H100, asked)
 
 
 def test_own_layout_stops_paying_where_less_than_half_of_the_gpus_help(base: Forecast) -> None:
