@@ -204,18 +204,13 @@ def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
 
     NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
     """
-    tokens = setup.score_tokens / setup.layout.context
-    forward = int(tokens * layer_bytes_per_token(shape, setup))
+    logits = logit_bytes(shape, setup, stage, scoring=True)
     if setup.embedded:
         held = training_bytes(shape, setup, stage)
-        return (
-            sum(held.values())
-            - held["activations"]
-            - held["logits"]
-            + logit_bytes(shape, setup, stage, scoring=True)
-        )
+        return sum(held.values()) - held["activations"] - held["logits"] + logits
+    forward = int(setup.score_tokens / setup.layout.context * layer_bytes_per_token(shape, setup))
     kept = weight_bytes(shape, setup, stage) + gradient_bytes(shape, setup, stage)
-    return kept + forward + logit_bytes(shape, setup, stage, scoring=True) + ALLOWANCE
+    return kept + forward + logits + ALLOWANCE
 
 
 def heaviest_stage(shape: ModelSpec, setup: Setup) -> int:

@@ -138,11 +138,8 @@ def stage_seconds(
 ) -> float:
     """The slowest stage's forward pass over one microbatch."""
     arguments = shape, setup, tokens, attended, hardware, eff
-    dense = (
-        sum(layer_seconds(*arguments, is_dense=True))
-        if shape.num_dense_layers or not shape.num_experts
-        else 0
-    )
+    has_dense = shape.num_dense_layers or not shape.num_experts
+    dense = sum(layer_seconds(*arguments, is_dense=True)) if has_dense else 0.0
     sparse = sum(layer_seconds(*arguments, is_dense=False)) if shape.num_experts else 0.0
     dealt, left, slowest = setup.layout.stage_layers(shape.num_layers), shape.num_dense_layers, 0.0
     for stage, layers in enumerate(dealt):
@@ -168,11 +165,8 @@ def scoring_seconds(
     cut = microbatches(setup, work, setup.data_parallel, setup.score_tokens)
     tokens, attended = cut.tokens / layout.context, work.lengths.attended
     number = cut.number * work.num_updates
-    return (
-        number
-        * bubble(layout.pipeline, number)
-        * stage_seconds(shape, setup, tokens, attended, hardware, eff)
-    )
+    one = stage_seconds(shape, setup, tokens, attended, hardware, eff)
+    return number * bubble(layout.pipeline, number) * one
 
 
 def update_seconds(

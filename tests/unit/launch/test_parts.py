@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
+from unit.launch.shell import ROOT, bash, write_programs
 
-ROOT = Path(__file__).parents[3]
-SCONTROL = """#!/bin/bash
+SCONTROL = """
 if [ "$2" = hostnames ]; then echo n1; else echo "JobState=RUNNING EndTime=$(date -d +50seconds +%FT%T)"; fi
 """
-SRUN = '#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
 SCRIPT = """
-export PATH={bin}:$PATH ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
+export PATH={logs}:$PATH ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
 JOB_LOGS={logs} LOG={logs}
 source {root}/slurm/lib/job.sh
 source {root}/slurm/lib/parts.sh
-{body}
+"""
+AWAIT = """
 await driver
-echo "$? ${{CAUSE:-none}} $RC"
+echo "$? ${CAUSE:-none} $RC"
 kill $(jobs -rp) 2>/dev/null
 exit 0
 """
@@ -37,10 +35,10 @@ def signal_soon(name, seconds=1):
     return f"me=$$; (sleep {seconds}; kill -{name} $me) &"
 
 
-def write_stubs(folder):
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+def run(folder, body):
+    """Run a piece of bash in a job, Slurm's programs stubs."""
+    write_programs(folder, scontrol=SCONTROL, srun=SRUN)
+    return bash(SCRIPT.format(root=ROOT, logs=folder) + body)
 
 
 @pytest.mark.parametrize(
@@ -73,17 +71,11 @@ def write_stubs(folder):
     ),
 )
 def test_first_thing_that_ends_a_job_is_its_cause(tmp_path, body, expected):
-    write_stubs(tmp_path)
-    script = SCRIPT.format(bin=tmp_path, root=ROOT, logs=tmp_path, body="\n".join(body))
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = run(tmp_path, "\n".join(body) + AWAIT)
     assert done.stdout.splitlines()[-1] == expected, done.stdout + done.stderr
 
 
 EXPLAIN = """
-export PATH={bin}:$PATH ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
-JOB_LOGS={bin} LOG={bin}
-source {root}/slurm/lib/job.sh
-source {root}/slurm/lib/parts.sh
 scontrol() {{ echo "JobState=RUNNING StartTime=2026-02-03T04:05:06 PreemptTime={preempted}"; }}
 CAUSE={cause} RC={rc}
 explain >&2
@@ -104,7 +96,5 @@ echo "$CAUSE $RC"
     ],
 )
 def test_driver_that_ends_at_preemption_does_not_count_as_failure(tmp_path, preempted, cause, rc, expected):
-    write_stubs(tmp_path)
-    script = EXPLAIN.format(bin=tmp_path, root=ROOT, preempted=preempted, cause=cause, rc=rc)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = run(tmp_path, EXPLAIN.format(preempted=preempted, cause=cause, rc=rc))
     assert done.stdout == f"{expected}\n", done.stderr
