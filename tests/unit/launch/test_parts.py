@@ -21,9 +21,10 @@ echo "$? ${CAUSE:-none} $RC"
 kill $(jobs -rp) 2>/dev/null
 exit 0
 """
-LISTENS = "trap 'exit 75' USR1; while :; do sleep 0.1; done"
-LATE = "trap 'trap - USR1; sleep 3; exit 75' USR1; while :; do sleep 0.1; done"
-IS_DEAF = "trap '' USR1; sleep 30"
+READY = ": >$LOG/ready"
+LISTENS = f"trap 'exit 75' USR1; {READY}; while :; do sleep 0.1; done"
+LATE = f"trap 'trap - USR1; sleep 3; exit 75' USR1; {READY}; while :; do sleep 0.1; done"
+IS_DEAF = f"trap '' USR1; {READY}; sleep 30"
 
 
 def part(name, code):
@@ -31,8 +32,10 @@ def part(name, code):
     return f'start {name} {name}.log x -- bash -c "{code}"'
 
 
-def signal_soon(name, seconds=1):
-    return f"me=$$; (sleep {seconds}; kill -{name} $me) &"
+def signal(name, seconds=0, ready=True):
+    """Send the job a signal: seconds after the driver is ready, or after now."""
+    wait = "until [ -e $LOG/ready ]; do sleep 0.1; done; " if ready else ""
+    return f"me=$$; ({wait}sleep {seconds}; kill -{name} $me) &"
 
 
 def run(folder, body):
@@ -46,18 +49,18 @@ def run(folder, body):
     [
         ((part("driver", "exit 3"),), "0 none 3"),
         ((part("driver", "sleep 30"), part("ray-worker", "exit 9")), "1 ray-worker 9"),
-        ((part("driver", LISTENS), signal_soon("USR1")), "0 none 75"),
+        ((part("driver", LISTENS), signal("USR1")), "0 none 75"),
         # 50 s until the limit, of which 48 are to spare: it has two
-        ((f"SPARE_SECONDS=48; {part('driver', IS_DEAF)}", signal_soon("USR1")), "1 time limit 75"),
+        ((f"SPARE_SECONDS=48; {part('driver', IS_DEAF)}", signal("USR1")), "1 time limit 75"),
         # by hand, and again by Slurm: the driver of this case would not survive a second one
         (
-            ("SPARE_SECONDS=9", part("driver", LATE), signal_soon("USR1"), signal_soon("USR1", 2)),
+            ("SPARE_SECONDS=9", part("driver", LATE), signal("USR1"), signal("USR1", 1)),
             "0 none 75",
         ),
         # Slurm does not answer when asked for the limit
-        (("scontrol() { :; }", part("driver", LISTENS), signal_soon("USR1")), "0 none 75"),
-        ((part("ray-head", "sleep 30"), signal_soon("USR1")), "1 time limit 75"),
-        ((part("driver", "sleep 30"), signal_soon("TERM")), "1 cancelled 143"),
+        (("scontrol() { :; }", part("driver", LISTENS), signal("USR1")), "0 none 75"),
+        ((part("ray-head", "sleep 30"), signal("USR1", ready=False)), "1 time limit 75"),
+        ((part("driver", "sleep 30"), signal("TERM", ready=False)), "1 cancelled 143"),
     ],
     ids=(
         "driver",
