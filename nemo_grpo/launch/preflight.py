@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import existing_parent
 from nemo_grpo.launch.data_files import check_data
 from nemo_grpo.launch.nccl import nccl_problems
 from nemo_grpo.launch.plan import kind_of, num_parameters, plan_verdict
@@ -205,11 +206,6 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
     """
     count = num_parameters(recipe)
     return None if count is None else count * BYTES_PER_PARAMETER[recipe.checkpointing.save_optimizer]
-
-
-def existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def gib(num_bytes: float) -> str:

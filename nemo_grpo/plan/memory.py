@@ -227,11 +227,11 @@ def rollout_weight_bytes(shape: ModelSpec, setup: Setup) -> int:
     tower is counted whole.
     """
     dense, expert = rollout_layer_sizes(shape, setup)
-    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
     matrices = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden_size / setup.vllm_tensor
-    router = shape.num_experts * shape.hidden_size
-    linear = shape.num_layers * dense + num_sparse * shape.num_experts * expert
-    rest = 2 * (matrices + (num_sparse * router) / setup.vllm_pipeline + shape.num_vision_parameters)
+    num_experts = shape.num_sparse_layers * shape.num_experts
+    linear = shape.num_layers * dense + num_experts * expert
+    routers = num_experts * shape.hidden_size / setup.vllm_pipeline
+    rest = 2 * (matrices + routers + shape.num_vision_parameters)
     return int((1 if setup.vllm_fp8 else 2) * linear / setup.vllm_pipeline + rest)
 
 

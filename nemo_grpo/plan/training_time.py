@@ -64,10 +64,9 @@ def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> 
 
 def model_flops(shape: ModelSpec, attended: float) -> float:
     """FLOPs of one token's forward pass through the whole model, the embedding's look-up left out."""
-    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
     head = 2 * shape.vocab_size * shape.hidden_size
-    dense = (shape.num_layers - num_sparse) * sum(layer_flops(shape, attended))
-    return dense + num_sparse * sum(layer_flops(shape, attended, is_dense=False)) + head
+    dense = (shape.num_layers - shape.num_sparse_layers) * sum(layer_flops(shape, attended))
+    return dense + shape.num_sparse_layers * sum(layer_flops(shape, attended, is_dense=False)) + head
 
 
 def layer_seconds(
