@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import FORMAT, Answered, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
-from nemo_grpo.tasks.mathematics import mathematical_scores, sum_problem
+from nemo_grpo.tasks.mathematics import MathematicalAnswers, mathematical_scores, sum_problem
 from nemo_grpo.tasks.response import extract_answer, format_reward
 from nemo_grpo.tasks.rewards.boxes import intersection_over_union, parse_box, shared_and_union
 from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
@@ -182,7 +182,7 @@ class VisionMathConfig(VisionConfig):
         return replace(sum_problem(number), metadata={"images": [_square(folder, number)]})
 
 
-class VisionMath(_Vision):
+class VisionMath(MathematicalAnswers, _Vision):
     """Mathematics about an image (GEOQA), graded as the task math."""
 
     config: VisionMathConfig

@@ -51,9 +51,3 @@ def test_value_counts_and_not_its_spelling():
     for answer, accuracy in [(r"\boxed{\frac{6}{8}}", 1.0), ("0.75", 1.0), (r"$\frac{3}{5}$", 0.0)]:
         response = f"<think>a</think><answer>{answer}</answer>"
         assert fractions.score(problem, response) == {"accuracy": accuracy, "format": 1.0}
-
-
-def test_votes_for_one_value_count_together():
-    fractions = task()
-    assert fractions.same_answer(r"\frac{6}{8}", r"\frac{3}{4}")
-    assert not fractions.same_answer(r"\frac{6}{8}", r"\frac{4}{3}")
