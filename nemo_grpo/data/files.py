@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.data.fields import Entry, FieldMapping, Row
-from nemo_grpo.data.filters import Filter, Options, complete
+from nemo_grpo.data.filters import Filter, Options
 from nemo_grpo.data.sources import Source
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import flush
@@ -26,7 +26,7 @@ def write_problems(
     new_images = path.with_suffix(".images.tmp")
     shutil.rmtree(new_images, ignore_errors=True)
     num_images = 0
-    chain = _Chain((complete(), *source.filters), options)
+    chain = _Chain(source.chain, options)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for number, entry in chain.run(_entries(source.name, source.mapping, rows)):
