@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_grpo.evaluate import runner
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.mathematics import MathConfig
 from nemo_grpo.tasks.rewards.final_answer import final_answer, last_boxed, normalized
@@ -136,9 +135,9 @@ def test_math_scores_and_extracts_the_same_answer():
 
 @pytest.mark.parametrize("name", ["math", "fractions", "word_problems", "vision_math"])
 def test_votes_for_one_value_count_together(name):
-    same_answer = runner.same_answer(parse_task({"name": name}).build())
-    assert same_answer(r"\frac{6}{8}", r"\frac{3}{4}")
-    assert not same_answer(r"\frac{6}{8}", r"\frac{4}{3}")
+    task = parse_task({"name": name}).build()
+    assert task.same_answer(r"\frac{6}{8}", r"\frac{3}{4}")
+    assert not task.same_answer(r"\frac{6}{8}", r"\frac{4}{3}")
 
 
 PIECES = st.sampled_from(
