@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_grpo.tasks import Problem, parse_task
@@ -160,6 +160,7 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(PIECES, max_size=30).map("".join) | st.text(max_size=60))
 def test_any_text_has_a_short_answer_or_none(text):
     answer = final_answer(text)
