@@ -144,7 +144,7 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
             recipe, logger = run.recipe, parts.logger
             with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
                 if is_supervised:
-                    sft.run_trainer(parts, tokenizer, stop)
+                    sft.run_trainer(parts, tokenizer)
                 else:
                     run_trainer(parts, loss_fn, tokenizer, processor, environments)
         finally:

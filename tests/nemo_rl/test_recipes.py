@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -17,6 +18,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import base_folder, load_run, sft_section
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.stopping import LAST_PREFIX
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 
@@ -83,6 +85,11 @@ def test_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_path):
     assert Path(value_of(config, "checkpointing.checkpoint_dir")).is_absolute()
     yaml.safe_dump(config.model_dump())  # NeMo-RL writes it into every checkpoint
     assert ObjectiveLoss(recipe.loss_fn).config == recipe.loss_fn
+
+
+@pytest.mark.parametrize("trainer", [grpo.grpo_train, grpo.async_grpo_train, sft.sft_train])
+def test_a_trainer_logs_a_steps_times_last(trainer):
+    assert re.findall(r'prefix="(.*)"', inspect.getsource(trainer))[-1] == LAST_PREFIX
 
 
 def test_recipes_were_found():
