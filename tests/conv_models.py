@@ -6,10 +6,11 @@ import json
 from functools import partial
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import FAMILIES, auto_class, small_config
 
 from checkpoints_conv.formats.dtypes import byte_view, dtype_for
+from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 
 CONFIGS = {family: partial(small_config, family, num_hidden_layers=4) for family in FAMILIES}
@@ -38,6 +39,15 @@ def tensors_of(folder):
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
+
+
+def rewrite(folder, change=None, **config):
+    """Other tensors in model.safetensors, which ``change`` changes in place, and another config.json."""
+    if change is not None:
+        tensors = tensors_of(folder)
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(folder) | config))
 
 
 def assert_same_tensors(found, expected):
