@@ -28,7 +28,6 @@ from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.run_grpo import load_tokenizer
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
-REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry:ACTOR_ENVIRONMENT_REGISTRY"
 AVERAGED = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
 NUMBERS = itertools.count()
 OWN_NAMES = {stock: own for own, stock in STOCK_NAMES.items()}
@@ -51,7 +50,7 @@ def prepare() -> None:
     """Join the rehearsal's Ray; our worker runs where the stock worker does."""
     compat.keep_tensor_pickles_plain()
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
-    registry = compat.import_name(REGISTRY)
+    registry = compat.import_name(compat.ACTOR_PYTHONS)
     registry[WORKER] = registry[STOCK_WORKER]
 
 

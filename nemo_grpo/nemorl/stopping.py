@@ -18,7 +18,7 @@ from nemo_grpo.nemorl import compat
 
 log = logging.getLogger(__name__)
 
-THRESHOLD_MODULES = ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo_sync")
+THRESHOLD_MODULES = (compat.GRPO, "nemo_rl.algorithms.grpo_sync")
 THRESHOLD_FUNCTION = "_validation_early_stop_message"
 """In HEAD; its trainers end the run if it returns a message."""
 LAST_PREFIX = "timing/train"
