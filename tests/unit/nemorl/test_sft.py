@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from unit.nemorl.loggers import Logger
 
 from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.nemorl import config, sft, stopping
@@ -66,9 +67,7 @@ def test_conversation_has_the_tokens_in_order_and_roles_where_the_loss_is():
 
 
 def test_the_last_step_is_known_without_a_checkpoint(monkeypatch):
-    logger, logged = MagicMock(), []
-    logger.log_metrics = lambda *arguments, **_: logged.append(arguments)
-
+    logger = Logger()
     monkeypatch.setattr(stopping.compat, "import_name", lambda _name: MagicMock())
     monkeypatch.setattr(stopping.compat, "has_name", lambda _name: False)
     with stopping.stop_after_step(logger) as stop:
@@ -76,4 +75,4 @@ def test_the_last_step_is_known_without_a_checkpoint(monkeypatch):
             logger.log_metrics({"loss": 1.0}, step, prefix="train")
             logger.log_metrics({"seconds": 1.0}, step, prefix=last)
     assert stop.last_step == 2, "the third was not logged to its end"
-    assert len(logged) == 6
+    assert len(logger.calls) == 6
