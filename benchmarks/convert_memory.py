@@ -76,9 +76,7 @@ def plot(rows: list[dict[str, float | str]], workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 4], help="GB of bf16 weights")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--family", choices=("qwen2", "moonlight"), default="qwen2", help="whose shapes")

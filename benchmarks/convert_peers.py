@@ -195,9 +195,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--step"]:
         STEPS[sys.argv[2]](sys.argv[3], *map(Path, sys.argv[4:]))
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", type=float, default=1.5, help="GB of bf16 weights")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()

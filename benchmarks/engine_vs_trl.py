@@ -318,9 +318,7 @@ def compare(name: str, trl_python: str | None, repetitions: int, profile: bool) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trl-python", help="Python of an environment with TRL; see above")
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
     parser.add_argument("--repetitions", type=int, default=7)

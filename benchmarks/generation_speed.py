@@ -57,9 +57,7 @@ def measure(name: str, repetitions: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
     parser.add_argument("--repetitions", type=int, default=7)
     arguments = parser.parse_args()

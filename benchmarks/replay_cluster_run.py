@@ -35,9 +35,7 @@ SETTINGS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the cluster run")
     parser.add_argument("policy", help="folder of the policy that it began with")
     parser.add_argument("--steps", type=int, default=50)

@@ -152,9 +152,7 @@ def measure(url: str, options: argparse.Namespace, batch: int) -> tuple[list[Out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--passages", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=100, help="of each client")
