@@ -19,11 +19,11 @@ from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
 from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsFolder, SafetensorsWriter
+from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER
-from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files
+from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files, shards
 from checkpoints_conv.model_card import base_of, training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from nemo_grpo.errors import UserError
@@ -206,25 +206,18 @@ def _write(
     max_shard_bytes: int,
     num_workers: int,
 ) -> None:
-    job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned), reuses=True)
-    writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
-    kept = {entry["name"]: entry for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
-
     def work(unit: Unit) -> None:
         for tensor_name, tensor in convert(unit):
-            if tensor_name not in kept:
+            if tensor_name not in finished:
                 rounded = cast_tensor(tensor, writer.tensors[tensor_name].dtype, tensor_name)
                 checksum = writer.write(tensor_name, byte_view(rounded.contiguous()))
                 job.record({"name": tensor_name, "crc32": checksum})
                 advance(amount=writer.tensors[tensor_name].num_bytes)
 
-    try:
-        done = sum(writer.tensors[tensor_name].num_bytes for tensor_name in kept)
+    with shards(job, planned, max_shard_bytes, name) as (writer, finished):
+        done = sum(writer.tensors[tensor_name].num_bytes for tensor_name in finished)
         with progress("lora", writer.num_bytes, done=done, in_bytes=True) as advance:
             run_parallel(units, work, num_workers)
-        writer.write_index()
-    finally:
-        writer.close()
 
 
 def _peft_name(hf_name: str, matrix: str) -> str:
