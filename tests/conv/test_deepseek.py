@@ -6,13 +6,12 @@ import shutil
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, tensors_of
+from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, shapes_in, tensors_of
 from transformers import AutoConfig
 
 from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
-from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
@@ -31,9 +30,7 @@ def model(hf_models, tmp_path):
 
 def test_layers_are_stored_one_by_one_and_experts_stacked(megatron_checkpoints):
     """Layer 0 is dense; megatron-core stacks only layers that are alike."""
-    reader = TorchDistReader(megatron_checkpoints("deepseek-v3"))
-    shapes = {name: key.shape for name, key in reader.weights.items()}
-    reader.close()
+    shapes = shapes_in(megatron_checkpoints("deepseek-v3"))
     assert shapes["decoder.layers.0.mlp.linear_fc1.weight"] == (128, 32)
     assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (4, 32, 32)
     assert shapes["decoder.layers.3.mlp.shared_experts.linear_fc2.weight"] == (32, 32)
