@@ -17,7 +17,7 @@ from pathlib import Path
 
 import nemo_grpo
 from nemo_grpo.errors import UserError
-from nemo_grpo.ports import free_port
+from nemo_grpo.ports import reserved_port
 from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
 
 HERE = Path(__file__).parent
@@ -41,6 +41,13 @@ WARM_MODULES = {
 }
 """Server -> modules that its forks need, except Ray and its importers."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RAY_PORTS = (
+    "port",
+    "ray-client-server-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "metrics-export-port",
+)
 RAY_IS_UP = b"will now block forever"
 """Printed by `ray start --block` once all its parts run; its port answers earlier."""
 RAY_PATIENCE = 180.0
@@ -134,20 +141,18 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
 
     Raises: UserError: it does not come up.
     """
-    port = free_port()
     ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
     options = {
-        "port": port,
         "num-gpus": num_gpus,
         "num-cpus": 4 * num_gpus + 8,
         "object-store-memory": 512 << 20,
         "include-dashboard": "false",
-        "ray-client-server-port": free_port(),
-        "dashboard-agent-listen-port": free_port(),
-        "dashboard-agent-grpc-port": free_port(),
-        "metrics-export-port": free_port(),
     }
-    with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch:
+    with (
+        ExitStack() as held,
+        tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch,
+    ):
+        options |= {name: held.enter_context(reserved_port()) for name in RAY_PORTS}
         environment = {**stack.environment(folder), WARM: scratch}
         command = [*ray, "start", "--head", "--block", f"--temp-dir={scratch}"]
         command += [f"--{name}={value}" for name, value in options.items()]
@@ -158,7 +163,7 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
                     raise UserError(f"Ray did not start; see {folder / 'ray.log'}")
                 time.sleep(0.2)
             with warm_interpreters(stack, folder, environment):  # later: Ray gives its parts 30 s to start
-                yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+                yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{options['port']}"}
 
 
 @contextmanager
