@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from small_models import small_config
 
 from checkpoints_conv.families import ModelSpec, read_spec
 from nemo_grpo.plan.parameters import stage_counts
@@ -130,17 +131,11 @@ def test_stage_counts_are_megatrons(name: str, layout: Layout, world_size: int) 
 def optimizer_state_bytes() -> int:
     """FP32 parameters and moments on this rank, after a BF16 update by the distributed optimizer."""
     import torch
-    from test_precision import SETTINGS, make, token_batch
-    from test_precision import step as rollout
-
-    from nemo_grpo import build_objective
+    from toy_policies import SETTINGS, hf_model, policy_of, train
 
     assert SETTINGS.use_distributed_optimizer
-    policy, (sequences, rewards) = make(Layout(), torch.bfloat16, {}), rollout(rows=8)
-    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    objective = build_objective("gpg")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores))
-    policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
+    policy = policy_of(hf_model("qwen2"), dtype=torch.bfloat16)
+    train(policy, variant="gpg")
     tensors = []
     for chained in policy.optimizer.chained_optimizers:
         adam = chained.optimizer
@@ -150,10 +145,7 @@ def optimizer_state_bytes() -> int:
 
 
 def test_optimizer_state_of_two_ranks_is_what_the_planner_counts() -> None:
-    from test_parallel import hf_model
-
-    shape = read_spec(hf_model("qwen2", 2).config.to_dict())
-    total = stage_counts(shape, Layout(), 0).total
+    total = stage_counts(read_spec(small_config("qwen2").to_dict()), Layout(), 0).total
     held = run_ranks(2, optimizer_state_bytes)
     assert sum(held) == 12 * total
     assert max(held) < 0.6 * 12 * total, "sharded, to within a bucket's padding"
