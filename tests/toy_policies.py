@@ -38,6 +38,7 @@ PARAMETERS = {
 }
 """What a variant needs besides its defaults on these steps."""
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 
 
 def hf_model(family: str = "qwen2-tied", num_layers: int = 2) -> torch.nn.Module:

@@ -17,6 +17,7 @@ from test_train_parallel import train as train_recipe
 from toy_policies import (
     FULL_RECOMPUTE,
     PARAMETERS,
+    SELECTIVE,
     hf_model,
     policy_of,
     step,
@@ -31,7 +32,6 @@ from nemo_grpo.engine.megatron import layers, model
 from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.recipe.layout import Layout
 
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 TP2 = Layout(tensor=2, sequence_parallel=True)
 ONE_AND_TWO = [pytest.param(1, Layout(), id="tp1"), pytest.param(2, TP2, id="tp2-sp")]
 

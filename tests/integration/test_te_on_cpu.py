@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from te_folder import FOLDER
+from toy_policies import FULL_RECOMPUTE, SELECTIVE
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,8 +24,6 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 TP2_SP, PP2, CP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 RECIPES = ("tensorwise", "delayed", "blockwise")
 
 
@@ -44,12 +43,12 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 LIKE_LOCAL = {
     **{family: (te(family=family), local(family=family)) for family in FAMILIES},
     "lora": (te(lora=True), local(lora=True)),
-    "lora-packed-recompute": (te(lora=True, mb_tokens=100, **FULL), local(lora=True)),
+    "lora-packed-recompute": (te(lora=True, mb_tokens=100, **FULL_RECOMPUTE), local(lora=True)),
     "lora-tp2-sp": (te(2, lora=True, layout=TP2_SP), local(lora=True)),
 }
 LIKE_ONE = {
     "packed": te(mb_tokens=100),
-    "full recompute": te(**FULL),
+    "full recompute": te(**FULL_RECOMPUTE),
     "selective recompute": te(**SELECTIVE),
     "tp2-sp": te(2, layout=TP2_SP),
     "tp2-packed": te(2, layout={"tensor": 2}, mb_tokens=100),
@@ -63,7 +62,7 @@ LIKE_ONE = {
 IN_FP8 = {
     **{f"{recipe} {form}": te(**fp8(recipe, form)) for recipe in RECIPES for form in ("hybrid", "e4m3")},
     "blockwise packed, ends in BF16": te(mb_tokens=100, **fp8("blockwise", first_last_layers_bf16=True)),
-    "delayed recompute": te(**fp8("delayed"), **FULL),
+    "delayed recompute": te(**fp8("delayed"), **FULL_RECOMPUTE),
     "tensorwise lora": te(lora=True, **fp8("tensorwise")),
     **{f"{recipe} tp2-sp": te(2, layout=TP2_SP, **fp8(recipe)) for recipe in RECIPES},
     "delayed pp2": te(2, layout=PP2, **fp8("delayed")),
