@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
+from small_runs import rows
 from test_megatron_policy import textbook_update
-from test_train import ROOT, arguments, rows
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.utils.parametrize import register_parametrization
 from toy_policies import (
@@ -32,7 +32,6 @@ from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.trainer import Trainer
-from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
@@ -251,14 +250,13 @@ def test_a_checkpoint_of_other_adapters_is_refused(model, tmp_path, lora):
 # ---------------------------------------------------------------------- runs
 
 
-def recipe_of(tmp_path: Path, cache: Path, *overrides: str) -> Any:
-    steps = ["grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo"]
-    line = [*arguments(tmp_path, cache, "run"), *steps, *PEFT, *overrides]
-    return load_recipe(ROOT / "recipes/quickstart.yaml", line)
+@pytest.fixture
+def lora_recipe(recipe):
+    return partial(recipe, "grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo", *PEFT)
 
 
-def test_a_run_exports_the_merged_model_and_the_adapters_apart(tmp_path, cache):
-    trainer = Trainer(recipe_of(tmp_path, cache))
+def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
+    trainer = Trainer(lora_recipe())
     trainer.train()
     base = load_file(trainer.source / "model.safetensors")
     merged = load_file(trainer.run.hf / "model.safetensors")
@@ -282,12 +280,12 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(tmp_path, cache):
     assert not list(trainer.run.path.glob("tmp_*"))
 
 
-def test_a_run_resumes_from_the_folder_it_started_from(tmp_path, cache):
+def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe):
     constant = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
-    whole = Trainer(recipe_of(tmp_path / "whole", cache, constant))
+    whole = Trainer(lora_recipe(constant, name="whole"))
     whole.train()
-    Trainer(recipe_of(tmp_path, cache, constant, "grpo.max_num_steps=1")).train()
-    resumed = Trainer(recipe_of(tmp_path, cache, constant), resume=True)
+    Trainer(lora_recipe(constant, "grpo.max_num_steps=1")).train()
+    resumed = Trainer(lora_recipe(constant), resume=True)
     assert resumed.state.step == 1
     resumed.train()
     assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
@@ -311,7 +309,7 @@ def test_a_run_resumes_from_the_folder_it_started_from(tmp_path, cache):
         ),
     ],
 )
-def test_what_lora_cannot_do_is_refused_before_anything_is_made(tmp_path, cache, overrides, message):
+def test_what_lora_cannot_do_is_refused_before_anything_is_made(lora_recipe, overrides, message):
     with pytest.raises(UserError, match=message):
-        Trainer(recipe_of(tmp_path, cache, *overrides))
-    assert not (tmp_path / "run").exists()
+        Trainer(lora_recipe(*overrides))
+    assert not lora_recipe().run_dir.exists()

@@ -12,8 +12,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from ranks import run_ranks
-from test_train import arguments, rows
-from test_train_parallel import train as train_recipe
+from small_runs import arguments, rows
+from small_runs import train as train_recipe
 from toy_policies import (
     FULL_RECOMPUTE,
     PARAMETERS,
@@ -116,7 +116,7 @@ def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path, 
         "grpo.val_period=0",
         "policy.megatron_cfg.scheduler.lr_decay_style=constant",
     ]
-    line = arguments(tmp_path, cache, "run") + overrides
+    line = arguments(tmp_path, cache, "run", *overrides)
     first = run_ranks(2, train_recipe, [*line, "grpo.max_num_steps=2"])[0]
     last = run_ranks(2, train_recipe, [*line, "grpo.max_num_steps=3"], True)[0]
     assert {tensor.dtype for tensor in last.values()} == {torch.bfloat16}
