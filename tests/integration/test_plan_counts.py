@@ -72,42 +72,20 @@ def _model(shape: ModelSpec, layout: Layout, stage: int) -> Any:
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    experts = {
-        "num_moe_experts": shape.num_experts,
-        "moe_router_topk": shape.num_experts_per_token,
-        "moe_ffn_hidden_size": shape.ffn_size,
+    from nemo_grpo.engine.megatron.model import transformer_config
+
+    fields = {
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
     }
-    off = ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope")
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_key_value_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_size,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.has_qkv_bias,
-        qk_layernorm=shape.has_qk_norm,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        persist_layer_norm=False,
-        moe_token_dispatcher_type="alltoall",
-        **{f"{name}_fusion": False for name in off},
-        **(experts if shape.num_experts else {}),
-    )
+    if shape.num_experts:
+        fields |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": shape.num_experts_per_token,
+            "moe_ffn_hidden_size": shape.ffn_size,
+        }
+    config = transformer_config(shape, layout, torch.bfloat16, **fields)
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),

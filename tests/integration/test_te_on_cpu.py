@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import ROOT, output_of, python
 from te_folder import FOLDER
 from toy_policies import FULL_RECOMPUTE, SELECTIVE
 
@@ -21,7 +19,6 @@ pytestmark = [
         not (FOLDER / "transformer_engine").is_dir(), reason=f"no {FOLDER}; `make venv` puts it there"
     ),
 ]
-ROOT = Path(__file__).parents[2]
 
 TP2_SP, PP2, CP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}
 RECIPES = ("tensorwise", "delayed", "blockwise")
@@ -96,17 +93,8 @@ def run(tmp_path_factory) -> dict[str, Any]:
         cases[f"converted {name}"] = (ranks, "converted", {"folder": str(folder / name), **arguments})
     cases["gpu_tests"] = (1, "gpu_tests", {"folder": str(folder / "gpu_tests")})
     path = os.pathsep.join(map(str, (ROOT, *(ROOT / "tests" / part for part in ("", "integration", "gpu")))))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-c", "import sys, te_cases; te_cases.main(*sys.argv[1:])"),
-            *(str(folder / "answers"), json.dumps(list(cases.values()))),
-        ],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr
+    run = ("-W", "ignore", "-c", "import sys, te_cases; te_cases.main(*sys.argv[1:])")
+    output_of(python(*run, folder / "answers", json.dumps(list(cases.values())), PYTHONPATH=path))
     return dict(zip(cases, torch.load(folder / "answers"), strict=True))
 
 

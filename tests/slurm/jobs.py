@@ -107,3 +107,21 @@ def submit(
     rest = [a for a in arguments if not a.startswith("-")]
     command = ["sbatch", "--parsable", f"--job-name={name}", *options, str(ROOT / "slurm" / script), *rest]
     return Job(cluster, folder, cluster.run(*command, cwd=folder, **env).stdout.strip(), name)
+
+
+def submit_pipeline(
+    cluster: Cluster, folder: Path, recipe: Path, name: str, *overrides: str, **env: str
+) -> list[Job]:
+    """slurm/pipeline.sh: the jobs that train the recipe as ``name``, convert and evaluate on its problems."""
+    command = [
+        str(ROOT / "slurm/pipeline.sh"),
+        str(recipe),
+        "recipe",
+        *overrides,
+        f"nemo_grpo.run_name={name}",
+    ]
+    env = {"CONVERT_OPTIONS": "--cpus-per-task=2", "EVAL_OPTIONS": "--cpus-per-task=2", **env}
+    words = cluster.run(*command, cwd=folder, **env).stdout.replace(",", "").split()
+    numbers = dict(zip(words[-6::2], words[-5::2], strict=True))
+    names = {"train": name, "convert": f"{name}-convert", "evaluate": f"{name}-eval"}
+    return [Job(cluster, folder, numbers[stage], names[stage]) for stage in names]
