@@ -37,6 +37,7 @@ TINY = [
     "nemo_grpo.warm_start.intermediate_size=256",
     "nemo_grpo.warm_start.max_position_embeddings=256",  # whatever length a test gives the sequences
 ]
+NO_VALIDATION = ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"]
 DP2 = ["cluster.gpus_per_node=2"]
 TP2_PP2 = [
     "policy.megatron_cfg.tensor_model_parallel_size=2",

@@ -12,7 +12,12 @@ import torch
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
 from small_runs import rows
-from test_megatron_policy import textbook_update
+from test_megatron_policy import (
+    assert_reference_comes_and_goes,
+    assert_resumes_exactly,
+    scheduled,
+    textbook_update,
+)
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.utils.parametrize import register_parametrization
 from toy_policies import (
@@ -33,7 +38,7 @@ from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 LORA = LoRASettings(dim=4, alpha=6)
 PEFT = ["policy.megatron_cfg.peft={enabled: true, dim: 4, alpha: 8}"]
@@ -101,17 +106,10 @@ def test_two_updates_equal_plain_torch(family):
 
 
 def test_the_reference_is_the_base_and_the_base_never_changes(model):
-    policy, (sequences, _) = lora_policy(model), step()
+    policy = lora_policy(model)
     base = {name: p.clone() for name, p in policy.model.named_parameters() if "adapter" not in name}
-    score = partial(policy.score, sequences, micro_batch_size=6, temperature=1.0)
-    before = score()
-    train(policy, 2)
-    after = score()
+    assert_reference_comes_and_goes(policy)
     assert policy.reference is None
-    with policy.reference_weights():
-        assert_equal(score(), before)
-    assert_equal(score(), after)
-    assert not torch.equal(after.logprobs, before.logprobs)
     parameters = dict(policy.model.named_parameters())
     assert_equal({name: parameters[name].data for name in base}, base)
     assert not any(parameters[name].requires_grad for name in base)
@@ -201,17 +199,10 @@ def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[A
     ("distributed", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)]
 )
 def test_a_checkpoint_holds_the_adapters_alone_and_resumes_exactly(model, tmp_path, distributed, dtype):
-    sections = (
-        MegatronOptimizer(lr=1e-2, min_lr=1e-3, weight_decay=0.0, use_distributed_optimizer=distributed),
-        MegatronScheduler(lr_decay_style="linear", lr_decay_iters=5),
-    )
+    sections = scheduled(distributed)
     unbroken = lora_policy(model, *sections, dtype=dtype)
-    train(unbroken, 2)
-    save_policy(unbroken, tmp_path / "weights", 2)
-    resumed = lora_policy(model, *sections, dtype=dtype, seed=99)  # other adapters, to be replaced
-    load_policy(resumed, tmp_path / "weights")
-    assert train(resumed, 2) == train(unbroken, 2)  # to the last bit
-    assert_equal(weights_of(resumed), weights_of(unbroken))
+    other = lora_policy(model, *sections, dtype=dtype, seed=99)  # other adapters, to be replaced
+    assert_resumes_exactly(unbroken, other, tmp_path / "weights")
 
     saved = FileSystemReader(str(tmp_path / "weights")).read_metadata().state_dict_metadata
     tensors = {name for name, kind in saved.items() if hasattr(kind, "size")}
@@ -294,22 +285,17 @@ def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["policy.megatron_cfg.peft.dropout=0.1"], r"peft\.dropout=0\.1"),
-        (["policy.megatron_cfg.peft.lora_A_init_method=kaiming"], "use xavier"),
-        (["policy.megatron_cfg.peft.lora_B_init_method=normal"], "use zero"),
-        (["policy.megatron_cfg.peft.lora_dtype=bfloat16"], "use null"),
-        (["policy.megatron_cfg.peft.target_modules=[linear_q]"], "did you mean 'linear_qkv'"),
-        (["policy.megatron_cfg.peft.exclude_modules=[output_layer]"], "'output_layer' is no layer to adapt"),
-        (
-            [
-                "policy.megatron_cfg.peft.target_modules=[linear_fc1]",
-                "policy.megatron_cfg.peft.exclude_modules=[linear_fc1]",
-            ],
-            "leaves no layer to adapt",
-        ),
+        ("dropout=0.1", r"peft\.dropout=0\.1"),
+        ("lora_A_init_method=kaiming", "use xavier"),
+        ("lora_B_init_method=normal", "use zero"),
+        ("lora_dtype=bfloat16", "use null"),
+        ("target_modules=[linear_q]", "did you mean 'linear_qkv'"),
+        ("exclude_modules=[output_layer]", "'output_layer' is no layer to adapt"),
+        ("target_modules=[linear_fc1]; exclude_modules=[linear_fc1]", "leaves no layer to adapt"),
     ],
 )
 def test_what_lora_cannot_do_is_refused_before_anything_is_made(lora_recipe, overrides, message):
+    lines = [f"policy.megatron_cfg.peft.{line}" for line in overrides.split("; ")]
     with pytest.raises(UserError, match=message):
-        Trainer(lora_recipe(*overrides))
+        Trainer(lora_recipe(*lines))
     assert not lora_recipe().run_dir.exists()

@@ -89,16 +89,20 @@ def test_author_compat_trains_with_whole_groups_as_microbatches(model):
     assert result.grad_norm > 0
 
 
-def test_reference_weights_come_and_go(model):
-    policy, (sequences, _) = policy_of(model, keep_reference=True), step()
-    score = partial(policy.score, sequences, micro_batch_size=6, temperature=1.0)
+def assert_reference_comes_and_goes(policy):
+    """Training changes the scores; those of the reference are the first ones, and do not stay."""
+    score = partial(policy.score, step()[0], micro_batch_size=6, temperature=1.0)
     before = score()
-    train(policy)
+    train(policy, 2)
     after = score()
     with policy.reference_weights():
         assert_equal(score(), before)
     assert_equal(score(), after)
     assert not torch.equal(after.logprobs, before.logprobs)
+
+
+def test_reference_weights_come_and_go(model):
+    assert_reference_comes_and_goes(policy_of(model, keep_reference=True))
 
 
 def test_a_non_finite_loss_changes_nothing(model):
@@ -113,19 +117,27 @@ def test_a_non_finite_loss_changes_nothing(model):
     assert_equal(weights_of(policy), before)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_checkpoint_restores_model_optimizer_and_schedule_exactly(model, tmp_path, distributed):
-    sections = (
+def scheduled(distributed):
+    """Sections with a schedule, which a checkpoint must restore too."""
+    return (
         MegatronOptimizer(lr=1e-2, min_lr=1e-3, weight_decay=0.0, use_distributed_optimizer=distributed),
         MegatronScheduler(lr_decay_style="linear", lr_decay_iters=5),
     )
-    unbroken = policy_of(model, *sections)
+
+
+def assert_resumes_exactly(unbroken, other, folder):
+    """From a checkpoint of ``unbroken`` in the folder, in a policy that began otherwise."""
     train(unbroken, 2)
-    save_policy(unbroken, tmp_path / "weights", 2)
-    resumed = policy_of(other_model(), *sections)
-    load_policy(resumed, tmp_path / "weights")
-    assert train(resumed, 2) == train(unbroken, 2)  # loss, gradient norm and learning rate to the last bit
-    assert_equal(weights_of(resumed), weights_of(unbroken))
+    save_policy(unbroken, folder, 2)
+    load_policy(other, folder)
+    assert train(other, 2) == train(unbroken, 2)  # loss, gradient norm and learning rate to the last bit
+    assert_equal(weights_of(other), weights_of(unbroken))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_checkpoint_restores_model_optimizer_and_schedule_exactly(model, tmp_path, distributed):
+    unbroken, other = (policy_of(m, *scheduled(distributed)) for m in (model, other_model()))
+    assert_resumes_exactly(unbroken, other, tmp_path / "weights")
 
 
 def other_model():

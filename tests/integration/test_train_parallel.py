@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from processes import nemo_grpo, output_of, wait_for
@@ -61,8 +62,7 @@ def training(tmp_path: Path, cache: Path) -> subprocess.Popen[str]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children]
+    return [child.pid for child in psutil.Process(process.pid).children()]
 
 
 @pytest.mark.slow
