@@ -145,7 +145,6 @@ def gpu_tests(folder: str) -> dict[str, Any]:
 def main(answers: str, cases: str) -> None:
     """Of each of ``cases``, JSON [[number of ranks, function, arguments], ...]."""
     found = [
-        run_ranks(ranks, functools.partial(globals()[name], **arguments))[0]
-        for ranks, name, arguments in json.loads(cases)
+        run_ranks(ranks, globals()[name], **arguments)[0] for ranks, name, arguments in json.loads(cases)
     ]
     torch.save(found, answers)

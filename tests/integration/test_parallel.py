@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,48 +26,46 @@ from nemo_grpo.engine.megatron.microbatches import plan_bins
 from nemo_grpo.recipe.layout import Layout
 
 
-def steps(world_size: int, layout: Layout, **how: Any) -> list[dict[str, Any]]:
-    """`one_step` on every rank."""
-    return run_ranks(world_size, partial(one_step, layout, **how))
-
-
 @cache
 def alone(**how: Any) -> dict[str, Any]:
     """On one rank, in padded rows."""
-    return steps(1, Layout(), **how)[0]
+    return run_ranks(1, one_step, Layout(), **how)[0]
 
 
 @pytest.mark.parametrize("name", slow_but([*LAYOUTS, *(f"{name} packed" for name in LAYOUTS)], "tp2-pp2"))
 def test_every_variant_computes_the_same_at_every_layout(name):
-    layout, _, packed = name.partition(" ")
-    num_layers = 3 if "uneven" in layout else 2
-    for found in steps(*LAYOUTS[layout], num_layers=num_layers, mb_tokens=30 if packed else None):
+    where, _, packed = name.partition(" ")
+    num_layers = 3 if "uneven" in where else 2
+    world_size, layout = LAYOUTS[where]
+    how = {"num_layers": num_layers, "mb_tokens": 30 if packed else None}
+    for found in run_ranks(world_size, one_step, layout, **how):
         assert_same(found, alone(num_layers=num_layers))  # every rank holds the whole result
 
 
 @pytest.mark.parametrize("mb_tokens", [16, 30, 1000])
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_packed_equals_padded_for_every_variant(mb_tokens, share_prompts):
-    found = steps(1, Layout(), mb_tokens=mb_tokens, share_prompts=share_prompts)[0]
+    found = run_ranks(1, one_step, Layout(), mb_tokens=mb_tokens, share_prompts=share_prompts)[0]
     assert_same(found, alone(num_layers=2))
 
 
 @pytest.mark.parametrize("size", [1, 9])
 def test_no_variant_depends_on_the_microbatch_size(size):
-    assert_same(steps(1, Layout(), micro_batch_size=size)[0], alone(num_layers=2))
+    assert_same(run_ranks(1, one_step, Layout(), micro_batch_size=size)[0], alone(num_layers=2))
 
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_packed_equals_padded_for_every_family(family):
     how = {"variants": ("grpo",), "family": family}
-    assert_same(steps(1, Layout(), mb_tokens=30, **how)[0], alone(**how))
+    assert_same(run_ranks(1, one_step, Layout(), mb_tokens=30, **how)[0], alone(**how))
 
 
 @pytest.mark.parametrize("family", slow_but(TRAINED, "qwen3"))
 def test_every_family_computes_the_same_in_parallel(family):
     how = {"variants": ("grpo",), "family": family}
     for world_size, layout in (LAYOUTS["tp2-pp2"], LAYOUTS["cp2"]):
-        assert_same(steps(world_size, layout, settings=UNSHARDED, **how)[0], alone(**how))
+        found = run_ranks(world_size, one_step, layout, settings=UNSHARDED, **how)[0]
+        assert_same(found, alone(**how))
 
 
 def scored_in_one_pass(layout: Layout, mb_tokens: int | None, scoring: bool) -> tuple[dict[str, Any], float]:

@@ -118,7 +118,7 @@ def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path, 
     ]
     line = arguments(tmp_path, cache, "run", *overrides)
     first = run_ranks(2, train_recipe, [*line, "grpo.max_num_steps=2"])[0]
-    last = run_ranks(2, train_recipe, [*line, "grpo.max_num_steps=3"], True)[0]
+    last = run_ranks(2, train_recipe, [*line, "grpo.max_num_steps=3"], resume=True)[0]
     assert {tensor.dtype for tensor in last.values()} == {torch.bfloat16}
     assert any(not torch.equal(last[name], tensor) for name, tensor in first.items())
     losses = [row["loss/total"] for row in rows(tmp_path / "run") if row["step"]]

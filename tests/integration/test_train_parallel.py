@@ -41,8 +41,8 @@ def test_a_checkpoint_resumes_at_another_layout(tmp_path, cache):
     unbroken = run_ranks(1, train, arguments(tmp_path, cache, "whole", *longer))[0]
     line = arguments(tmp_path, cache, "moved", *longer)
     run_ranks(4, train, [*line, "grpo.max_num_steps=2", *TP2_PP2])
-    moved = run_ranks(1, train, line, True)[0]
-    back = run_ranks(2, train, [*line, "grpo.max_num_steps=5", *DP2], True)[0]
+    moved = run_ranks(1, train, line, resume=True)[0]
+    back = run_ranks(2, train, [*line, "grpo.max_num_steps=5", *DP2], resume=True)[0]
     torch.testing.assert_close(moved, unbroken, rtol=1e-3, atol=5e-4)
     assert any(not torch.equal(back[name], tensor) for name, tensor in moved.items())
     assert [row["step"] for row in rows(tmp_path / "moved")] == [0, 1, 2, 3, 4, 5]

@@ -119,9 +119,9 @@ def test_a_run_searches_learns_and_resumes_exactly(recipe):
 
 def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, cache):
     steps = [*SMALL, "grpo.max_num_steps=2", "grpo.val_period=0"]
-    alone = run_ranks(1, train, arguments(tmp_path, cache, "alone", *steps), False, SEARCH_QA)[0]
+    alone = run_ranks(1, train, arguments(tmp_path, cache, "alone", *steps), recipe=SEARCH_QA)[0]
     line = arguments(tmp_path, cache, "both", *steps, *DP2)
-    for weights in run_ranks(2, train, line, False, SEARCH_QA):
+    for weights in run_ranks(2, train, line, recipe=SEARCH_QA):
         torch.testing.assert_close(weights, alone, rtol=1e-4, atol=2e-4)
     keys = ("reward/mean", "length/mean", "episode/num_turns", "episode/num_searches", "loss/total")
     assert_same_rows(tmp_path / "alone", tmp_path / "both", *keys)

@@ -106,7 +106,7 @@ STEPS = [*SMALL, "grpo.max_num_steps=3", "grpo.val_period=0"]
 def packed(tmp_path_factory, cache):
     """The folder of a run on one rank, and the weights after it."""
     folder = tmp_path_factory.mktemp("packed")
-    (weights,) = run_ranks(1, train, arguments(folder, cache, "packed", *STEPS), False, SFT)
+    (weights,) = run_ranks(1, train, arguments(folder, cache, "packed", *STEPS), recipe=SFT)
     return folder / "packed", weights
 
 
@@ -120,7 +120,7 @@ def exported(packed):
 def test_training_does_not_depend_on_microbatches_packing_or_ranks(packed, tmp_path, cache, name):
     num_ranks, overrides = LAYOUTS[name]
     line = arguments(tmp_path, cache, name, *STEPS, *overrides)
-    for weights in run_ranks(num_ranks, train, line, False, SFT):
+    for weights in run_ranks(num_ranks, train, line, recipe=SFT):
         torch.testing.assert_close(weights, packed[1], rtol=1e-4, atol=2e-4)
     assert_same_rows(packed[0], tmp_path / name, "loss/total", "grad_norm")
 
