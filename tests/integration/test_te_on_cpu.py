@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import ROOT, output_of, python
-from te_folder import FOLDER
+from te_on_cpu import FOLDER
 from toy_policies import FULL_RECOMPUTE, SELECTIVE
 
 pytestmark = [
