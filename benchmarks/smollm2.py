@@ -1,8 +1,9 @@
-"""What `make smollm2` measured: held-out accuracy over both stages, mean and spread of the seeds.
+"""What `make smollm2` and `make cluster-smollm2` measured: held-out accuracy over both stages, by seed.
 
     python benchmarks/smollm2.py [RUNS] [--png PICTURE]
 
-RUNS holds smollm2-sft-sN, supervised, and smollm2-sN, which continues it by GRPO. Prints a table.
+RUNS holds smollm2-sft-sN, supervised, and smollm2-sN, which continues it by GRPO; for NeMo-RL the names start
+with cluster-. Prints a table for each engine: mean and spread of the seeds.
 """
 
 from __future__ import annotations
@@ -17,25 +18,27 @@ from nemo_grpo.diagnostics.plots import Panel, draw_panel, draw_validation
 from nemo_grpo.diagnostics.runs import RunGroup, RunLog, read_run
 
 SHOWN = ("accuracy", "greedy", "pass@4", "format")
+ENGINES = {"embedded": "smollm2-sft-s*", "NeMo-RL": "cluster-smollm2-sft-s*"}
 
 
 def both_stages(first: Path) -> RunLog:
     """A seed's runs as one, the second's steps behind the first's."""
     supervised, reinforced = read_run(first), read_run(first.with_name(first.name.replace("-sft", "")))
-    last = max(supervised.rows)
-    later = {last + step: row for step, row in reinforced.rows.items() if step}
-    return RunLog(first, supervised.rows | later, reinforced.settings)
+    rows = {step: dict(row) for step, row in supervised.rows.items()}
+    last = max(rows)
+    for step, row in reinforced.rows.items():
+        rows.setdefault(last + step, {}).update(row)
+    return RunLog(first, rows, reinforced.settings)
 
 
 def print_table(group: RunGroup) -> None:
     """One row per validation; spread: sample standard deviation of the seeds."""
-    print(f"| step | {' | '.join(SHOWN)} | accuracy +- standard error, each seed |")
-    print("|---" * (len(SHOWN) + 2) + "|")
-    columns = {name: group.curve(f"validation/{name}") for name in SHOWN}
+    columns = {name: curve for name in SHOWN if len((curve := group.curve(f"validation/{name}"))[0])}
+    print(f"\n| {group.label}: step | {' | '.join(columns)} | accuracy, each seed |")
+    print("|---" * (len(columns) + 2) + "|")
     for place, step in enumerate(columns["accuracy"][0]):
         means = (f"{mean[place]:.3f} +- {spread[place]:.3f}" for _, mean, spread in columns.values())
-        rows = (run.rows[step] for run in group.runs)
-        each = (f"{r['validation/accuracy']:.3f} +- {r['validation/accuracy_stderr']:.3f}" for r in rows)
+        each = (f"{run.rows[step]['validation/accuracy']:.3f}" for run in group.runs)
         print(f"| {step} | {' | '.join(means)} | {', '.join(each)} |")
 
 
@@ -46,15 +49,16 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="?", default=Path("runs"))
     parser.add_argument("--png", type=Path, help="also draw the curve")
     options = parser.parse_args()
-    seeds = tuple(both_stages(folder) for folder in sorted(options.runs.glob("smollm2-sft-s*")))
-    if not seeds:
+    found = {engine: sorted(options.runs.glob(pattern)) for engine, pattern in ENGINES.items()}
+    groups = [RunGroup(engine, tuple(map(both_stages, runs))) for engine, runs in found.items() if runs]
+    if not groups:
         parser.error(f"{options.runs} holds no smollm2-sft-s*; run make smollm2")
-    group = RunGroup("SmolLM2-135M-Instruct", seeds)
-    print_table(group)
+    for group in groups:
+        print_table(group)
     if options.png:
         title = "SmolLM2-135M on word problems: 20 supervised steps, then GRPO"
         panel = Panel("accuracy", title, "held-out accuracy", ("validation/accuracy",), draw_validation, "")
-        draw_panel(panel, [group], options.png)
+        draw_panel(panel, groups, options.png)
 
 
 if __name__ == "__main__":

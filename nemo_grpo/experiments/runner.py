@@ -61,7 +61,7 @@ def run_jobs(
     first signal to stop is passed on; every run then saves a checkpoint.
 
     Args:    command: makes the process of a job; exit codes as of ``nemo-grpo train``.
-    Returns: job's name -> how it ended; jobs that a signal kept from starting are not in it.
+    Returns: job's name -> how it ended, in the order of ``jobs``; not those that a signal kept from starting.
     Raises:  UserError: the folder cannot be written, or another process runs jobs in it.
     """
     with only_one(out):
@@ -69,13 +69,12 @@ def run_jobs(
         waiting = deque(job for job in jobs if not _is_finished(job, ended))
         if len(waiting) < len(jobs):
             log.info("%d of %d runs are already finished", len(jobs) - len(waiting), len(jobs))
-        names = {job.name for job in jobs}
         for name in {job.name for job in waiting} & set(ended):
             if ended[name].state == "finished":  # with a recipe other than the current one
                 ended[name] = replace(ended[name], state="interrupted", exit_code=EXIT_INTERRUPTED)
         if waiting:
             _Runner(out, waiting, ended, command).run(num_parallel)
-        return {name: status for name, status in ended.items() if name in names}
+        return {job.name: ended[job.name] for job in jobs if job.name in ended}
 
 
 class _Runner:

