@@ -47,9 +47,11 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
         (
             "cluster-smollm2",
             "smollm2",
-            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone. It has a
-            # folder for each export.
+            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone. Each export
+            # has its folder. A bin of packed tokens holds a microbatch of the longest sequences.
             {
+                "policy.train_micro_batch_size",
+                "policy.logprob_batch_size",
                 "grpo.val_num_generations_per_prompt",
                 "grpo.max_val_samples",
                 "grpo.val_at_start",
