@@ -28,10 +28,8 @@ def measure(scratch: Path, size: float, workers: int, family: str) -> list[dict[
     hf, megatron, back = scratch / "hf", scratch / "megatron", scratch / "back"
     largest = make_model(hf, size, sparse=True, family=family)
     runs = {
-        "hf-to-megatron": ["--hf-model", str(hf), "--output", str(megatron)],
-        "megatron-to-hf": [
-            *("--megatron-checkpoint", str(megatron), "--hf-config", str(hf), "--output", str(back))
-        ],
+        "hf-to-megatron": ["--hf-model", hf, "--output", megatron],
+        "megatron-to-hf": ["--megatron-checkpoint", megatron, "--hf-config", hf, "--output", back],
     }
     rows: list[dict[str, float | str]] = []
     for name, options in runs.items():
@@ -66,12 +64,8 @@ def plot(rows: list[dict[str, float | str]], workers: int) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 3.5))
     for name in ("hf-to-megatron", "megatron-to-hf"):
         chosen = [row for row in rows if row["direction"] == name]
-        axes.plot(
-            [row["gigabytes"] for row in chosen],
-            [row["peak_gigabytes"] for row in chosen],
-            marker="o",
-            label=name,
-        )
+        points = ([row[key] for row in chosen] for key in ("gigabytes", "peak_gigabytes"))
+        axes.plot(*points, marker="o", label=name)
     sizes = sorted({float(row["gigabytes"]) for row in rows})
     axes.plot(sizes, sizes, linestyle=":", color="gray", label="whole model in memory")
     axes.axhline(float(rows[0]["limit_gigabytes"]), linestyle="--", color="black", label="limit")
@@ -82,9 +76,7 @@ def plot(rows: list[dict[str, float | str]], workers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 4], help="GB of bf16 weights")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--family", choices=("qwen2", "moonlight"), default="qwen2", help="whose shapes")
@@ -92,11 +84,9 @@ def main() -> None:
     options = parser.parse_args()
     print("| direction | model GB | workers | peak RSS GB | limit GB | seconds |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        rows = [
-            row
-            for size in options.sizes
-            for row in measure(Path(scratch), size, options.workers, options.family)
-        ]
+        rows = []
+        for size in options.sizes:
+            rows += measure(Path(scratch), size, options.workers, options.family)
     if options.family == "qwen2":
         plot(rows, options.workers)
 

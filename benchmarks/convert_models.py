@@ -14,9 +14,22 @@ from checkpoints_conv.formats.dtypes import DTYPES, byte_view
 from checkpoints_conv.formats.safetensors_io import SafetensorsWriter
 from nemo_grpo.plan.parameters import model_parameters
 
-HIDDEN, FFN, VOCAB, SHARD_BYTES = 2048, 11008, 151936, 2_000_000_000
-
-
+SHARD_BYTES = 2_000_000_000
+QWEN2: dict[str, object] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 MOONLIGHT: dict[str, object] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -41,29 +54,9 @@ MOONLIGHT: dict[str, object] = {
 
 def config_of(num_gigabytes: float, family: str = "qwen2") -> dict[str, object]:
     """A config whose bf16 weights take about this much; only the number of layers varies."""
-    if family == "moonlight":
-        few, more = (model_parameters(read_spec(MOONLIGHT | {"num_hidden_layers": n})) for n in (2, 3))
-        return MOONLIGHT | {
-            "num_hidden_layers": 2 + max(0, round((num_gigabytes * 5e8 - few) / (more - few)))
-        }
-    layer = 2 * (3 * HIDDEN * FFN + 2.25 * HIDDEN * HIDDEN)
-    embeddings = 2 * 2 * VOCAB * HIDDEN
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": max(1, round((num_gigabytes * 1e9 - embeddings) / layer)),
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
+    base = MOONLIGHT if family == "moonlight" else QWEN2
+    few, more = (model_parameters(read_spec(base | {"num_hidden_layers": n})) for n in (2, 3))
+    return base | {"num_hidden_layers": 2 + max(0, round((num_gigabytes * 5e8 - few) / (more - few)))}
 
 
 def make_model(folder: Path, num_gigabytes: float, sparse: bool, family: str = "qwen2") -> int:
@@ -74,11 +67,7 @@ def make_model(folder: Path, num_gigabytes: float, sparse: bool, family: str = "
     folder.mkdir(parents=True)
     config = config_of(num_gigabytes, family)
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = [
-        (name, DTYPES["bfloat16"], shape)
-        for unit in family_for(config).units()
-        for name, shape in zip(unit.hf, unit.hf_shapes, strict=True)
-    ]
+    shapes = [(name, DTYPES["bfloat16"], shape) for name, shape in family_for(config).hf_shapes.items()]
     writer = SafetensorsWriter(folder, shapes, SHARD_BYTES)
     noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     for name, _, shape in shapes if not sparse else ():

@@ -87,10 +87,7 @@ def mbridge(hf: Path) -> tuple[Callable[[Any], None], Callable[[Any], Iterable[A
         return list(attention(name))
 
     bridge._weight_name_mapping_mcore_to_hf = to_hf
-    return (
-        lambda model: bridge.load_weights([model], str(hf)),
-        lambda model: bridge.export_weights([model]),
-    )
+    return lambda model: bridge.load_weights([model], str(hf)), lambda model: bridge.export_weights([model])
 
 
 def megatron_bridge(hf: Path) -> tuple[Callable[[Any], None], Callable[[Any], Iterable[Any]]]:
@@ -176,30 +173,15 @@ def compare(scratch: Path, size: float, peers: list[str]) -> None:
     """Run all conversions and print the table."""
     hf, ours, ours_hf = scratch / "hf", scratch / "ours", scratch / "ours-hf"
     make_model(hf, size, sparse=False)
-    rows = {
-        "HF to Megatron, checkpoints_conv": in_child(
-            "checkpoints_conv", "hf-to-megatron", "--hf-model", hf, "--output", ours
-        )
-    }
+    command = ("checkpoints_conv", "hf-to-megatron", "--hf-model", hf, "--output", ours)
+    rows = {"HF to Megatron, checkpoints_conv": in_child(*command)}
     for peer in peers:
         rows[f"HF to Megatron, {peer}"] = in_child(__file__, "--step", "import", peer, hf, scratch / peer)
-    rows["Megatron to HF, checkpoints_conv"] = in_child(
-        *(
-            "checkpoints_conv",
-            "megatron-to-hf",
-            "--megatron-checkpoint",
-            ours,
-            "--hf-config",
-            hf,
-            "--output",
-            ours_hf,
-        )
-    )
+    command = ("checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", ours, "--hf-config", hf)
+    rows["Megatron to HF, checkpoints_conv"] = in_child(*command, "--output", ours_hf)
     for peer in peers:
-        theirs = scratch / f"{peer}-hf"
-        rows[f"Megatron to HF, {peer}"] = in_child(
-            __file__, "--step", "export", peer, hf, scratch / peer, theirs
-        )
+        command = (__file__, "--step", "export", peer, hf, scratch / peer, scratch / f"{peer}-hf")
+        rows[f"Megatron to HF, {peer}"] = in_child(*command)
     print(f"{num_bytes(hf) / 1e9:.2f} GB\n\n| | seconds | peak RSS GB |\n|---|---|---|")
     for name, (seconds, peak) in rows.items():
         print(f"| {name} | {seconds:.1f} | {peak / 1e9:.2f} |")
@@ -213,9 +195,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--step"]:
         STEPS[sys.argv[2]](sys.argv[3], *map(Path, sys.argv[4:]))
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", type=float, default=1.5, help="GB of bf16 weights")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()

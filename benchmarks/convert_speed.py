@@ -114,9 +114,7 @@ def table(times: dict[str, list[tuple[float, float]]], size: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", type=float, default=3.0, help="GB of bf16 weights")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)

@@ -118,12 +118,8 @@ def recipe_of(config: Config, folder: Path) -> Recipe:
     """The comparison's recipe, with runs in ``folder``."""
     from nemo_grpo.recipe import load_recipe
 
-    return load_recipe(ROOT / f"recipes/{config.recipe}.yaml", overrides(config, folder))
-
-
-def overrides(config: Config, folder: Path) -> list[str]:
     optimizer, scheduler = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
-    return [
+    overrides = [
         f"grpo.num_prompts_per_step={config.num_prompts}",
         f"grpo.num_generations_per_prompt={config.num_generations}",
         f"policy.generation.max_new_tokens={config.max_new_tokens}",
@@ -134,6 +130,7 @@ def overrides(config: Config, folder: Path) -> list[str]:
         *(f"nemo_grpo.runs_dir={folder}", "nemo_grpo.run_name=ours"),
         *config.changes,
     ]
+    return load_recipe(ROOT / f"recipes/{config.recipe}.yaml", overrides)
 
 
 class VowelTask:
@@ -321,9 +318,7 @@ def compare(name: str, trl_python: str | None, repetitions: int, profile: bool) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trl-python", help="Python of an environment with TRL; see above")
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
     parser.add_argument("--repetitions", type=int, default=7)

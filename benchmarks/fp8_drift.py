@@ -59,9 +59,7 @@ def main() -> None:
             f"{run['losses'][0]:.3f} | {run['losses'][last]:.3f} | {gap:.3f} |"
         )
     if arguments.output:
-        curves = {
-            name: {"losses": run["losses"], "grad_norms": run["grad_norms"]} for name, run in runs.items()
-        }
+        curves = {name: {key: run[key] for key in ("losses", "grad_norms")} for name, run in runs.items()}
         arguments.output.write_text(json.dumps(curves))
 
 

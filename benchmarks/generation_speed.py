@@ -11,26 +11,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.engine_vs_trl import CONFIGS, overrides
+from benchmarks.engine_vs_trl import CONFIGS, ROOT, recipe_of
 from nemo_grpo.engine import setup
 from nemo_grpo.hf_folder import load_tokenizer
-from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import encode_prompt
 
-ROOT = Path(__file__).parents[1]
-
 
 def measure(name: str, repetitions: int) -> None:
     """Print one line per generator."""
     torch.set_num_threads(1)
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", overrides(CONFIGS[name], ROOT / "runs"))
+    recipe = recipe_of(CONFIGS[name], ROOT / "runs")
     task = recipe.nemo_grpo.task.build()
     source = setup.model_source(recipe, task)
     tokenizer = load_tokenizer(source)
@@ -61,9 +57,7 @@ def measure(name: str, repetitions: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
     parser.add_argument("--repetitions", type=int, default=7)
     arguments = parser.parse_args()

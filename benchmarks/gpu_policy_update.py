@@ -124,8 +124,7 @@ def make_policy(shape: Shape, fields: dict[str, Any], device: torch.device, max_
         drawn = torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator).mul_(0.02)
         return drawn.add_(1) if "norm" in name else drawn
 
-    units = policy.weights.family.units()
-    shapes = {name: size for u in units for name, size in zip(u.hf, u.hf_shapes, strict=True)}
+    shapes = policy.weights.family.hf_shapes
     policy.load_weights({name: weight(name, size) for name, size in shapes.items()}, keep_reference=False)
     return policy
 

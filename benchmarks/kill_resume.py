@@ -413,9 +413,7 @@ def kill_and_resume(folder: Path, num_kills: int, seed: int, further: Sequence[s
     """
     begin = time.monotonic()
     rng, tally, whole = random.Random(seed), Tally(), recipe_of(folder, "whole", further)
-    run_undisturbed(
-        recipe_of(folder, "first", further)
-    )  # makes the warm start, which must not count in the pace
+    run_undisturbed(recipe_of(folder, "first", further))  # makes the warm start, no part of the pace
     pace = run_undisturbed(whole)
     if updates(whole.run_dir) < whole.grpo.max_num_steps // 2:
         raise Broken(f"only {updates(whole.run_dir)} steps of {whole.run_dir} changed the weights")
@@ -432,9 +430,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--inside", type=int, default=20, help="least number of kills inside a save")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--folder", type=Path, help="for the runs; a temporary one that is removed at the end"
-    )
+    parser.add_argument("--folder", type=Path, help="for the runs; default: one that is removed at the end")
     parser.add_argument("--async-save", action="store_true", help="save while training goes on")
     parser.add_argument("--json", type=Path, help="also write the row there")
     arguments = parser.parse_args()
@@ -449,19 +445,16 @@ def main() -> int:
     equal = "no" if row["different"] else "yes"
     print("kills | inside save | before the first step | resumed | runs | bit-equal | seconds")
     print("---|---|---|---|---|---|---")
-    counts = " | ".join(
-        str(row[name]) for name in ("kills", "inside_save", "before_ready", "resumed", "runs")
-    )
-    print(f"{counts} | {equal} | {row['seconds']:.0f}")
+    counts = (row[name] for name in ("kills", "inside_save", "before_ready", "resumed", "runs"))
+    print(*counts, equal, f"{row['seconds']:.0f}", sep=" | ")
     pace = f"{row['start']:.2f} s to start, {row['steps']:.2f} s for the steps, {row['save']:.3f} s a save"
     print(f"undisturbed: {pace}")
     print(f"processes of broken-off saves that did not end by themselves: {row['writers_left']}")
     print("\n".join(row["different"]))
     enough = row["inside_save"] >= arguments.inside
     if not enough:
-        print(
-            f"only {row['inside_save']} kills inside a save, {arguments.inside} wanted: give another --seed"
-        )
+        found = f"only {row['inside_save']} kills inside a save"
+        print(f"{found}, {arguments.inside} wanted: give another --seed")
     if equal == "yes" and arguments.folder is None:
         shutil.rmtree(folder)
     return 0 if equal == "yes" and enough else 1

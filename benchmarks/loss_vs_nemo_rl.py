@@ -123,16 +123,9 @@ def prepare_share(length: int = 512) -> list[str]:
     from nemo_grpo.variants import parse_loss_fn
 
     data = step_data("cpu", length)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    config = Qwen2Config(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    model = Qwen2ForCausalLM(config)
     ids = torch.randint(0, 512, (ROWS, length + 1), generator=torch.Generator().manual_seed(1))
 
     def step() -> None:
@@ -141,14 +134,14 @@ def prepare_share(length: int = 512) -> list[str]:
                 model(rows)
             model(rows, labels=rows).loss.backward()
 
-    step_seconds = min(seconds(step, "cpu") for _ in range(1))
+    step_seconds = seconds(step, "cpu")
     rewards = (torch.rand(ROWS, generator=torch.Generator().manual_seed(2)) > 0.5).float()
     prompts = torch.arange(ROWS // GROUP).repeat_interleave(GROUP)[:, None]
     lines = []
     for variant in ("grpo", "cw_grpo", "tr_grpo", "erpo", "gpg", "clip_cov"):
         exchange = StepExchange()
-        config = parse_loss_fn({"variant": variant})
-        estimator = VariantEstimator(config, num_generations=GROUP, exchange=exchange)
+        loss_fn = parse_loss_fn({"variant": variant})
+        estimator = VariantEstimator(loss_fn, num_generations=GROUP, exchange=exchange)
 
         def prepare(estimator: Any = estimator, exchange: Any = exchange) -> None:
             exchange.entropies = -data["prev_logprobs"]

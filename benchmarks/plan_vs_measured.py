@@ -16,42 +16,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from peak_memory import in_child
-
+from benchmarks.peak_memory import in_child
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 
 
-def overrides(hidden: int, layers: int, tokens: int, runs: str) -> list[str]:
-    """A short run of the quickstart with a policy of this size."""
-    warm = "nemo_grpo.warm_start"
+def bare_run(size: str) -> list[str]:
+    """Overrides of the quickstart: a policy of this size, hidden x layers, and nothing but steps."""
+    (hidden, layers), warm = map(int, size.split("x")), "nemo_grpo.warm_start"
     return [
         *(f"{warm}.hidden_size={hidden}", f"{warm}.num_hidden_layers={layers}"),
         *(f"{warm}.intermediate_size={hidden * 8 // 3 // 64 * 64}", f"{warm}.num_attention_heads=8"),
         *(f"{warm}.num_key_value_heads=4", f"{warm}.num_steps=1", f"{warm}.batch_size=4"),
-        *("grpo.max_num_steps=2", "grpo.num_prompts_per_step=8", "grpo.val_period=0"),
-        *("grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.enabled=false"),
-        *("nemo_grpo.export.hf=false", "nemo_grpo.engine.diagnostics_period=0"),
-        *("loss_fn.reference_policy_kl_penalty=0.01", f"nemo_grpo.runs_dir={runs}"),
-        f"policy.sequence_packing.train_mb_tokens={tokens}",
+        *("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+        *("checkpointing.enabled=false", "nemo_grpo.export.hf=false"),
+        *("nemo_grpo.engine.diagnostics_period=0", "loss_fn.reference_policy_kl_penalty=0.01"),
     ]
 
 
-def measure(hidden: int, layers: int, tokens: int) -> tuple[int, float]:
+def measure(size: str, tokens: int) -> tuple[int, float]:
     """(planned, measured) bytes."""
+    short = ("grpo.max_num_steps=2", "grpo.num_prompts_per_step=8")
     for _ in range(2):
         with tempfile.TemporaryDirectory() as runs:
-            settings = overrides(hidden, layers, tokens, runs)
+            settings = [*bare_run(size), *short, f"policy.sequence_packing.train_mb_tokens={tokens}"]
+            settings.append(f"nemo_grpo.runs_dir={runs}")
             _, peak = in_child("nemo_grpo.cli", "train", RECIPE, *settings)
     return plan_recipe(load_recipe(RECIPE, settings)).peaks["training"], peak
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["256x4", "512x8", "768x12"], help="hidden x layers")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of a microbatch")
     options = parser.parse_args()
@@ -59,8 +56,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for size in options.sizes:
         for tokens in options.tokens:
-            hidden, layers = map(int, size.split("x"))
-            planned, peak = measure(hidden, layers, tokens)
+            planned, peak = measure(size, tokens)
             shown = f"{planned / 2**20:.0f} | {peak / 2**20:.0f} | {planned / peak - 1:+.0%}"
             print(f"| {size} | {tokens} | {shown} |", flush=True)
 

@@ -211,9 +211,7 @@ def error(row: Row, step: StepTime) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="print the constants")
     parser.add_argument("--phases", action="store_true", help="print predicted phases too")
     options = parser.parse_args()

@@ -30,6 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.plan_vs_measured import RECIPE, bare_run
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan.efficiency import LOCAL, Local
 from nemo_grpo.plan.embedded_time import embedded_step
@@ -41,7 +42,6 @@ from nemo_grpo.plan.step_time import ROLLOUT, UPDATE
 from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe import Recipe, load_recipe
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 FILE = Path(__file__).parent / "published" / "this_machine.jsonl"
 SIZES = ("128x2", "256x4", "512x8", "768x12")
 PRIOR = Local(moved=4.0, logits=60.0, decode=40.0, train=200.0, sample=100.0)
@@ -53,18 +53,9 @@ NAMES = tuple(field.name for field in fields(Local))
 @cache
 def recipe_of(size: str, precision: str, runs: str = "runs") -> Recipe:
     """A short run of the quickstart with a policy of this size."""
-    hidden, layers = map(int, size.split("x"))
-    warm = "nemo_grpo.warm_start"
-    overrides = [
-        *(f"{warm}.hidden_size={hidden}", f"{warm}.num_hidden_layers={layers}"),
-        *(f"{warm}.intermediate_size={hidden * 8 // 3 // 64 * 64}", f"{warm}.num_attention_heads=8"),
-        *(f"{warm}.num_key_value_heads=4", f"{warm}.num_steps=1", f"{warm}.batch_size=4"),
-        *("grpo.max_num_steps=3", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
-        *("checkpointing.enabled=false", "nemo_grpo.export.hf=false", "logger.tensorboard_enabled=false"),
-        *("nemo_grpo.engine.diagnostics_period=0", "loss_fn.reference_policy_kl_penalty=0.01"),
-        *(f"policy.precision={precision}", f"nemo_grpo.runs_dir={runs}"),
-    ]
-    return load_recipe(RECIPE, overrides)
+    short = ("grpo.max_num_steps=3", "logger.tensorboard_enabled=false")
+    own = (f"policy.precision={precision}", f"nemo_grpo.runs_dir={runs}")
+    return load_recipe(RECIPE, [*bare_run(size), *short, *own])
 
 
 def run(size: str, precision: str) -> dict[str, Any]:
@@ -166,9 +157,7 @@ def fitted_without(rows: Sequence[Row], size: str | None) -> Local:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--measure", nargs="*", metavar="SIZE", help="run these sizes, or all")
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -31,9 +31,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "rehearsals" / "all")
     parser.add_argument("--sampler", action="store_true", help="the stand-in samples")
     given = parser.parse_args()
-    recipes = given.recipes or sorted(
-        path for paper in PAPERS for path in (ROOT / "recipes" / paper).glob("*.yaml")
-    )
+    shipped = (path for paper in PAPERS for path in (ROOT / "recipes" / paper).glob("*.yaml"))
+    recipes = given.recipes or sorted(shipped)
     given.folder.mkdir(parents=True, exist_ok=True)
     for recipe in recipes:
         result = given.folder / f"{recipe.stem}.json"
@@ -48,16 +47,8 @@ def main() -> int:
 def rehearse(recipe: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Exit code, seconds, the rehearsal's own record, and the last line that the command wrote."""
     folder = given.folder / f"{recipe.stem}-{int(time.time())}"
-    command = [
-        sys.executable,
-        "-m",
-        "nemo_grpo.cli",
-        "rehearse",
-        str(recipe),
-        "--nemo-rl",
-        str(given.nemo_rl),
-    ]
-    command += ["--folder", str(folder), *(["--sampler"] if given.sampler else [])]
+    command = [sys.executable, "-m", "nemo_grpo.cli", "rehearse", str(recipe), "--folder", str(folder)]
+    command += ["--nemo-rl", str(given.nemo_rl), *(["--sampler"] if given.sampler else [])]
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     record = folder / "rehearsal.json"

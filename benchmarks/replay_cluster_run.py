@@ -25,8 +25,6 @@ from nemo_grpo.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "cluster-quickstart-embedded.yaml"
-
-
 BF16 = "policy.precision=bfloat16"
 SETTINGS = {
     "BF16": [BF16],
@@ -37,9 +35,7 @@ SETTINGS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the cluster run")
     parser.add_argument("policy", help="folder of the policy that it began with")
     parser.add_argument("--steps", type=int, default=50)
@@ -65,19 +61,15 @@ def table(scores: dict[str, list[Tensor]], norms: dict[str, list[float]]) -> str
         apart = {name: (values[step] - ours).abs().mean().item() for name, values in scores.items()}
         ends = min(apart[name] for name in splits), max(apart[name] for name in splits)
         differences = f"{apart['NeMo-RL']:.5f} | {ends[0]:.5f}, {ends[1]:.5f} | {apart['FP32']:.5f}"
-        lines.append(
-            f"| {step + 1} | {differences} | "
-            + " | ".join(f"{norms[name][step]:.4f}" for name in ("NeMo-RL", "BF16", "FP32"))
-            + " |"
-        )
+        sizes = " | ".join(f"{norms[name][step]:.4f}" for name in ("NeMo-RL", "BF16", "FP32"))
+        lines.append(f"| {step + 1} | {differences} | {sizes} |")
     return "\n".join(lines)
 
 
 def batches(run: Path) -> list[list[dict[str, Any]]]:
     """Rows of every train_data_stepN.jsonl, by step."""
-    files = {
-        int(file.stem.removeprefix("train_data_step")): file for file in run.glob("logs/**/train_data_step*")
-    }
+    found = run.glob("logs/**/train_data_step*")
+    files = {int(file.stem.removeprefix("train_data_step")): file for file in found}
     return [[json.loads(line) for line in files[step].open()] for step in sorted(files)]
 
 
@@ -116,9 +108,8 @@ def update(
     )
     objective = recipe.loss_fn.build()
     prepared = objective.prepare(batch, seed=step)
-    assert torch.equal((prepared.advantages * mask), column(rows, "advantages")[:, 1:] * mask), (
-        "other advantages"
-    )
+    advantages = column(rows, "advantages")[:, 1:]
+    assert torch.equal(prepared.advantages * mask, advantages * mask), "other advantages"
     return scores.logprobs[mask], policy.update(objective, prepared, sequences, **how).grad_norm
 
 

@@ -66,17 +66,8 @@ def write_corpus(path: Path, num_passages: int) -> None:
 @contextlib.contextmanager
 def service(corpus: Path) -> Iterator[tuple[str, psutil.Process]]:
     """(url, process); it must end well at SIGTERM."""
-    command = [
-        sys.executable,
-        "-m",
-        "nemo_grpo.cli",
-        "retriever",
-        "serve",
-        "--port",
-        "0",
-        "--corpus",
-        str(corpus),
-    ]
+    command = [sys.executable, "-m", "nemo_grpo.cli", "retriever", "serve"]
+    command += ["--port", "0", "--corpus", str(corpus)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
@@ -161,9 +152,7 @@ def measure(url: str, options: argparse.Namespace, batch: int) -> tuple[list[Out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--passages", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=100, help="of each client")

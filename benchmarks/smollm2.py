@@ -43,9 +43,7 @@ def print_table(group: RunGroup) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="?", default=Path("runs"))
     parser.add_argument("--png", type=Path, help="also draw the curve")
     options = parser.parse_args()

@@ -77,11 +77,7 @@ class _Conversion:
     """The checked plan of one conversion."""
 
     def __init__(
-        self,
-        family: Family,
-        weights: SafetensorsFolder,
-        dtype: Dtype | None,
-        padded_vocab_size: int | None,
+        self, family: Family, weights: SafetensorsFolder, dtype: Dtype | None, padded_vocab_size: int | None
     ) -> None:
         self.family, self.weights = family, weights
         self.units = list(family.units())

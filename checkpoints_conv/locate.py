@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import Family
-from checkpoints_conv.families.family import Unit, refuse_unmatched, refuse_untied
+from checkpoints_conv.families.family import Unit, refuse_shape, refuse_unmatched, refuse_untied
 from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES
 from checkpoints_conv.formats.pieces import same
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
@@ -94,7 +94,4 @@ def _check_shape(unit: Unit, name: str, found: tuple[int, ...]) -> None:
     expected = (*stack, unit.rows, *unit.shape[1:])
     padded = (*found[: len(stack)], unit.rows, *found[len(stack) + 1 :]) if unit.padded else found
     if len(found) != len(expected) or padded != expected or found[len(stack)] < unit.rows:
-        raise UserError(
-            f"{name} is {list(found)}, config.json says {list(expected)}; are the checkpoint and "
-            "config.json of the same model?"
-        )
+        refuse_shape(name, found, expected)

@@ -19,11 +19,11 @@ from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
 from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsFolder, SafetensorsWriter
+from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER
-from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files
+from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files, shards
 from checkpoints_conv.model_card import base_of, training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from nemo_grpo.errors import UserError
@@ -77,9 +77,7 @@ def merge_lora(
     units = list(family.units())
     family.check_hf(weights.shapes)
     reader = TorchDistReader(megatron_checkpoint)
-    adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
-    scale = _alpha(reader, alpha)
-    wanted = dtype_for(dtype)
+    adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
     rounded = {name for unit in units if not unit.keeps_dtype for name in unit.hf}
     planned = [
         (name, wanted if wanted and name in rounded else weights.tensors[name].dtype, shape)
@@ -132,16 +130,14 @@ def export_adapter(
             f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
         )
     reader = TorchDistReader(megatron_checkpoint)
-    adapters = {adapter.unit: adapter for adapter in find_adapters(family, reader)}
-    scale = _alpha(reader, alpha)
+    adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
     ranks = {adapter.rank for adapter in adapters.values()}
     if len(ranks) > 1:
         raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
-    wanted = dtype_for(dtype)
     planned: list[Planned] = []
-    for adapter in adapters.values():
+    for unit, adapter in adapters.items():
         stored = wanted or reader.keys[f"{adapter.layer}linear_in.weight"].dtype
-        for name, shape in zip(adapter.unit.hf, adapter.unit.hf_shapes, strict=True):
+        for name, shape in zip(unit.hf, unit.hf_shapes, strict=True):
             planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
             planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
 
@@ -151,12 +147,8 @@ def export_adapter(
             yield _peft_name(name, "A"), a
             yield _peft_name(name, "B"), b
 
-    settings = {
-        "direction": "lora-adapter",
-        "alpha": scale,
-        "dtype": str(wanted),
-        "base": str(base.resolve()),
-    }
+    settings = {"direction": "lora-adapter", "alpha": scale, "dtype": str(wanted)}
+    settings["base"] = str(base.resolve())
     with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
         total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
         _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
@@ -170,13 +162,13 @@ def export_adapter(
     return output
 
 
-def find_adapters(family: Family, reader: TorchDistReader) -> list[Adapter]:
-    """Every adapted unit of a checkpoint.
+def find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
+    """Every adapted unit of a checkpoint, with its adapter.
 
     Raises: UserError: there is none, or one is on a layer or of a kind that is not supported.
     """
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
-    found: list[Adapter] = []
+    found: dict[Unit, Adapter] = {}
     known: set[str] = set()
     for unit in family.units():
         layer = unit.key.removesuffix("weight") + ADAPTER.removeprefix(".")
@@ -188,7 +180,7 @@ def find_adapters(family: Family, reader: TorchDistReader) -> list[Adapter]:
         shapes = ((*unit.stack, rank, unit.shape[1]), (*unit.stack, unit.rows, rank))
         if tuple(stored[name] for name in names) != shapes:
             raise UserError(f"{layer}* is {[stored[name] for name in names]}, the base says {list(shapes)}")
-        found.append(Adapter(unit, rank, layer))
+        found[unit] = Adapter(unit, rank, layer)
     if unknown := sorted(set(stored) - known):
         raise UserError(f"adapters of a kind that is not supported: {', '.join(unknown)}")
     if not found:
@@ -214,25 +206,18 @@ def _write(
     max_shard_bytes: int,
     num_workers: int,
 ) -> None:
-    job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned), reuses=True)
-    writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
-    kept = {entry["name"]: entry for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
-
     def work(unit: Unit) -> None:
         for tensor_name, tensor in convert(unit):
-            if tensor_name not in kept:
+            if tensor_name not in finished:
                 rounded = cast_tensor(tensor, writer.tensors[tensor_name].dtype, tensor_name)
                 checksum = writer.write(tensor_name, byte_view(rounded.contiguous()))
                 job.record({"name": tensor_name, "crc32": checksum})
                 advance(amount=writer.tensors[tensor_name].num_bytes)
 
-    try:
-        done = sum(writer.tensors[tensor_name].num_bytes for tensor_name in kept)
+    with shards(job, planned, max_shard_bytes, name) as (writer, finished):
+        done = sum(writer.tensors[tensor_name].num_bytes for tensor_name in finished)
         with progress("lora", writer.num_bytes, done=done, in_bytes=True) as advance:
             run_parallel(units, work, num_workers)
-        writer.write_index()
-    finally:
-        writer.close()
 
 
 def _peft_name(hf_name: str, matrix: str) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,13 +61,9 @@ def megatron_to_hf(
         }
         with Job(output, megatron_checkpoint, settings, resume, force, [hf_config_folder]) as job:
             tensors = list(_tensors(places, reader, wanted))
-            job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in tensors), reuses=True)
-            writer = SafetensorsWriter(job.data, tensors, max_shard_bytes)
-            try:
-                _convert_all(places, reader, writer, job, family.dims, num_workers)
-            finally:
-                writer.close()
-            writer.write_index()
+            with shards(job, tensors, max_shard_bytes) as (writer, finished):
+                todo = [place for place in places if not finished.issuperset(place.unit.hf)]
+                _convert_all(todo, reader, writer, job, family.dims, num_workers)
             copy_side_files(hf_config_folder, job.data, tensors[0][1])
             write_card(job.data, training_of(reader.folder), base_of(hf_config_folder))
             job.finish(sha256)
@@ -82,8 +78,25 @@ def _tensors(places: list[Place], reader: TorchDistReader, dtype: Dtype | None) 
             yield name, stored if place.unit.keeps_dtype else dtype or stored, shape
 
 
+@contextmanager
+def shards(
+    job: Job, planned: list[Planned], max_shard_bytes: int, name: str = "model"
+) -> Iterator[tuple[SafetensorsWriter, set[str]]]:
+    """Within the block, a result's files, and the names of the tensors that an interrupted attempt finished.
+
+    Raises: UserError: the disk has no room for them.
+    """
+    job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned), reuses=True)
+    writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
+    try:
+        yield writer, {done["name"] for done in job.journal if writer.holds(done["name"], done["crc32"])}
+        writer.write_index()
+    finally:
+        writer.close()
+
+
 def _convert_all(
-    places: list[Place],
+    todo: list[Place],
     reader: TorchDistReader,
     writer: SafetensorsWriter,
     job: Job,
@@ -101,8 +114,6 @@ def _convert_all(
             job.record({"name": part.name, "crc32": part.crc32})
             advance(amount=part.stored.num_bytes)
 
-    finished = {entry["name"] for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
-    todo = [place for place in places if not finished.issuperset(place.unit.hf)]
     left = sum(writer.tensors[name].num_bytes for place in todo for name in place.unit.hf)
     shown = progress("megatron-to-hf", writer.num_bytes, done=writer.num_bytes - left, in_bytes=True)
     with shown as advance, flush_behind(list(writer.descriptors.values())):

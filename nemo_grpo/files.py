@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk leaves whole, and hashes of files."""
+"""Files that a kill or a full disk leaves whole, hashes of files, folders that exist."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def write_atomically(path: Path, text: str) -> None:
     flush(temporary)
     temporary.replace(path)
     flush(path.parent)
+
+
+def existing_parent(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def flush(path: Path) -> None:

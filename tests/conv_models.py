@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from functools import partial
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import FAMILIES, auto_class, small_config
 
 from checkpoints_conv.formats.dtypes import byte_view, dtype_for
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 
 CONFIGS = {family: partial(small_config, family, num_hidden_layers=4) for family in FAMILIES}
@@ -40,6 +43,15 @@ def tensors_of(folder):
     return tensors
 
 
+def rewrite(folder, change=None, **config):
+    """Other tensors in model.safetensors, which ``change`` changes in place, and another config.json."""
+    if change is not None:
+        tensors = tensors_of(folder)
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(folder) | config))
+
+
 def assert_same_tensors(found, expected):
     """Same names, same dtypes, same bits."""
     assert set(found) == set(expected)
@@ -51,6 +63,12 @@ def assert_same_tensors(found, expected):
 def names_in(folder):
     """Of everything in a folder, hidden or not."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def shapes_in(checkpoint):
+    """Of a Megatron checkpoint's weights, by key."""
+    with closing(TorchDistReader(checkpoint)) as reader:
+        return {name: key.shape for name, key in reader.weights.items()}
 
 
 def write_chunk(writer, key, shape, offsets, tensor):

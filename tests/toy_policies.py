@@ -146,7 +146,8 @@ def one_step(
         policy = policy_of(model, settings, layout=layout, keep_reference=True)
         policy.share_prompts = share_prompts
         prev, entropies = policy.score(sequences, **how)
-        reference = policy.reference_logprobs(sequences, **how)
+        with policy.reference_weights():
+            reference = policy.score(sequences, **how, with_entropies=False).logprobs
         mask = token_batch(sequences, rewards, prev).mask
         scores = torch.stack([prev, entropies, reference]).where(mask, 0.0)
         # The step-level part must see the same numbers: clip_cov draws by their bits, erpo amplifies them.

@@ -28,7 +28,6 @@ from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.run_grpo import load_tokenizer
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
-REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry:ACTOR_ENVIRONMENT_REGISTRY"
 AVERAGED = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
 NUMBERS = itertools.count()
 OWN_NAMES = {stock: own for own, stock in STOCK_NAMES.items()}
@@ -51,7 +50,7 @@ def prepare() -> None:
     """Join the rehearsal's Ray; our worker runs where the stock worker does."""
     compat.keep_tensor_pickles_plain()
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
-    registry = compat.import_name(REGISTRY)
+    registry = compat.import_name(compat.ACTOR_PYTHONS)
     registry[WORKER] = registry[STOCK_WORKER]
 
 
@@ -110,10 +109,7 @@ class Engine:
         self.policy.run_all_workers_single_data("back_to_start")
         loss_fn, steps = ObjectiveLoss(recipe.loss_fn), batches(self.folder)
         estimator = VariantEstimator(
-            recipe.loss_fn,
-            num_generations=NUM_GENERATIONS,
-            seed=recipe.grpo.seed,
-            exchange=self.exchange,
+            recipe.loss_fn, num_generations=NUM_GENERATIONS, seed=recipe.grpo.seed, exchange=self.exchange
         )
         return [
             self.step(steps[number % len(steps)], estimator, loss_fn, updates)
@@ -156,9 +152,7 @@ class Engine:
         length = step.sequences.input_ids.shape[1]
         return StepResult(
             {name: tensor[:, 1:length].float() for name, tensor in tensors.items() if tensor is not None},
-            (
-                found["loss"].flatten() * num_updates
-            ).tolist(),  # NeMo-RL divides, so that they add up to a mean
+            (found["loss"].flatten() * num_updates).tolist(),  # NeMo-RL's add up to a mean
             float(found["grad_norm"].flatten()[-1]),
             {**estimator.last_metrics, **metrics_of_the_step(found["all_mb_metrics"])},
             self.policy.run_all_workers_single_data("hf_tensors")[0],
@@ -195,15 +189,11 @@ def prompt_ids(step: Step) -> Tensor:
 def repeated_batch(step: Step) -> dict[str, Any]:
     """What the trainer hands to an estimator: the conversations."""
     s = step.sequences
+    rows = zip(s.input_ids, s.prompt_lengths.tolist(), s.lengths.tolist(), strict=True)
     return {
         "message_log": [
-            [
-                {"role": "user", "token_ids": ids[:start]},
-                {"role": "assistant", "token_ids": ids[start:end]},
-            ]
-            for ids, start, end in zip(
-                s.input_ids, s.prompt_lengths.tolist(), s.lengths.tolist(), strict=True
-            )
+            [{"role": "user", "token_ids": ids[:start]}, {"role": "assistant", "token_ids": ids[start:end]}]
+            for ids, start, end in rows
         ]
     }
 

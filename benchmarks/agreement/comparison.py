@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ KL = "kl/reference"
 class Differences:
     """Greatest differences over the steps.
 
+    In the order of the table's columns.
+
     Attributes: advantages, token_weights, logprobs, reference, entropies: of tokens that count, absolute;
                     NaN where there are none.
-                loss, grad_norm, kl: relative to the greatest of the steps.
+                loss, kl, grad_norm: relative to the greatest of the steps.
                 first, last: distance of the weights relative to the way that they have gone, after the first
                 update and after the last.
     """
@@ -31,8 +33,8 @@ class Differences:
     reference: float
     entropies: float
     loss: float
-    grad_norm: float
     kl: float
+    grad_norm: float
     first: float
     last: float
 
@@ -49,17 +51,11 @@ def compare(ours: Sequence[StepResult], theirs: Sequence[StepResult]) -> Differe
         return max(found, default=math.nan)
 
     steps = list(zip(ours, theirs, strict=True))
-    losses = [pair for a, b in steps for pair in zip(a.losses, b.losses, strict=True)]
-    norms = [(a.grad_norm, b.grad_norm) for a, b in steps]
     return Differences(
-        advantages=greatest("advantages"),
-        token_weights=greatest("token_weights"),
-        logprobs=greatest("logprobs"),
-        reference=greatest("reference"),
-        entropies=greatest("entropies"),
-        loss=relative(losses),
-        grad_norm=relative(norms),
+        *map(greatest, ("advantages", "token_weights", "logprobs", "reference", "entropies")),
+        loss=relative([pair for a, b in steps for pair in zip(a.losses, b.losses, strict=True)]),
         kl=relative([(a.metrics.get(KL, 0.0), b.metrics.get(KL, 0.0)) for a, b in steps]),
+        grad_norm=relative([(a.grad_norm, b.grad_norm) for a, b in steps]),
         first=way_apart(ours[0].weights, theirs[0].weights, ours[0].start),
         last=way_apart(ours[-1].weights, theirs[-1].weights, ours[0].start),
     )
@@ -87,12 +83,8 @@ HEADER = (
 def table(rows: Mapping[tuple[str, str], Differences]) -> str:
     """Markdown."""
     lines = [HEADER, "|---|---|" + "---|" * 10]
-    for (variant, layout), d in rows.items():
-        numbers = (
-            d.advantages, d.token_weights, d.logprobs, d.reference, d.entropies, d.loss, d.kl, d.grad_norm,
-            d.first, d.last,
-        )  # fmt: skip
-        lines.append(f"| {variant} | {layout} | " + " | ".join(map(_number, numbers)) + " |")
+    for (variant, layout), differences in rows.items():
+        lines.append(f"| {variant} | {layout} | {' | '.join(map(_number, astuple(differences)))} |")
     return "\n".join(lines)
 
 

@@ -19,8 +19,7 @@ class Declaration:
 
     Attributes:
         architecture, model_type: how its config.json names it.
-        has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
-        has_post_norms: norms behind attention and feed-forward layer, too.
+        has_qkv_bias, has_qk_norm, has_post_norms, is_bridged: as in `ModelSpec`.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
         ties_by_default: embeddings are tied where config.json does not say.
@@ -28,7 +27,6 @@ class Declaration:
         sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
         vision_parameters: of these sizes, the parameters of the vision tower.
         settings: config.json -> Megatron-Bridge's provider where it is not a dense decoder's.
-        is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows it.
     """
 
     architecture: str

@@ -12,14 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from checkpoints_conv.families.declaration import Declaration
-from checkpoints_conv.families.parts import (
-    Entry,
-    embeddings,
-    gated,
-    gated_mlp,
-    layer_copy,
-    routed_experts,
-)
+from checkpoints_conv.families.parts import Entry, embeddings, gated, gated_mlp, layer_copy, routed_experts
 from checkpoints_conv.families.spec import ModelSpec
 from nemo_grpo.errors import UserError
 

@@ -130,10 +130,7 @@ class Family:
                 whole = whole[:rows]
             expected = (rows, *shapes[0][1:])
             if tuple(whole.shape) != expected:
-                raise UserError(
-                    f"{name} is {list(megatron[name].shape)}, config.json says {list(expected)}; "
-                    "are the weights and config.json of the same model?"
-                )
+                refuse_shape(name, megatron[name].shape, expected)
             parts = entry.op.split(whole, [shape[0] for shape in shapes], self.dims)
             for (hf_name, _), part in zip(entry.hf, parts, strict=True):
                 yield hf_name.format(**numbers), part
@@ -207,10 +204,7 @@ class Family:
         refuse_unmatched("Hugging Face", set(expected) - set(found), extra)
         for name, shape in expected.items():
             if found[name] != shape:
-                raise UserError(
-                    f"{name} is {list(found[name])}, config.json says {list(shape)}; "
-                    "are the weights and config.json of the same model?"
-                )
+                refuse_shape(name, found[name], shape)
 
     def converted(self, names: Iterable[str]) -> set[str]:
         """Either side's names without the heads for multi-token prediction, which no table has; says so."""
@@ -265,6 +259,17 @@ def refuse_untied() -> NoReturn:
     raise UserError(
         "config.json has tie_word_embeddings=true, but the output layer differs from the embedding; "
         "set tie_word_embeddings to false"
+    )
+
+
+def refuse_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> NoReturn:
+    """Say that a tensor has another shape than config.json says.
+
+    Raises: UserError: always.
+    """
+    raise UserError(
+        f"{name} is {list(found)}, config.json says {list(expected)}; are the weights and config.json of the "
+        "same model?"
     )
 
 

@@ -80,13 +80,9 @@ def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...
     norms = tuple(
         layer_copy(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "d") for x in "qk"
     )
+    fused = "self_attention.linear_qkv.layer_norm_weight"
     return (
-        layer_copy(
-            "input_layernorm.weight",
-            "input_layernorm.weight",
-            "h",
-            fused="self_attention.linear_qkv.layer_norm_weight",
-        ),
+        layer_copy("input_layernorm.weight", "input_layernorm.weight", "h", fused),
         _qkv("weight", " h"),
         *((_qkv("bias", ""),) if qkv_bias else ()),
         *(norms if qk_norm else ()),
@@ -109,12 +105,7 @@ def gated(megatron: str, hf: str, width: str = "f") -> tuple[Entry, ...]:
 def gated_mlp(norm: str = "post_attention_layernorm.weight", width: str = "f") -> tuple[Entry, ...]:
     """Norm and the three matrices of a gated MLP. Args: norm: its Hugging Face name.  width: see `gated`."""
     return (
-        layer_copy(
-            "pre_mlp_layernorm.weight",
-            norm,
-            "h",
-            fused="mlp.linear_fc1.layer_norm_weight",
-        ),
+        layer_copy("pre_mlp_layernorm.weight", norm, "h", fused="mlp.linear_fc1.layer_norm_weight"),
         *gated("mlp.", "mlp.", width),
     )
 
@@ -129,14 +120,9 @@ def routed_experts() -> tuple[Entry, ...]:
 
 def gated_experts() -> tuple[Entry, ...]:
     """Norm, router and one gated MLP per expert."""
-    return (
-        Entry(
-            f"{LAYER}pre_mlp_layernorm.weight",
-            ((f"{HF_LAYER}post_attention_layernorm.weight", "h"),),
-            twin=f"{LAYER}mlp.linear_fc1.layer_norm_weight",  # megatron-core's local spec, even with experts
-        ),
-        *routed_experts(),
-    )
+    norm = layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h")
+    twin = f"{LAYER}mlp.linear_fc1.layer_norm_weight"  # megatron-core's local spec, even with experts
+    return replace(norm, twin=twin), *routed_experts()
 
 
 def decoder_table(spec: ModelSpec) -> tuple[Entry, ...]:

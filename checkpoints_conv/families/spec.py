@@ -59,6 +59,11 @@ class ModelSpec:
     is_bridged: bool = True
 
     @property
+    def num_sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
     def query_size(self) -> int:
         """Width of all query heads."""
         return self.num_attention_heads * self.head_dim

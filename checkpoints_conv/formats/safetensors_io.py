@@ -232,11 +232,7 @@ class SafetensorsWriter:
         end = 0
         for name, dtype, shape in shard:
             begin, end = end, end + num_bytes_of(dtype, shape)
-            header[name] = {
-                "dtype": dtype.safetensors,
-                "shape": list(shape),
-                "data_offsets": [begin, end],
-            }
+            header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
@@ -272,9 +268,7 @@ class SafetensorsWriter:
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
-        self.descriptors.clear()
+        close_all(self.descriptors)
 
     def write_index(self) -> None:
         """Write the index that transformers and vLLM look for; one file alone needs none."""

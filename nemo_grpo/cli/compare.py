@@ -112,11 +112,8 @@ def sweep(
     loaded = load_sweep(find_sweep(name), target)
     out = out or Path("runs") / f"sweep-{loaded.name}{'-cluster' if on_cluster else ''}"
     chosen = loaded.seeds if seeds is None else parse_seeds(seeds)
-    settings, prefix = (
-        with_overrides(loaded.settings, overrides or []),
-        f"{loaded.name}-" if on_cluster else "",
-    )
-    planned = plan_jobs(settings, chosen, out, prefix=prefix)
+    settings = with_overrides(loaded.settings, overrides or [])
+    planned = plan_jobs(settings, chosen, out, prefix=f"{loaded.name}-" if on_cluster else "")
     options = sbatch_options(time, account, partition, sbatch)
     environment = job_environment(container, mounts, logs)
     if on_cluster:

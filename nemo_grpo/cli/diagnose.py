@@ -20,11 +20,6 @@ app = typer.Typer(no_args_is_help=True, help="Studies of a trained model.")
 RESULT, PICTURE = "pivots.json", "pivots.png"
 
 
-@app.callback()
-def diagnose() -> None:
-    """Studies of a trained model."""
-
-
 @app.command()
 def pivots(
     run: Annotated[

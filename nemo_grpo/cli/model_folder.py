@@ -10,6 +10,7 @@ from typing import Any
 
 from checkpoints_conv.formats.model_folder import hf_config
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import existing_parent
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def result_name(model: Path) -> str:
 
 def check_place(out: Path) -> None:
     """Check before the work that results can be written; creates nothing yet."""
-    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    existing = existing_parent(out)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--out {out} cannot be made: {existing} cannot be written; choose another folder")
 

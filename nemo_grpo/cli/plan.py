@@ -125,11 +125,7 @@ def _further(
         names = compare.split(",")
         found["compare"] = of_variants(recipe, names, one.shape, one.gpu, one.hardware, assumed)
     if scale:
-        try:
-            counts = [int(count) for count in scale.split(",")]
-        except ValueError:
-            raise UserError(f"--scale {scale}: numbers of GPUs, such as 8,64,512") from None
-        found["scale"] = scaling(recipe, one.forecast, one.shape, one.hardware, counts)
+        found["scale"] = scaling(recipe, one.forecast, one.shape, one.hardware, scale)
     return found
 
 

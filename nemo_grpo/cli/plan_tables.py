@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from rich.table import Table
+
+from nemo_grpo.plan import Plan
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.memory import GIB
+from nemo_grpo.plan.scaling import Point
+from nemo_grpo.plan.search import Found
+from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from nemo_grpo.plan import Plan
-    from nemo_grpo.plan.scaling import Point
-    from nemo_grpo.plan.search import Found
-    from nemo_grpo.plan.setup import Setup
 
 _PHASES = ("training", "scoring", "refit")
 _PUBLISHED = "published steps on such GPUs"
@@ -23,8 +20,6 @@ _PUBLISHED = "published steps on such GPUs"
 
 def memory_table(one: Plan) -> Table:
     """Memory of one recipe."""
-    from rich.table import Table
-
     layout, setup = one.setup.layout, one.setup
     table = Table(
         title=f"{one.name}: {one.shape.name} on {setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
@@ -52,8 +47,6 @@ def memory_table(one: Plan) -> Table:
 
 def overview(plans: list[Plan], price: float | None) -> Table:
     """One line per recipe."""
-    from rich.table import Table
-
     table = Table(title=f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}")
     table.add_column("recipe", overflow="fold")  # cut short, recipes would have one name
     for column in ("layout", "training", "scoring", "refit", "KV cache", "s/step", "GPU-hours", "verdict"):
@@ -78,8 +71,6 @@ def _cache(one: Plan) -> str:
 
 def time_table(found: Forecast) -> Table:
     """Seconds of one step, phase by phase."""
-    from rich.table import Table
-
     step, work = found.step, found.work
     sequence = sum(step.phases.values())
     table = Table(title="one step")
@@ -134,8 +125,6 @@ def cost(found: Forecast, price: float | None) -> str:
 
 def best_table(base: Forecast, found: Sequence[Found]) -> Table:
     """The fastest layouts."""
-    from rich.table import Table
-
     table = Table(title=f"fastest layouts that fit; the recipe's takes {base.step.seconds:.0f} s per step")
     for column in ("s/step", "gain", "tokens/s/GPU", "overrides"):
         table.add_column(column, justify="left" if column == "overrides" else "right", overflow="fold")
@@ -150,8 +139,6 @@ def best_table(base: Forecast, found: Sequence[Found]) -> Table:
 
 def variants_table(found: Mapping[str, Forecast], price: float | None) -> Table:
     """What each algorithm costs on the same recipe."""
-    from rich.table import Table
-
     table = Table(title="the same recipe with other algorithms, their papers' parameters")
     for column in ("variant", "draws", "scoring passes", "s/step", "rollouts", "scoring", "GPU-hours"):
         table.add_column(column, justify="left" if column == "variant" else "right")
@@ -171,8 +158,6 @@ def variants_table(found: Mapping[str, Forecast], price: float | None) -> Table:
 
 def scale_table(points: Sequence[Point], price: float | None) -> Table:
     """Steps against GPUs, each with its best layout: the batch stays (strong), or grows (weak)."""
-    from rich.table import Table
-
     table = Table(title="other numbers of GPUs, each with its best layout")
     columns = ("GPUs", "own layout", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency")
     for column in columns:

@@ -12,15 +12,13 @@ import typer
 
 from nemo_grpo.cli.recipe import Overrides
 
-NemoRL = Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")]
-
 
 def rehearse(
     recipe: Annotated[
         Path, typer.Argument(help="Cluster recipe, as it would be submitted.", show_default=False)
     ],
     overrides: Overrides = None,
-    nemo_rl: NemoRL = None,
+    nemo_rl: Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
     python: Annotated[
         Path | None,
         typer.Option(help="Python with NeMo-RL's packages. Default: this one, or .venv-nemo-rl's."),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,26 +13,15 @@ if TYPE_CHECKING:
     from nemo_grpo.tasks.retriever import Retriever
 
 app = typer.Typer(no_args_is_help=True, help="Serve passages to tasks that search.")
-
-
-class Kind(StrEnum):
-    """Kinds of index."""
-
-    bm25 = "bm25"
-    dense = "dense"
-
-
-@app.callback()
-def _group() -> None:
-    """Serve passages to tasks that search."""
+app.callback()(lambda: None)  # a group, so that its only command has a name
 
 
 @app.command()
 def serve(
     corpus: Annotated[Path, typer.Option(help="JSONL file of passages: id, title, text.")],
     index: Annotated[
-        Kind, typer.Option(help="bm25: words; dense: vectors of an encoder, by FAISS.")
-    ] = Kind.bm25,
+        Literal["bm25", "dense"], typer.Option(help="bm25: words; dense: vectors of an encoder, by FAISS.")
+    ] = "bm25",
     encoder: Annotated[
         Path | None, typer.Option(help="Folder of the E5 encoder; with --index dense.", show_default=False)
     ] = None,
@@ -59,15 +47,15 @@ def serve(
     except ImportError as error:
         raise UserError("the service needs starlette and uvicorn; pip install 'nemo-grpo[search]'") from error
     retriever, num_passages = _build(corpus, index, encoder, faiss, device, cache)
-    about = {"index": index.value, "num_passages": num_passages}
+    about = {"index": index, "num_passages": num_passages}
     service = server.RetrieverServer((host, port), retriever, top_k=top_k, about=about)
     server.serve(service, lambda url: typer.echo(f"{num_passages} passages at {url}"))
 
 
 def _build(
-    corpus: Path, index: Kind, encoder: Path | None, faiss: str, device: str, cache: Path | None
+    corpus: Path, index: str, encoder: Path | None, faiss: str, device: str, cache: Path | None
 ) -> tuple[Retriever, int]:
-    if index is Kind.bm25:
+    if index == "bm25":
         from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 
         if encoder is not None:

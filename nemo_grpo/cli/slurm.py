@@ -11,11 +11,7 @@ import typer
 from nemo_grpo.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Job scripts for an installation without the repository.")
-
-
-@app.callback()
-def group() -> None:
-    """A group, so that its only command has a name."""
+app.callback()(lambda: None)  # a group, so that its only command has a name
 
 
 @app.command()

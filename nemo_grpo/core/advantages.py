@@ -7,7 +7,7 @@ from typing import Literal
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.statistics import Groups
+from nemo_grpo.core.statistics import Groups, row_std
 
 RewardNormalization = Literal["none", "group", "batch"]
 
@@ -52,58 +52,37 @@ def group_advantages(
     """
     valid, rewards = batch.sample_mask, batch.rewards.double()
     groups = Groups.from_ids(batch.group_ids)
-    count = groups.spread(groups.sum(valid))
-    total = groups.spread(groups.sum(torch.where(valid, rewards, 0.0)))
     highest = groups.spread(groups.extreme(rewards, valid, "amax"))
     has_signal = valid & (highest > groups.spread(groups.extreme(rewards, valid, "amin")))
+    values = rewards - groups.spread(groups.mean(rewards, valid))
     if leave_one_out:
-        values = _leave_one_out(rewards, valid, groups, count, total, normalization, eps)
-    else:
-        centred = rewards - total / count.clamp(min=1)
-        values = centred / _scale(rewards, centred, valid, groups, count, normalization, eps)
-    values = torch.where(has_signal, values, 0.0)
-    return GroupAdvantages(values.to(batch.rewards.dtype), groups, count.long(), has_signal)
-
-
-def _scale(
-    rewards: Tensor,
-    centred: Tensor,
-    valid: Tensor,
-    groups: Groups,
-    count: Tensor,
-    normalization: RewardNormalization,
-    eps: float,
-) -> Tensor:
-    if normalization == "none":
-        return torch.ones_like(rewards)
-    if normalization == "group":
-        squares = groups.spread(groups.sum(torch.where(valid, centred.square(), 0.0)))
-        return (squares / (count - 1).clamp(min=1)).sqrt() + eps
-    n = valid.sum()
-    deviation = rewards - torch.where(valid, rewards, 0.0).sum() / n.clamp(min=1)
-    return (torch.where(valid, deviation.square(), 0.0).sum() / (n - 1).clamp(min=1)).sqrt() + eps
+        values = _leave_one_out(values, rewards, valid, groups, normalization, eps)
+    elif normalization == "group":
+        values = values / (groups.spread(groups.std(rewards, valid)) + eps)
+    elif normalization == "batch":
+        values = values / (row_std(rewards, valid) + eps)
+    values = torch.where(has_signal, values, 0.0).to(batch.rewards.dtype)
+    return GroupAdvantages(values, groups, groups.spread(groups.sum(valid)).long(), has_signal)
 
 
 def _leave_one_out(
+    centred: Tensor,
     rewards: Tensor,
     valid: Tensor,
     groups: Groups,
-    count: Tensor,
-    total: Tensor,
     normalization: RewardNormalization,
     eps: float,
 ) -> Tensor:
-    others = (count - 1).clamp(min=1)
-    mean = (total - rewards) / others
+    others = (groups.spread(groups.sum(valid)) - 1).clamp(min=1)
+    mean = (groups.spread(groups.sum(torch.where(valid, rewards, 0.0))) - rewards) / others
     if normalization == "none":
         return rewards - mean
     if normalization == "batch":
         raise ValueError("leave_one_out with normalization='batch' is not defined; use 'none' or 'group'")
     # Var of the others = (sum of all squares - own square) around the others' mean, computed about the group
     # mean.
-    centred = rewards - total / count.clamp(min=1)
     squares = groups.spread(groups.sum(torch.where(valid, centred.square(), 0.0))) - centred.square()
-    shift = mean - total / count.clamp(min=1)
+    shift = mean - groups.spread(groups.mean(rewards, valid))
     variance = (squares - others * shift.square()).clamp(min=0.0) / (others - 1).clamp(min=1)
     std = variance.sqrt()
     return (rewards - mean) / torch.where(std > 1e-8, std + eps, 1.0)

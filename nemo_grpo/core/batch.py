@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from nemo_grpo.core.checks import require
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.masking import zero_outside
 
-_TOKEN_FIELDS = (
+_NATS = (
     "next_token_logprobs",
     "prev_logprobs",
     "generation_logprobs",
@@ -24,6 +24,8 @@ _TOKEN_FIELDS = (
     "unfiltered_logprobs",
     "entropies",
 )
+_TOKEN_FIELDS = ("token_mask", *_NATS)
+_ROW_FIELDS = ("sample_mask", "rewards", "group_ids", "response_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +77,14 @@ class TokenBatch:
                 object.__setattr__(self, name, mask.bool())
 
     def _check_types(self) -> None:
-        for name in (each.name for each in fields(self) if each.name != "carried"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, torch.Tensor):
+        for name, value in self._given(*_TOKEN_FIELDS, *_ROW_FIELDS).items():
+            if not isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a tensor")
         dtype = self.prev_logprobs.dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"prev_logprobs is {dtype}; use float32 or float64")
-        for name in _TOKEN_FIELDS:
-            value = getattr(self, name)
-            if value is not None and value.dtype != dtype:
+        for name, value in self._given(*_NATS).items():
+            if value.dtype != dtype:
                 raise ValueError(f"{name} is {value.dtype} and prev_logprobs is {dtype}; use one of them")
         if self.group_ids.is_floating_point():
             raise ValueError(f"group_ids is {self.group_ids.dtype}; it must be an integer tensor")
@@ -93,12 +93,8 @@ class TokenBatch:
         shape = tuple(self.prev_logprobs.shape)
         if len(shape) != 2:
             raise ValueError(f"prev_logprobs has shape {shape}; it must be [B, T]")
-        expected: dict[str, tuple[int, ...]] = dict.fromkeys(("token_mask", *_TOKEN_FIELDS), shape)
-        expected |= dict.fromkeys(("sample_mask", "rewards", "group_ids", "response_ids"), shape[:1])
-        for name, want in expected.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
+        for name, value in self._given(*_TOKEN_FIELDS, *_ROW_FIELDS).items():
+            want = shape[:1] if name in _ROW_FIELDS else shape
             if tuple(value.shape) != want:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; it must be {list(want)}, as prev_logprobs"
@@ -107,6 +103,10 @@ class TokenBatch:
                 raise ValueError(
                     f"{name} is on {value.device}; prev_logprobs is on {self.prev_logprobs.device}"
                 )
+
+    def _given(self, *names: str) -> dict[str, Tensor]:
+        """Those of these fields that are not None."""
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
     def kl_logprobs(self) -> Tensor:
@@ -127,24 +127,15 @@ class TokenBatch:
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
     ) -> TokenBatch:
         """The given rows, cut to ``length`` columns, optionally with the current policy's logprobs."""
-        changes: dict[str, Any] = {
-            name: getattr(self, name)[rows] for name in ("sample_mask", "rewards", "group_ids")
-        }
-        if self.response_ids is not None:
-            changes["response_ids"] = self.response_ids[rows]
-        for name in ("token_mask", *_TOKEN_FIELDS):
-            value = getattr(self, name)
-            if value is not None:
-                changes[name] = value[rows, :length]
+        changes: dict[str, Any] = {name: x[rows] for name, x in self._given(*_ROW_FIELDS).items()}
+        changes |= {name: x[rows, :length] for name, x in self._given(*_TOKEN_FIELDS).items()}
         if next_token_logprobs is not None:
             changes["next_token_logprobs"] = next_token_logprobs
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on another device."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        moved: dict[str, Any] = {name: v.to(device) for name, v in values if isinstance(v, torch.Tensor)}
-        return replace(self, **moved)
+        return on_device(self, device)
 
     def clean(self) -> TokenBatch:
         """The same batch with 0 wherever a token or a sequence does not count.
@@ -152,10 +143,9 @@ class TokenBatch:
         NaN, infinity or garbage there reaches neither a value nor a gradient.
         """
         mask = self.mask
-        tokens = {name: x for name in _TOKEN_FIELDS if (x := getattr(self, name)) is not None}
         rewards = torch.where(self.sample_mask, self.rewards.to(self.prev_logprobs.dtype), 0.0)
         clean = copy.copy(self)  # with its masks; shapes stay as they are and need no second check
-        vars(clean).update({name: zero_outside(x, mask) for name, x in tokens.items()})
+        vars(clean).update({name: zero_outside(x, mask) for name, x in self._given(*_NATS).items()})
         vars(clean).update(token_mask=mask, rewards=rewards)
         return clean
 
@@ -207,12 +197,12 @@ class PreparedBatch:
 
     def to(self, device: torch.device | str) -> PreparedBatch:
         """The same part of the step on another device; the metrics stay where they are."""
-        weights, factors = self.token_weights, self.row_factors
-        return replace(
-            self,
-            batch=self.batch.to(device),
-            advantages=self.advantages.to(device),
-            group_sizes=self.group_sizes.to(device),
-            token_weights=None if weights is None else weights.to(device),
-            row_factors=None if factors is None else factors.to(device),
-        )
+        return on_device(self, device)
+
+
+def on_device(part: Any, device: torch.device | str) -> Any:
+    """A dataclass with its tensors, and those of the dataclasses in it, on another device."""
+    values = {each.name: getattr(part, each.name) for each in fields(part)}
+    tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)}
+    nested = {name: on_device(x, device) for name, x in values.items() if is_dataclass(x)}
+    return replace(part, **tensors, **nested)

@@ -20,14 +20,6 @@ IGNORED = -100
 """The target of a position that predicts nothing, as in transformers and in torch's cross entropy."""
 
 
-def _chunk_elements(device: torch.device) -> int:
-    """Size of the default chunk: 4 MiB of fp32, and 0.5 MiB on a CPU.
-
-    A CPU allocator returns large blocks to the system, so every new one costs page faults.
-    """
-    return 2**17 if device.type == "cpu" else 2**20
-
-
 def logprobs_and_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -75,7 +67,8 @@ def _apply(
         )
     vocab = logits.shape[-1]
     if chunk_size is None:
-        chunk_size = max(1, _chunk_elements(logits.device) // vocab)
+        # A CPU allocator returns large blocks to the system, so every new one costs page faults.
+        chunk_size = max(1, (2**17 if logits.device.type == "cpu" else 2**20) // vocab)
     if temperature <= 0 or chunk_size <= 0:
         raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be positive")
     shard = _Shard(group, vocab, vocab_size)
@@ -119,10 +112,6 @@ class _Shard:
             dist.all_reduce(x, op=op, group=self.group)
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class _ChunkedLogprobs(torch.autograd.Function):
     """[N, V] logits, [N] targets -> [N] logprobs, [N] entropies (None without ``with_entropy``)."""
 
@@ -136,7 +125,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         shard: _Shard,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = _accumulation_dtype(logits.dtype)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32  # of the sums
         column, here = shard.local(targets)
         highest = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         # z of the target if it is here, sum exp(z - highest), and for the entropy sum exp(z - highest) z

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.statistics import percentiles, token_mean, token_std
+from nemo_grpo.core.statistics import percentiles, row_std, token_mean, token_std
 from nemo_grpo.core.token_weights import step_covariance
 
 COVARIANCE_SHARES = {
@@ -28,17 +28,16 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
     Returns: name -> 0-d tensor. ``covariance/*`` are percentiles of `step_covariance` (CW-GRPO Table 1);
              ``mismatch/*`` compare the scoring policy with the sampler.
     """
-    mask, valid = batch.mask, batch.sample_mask
+    mask, valid, rewards = batch.mask, batch.sample_mask, batch.rewards.double()
     num_valid = valid.sum().clamp(min=1)
-    reward_mean = batch.rewards.double().sum() / num_valid
-    deviation = torch.where(valid, batch.rewards.double() - reward_mean, 0.0)
+    num_groups = (base.groups.sum(valid) > 0).sum().clamp(min=1)
     lengths = mask.sum(1)
     covariance = step_covariance(batch.prev_logprobs, base.per_token(mask), mask)
     drift = batch.prev_logprobs - batch.generation_logprobs
     metrics = {
-        "reward/mean": reward_mean,
-        "reward/std": (deviation.square().sum() / (num_valid - 1).clamp(min=1)).sqrt(),
-        "reward/group_std": _group_std(batch, base),
+        "reward/mean": rewards.sum() / num_valid,
+        "reward/std": row_std(rewards, valid),
+        "reward/group_std": base.groups.std(rewards, valid).sum() / num_groups,  # GPG Figure 2
         "groups/valid_fraction": base.has_signal.sum() / num_valid,
         "length/mean": lengths.sum() / num_valid,
         "length/max": lengths.max() if lengths.numel() else lengths.sum(),
@@ -57,12 +56,3 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
     if batch.reference_policy_logprobs is not None:
         metrics["kl/step_start"] = token_mean(batch.prev_logprobs - batch.reference_policy_logprobs, mask)
     return metrics
-
-
-def _group_std(batch: TokenBatch, base: GroupAdvantages) -> Tensor:
-    """Mean over groups of the std (ddof 1) of each group's rewards (GPG Figure 2)."""
-    valid, rewards, groups = batch.sample_mask, batch.rewards.double(), base.groups
-    count = groups.sum(valid)
-    mean = groups.spread(groups.sum(torch.where(valid, rewards, 0.0)) / count.clamp(min=1))
-    squares = groups.sum(torch.where(valid, (rewards - mean).square(), 0.0))
-    return (squares / (count - 1).clamp(min=1)).sqrt().sum() / (count > 0).sum().clamp(min=1)

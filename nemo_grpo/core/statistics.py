@@ -34,6 +34,16 @@ class Groups:
             0, self.index, rows.double()
         )
 
+    def mean(self, rows: Tensor, valid: Tensor) -> Tensor:
+        """[B] -> [P] float64: mean of each group's valid rows; 0 if none."""
+        return self.sum(zero_outside(rows, valid)) / self.sum(valid).clamp(min=1)
+
+    def std(self, rows: Tensor, valid: Tensor) -> Tensor:
+        """[B] -> [P] float64: sample standard deviation (ddof 1) of each group's valid rows; 0 below two."""
+        centred = rows.double() - self.spread(self.mean(rows, valid))
+        squares = self.sum(zero_outside(centred.square(), valid))
+        return (squares / (self.sum(valid) - 1).clamp(min=1)).sqrt()
+
     def extreme(self, rows: Tensor, valid: Tensor, kind: str) -> Tensor:
         """[B] -> [P] float64: each group's ``amin`` or ``amax`` over its valid rows; +-inf if none."""
         start = float("inf") if kind == "amin" else float("-inf")
@@ -44,6 +54,13 @@ class Groups:
     def spread(self, per_group: Tensor) -> Tensor:
         """[P] -> [B]: each row gets its group's value."""
         return per_group[self.index]
+
+
+def row_std(rows: Tensor, valid: Tensor) -> Tensor:
+    """[B] -> 0-d float64: sample standard deviation (ddof 1) of the valid rows; 0 below two."""
+    num_valid = valid.sum()
+    centred = rows.double() - zero_outside(rows.double(), valid).sum() / num_valid.clamp(min=1)
+    return (zero_outside(centred.square(), valid).sum() / (num_valid - 1).clamp(min=1)).sqrt()
 
 
 def row_sum(x: Tensor, mask: Tensor) -> Tensor:

@@ -23,11 +23,6 @@ def sequence_importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor
     return torch.exp(mean).expand_as(drift)
 
 
-def policy_gradient(ratio: Tensor, advantages: Tensor) -> Tensor:
-    """rho A: importance-weighted policy gradient without a trust region."""
-    return ratio * advantages
-
-
 def clipped_policy_gradient(
     ratio: Tensor,
     advantages: Tensor,

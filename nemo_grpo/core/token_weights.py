@@ -35,13 +35,13 @@ def group_covariance(
           centring: "response" subtracts each response's own mean logprob, "group" the mean over the group's
               tokens.
     """
-    mask, valid = batch.mask, batch.sample_mask
+    mask = batch.mask
     if centring == "response":
         centre = row_sum(logprobs, mask) / mask.sum(1).clamp(min=1)
     else:
         centre = groups.spread(group_token_mean(logprobs, mask, groups))
-    mean_advantage = groups.sum(torch.where(valid, advantages, 0.0)) / groups.sum(valid).clamp(min=1)
-    c = (logprobs - centre[:, None]) * (advantages.double() - groups.spread(mean_advantage))[:, None]
+    deviation = advantages.double() - groups.spread(groups.mean(advantages, batch.sample_mask))
+    c = (logprobs - centre[:, None]) * deviation[:, None]
     return torch.where(mask, c, 0.0).to(logprobs.dtype)
 
 

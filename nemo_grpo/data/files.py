@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from nemo_grpo.data.fields import Entry, FieldMapping, Row
-from nemo_grpo.data.filters import Filter, Options, complete
+from nemo_grpo.data.filters import Filter, Options
 from nemo_grpo.data.sources import Source
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import flush
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.jsonl import as_line
 
 SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
 
@@ -25,7 +26,7 @@ def write_problems(
     new_images = path.with_suffix(".images.tmp")
     shutil.rmtree(new_images, ignore_errors=True)
     num_images = 0
-    chain = _Chain((complete(), *source.filters), options)
+    chain = _Chain(source.chain, options)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for number, entry in chain.run(_entries(source.name, source.mapping, rows)):
@@ -35,7 +36,8 @@ def write_problems(
                 ]
                 num_images += len(names)
                 where = {"images": [f"{images.name}/{name}" for name in names]} if names else {}
-                file.write(_line(f"{source.name}-{number}", entry, where))
+                content = entry.question, entry.answer, {**entry.metadata, **where}
+                file.write(as_line(Problem(f"{source.name}-{number}", *content)))
         flush(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -46,16 +48,6 @@ def write_problems(
         new_images.rename(images)
     temporary.replace(path)
     return chain.counts(), num_images
-
-
-def _line(identity: str, entry: Entry, where: dict[str, list[str]]) -> str:
-    problem = {
-        "id": identity,
-        "question": entry.question,
-        "answer": entry.answer,
-        "metadata": {**entry.metadata, **where},
-    }
-    return json.dumps(problem, ensure_ascii=False) + "\n"
 
 
 def _entries(name: str, mapping: FieldMapping, rows: Iterable[Row]) -> Iterator[tuple[int, Entry]]:

@@ -53,18 +53,18 @@ class Generated:
 
     def _training(self, task: Task) -> list[Problem]:
         """Each problem once, each size equally often."""
-        wanted = self.num_problems // max(1, len(self.people))
+        num_sizes = max(1, len(self.people))
+        wanted = self.num_problems // num_sizes
         found: dict[str, Problem] = {}
         sizes: Counter[int] = Counter()
-        for index in count():
-            problem = task.train_problem(index, SEED)
-            size = problem.metadata["num_people"] if self.people else 0
+        indices = count()
+        while len(found) < wanted * num_sizes:
+            problem = task.train_problem(next(indices), SEED)
+            size = problem.metadata.get("num_people", 0)
             if problem.id not in found and sizes[size] < wanted:
                 found[problem.id] = problem
                 sizes[size] += 1
-            if len(found) == wanted * max(1, len(self.people)):
-                return list(found.values())
-        raise AssertionError("count() does not end")
+        return list(found.values())
 
 
 def generated(row: Row) -> Entry:

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_grpo.data.fields import Row
 from nemo_grpo.data.files import write_problems
-from nemo_grpo.data.filters import Options, complete, same_question
+from nemo_grpo.data.filters import Options, same_question
 from nemo_grpo.data.generated import Generated
 from nemo_grpo.data.manifest import read_manifest, write_manifest
 from nemo_grpo.data.sources import SOURCES, Source, find_source
@@ -149,15 +149,14 @@ def _prepare(source: Source, request: Request, *, alone: bool) -> Prepared:
 
 def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, Any]:
     """What determines the file's content, as far as it is known in advance."""
-    chain = (complete(), *source.filters)
     return {
         "format": FORMAT,
         "task": source.task,
         "source": source.origin.label,
         "requested_revision": request.revision or source.origin.revision,
         "local_copy": str(folder) if folder else None,
-        "rules": [filter.rule for filter in chain],
-        "tokenizer": request.tokenizer if any(filter.needs_tokens for filter in chain) else None,
+        "rules": [filter.rule for filter in source.chain],
+        "tokenizer": request.tokenizer if source.needs_tokens else None,
     }
 
 
@@ -202,8 +201,7 @@ def _options(source: Source, request: Request) -> Options:
     for name in source.excludes:
         other = _prepare(find_source(name), replace(request, revision=None, force=False), alone=False)
         excluded |= {same_question(problem.question) for problem in read_problems([other.path])}
-    needs_tokens = any(filter.needs_tokens for filter in source.filters)
-    count = _token_counter(request.tokenizer) if needs_tokens else None
+    count = _token_counter(request.tokenizer) if source.needs_tokens else None
     return Options(count_tokens=count, excluded=frozenset(excluded))
 
 
@@ -226,9 +224,5 @@ def _warn_of_counts(source: Source, count: int) -> None:
         about = "about " if expected.about else ""
         log.warning(
             "%s has %d problems; %s%d are stated (%s)",
-            source.name,
-            count,
-            about,
-            expected.count,
-            expected.stated,
+            *(source.name, count, about, expected.count, expected.stated),
         )

@@ -18,11 +18,13 @@ from nemo_grpo.data.fields import (
     puzzle,
     short_answers,
 )
-from nemo_grpo.data.filters import Filter, first, levels, not_in, short_solution, unique_questions
+from nemo_grpo.data.filters import Filter, complete, first, levels, not_in, short_solution, unique_questions
 from nemo_grpo.data.generated import Generated, generated
 from nemo_grpo.data.local_folders import ClassificationTest, GeoQATest, ReasonSeg
 from nemo_grpo.data.origins import GitFiles, Hub, Origin
 from nemo_grpo.errors import UserError, did_you_mean
+
+Use = Literal["training", "evaluation"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Source:
     """
 
     name: str
-    use: Literal["training", "evaluation"]
+    use: Use
     task: str
     paper: str
     origin: Origin
@@ -64,6 +66,16 @@ class Source:
     excludes: tuple[str, ...] = ()
     expected: Expected | None = None
     made_here: Generated | None = None
+
+    @property
+    def chain(self) -> tuple[Filter, ...]:
+        """All filters in order: question and answer are there, then the set's own."""
+        return (complete(), *self.filters)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """A filter counts tokens."""
+        return any(filter.needs_tokens for filter in self.filters)
 
     def generate(self) -> Source:
         """The same data set from `made_here`. Raises: UserError: it has no generator."""
@@ -93,7 +105,7 @@ def _flash_rag(config: str, split: str) -> Hub:
     return Hub("RUC-NLPIR/FlashRAG_datasets", (split,), config, ("README.md", f"{config}/{split}.jsonl"))
 
 
-def _questions(name: str, config: str, split: str, use: Literal["training", "evaluation"]) -> Source:
+def _questions(name: str, config: str, split: str, use: Use) -> Source:
     paper = "TR-GRPO B.1.3"
     return Source(name, use, "search_qa", paper, _flash_rag(config, split), short_answers, "readers")
 
@@ -112,7 +124,11 @@ def _classes(name: str, split: str, count: int) -> Source:
     return Source(name, "evaluation", task, paper, origin, mapping, "files", expected=expected)
 
 
-REASON_SEG = picture("query", "box", keep=("target", "ignore"))
+def _reason_seg(split: str, use: Use, paper: str, expected: Expected) -> Source:
+    origin, mapping = ReasonSeg(split), picture("query", "box", keep=("target", "ignore"))
+    task = "vision_grounding"
+    return Source(f"lisa-{split}", use, task, paper, origin, mapping, "readers", expected=expected)
+
 
 TABLE: tuple[Source, ...] = (
     # Mathematics: training.
@@ -262,21 +278,9 @@ TABLE: tuple[Source, ...] = (
         Hub("nyu-visionx/CV-Bench", ("test",)),
         picture("prompt", "answer", keep=("type", "task", "question", "choices")), "readers",
     ),
-    Source(
-        "lisa-train", "training", "vision_grounding", "GPG 3.1 and Table 8",
-        ReasonSeg("train"), REASON_SEG, "readers",
-        expected=Expected(239, "GPG 3.1"),
-    ),
-    Source(
-        "lisa-val", "evaluation", "vision_grounding", "GPG Table 8",
-        ReasonSeg("val"), REASON_SEG, "readers",
-        expected=Expected(200, "LISA (2308.00692), section 3.2"),
-    ),
-    Source(
-        "lisa-test", "evaluation", "vision_grounding", "GPG Table 8",
-        ReasonSeg("test"), REASON_SEG, "readers",
-        expected=Expected(779, "LISA (2308.00692), section 3.2"),
-    ),
+    _reason_seg("train", "training", "GPG 3.1 and Table 8", Expected(239, "GPG 3.1")),
+    _reason_seg("val", "evaluation", "GPG Table 8", Expected(200, "LISA (2308.00692), section 3.2")),
+    _reason_seg("test", "evaluation", "GPG Table 8", Expected(779, "LISA (2308.00692), section 3.2")),
     Source(
         "geoqa-test", "evaluation", "vision_math", "GPG Table 5",
         GeoQATest(), picture("question", "ground_truth"), "files",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_grpo.diagnostics.plots import Panel, draw_percentiles, draw_training, draw_validation
+from nemo_grpo.diagnostics.plots import Panel, draw_percentiles, draw_validation
 from nemo_grpo.diagnostics.runs import ENTROPY
 from nemo_grpo.diagnostics.token_plots import draw_bins, draw_cumulative
 
@@ -12,16 +12,15 @@ PANELS: tuple[Panel, ...] = (
         "Held-out accuracy",
         "accuracy (mean of samples)",
         ("validation/accuracy",),
-        draw_validation,
         "Mean over the samples of each held-out problem, at the evaluation's temperature. pass@k: share of "
         "problems that at least one of k samples solves.",
+        draw=draw_validation,
     ),
     Panel(
         "held_out_loss",
         "Held-out loss",
         "nats per response token",
         ("validation/val_loss",),
-        draw_training,
         "Mean cross entropy of the held-out problems' demonstrations; only supervised runs have it.",
     ),
     Panel(
@@ -29,7 +28,6 @@ PANELS: tuple[Panel, ...] = (
         "Training reward",
         "mean over rollouts",
         ("reward/accuracy", "reward/mean"),
-        draw_training,
         "Accuracy component of the rollouts' reward, comparable between runs with different reward weights; "
         "the whole reward if a run lacks it.",
     ),
@@ -38,7 +36,6 @@ PANELS: tuple[Panel, ...] = (
         "Policy entropy",
         "nats per token",
         ENTROPY,
-        draw_training,
         "Entropy of the next-token distribution at the sampled positions; entropy/sampled estimates it by "
         "the mean of -log p over the sampled tokens, for runs on NeMo-RL. A fall to 0 ends exploration; a "
         "rise to more than twice its start is instability.",
@@ -49,7 +46,6 @@ PANELS: tuple[Panel, ...] = (
         "Training loss",
         "loss",
         ("loss/total",),
-        draw_training,
         "The variant's loss (GPG Figure 3). It is no measure of progress: advantages have mean 0 in a group.",
     ),
     Panel(
@@ -57,7 +53,6 @@ PANELS: tuple[Panel, ...] = (
         "Response length",
         "tokens",
         ("length/mean",),
-        draw_training,
         "Mean length of the responses.",
     ),
     Panel(
@@ -65,7 +60,6 @@ PANELS: tuple[Panel, ...] = (
         "KL to start policy",
         "nats per token",
         ("kl/step_start", "kl/reference"),
-        draw_training,
         "Distance from the reference policy on the rollouts' tokens; only variants that load one have it.",
     ),
     Panel(
@@ -73,7 +67,6 @@ PANELS: tuple[Panel, ...] = (
         "Gradient norm",
         "before clipping",
         ("grad_norm",),
-        draw_training,
         "Norm over all parameters, before clipping.",
         from_zero=True,
     ),
@@ -82,7 +75,6 @@ PANELS: tuple[Panel, ...] = (
         "Clipped tokens",
         "share of tokens",
         ("ratio/clip_fraction",),
-        draw_training,
         "Tokens whose ratio clip removes the gradient; always 0 with one update per step.",
         from_zero=True,
     ),
@@ -91,15 +83,14 @@ PANELS: tuple[Panel, ...] = (
         "Covariance",
         "1st, 50th, 99th percentile",
         ("covariance/p1", "covariance/p50", "covariance/p99"),
-        draw_percentiles,
         "Percentiles, over a step's tokens, of the covariance of log-probability and advantage.",
+        draw=draw_percentiles,
     ),
     Panel(
         "valid_groups",
         "Groups with signal",
         "share of groups",
         ("groups/valid_fraction",),
-        draw_training,
         "Groups whose rewards are not all equal; only these have a gradient.",
         from_zero=True,
     ),
@@ -108,7 +99,6 @@ PANELS: tuple[Panel, ...] = (
         "Problems too hard",
         "share of drawn groups",
         ("rollout/all_wrong",),
-        draw_training,
         "Groups, of all that were drawn, in which every response is wrong (GPG Figure 2, left).",
         from_zero=True,
     ),
@@ -117,7 +107,6 @@ PANELS: tuple[Panel, ...] = (
         "Problems too easy",
         "share of drawn groups",
         ("rollout/all_right",),
-        draw_training,
         "Groups, of all that were drawn, in which every response is right (GPG Figure 2, left).",
         from_zero=True,
     ),
@@ -126,7 +115,6 @@ PANELS: tuple[Panel, ...] = (
         "Spread of rewards",
         "std within groups",
         ("reward/group_std",),
-        draw_training,
         "Standard deviation of a group's rewards, mean over the step's groups (GPG Figure 2, right); GRPO "
         "divides by it.",
         from_zero=True,
@@ -136,7 +124,6 @@ PANELS: tuple[Panel, ...] = (
         "GPG's alpha",
         "B / (B - M)",
         ("gpg/alpha",),
-        draw_training,
         "Factor by which GPG compensates for groups without signal; 1 if every group has signal.",
     ),
     Panel(
@@ -144,9 +131,9 @@ PANELS: tuple[Panel, ...] = (
         "Concentration of covariance",
         "share of the sum of |c|",
         ("cumulative", "covariance"),
-        draw_cumulative,
         "Share of all covariance held by the tokens of largest covariance (CW-GRPO Figure 3), mean over "
         "the measured steps. If few tokens hold most of it, the curve starts high.",
+        draw=draw_cumulative,
         xlabel="% of tokens, largest first",
         of_diagnostics=True,
     ),
@@ -155,10 +142,10 @@ PANELS: tuple[Panel, ...] = (
         "Gradient by probability",
         "share of the sum of g (1 - pi)",
         ("probability", "gradient"),
-        draw_bins,
         "Which tokens move the policy: share of the summed gradient bound g (1 - pi) by the token's "
         "probability. g is the size of the loss's derivative by the token's log-probability, "
         "with every weight, clip and KL of the variant.",
+        draw=draw_bins,
         from_zero=True,
         xlabel="probability of the token",
         of_diagnostics=True,
@@ -168,8 +155,8 @@ PANELS: tuple[Panel, ...] = (
         "Weight by probability",
         "mean g",
         ("probability", "coefficient"),
-        draw_bins,
         "Mean g by probability: the effect of a variant's token weights, advantages included.",
+        draw=draw_bins,
         from_zero=True,
         xlabel="probability of the token",
         of_diagnostics=True,
@@ -179,7 +166,6 @@ PANELS: tuple[Panel, ...] = (
         "Evenness of token gradients",
         "std / mean over tokens",
         ("tokens/gradient_cv",),
-        draw_training,
         "Spread of g (1 - pi) over a step's tokens: large where few tokens dominate the update.",
         from_zero=True,
     ),
@@ -188,7 +174,6 @@ PANELS: tuple[Panel, ...] = (
         "Entropy at pivots",
         "share of all entropy",
         ("tokens/entropy_top5_share",),
-        draw_training,
         "Share of a step's entropy that lies in its 5 % most undecided tokens, the decision pivots of ERPO.",
         from_zero=True,
     ),

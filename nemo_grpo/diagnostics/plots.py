@@ -37,38 +37,6 @@ Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One small picture.
-
-    Attributes:
-        name: file name of its PNG.
-        title, unit: what is drawn, and the y axis.
-        keys: metrics of metrics.jsonl; alternatives for `draw_training`.
-        draw: how.
-        explanation: a sentence for the report.
-        from_zero: the y axis starts at 0.
-        xlabel: the x axis.
-        of_diagnostics: drawn from diagnostics.jsonl; ``keys`` name its parts.
-    """
-
-    name: str
-    title: str
-    unit: str
-    keys: tuple[str, ...]
-    draw: Draw
-    explanation: str
-    from_zero: bool = False
-    xlabel: str = "training step"
-    of_diagnostics: bool = False
-
-    def is_filled(self, groups: Sequence[RunGroup]) -> bool:
-        """True if any run has a value to draw."""
-        if self.of_diagnostics:
-            return any(run.diagnostics for group in groups for run in group.runs)
-        return any(run.points(key) for group in groups for run in group.runs for key in self.keys)
-
-
-@dataclass(frozen=True)
 class Style:
     """How one group is drawn, in every panel."""
 
@@ -144,6 +112,38 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 # ------------------------------------------------------------------ pictures
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small picture.
+
+    Attributes:
+        name: file name of its PNG.
+        title, unit: what is drawn, and the y axis.
+        keys: metrics of metrics.jsonl; alternatives for `draw_training`.
+        explanation: a sentence for the report.
+        draw: how.
+        from_zero: the y axis starts at 0.
+        xlabel: the x axis.
+        of_diagnostics: drawn from diagnostics.jsonl; ``keys`` name its parts.
+    """
+
+    name: str
+    title: str
+    unit: str
+    keys: tuple[str, ...]
+    explanation: str
+    draw: Draw = draw_training
+    from_zero: bool = False
+    xlabel: str = "training step"
+    of_diagnostics: bool = False
+
+    def is_filled(self, groups: Sequence[RunGroup]) -> bool:
+        """True if any run has a value to draw."""
+        if self.of_diagnostics:
+            return any(run.diagnostics for group in groups for run in group.runs)
+        return any(run.points(key) for group in groups for run in group.runs for key in self.keys)
 
 
 def draw_panel(panel: Panel, groups: Sequence[RunGroup], path: Path) -> None:

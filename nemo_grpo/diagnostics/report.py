@@ -10,13 +10,7 @@ from pathlib import Path
 from nemo_grpo.diagnostics import summary, token_plots
 from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.plots import draw_overview, draw_panel
-from nemo_grpo.diagnostics.runs import (
-    RunGroup,
-    differing_settings,
-    group_runs,
-    read_run,
-    run_folders,
-)
+from nemo_grpo.diagnostics.runs import RunGroup, differing_settings, group_runs, read_run, run_folders
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.keys import shown
 

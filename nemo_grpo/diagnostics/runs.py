@@ -146,17 +146,17 @@ def read_run(path: str | Path) -> RunLog:
             row["entropy/sampled"] = -row["logprob/mean"]
     if not rows:
         raise UserError(f"{file} holds no step yet; let the run make at least one")
-    diagnostics_file = folder / DIAGNOSTICS_FILE
-    diagnostics = (
-        tuple(row for row in json_lines(diagnostics_file) if row.keys() >= {"step", "num_tokens", "tokens"})
-        if diagnostics_file.is_file()
-        else ()
-    )
+    looks = json_lines(folder / DIAGNOSTICS_FILE)
+    diagnostics = tuple(look for look in looks if look.keys() >= {"step", "num_tokens", "tokens"})
     return RunLog(folder, dict(sorted(rows.items())), _settings(folder / RECIPE_FILE), diagnostics)
 
 
 def json_lines(file: Path) -> Iterable[dict[str, Any]]:
-    """The objects of a JSONL file. Lines that are not JSON are skipped; the last one, if cut, silently."""
+    """The objects of a JSONL file, none if it is missing. Lines that are not JSON are skipped; the last one,
+    if cut, silently.
+    """
+    if not file.is_file():
+        return
     lines = file.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:

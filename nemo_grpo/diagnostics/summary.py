@@ -32,8 +32,12 @@ class Column:
     sign: str = ""
 
     def cell(self, group: RunGroup) -> str:
-        """Mean +- sample standard deviation; a single number alone, ``-`` without any."""
-        return mean_std(self.values(group), self.digits, self.sign)
+        """``0.600 +- 0.141``, mean and sample standard deviation; one number alone; ``-`` for none."""
+        values = self.values(group)
+        if not values:
+            return "-"
+        mean = f"{statistics.mean(values):{self.sign}.{self.digits}f}"
+        return mean if len(values) == 1 else f"{mean} +- {statistics.stdev(values):.{self.digits}f}"
 
 
 def columns(groups: Sequence[RunGroup]) -> list[Column]:
@@ -111,14 +115,6 @@ def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
         for run in group.runs
         for sentence in findings([row for step, row in run.rows.items() if step > 0])
     ]
-
-
-def mean_std(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
-    """``0.600 +- 0.141``; one number alone; ``-`` for none."""
-    if not values:
-        return "-"
-    mean = f"{statistics.mean(values):{sign}.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} +- {statistics.stdev(values):.{digits}f}"
 
 
 def seconds(run: RunLog) -> float:

@@ -9,21 +9,20 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from nemo_grpo.diagnostics.plots import MAX_BANDS, style_of
-from nemo_grpo.diagnostics.runs import RunGroup, RunLog
+from nemo_grpo.diagnostics.runs import RunGroup
 
 MAX_LISTED = 4
 """With more groups than this, tables of tokens are left out."""
 
 
-def run_mean(run: RunLog, part: str, name: str) -> np.ndarray | None:
-    """Mean of one list of numbers over a run's measured steps; None if it has none."""
-    lists = [look[part][name] for look in run.diagnostics if name in look.get(part, {})]
-    return np.mean(lists, axis=0) if lists else None
-
-
 def group_mean(group: RunGroup, part: str, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Mean and sample standard deviation (0 for one run) over the runs of `run_mean`; None if none has it."""
-    means = [mean for run in group.runs if (mean := run_mean(run, part, name)) is not None]
+    """Mean of one list of numbers over a run's measured steps; of these means over the runs that have it,
+    mean and sample standard deviation (0 for one run). None if none has it.
+    """
+    looks = [
+        [look[part][name] for look in run.diagnostics if name in look.get(part, {})] for run in group.runs
+    ]
+    means = [np.mean(lists, axis=0) for lists in looks if lists]
     if not means:
         return None
     spread = np.std(means, axis=0, ddof=1) if len(means) > 1 else np.zeros_like(means[0])

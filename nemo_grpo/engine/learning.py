@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,21 +88,21 @@ class Learner:
 
     def score(self, step: Step, *, with_entropies: bool = True) -> Scores:
         """The policy's logprobs and entropies."""
-        return self.policy.score(step.sequences, **self._scoring(), with_entropies=with_entropies)
+        policy = self.recipe.policy
+        return self.policy.score(
+            step.sequences,
+            micro_batch_size=policy.logprob_batch_size,
+            mb_tokens=policy.logprob_mb_tokens,
+            temperature=self.temperature,
+            with_entropies=with_entropies,
+        )
 
     def reference(self, step: Step) -> Tensor | None:
         """The reference policy's logprobs, if the objective needs them."""
         if not self.objective.needs_reference:
             return None
-        return self.policy.reference_logprobs(step.sequences, **self._scoring())
-
-    def _scoring(self) -> dict[str, Any]:
-        policy = self.recipe.policy
-        return {
-            "micro_batch_size": policy.logprob_batch_size,
-            "mb_tokens": policy.logprob_mb_tokens,
-            "temperature": self.temperature,
-        }
+        with self.policy.reference_weights():
+            return self.score(step, with_entropies=False).logprobs
 
     def prepare(
         self, step: Step, state: TrainingState, scores: Scores, reference: Tensor | None

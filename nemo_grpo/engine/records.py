@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -81,15 +80,15 @@ def sample_rows(step: int, groups: list[Group], num_samples: int) -> list[dict[s
 
 def note(row: dict[str, Any]) -> str:
     """The numbers beside the progress bar, which a person reads while a run trains."""
-    shown: dict[str, Callable[[Any], str]] = {
-        "reward/mean": lambda v: f"reward {v:.2f}",
-        "reward/accuracy": lambda v: f"right {v:.0%}",
-        "rollout/with_signal": lambda v: f"signal {v:.0%}",
-        "length/mean": lambda v: f"length {v:.0f}",
-        "length/truncated": lambda v: f"cut {v:.0%}",
-        "entropy/mean": lambda v: f"entropy {v:.2f}",
-        "tokens_per_second": lambda v: f"{v:.0f} tokens/s",
-        "validation/val_loss": lambda v: f"held-out loss {v:.3f}",
-        "validation/accuracy": lambda v: f"accuracy {v:.3f}",
+    shown = {
+        "reward/mean": "reward {:.2f}",
+        "reward/accuracy": "right {:.0%}",
+        "rollout/with_signal": "signal {:.0%}",
+        "length/mean": "length {:.0f}",
+        "length/truncated": "cut {:.0%}",
+        "entropy/mean": "entropy {:.2f}",
+        "tokens_per_second": "{:.0f} tokens/s",
+        "validation/val_loss": "held-out loss {:.3f}",
+        "validation/accuracy": "accuracy {:.3f}",
     }
-    return "  ".join(show(row[name]) for name, show in shown.items() if name in row)
+    return "  ".join(text.format(row[name]) for name, text in shown.items() if name in row)

@@ -88,7 +88,9 @@ class Step:
     group_ids: Tensor
     response_ids: Tensor
 
-    def token_batch(self, prev: Tensor, entropies: Tensor | None, reference: Tensor | None) -> TokenBatch:
+    def token_batch(
+        self, prev: Tensor, entropies: Tensor | None = None, reference: Tensor | None = None
+    ) -> TokenBatch:
         """Join with what the policy's scoring gave; each [B, S - 1]."""
         return TokenBatch(
             prev_logprobs=prev,
@@ -133,8 +135,8 @@ def assemble(
     groups: Sequence[Group],
     *,
     pad_id: int,
-    overlong: Callable[[Tensor], Tensor] | None,
-    drop_truncated: bool,
+    overlong: Callable[[Tensor], Tensor] | None = None,
+    drop_truncated: bool = False,
 ) -> Step:
     """Lay a step's groups out as tensors.
 

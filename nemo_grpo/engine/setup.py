@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,33 +125,27 @@ def build_generator(recipe: Recipe, source: Path) -> Generator:
 
 
 def training_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
-    """How rollouts are sampled."""
+    """How rollouts are sampled; they stop at the tokenizer's end of sequence and the recipe's own tokens."""
     generation = recipe.policy.generation
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=generation.top_k,
-        stop_token_ids=stop_token_ids(recipe, tokenizer),
+        stop_token_ids=(tokenizer.eos_token_id, *(generation.stop_token_ids or ())),
     )
 
 
 def validation_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
     """How validation samples; val_temperature 0 is greedy."""
     generation = recipe.policy.generation
-    return SamplingParams(
-        max_new_tokens=generation.max_new_tokens,
+    return replace(
+        training_sampling(recipe, tokenizer),
         temperature=generation.val_temperature or 1.0,
         top_p=generation.val_top_p,
         top_k=value_of(recipe, "policy.generation.val_top_k", generation.top_k),
-        stop_token_ids=stop_token_ids(recipe, tokenizer),
         greedy=generation.val_temperature == 0,
     )
-
-
-def stop_token_ids(recipe: Recipe, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end of sequence and the recipe's further stop tokens."""
-    return (tokenizer.eos_token_id, *(recipe.policy.generation.stop_token_ids or ()))
 
 
 def overlong_penalty_of(recipe: Recipe) -> Callable[[Tensor], Tensor] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_grpo.engine.demonstrations import Demonstrations
 from nemo_grpo.engine.records import Clock, mean_metrics
-from nemo_grpo.engine.rollout import Group, Step, assemble
+from nemo_grpo.engine.rollout import assemble
 from nemo_grpo.engine.trainer import Trainer
 
 
@@ -28,9 +28,10 @@ class SupervisedTrainer(Trainer):
         """One update on the next demonstrations; returns its metrics."""
         recipe, state, clock = self.recipe, self.state, Clock()
         first, number = state.next_problem, recipe.grpo.num_prompts_per_step
-        step = self._assemble([self.demonstrations.training(i) for i in range(first, first + number)])
+        groups = [self.demonstrations.training(index) for index in range(first, first + number)]
+        step = assemble(groups, pad_id=self.tokenizer.pad_token_id)
         state.next_problem += number
-        prepared = self.objective.prepare(step.token_batch(step.generation_logprobs, None, None))
+        prepared = self.objective.prepare(step.token_batch(step.generation_logprobs))
         clock.lap("time/data")
         updates = self.learner.update(prepared, step, state)
         clock.lap("time/update")
@@ -50,11 +51,8 @@ class SupervisedTrainer(Trainer):
 
     def validate(self) -> dict[str, float]:
         """Mean loss per token of the held-out demonstrations, and what `Trainer` samples."""
-        start, step = time.monotonic(), self._assemble(self.held_out)
+        start, step = time.monotonic(), assemble(self.held_out, pad_id=self.tokenizer.pad_token_id)
         logprobs = self.learner.score(step, with_entropies=False).logprobs
         loss = -logprobs[step.token_mask].double().mean()
         sampled = super().validate()
         return {"validation/val_loss": float(loss)} | sampled | {"time/validation": time.monotonic() - start}
-
-    def _assemble(self, groups: list[Group]) -> Step:
-        return assemble(groups, pad_id=self.tokenizer.pad_token_id, overlong=None, drop_truncated=False)

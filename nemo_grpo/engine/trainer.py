@@ -123,9 +123,8 @@ class Trainer:
     def _restore(self, checkpoint: Path) -> None:
         info = read_info(checkpoint)
         load_policy(self.policy, checkpoint / WEIGHTS)
-        goal = validation.reached_goal(
-            self.recipe.grpo, info["metrics"]
-        )  # the threshold may have been raised
+        # The threshold may have been raised.
+        goal = validation.reached_goal(self.recipe.grpo, info["metrics"])
         state = TrainingState(**info["state"])
         self.state = replace(state, reached_goal=goal, skipped_in_a_row=0)
         log.info("resuming from %s", checkpoint)

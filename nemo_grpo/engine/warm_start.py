@@ -192,10 +192,10 @@ def _trained(
     shown = progress("warm start", config.num_steps) if leads else nullcontext(lambda _note: None)
     with shown as advance:
         for groups in islice(_batches(tokenizer, config, task, prompt), config.num_steps):
-            step = assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=False)
+            step = assemble(groups, pad_id=tokenizer.pad_token_id)
             result = policy.update(
                 objective,
-                objective.prepare(step.token_batch(step.generation_logprobs, None, None)),
+                objective.prepare(step.token_batch(step.generation_logprobs)),
                 step.sequences,
                 micro_batch_size=config.batch_size,
                 temperature=1.0,

@@ -114,16 +114,13 @@ class EvalResult:
                  up to and including the number of samples, and those of ``pass_at``;
                  ``maj@<samples>``; ``format``, ``truncated`` and ``num_tokens`` as means over samples.
         """
-        n = self.num_samples
-        accuracy, accuracy_stderr = mean_and_stderr([_mean(p.samples.scores) for p in self.problems])
-        greedy, greedy_stderr = mean_and_stderr([p.greedy.scores[0] for p in self.problems])
+        found: dict[str, float] = {}
+        for name, values in self._by_problem.items():
+            found[name], stderr = mean_and_stderr(values)
+            if name in ("accuracy", "greedy"):
+                found[f"{name}_stderr"] = stderr
         return {
-            "accuracy": accuracy,
-            "accuracy_stderr": accuracy_stderr,
-            "greedy": greedy,
-            "greedy_stderr": greedy_stderr,
-            **{f"pass@{k}": _mean(self._passes(k)) for k in ks(n, self.pass_at)},
-            f"maj@{n}": _mean(self._vote_scores),
+            **found,
             "format": _mean([_mean(p.samples.formats) for p in self.problems]),
             "truncated": _mean([_mean(p.samples.truncated) for p in self.problems]),
             "num_tokens": _mean([_mean(p.samples.lengths) for p in self.problems]),
@@ -132,26 +129,25 @@ class EvalResult:
 
     def standard_errors(self) -> dict[str, float]:
         """Of the metrics with these names, over problems; ``accuracy_runs``: see `stderr_of_runs`."""
-        n = self.num_samples
-        return {
-            "accuracy": mean_and_stderr([_mean(p.samples.scores) for p in self.problems])[1],
-            "accuracy_runs": stderr_of_runs([p.samples.scores for p in self.problems]),
-            "greedy": mean_and_stderr([p.greedy.scores[0] for p in self.problems])[1],
-            **{f"pass@{k}": mean_and_stderr(self._passes(k))[1] for k in ks(n, self.pass_at)},
-            f"maj@{n}": mean_and_stderr(self._vote_scores)[1],
-        }
+        errors = {name: mean_and_stderr(values)[1] for name, values in self._by_problem.items()}
+        runs = stderr_of_runs([p.samples.scores for p in self.problems])
+        return {"accuracy": errors.pop("accuracy"), "accuracy_runs": runs, **errors}
 
-    def _passes(self, k: int) -> list[float]:
-        return [pass_at_k(self.num_samples, problem.num_correct, k) for problem in self.problems]
+    @cached_property
+    def _by_problem(self) -> dict[str, list[float]]:
+        """Metrics with a value per problem."""
+        n, problems = self.num_samples, self.problems
+        return {
+            "accuracy": [_mean(p.samples.scores) for p in problems],
+            "greedy": [p.greedy.scores[0] for p in problems],
+            **{f"pass@{k}": [pass_at_k(n, p.num_correct, k) for p in problems] for k in ks(n, self.pass_at)},
+            f"maj@{n}": [vote.score for vote in self._votes],
+        }
 
     @property
     def num_votes_cut_short(self) -> int:
         """Problems whose vote hit a limit of `majority_at_k`; their maj@k may be slightly low."""
         return sum(vote.cut_short for vote in self._votes)
-
-    @property
-    def _vote_scores(self) -> list[float]:
-        return [vote.score for vote in self._votes]
 
     @cached_property
     def _votes(self) -> list[Majority]:
@@ -160,9 +156,7 @@ class EvalResult:
             log.warning(
                 "maj@%d: %d of %d votes hit the limits on comparing answers; equal answers may have counted "
                 "separately there",
-                self.num_samples,
-                num_cut,
-                len(votes),
+                *(self.num_samples, num_cut, len(votes)),
             )
         return votes
 
@@ -239,18 +233,13 @@ def evaluate(
             results[index] = ProblemResult(problem.id, text, problem.answer, *answers)
     ordered = [results[index] for index in range(len(problems))]
     config = task.config.model_dump(mode="json")
+    same_answer: SameAnswer = getattr(task, "same_answer", operator.eq)
     undecided: Undecided = getattr(task, "undecided", _never)
     overall = getattr(task, "overall", lambda answered: {})
     answered = [
         (problem, result.samples.completions) for problem, result in zip(problems, ordered, strict=True)
     ]
-    return EvalResult(config, num_samples, ordered, same_answer(task), undecided, overall=overall(answered))
-
-
-def same_answer(task: Task) -> SameAnswer:
-    """Whether two extracted answers are equal: by the task's ``same_answer``, else by text."""
-    same: SameAnswer = getattr(task, "same_answer", operator.eq)
-    return same
+    return EvalResult(config, num_samples, ordered, same_answer, undecided, overall=overall(answered))
 
 
 def _judge(task: Task, problem: Problem, responses: Sequence[Recorded]) -> Answers:

@@ -13,7 +13,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.responses import ResponseLog, Resumable
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
-from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, average, joined, read_summary
+from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, joined, read_summary
 from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.tasks import Task, encode_prompt
@@ -64,10 +64,6 @@ class SuiteResult:
     benchmarks: dict[str, Benchmark]
     results: dict[str, EvalResult]
     protocol: dict[str, str] | None = None
-
-    def average(self) -> tuple[dict[str, float], dict[str, float]]:
-        """See `nemo_grpo.evaluate.summary.average`."""
-        return average(self._entries().values())
 
     def groups(self, name: str) -> dict[str, dict[str, float]]:
         """Of one benchmark, by ``key=value`` of its problems' metadata: avg@k, greedy, number of problems."""

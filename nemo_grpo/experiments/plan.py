@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe import Recipe, load_recipe
@@ -141,12 +142,8 @@ def _check_same_start(jobs: Sequence[Job]) -> None:
     """Require that all variants start from one policy and train on one task."""
     first = jobs[0]
     for job in jobs:
-        for key, value, expected in (
-            ("policy.model_name", job.recipe.policy.model_name, first.recipe.policy.model_name),
-            ("nemo_grpo.warm_start", job.recipe.nemo_grpo.warm_start, first.recipe.nemo_grpo.warm_start),
-            ("nemo_grpo.task", job.recipe.nemo_grpo.task, first.recipe.nemo_grpo.task),
-            ("nemo_grpo.prompt", job.recipe.nemo_grpo.prompt, first.recipe.nemo_grpo.prompt),
-        ):
+        for key in ("policy.model_name", "nemo_grpo.warm_start", "nemo_grpo.task", "nemo_grpo.prompt"):
+            value, expected = value_of(job.recipe, key), value_of(first.recipe, key)
             if value != expected:
                 raise UserError(
                     f"{key} of {job.setting.label} ({value}) differs from that of {first.setting.label} "

@@ -48,7 +48,7 @@ def collect() -> dict[str, Any]:
 def find_gpus() -> list[str]:
     """Names of the GPUs that this job may use; without nvidia-smi, "gpu" for each that Slurm allocated.
 
-    None if nvidia-smi fails or hangs, as it does when a GPU is lost: the node is unusable.
+    Empty if nvidia-smi fails or hangs, as it does when a GPU is lost: the node is unusable.
     """
     try:
         listed = subprocess.run(

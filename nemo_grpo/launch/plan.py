@@ -25,11 +25,8 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
         nearest = f"; fits: {' '.join(plan.nearest)}" if plan.nearest else ""
         return False, "; ".join(plan.problems) + nearest
     phase = max(plan.peaks, key=lambda name: plan.peaks[name])
-    peak, usable = (number / 2**30 for number in (plan.peaks[phase], plan.usable_bytes))
-    return (
-        True,
-        f"{plan.num_parameters / 1e9:.1f}e9 parameters, {phase} {peak:.0f} of {usable:.0f} GiB on {gpu}",
-    )
+    memory = f"{phase} {plan.peaks[phase] / 2**30:.0f} of {plan.usable_bytes / 2**30:.0f} GiB on {gpu}"
+    return True, f"{plan.num_parameters / 1e9:.1f}e9 parameters, {memory}"
 
 
 def time_verdict(recipe: Recipe, gpu: str, limit: timedelta) -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import existing_parent
 from nemo_grpo.launch.data_files import check_data
 from nemo_grpo.launch.nccl import nccl_problems
 from nemo_grpo.launch.plan import kind_of, num_parameters, plan_verdict
@@ -145,21 +146,17 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
     """One more checkpoint fits; quotas are not seen."""
     folder = existing_parent(recipe.checkpoint_dir)
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(recipe)
+    room = f"{gib(free)} in {folder}"
     if needed is None:
-        yield Row(
-            "free space", "note", f"{gib(free)} in {folder}; the size of a checkpoint is not known here"
-        )
-    elif free < needed and saves_adapters(recipe):
-        found = f"{gib(free)} in {folder}; the whole model would need {gib(needed)}, its adapters less"
+        yield Row("free space", "note", f"{room}; the size of a checkpoint is not known here")
+    elif free >= needed:
+        yield Row("free space", "ok", f"{room}, a checkpoint needs {gib(needed)}")
+    elif recipe.policy.megatron_cfg.lora_in_use:
+        found = f"{room}; the whole model would need {gib(needed)}, its adapters less"
         yield Row("free space", "note", found)
-    elif free < needed:
-        found = (
-            f"{gib(free)} in {folder}, a checkpoint needs {gib(needed)}; make room, or choose another "
-            "checkpointing.checkpoint_dir"
-        )
-        yield Row("free space", "refused", found)
     else:
-        yield Row("free space", "ok", f"{gib(free)} in {folder}, a checkpoint needs {gib(needed)}")
+        remedy = "make room, or choose another checkpointing.checkpoint_dir"
+        yield Row("free space", "refused", f"{room}, a checkpoint needs {gib(needed)}; {remedy}")
 
 
 def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
@@ -203,24 +200,12 @@ def differing(tables: dict[str, dict[str, str]]) -> str:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Upper bound of a checkpoint's bytes: a LoRA run saves less. None: the model's size is unknown.
+    """Upper bound of a checkpoint's bytes: LoRA saves its adapters alone. None: the model's size is unknown.
 
     From the planner's table, or from the files of policy.model_name, taken as 2 bytes per parameter.
     """
     count = num_parameters(recipe)
-    if count is None:
-        return None
-    return count * BYTES_PER_PARAMETER[recipe.checkpointing.save_optimizer]
-
-
-def saves_adapters(recipe: Recipe) -> bool:
-    """True for LoRA: checkpoints hold the adapters and their optimizer state alone."""
-    return recipe.policy.megatron_cfg.lora_in_use is not None
-
-
-def existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return None if count is None else count * BYTES_PER_PARAMETER[recipe.checkpointing.save_optimizer]
 
 
 def gib(num_bytes: float) -> str:

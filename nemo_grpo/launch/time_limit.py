@@ -24,9 +24,8 @@ def parse_time_limit(text: str) -> timedelta | None:
     if text.lower() in UNLIMITED:
         return None
     found = next((m for form in (_MINUTES, _HOURS, _DAYS) if (m := form.fullmatch(text))), None)
-    limit = (
-        timedelta(**{name: int(part) for name, part in found.groupdict().items() if part}) if found else None
-    )
+    parts = found.groupdict() if found else {}
+    limit = timedelta(**{name: int(part) for name, part in parts.items() if part})
     if not limit:
         hint = _with_units(text)
         raise UserError(

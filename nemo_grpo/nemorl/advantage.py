@@ -88,7 +88,8 @@ class VariantEstimator:
         Raises:  UserError: the variant needs logprobs that NeMo-RL does not compute as configured.
         """
         batch = self._batch(prompt_ids, rewards, mask, logprobs_policy, logprobs_reference, further)
-        ids = _response_ids((repeated_batch or {}).get("message_log"))
+        logs = (repeated_batch or {}).get("message_log")
+        ids = None if logs is None else response_ids(map(_tokens, logs))
         batch = replace(batch, response_ids=ids, carried=self.exchange.carried)
         prepared = self.objective.prepare(batch, seed=self.seed * SEED_STRIDE + self.step)
         self.exchange.carried = prepared.carried
@@ -140,13 +141,6 @@ class VariantEstimator:
             rewards=rewards.detach().float().cpu(),
             group_ids=group_ids(prompt_ids, self.num_generations),
         )
-
-
-def _response_ids(message_log: Sequence[Sequence[Mapping[str, Any]]] | None) -> Tensor | None:
-    """[B], as the embedded engine numbers them; None without conversations."""
-    if message_log is None:
-        return None
-    return response_ids(map(_tokens, message_log))
 
 
 def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:

@@ -20,17 +20,20 @@ TESTED = {V0_7_0: "the release 0.7.0", HEAD: "the commit 7ea279abf"}
 """Versions that the tests run on. The package's version number is no guide: HEAD calls itself 0.6.0."""
 
 BOTH = (V0_7_0, HEAD)
-_GRPO, _WORKER = "nemo_rl.algorithms.grpo", "nemo_rl.models.policy.workers.megatron_policy_worker"
+GRPO, _WORKER = "nemo_rl.algorithms.grpo", "nemo_rl.models.policy.workers.megatron_policy_worker"
+_ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
+ACTOR_PYTHONS, ACTOR_PYTHON = f"{_ACTORS}:ACTOR_ENVIRONMENT_REGISTRY", f"{_ACTORS}:get_actor_python_env"
+"""The interpreter of each actor, and the function that completes it."""
 
 NAMES: dict[str, tuple[str, ...]] = {
-    f"{_GRPO}:MasterConfig": BOTH,
-    f"{_GRPO}:setup": BOTH,
-    f"{_GRPO}:grpo_train": BOTH,
-    f"{_GRPO}:async_grpo_train": BOTH,
-    f"{_GRPO}:dynamic_sampling": BOTH,
-    f"{_GRPO}:_create_advantage_estimator": BOTH,
-    f"{_GRPO}:shutdown_environments": (HEAD,),
-    f"{_GRPO}:_validation_early_stop_message": (HEAD,),
+    f"{GRPO}:MasterConfig": BOTH,
+    f"{GRPO}:setup": BOTH,
+    f"{GRPO}:grpo_train": BOTH,
+    f"{GRPO}:async_grpo_train": BOTH,
+    f"{GRPO}:dynamic_sampling": BOTH,
+    f"{GRPO}:_create_advantage_estimator": BOTH,
+    f"{GRPO}:shutdown_environments": (HEAD,),
+    f"{GRPO}:_validation_early_stop_message": (HEAD,),
     "nemo_rl.algorithms.grpo_sync:_create_advantage_estimator": BOTH,
     "nemo_rl.algorithms.loss.interfaces:LossInputType": BOTH,
     "nemo_rl.algorithms.loss.interfaces:LossType": BOTH,
@@ -42,8 +45,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "nemo_rl.data.interfaces:TaskDataSpec": BOTH,
     "nemo_rl.data.processors:vlm_hf_data_processor": BOTH,
     "nemo_rl.distributed.batched_data_dict:BatchedDataDict": BOTH,
-    "nemo_rl.distributed.ray_actor_environment_registry:ACTOR_ENVIRONMENT_REGISTRY": BOTH,
-    "nemo_rl.distributed.ray_actor_environment_registry:get_actor_python_env": BOTH,
+    ACTOR_PYTHONS: BOTH,
+    ACTOR_PYTHON: BOTH,
     "nemo_rl.distributed.virtual_cluster:init_ray": BOTH,
     "nemo_rl.environments.interfaces:EnvironmentInterface": BOTH,
     "nemo_rl.environments.interfaces:EnvironmentReturn": BOTH,
@@ -75,7 +78,7 @@ WORKER_NAMES: dict[str, tuple[str, ...]] = {
 """The same for Megatron workers; these import megatron-core."""
 
 ESTIMATOR_NAMESPACES = (
-    _GRPO,
+    GRPO,
     "nemo_rl.algorithms.grpo_sync",
     "nemo_rl.algorithms.single_controller_utils.setup",
 )
@@ -103,7 +106,7 @@ def version() -> str:
     Raises: UserError: NeMo-RL cannot be imported, or matches none of them.
     """
     try:
-        grpo_config = import_name(f"{_GRPO}:GRPOConfig")
+        grpo_config = import_name(f"{GRPO}:GRPOConfig")
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"nemo_rl cannot be imported ({error}); run this in NeMo-RL's container or environment, tested: "

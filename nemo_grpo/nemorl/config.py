@@ -16,7 +16,7 @@ from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, res
 
 log = logging.getLogger(__name__)
 
-GRPO, SFT = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.sft"
+SFT = "nemo_rl.algorithms.sft"
 BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations, for text and for images."""
 
@@ -77,7 +77,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
     tree = nemo_rl_tree(recipe, resolve(apply_overrides(load_tree(path), overrides)), _base_tree(recipe))
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
-    return ClusterRun(recipe, _validated(tree, GRPO))
+    return ClusterRun(recipe, _validated(tree, compat.GRPO))
 
 
 def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:

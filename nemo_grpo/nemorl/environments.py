@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -87,12 +88,11 @@ def setup_data(
     config.data["shuffle"] = False  # a task's training stream is already shuffled
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
-    reserved = list(reserved_texts(getattr(encoder, "tokenizer", encoder)))
     shared = {
         "task": own.task.model_dump(mode="json"),
         "prompt": own.prompt.model_dump(),
         "own_files": recipe.own_files,
-        "reserved": reserved,
+        "reserved": list(reserved_texts(getattr(encoder, "tokenizer", encoder))),
     }
     trained, validated = (
         start_environment(shared | {"rewards": dict(weights)}) for weights in (own.rewards, {"accuracy": 1.0})
@@ -142,9 +142,8 @@ class TaskDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_length: int) -> Encode:
     """The function that encodes a problem: the embedded engine's, or NeMo-RL's for images."""
-    if has_images:
-        return lambda problem: image_prompt(prompt, encoder, problem, max_prompt_length)
-    return lambda problem: text_prompt(prompt, encoder, problem, max_prompt_length)
+    encode = image_prompt if has_images else text_prompt
+    return partial(encode, prompt, encoder, max_length=max_prompt_length)
 
 
 def text_prompt(prompt: Prompt, tokenizer: Any, problem: Problem, max_length: int) -> dict[str, Any]:
@@ -252,9 +251,7 @@ class TaskEnvironment(TaskEnvironmentImpl):
 
 def start_environment(config: Mapping[str, Any]) -> Any:
     """An actor with a task, in the Python of NeMo-RL's driver."""
-    registry = compat.import_name(
-        "nemo_rl.distributed.ray_actor_environment_registry:ACTOR_ENVIRONMENT_REGISTRY"
-    )
+    registry = compat.import_name(compat.ACTOR_PYTHONS)
     registry[ACTOR] = registry["nemo_rl.environments.math_environment.MathEnvironment"]
     environments = compat.import_name(f"{_ENVIRONMENTS}.utils:ENV_REGISTRY")
     environments.setdefault(TASK_NAME, {"actor_class_fqn": ACTOR})

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 WORKER = "nemo_grpo.nemorl.worker.PolicyWorker"
 ENTROPY_WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
-_REGISTRY = "nemo_rl.distributed.ray_actor_environment_registry"
 
 
 def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> Callable[..., Any]:
@@ -75,11 +74,8 @@ def worker_class(recipe: Recipe) -> str | None:
     """Our worker that the recipe needs; None for NeMo-RL's own."""
     if recipe.loss_fn.needs_entropy:
         return ENTROPY_WORKER
-    policy = recipe.policy
-    scales_hidden_states = (
-        policy.megatron_cfg.pipeline_model_parallel_size > 1 and policy.generation.temperature != 1.0
-    )
-    return WORKER if scales_hidden_states else None
+    has_stages = recipe.policy.megatron_cfg.pipeline_model_parallel_size > 1
+    return WORKER if has_stages and recipe.policy.generation.temperature != 1.0 else None
 
 
 def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
@@ -113,9 +109,8 @@ def has_further_losses(master_config: Any) -> bool:
 
 def register_worker(worker: str) -> None:
     """Let one of our workers run in the environment of NeMo-RL's; Ray must be initialised."""
-    registry = compat.import_name(f"{_REGISTRY}:ACTOR_ENVIRONMENT_REGISTRY")
-    python = compat.import_name(f"{_REGISTRY}:get_actor_python_env")(STOCK_WORKER)
+    python = compat.import_name(compat.ACTOR_PYTHON)(STOCK_WORKER)
     if python.startswith("uv"):
         make = compat.import_name("nemo_rl.utils.venvs:create_local_venv_on_each_node")
         python = make(python, STOCK_WORKER)
-    registry[worker] = python
+    compat.import_name(compat.ACTOR_PYTHONS)[worker] = python

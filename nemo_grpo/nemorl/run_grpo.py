@@ -37,8 +37,6 @@ from nemo_grpo.nemorl.worker_python import check_async_save
 
 log = logging.getLogger(__name__)
 
-_GRPO = "nemo_rl.algorithms.grpo"
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run the driver.
@@ -116,7 +114,7 @@ def set_up(run: ClusterRun) -> Ready:
     exchange, refits = StepExchange(), Refits()
     refits.install()
     parts = compat.unpack_setup(
-        compat.import_name(f"{_GRPO}:setup")(
+        compat.import_name(f"{compat.GRPO}:setup")(
             config,
             tokenizer,
             dataset,
@@ -144,7 +142,7 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
             recipe, logger = run.recipe, parts.logger
             with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
                 if is_supervised:
-                    sft.run_trainer(parts, tokenizer, stop)
+                    sft.run_trainer(parts, tokenizer)
                 else:
                     run_trainer(parts, loss_fn, tokenizer, processor, environments)
         finally:
@@ -206,7 +204,7 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:
     compat.replace_global(
         "_create_advantage_estimator", create_advantage_estimator, compat.ESTIMATOR_NAMESPACES
     )
-    compat.replace_global("dynamic_sampling", dynamic_sampling_for(recipe.loss_fn, exchange), (_GRPO,))
+    compat.replace_global("dynamic_sampling", dynamic_sampling_for(recipe.loss_fn, exchange), (compat.GRPO,))
 
 
 def finished_steps(parts: Setup) -> int:
@@ -281,7 +279,7 @@ def run_trainer(
     """NeMo-RL's trainer, synchronous or asynchronous, with our loss."""
     config = parts.master_config
     is_async = bool(value_of(config, "grpo.async_grpo.enabled", False))
-    trainer = compat.import_name(f"{_GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}")
+    trainer = compat.import_name(f"{compat.GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}")
     further: dict[str, Any] = {}
     if processor is not None and "processor" in inspect.signature(trainer).parameters:  # not in 0.7.0
         further["processor"] = processor
@@ -311,8 +309,8 @@ def close(parts: Setup, environments: list[Any]) -> None:
     """Wait for the last checkpoint, then end environments and generation, as NeMo-RL's own driver does."""
     if hasattr(parts.checkpointer, "shutdown"):  # 0.7.0 saves synchronously
         parts.checkpointer.shutdown()
-    if compat.has_name(f"{_GRPO}:shutdown_environments"):
-        compat.import_name(f"{_GRPO}:shutdown_environments")(*environments)
+    if compat.has_name(f"{compat.GRPO}:shutdown_environments"):
+        compat.import_name(f"{compat.GRPO}:shutdown_environments")(*environments)
     try:
         parts.policy_generation.shutdown()
     except Exception:

@@ -18,10 +18,15 @@ from nemo_grpo.engine.rollout import Group
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import Setup
 from nemo_grpo.nemorl.config import SFT, ClusterRun
-from nemo_grpo.nemorl.stopping import Stop
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.environments import TaskProblems
+
+OF_SETUP = (
+    *("policy", "cluster", "dataloader", "val_dataloader", "loss_fn", "logger", "checkpointer"),
+    *("grpo_save_state", "master_config"),
+)
+"""What its `setup` returns, by our names of the same parts for GRPO."""
 
 
 def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Setup:
@@ -37,47 +42,24 @@ def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Setup:
     number = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step
     data = DemonstrationDataset(shown.training, number, tokenizer)
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
-    policy, cluster, loader, val_loader, loss_fn, logger, checkpointer, state, config = compat.import_name(
-        f"{SFT}:setup"
-    )(config, tokenizer, data, validation)
-    return Setup(
-        policy=policy,
-        policy_generation=policy,  # the workers to shut down at the end
-        nemo_gym=None,
-        cluster=cluster,
-        dataloader=loader,
-        val_dataloader=val_loader,
-        loss_fn=loss_fn,
-        logger=logger,
-        checkpointer=checkpointer,
-        grpo_save_state=state,
-        master_config=config,
-        teacher_worker_groups=None,
-        alias_to_group_alias=None,
-    )
+    made = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
+    parts = dict.fromkeys(Setup._fields) | dict(zip(OF_SETUP, made, strict=True))
+    return Setup(**parts | {"policy_generation": parts["policy"]})  # the workers to shut down at the end
 
 
-def run_trainer(parts: Setup, tokenizer: Any, stop: Stop) -> None:
+def run_trainer(parts: Setup, tokenizer: Any) -> None:
     """NeMo-RL's trainer; it asks `stop_after_step`'s checker after every step."""
-    log_metrics = parts.logger.log_metrics
-
-    def watched(metrics: Any, step: int, prefix: str | None = "", *rest: Any, **named: Any) -> Any:
-        if prefix == "train":
-            stop.last_step = step
-        return log_metrics(metrics, step, prefix, *rest, **named)
-
-    with compat.replaced(parts.logger, "log_metrics", watched):
-        compat.import_name(f"{SFT}:sft_train")(
-            parts.policy,
-            parts.dataloader,
-            parts.val_dataloader,
-            tokenizer,
-            parts.loss_fn,
-            parts.master_config,
-            parts.logger,
-            parts.checkpointer,
-            parts.grpo_save_state,
-        )
+    compat.import_name(f"{SFT}:sft_train")(
+        parts.policy,
+        parts.dataloader,
+        parts.val_dataloader,
+        tokenizer,
+        parts.loss_fn,
+        parts.master_config,
+        parts.logger,
+        parts.checkpointer,
+        parts.grpo_save_state,
+    )
 
 
 class DemonstrationDataset(torch.utils.data.Dataset[dict[str, Any]]):

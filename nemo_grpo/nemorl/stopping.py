@@ -18,9 +18,10 @@ from nemo_grpo.nemorl import compat
 
 log = logging.getLogger(__name__)
 
-THRESHOLD_MODULES = ("nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo_sync")
+THRESHOLD_MODULES = (compat.GRPO, "nemo_rl.algorithms.grpo_sync")
 THRESHOLD_FUNCTION = "_validation_early_stop_message"
 """In HEAD; its trainers end the run if it returns a message."""
+LAST_PREFIX = "timing/train"
 
 
 @dataclass
@@ -44,7 +45,7 @@ def stop_after_step(logger: Any = None) -> Iterator[Stop]:
 
     Both trainers ask `TimeoutChecker.check_save` once per step, save if it says so, and return.
 
-    Args: logger: NeMo-RL's, whose last call of a step has ``step_finished``.
+    Args: logger: NeMo-RL's; every trainer's last call of a step is for `LAST_PREFIX`.
     """
     checker = compat.import_name("nemo_rl.utils.timer:TimeoutChecker")
     ask = checker.check_save
@@ -82,7 +83,7 @@ def _watch_steps(logger: Any, stop: Stop, stack: ExitStack) -> None:
 
     def watched(metrics: Any, step: int, *args: Any, **kwargs: Any) -> Any:
         done = log_metrics(metrics, step, *args, **kwargs)
-        if kwargs.get("step_finished"):
+        if kwargs.get("prefix") == LAST_PREFIX:
             stop.last_step = step
         return done
 

@@ -24,6 +24,7 @@ from nemo_rl.models.policy.workers import megatron_policy_worker as stock
 from torch import Tensor
 
 from nemo_grpo.core.logprobs import logprobs_and_entropy
+from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.exchange import ENTROPIES
 
 Process = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -149,11 +150,8 @@ def collected_entropies() -> Iterator[list[Tensor]]:
 
             return keep
 
-    original, stock.LogprobsPostProcessor = stock.LogprobsPostProcessor, Keeping
-    try:
+    with compat.replaced(stock, "LogprobsPostProcessor", Keeping):
         yield kept
-    finally:
-        stock.LogprobsPostProcessor = original
 
 
 _as_actor = ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

@@ -45,8 +45,7 @@ def worker_python() -> str | None:
 
     Returns: None if NeMo-RL creates their environment at start-up (by uv) and it does not exist yet.
     """
-    registry = "nemo_rl.distributed.ray_actor_environment_registry"
-    command: str = compat.import_name(f"{registry}:get_actor_python_env")(STOCK_WORKER)
+    command: str = compat.import_name(compat.ACTOR_PYTHON)(STOCK_WORKER)
     if not command.startswith("uv"):
         return command
     if os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower() == "true":

@@ -23,14 +23,15 @@ COLOCATED = f"{GENERATION}.colocated"
 def candidates(
     starts: Iterable[Setup], sizes: Sequence[Sequence[int]], recomputes: Iterable[tuple[str, ...]]
 ) -> Iterator[Setup]:
-    """Each start with each layout that divides its GPUs.
+    """Each start with each layout that divides its GPUs; stages have equal length.
 
     Args: sizes: of TP, PP, CP and EP.
     """
     for start, (tp, pp, cp, ep), recompute in product(starts, product(*sizes), recomputes):
         if start.world_size % (tp * pp * cp) or start.world_size % (pp * ep):
             continue
-        yield replace(start, layout=layout_like(start, tp, pp, cp, ep), recompute=recompute)
+        layout = Layout(tp, pp, cp, ep, sequence_parallel=tp > 1)
+        yield replace(start, layout=layout, recompute=recompute)
 
 
 def accepted(
@@ -62,68 +63,37 @@ def accepted(
         yield overrides, setup
 
 
-def layout_like(start: Setup, tensor: int, pipeline: int, context: int, expert: int) -> Layout:
-    """The layout of ``start`` at these sizes, with stages of equal length."""
-    return replace(
-        start.layout,
-        tensor=tensor,
-        pipeline=pipeline,
-        context=context,
-        expert=expert,
-        expert_tensor=1,
-        sequence_parallel=tensor > 1,
-        first_stage_layers=None,
-        last_stage_layers=None,
-    )
-
-
 def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
     """The changed keys as ``key=value``."""
-    a, b = start.layout, candidate.layout
-    values: dict[str, tuple[Any, ...]] = {
-        f"{MEGATRON}.tensor_model_parallel_size": (a.tensor, b.tensor),
-        f"{MEGATRON}.sequence_parallel": (a.sequence_parallel, b.sequence_parallel),
-        f"{MEGATRON}.pipeline_model_parallel_size": (a.pipeline, b.pipeline),
-        f"{MEGATRON}.context_parallel_size": (a.context, b.context),
-        f"{MEGATRON}.expert_model_parallel_size": (a.expert, b.expert),
-        f"{MEGATRON}.expert_tensor_parallel_size": (a.expert_tensor, b.expert_tensor),
-        f"{MEGATRON}.num_layers_in_first_pipeline_stage": (a.first_stage_layers, b.first_stage_layers),
-        f"{MEGATRON}.num_layers_in_last_pipeline_stage": (a.last_stage_layers, b.last_stage_layers),
-        f"{MEGATRON}.activation_checkpointing": (bool(start.recompute), bool(candidate.recompute)),
-        f"{MEGATRON}.recompute_granularity": _granularities(start, candidate),
-        "policy.make_sequence_length_divisible_by": (_padding(start), _padding(candidate)),
-        "policy.train_micro_batch_size": tuple(map(_rows, (start, candidate))),
-        f"{VLLM}.tensor_parallel_size": (start.vllm_tensor, candidate.vllm_tensor),
-        f"{COLOCATED}.enabled": (not start.num_rollout_gpus, not candidate.num_rollout_gpus),
-        f"{COLOCATED}.resources.num_nodes": tuple(map(_rollout_nodes, (start, candidate))),
-        f"{COLOCATED}.resources.gpus_per_node": tuple(map(_rollout_gpus, (start, candidate))),
-        "cluster.num_nodes": (start.num_nodes, candidate.num_nodes),
-        "cluster.gpus_per_node": (start.gpus_per_node, candidate.gpus_per_node),
+    old = _settings(start)
+    changed = {key: value for key, value in _settings(candidate).items() if value != old[key]}
+    if not (start.recompute and candidate.recompute):
+        changed.pop(f"{MEGATRON}.recompute_granularity", None)
+    if "policy.train_micro_batch_size" in changed:  # a recipe may derive it from the rows that train
+        changed["policy.logprob_batch_size"] = candidate.score_tokens // candidate.max_length
+    return tuple(f"{key}={as_yaml(value)}" for key, value in changed.items())
+
+
+def _settings(setup: Setup) -> dict[str, Any]:
+    """What a recipe has to say for this setup."""
+    layout, apart = setup.layout, setup.num_rollout_gpus
+    return {
+        f"{MEGATRON}.tensor_model_parallel_size": layout.tensor,
+        f"{MEGATRON}.sequence_parallel": layout.sequence_parallel,
+        f"{MEGATRON}.pipeline_model_parallel_size": layout.pipeline,
+        f"{MEGATRON}.context_parallel_size": layout.context,
+        f"{MEGATRON}.expert_model_parallel_size": layout.expert,
+        f"{MEGATRON}.expert_tensor_parallel_size": layout.expert_tensor,
+        f"{MEGATRON}.num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        f"{MEGATRON}.num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        f"{MEGATRON}.activation_checkpointing": bool(setup.recompute),
+        f"{MEGATRON}.recompute_granularity": "full" if "full" in setup.recompute else "selective",
+        "policy.make_sequence_length_divisible_by": 2 * layout.context * layout.tensor,
+        "policy.train_micro_batch_size": setup.train_tokens // setup.max_length,
+        f"{VLLM}.tensor_parallel_size": setup.vllm_tensor,
+        f"{COLOCATED}.enabled": not apart,
+        f"{COLOCATED}.resources.num_nodes": -(-apart // setup.gpus_per_node) or None,
+        f"{COLOCATED}.resources.gpus_per_node": min(apart, setup.gpus_per_node) or None,
+        "cluster.num_nodes": setup.num_nodes,
+        "cluster.gpus_per_node": setup.gpus_per_node,
     }
-    if _rows(start) != _rows(candidate):  # a recipe may derive it from the rows that train
-        values["policy.logprob_batch_size"] = (None, candidate.score_tokens // candidate.max_length)
-    return tuple(f"{key}={as_yaml(new)}" for key, (old, new) in values.items() if old != new)
-
-
-def _granularities(start: Setup, candidate: Setup) -> tuple[str, str]:
-    changed = candidate.recompute != start.recompute and bool(start.recompute) and bool(candidate.recompute)
-    return ("selective", "full") if changed else ("", "")
-
-
-def _padding(setup: Setup) -> int:
-    return 2 * setup.layout.context * setup.layout.tensor
-
-
-def _rows(setup: Setup) -> int:
-    """Sequences of a microbatch."""
-    return setup.train_tokens // setup.max_length
-
-
-def _rollout_nodes(setup: Setup) -> int | None:
-    """Nodes that only sample; None: they share."""
-    return -(-setup.num_rollout_gpus // setup.gpus_per_node) or None
-
-
-def _rollout_gpus(setup: Setup) -> int | None:
-    """GPUs that only sample, of each of those nodes."""
-    return min(setup.num_rollout_gpus, setup.gpus_per_node) or None

@@ -135,7 +135,5 @@ def _passes(rank: Rank, work: Workload) -> tuple[float, float]:
     head += 2 * responses / number * shape.vocab_size * eff.logits / machine.memory
     accumulated = ACCUMULATED_BYTES * model_parameters(shape) / machine.memory
     again = layer if "full" in rank.setup.recompute else 0.0
-    backward = (
-        shape.num_layers * (products + 2 * rank.moved(each) + 2 * operations + again) + head + accumulated
-    )
-    return forward, number * backward
+    layer = products + 2 * rank.moved(each) + 2 * operations + again
+    return forward, number * (shape.num_layers * layer + head + accumulated)

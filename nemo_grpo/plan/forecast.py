@@ -114,35 +114,28 @@ class Forecast:
 
 
 def forecast(
-    recipe: Recipe, shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions | None = None
+    recipe: Recipe, shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions
 ) -> Forecast:
     """The time of a cluster recipe.
 
     Args:    gpu: its name, for the error that was seen there.
     Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
     """
-    setup, work = setup_of(recipe), (assumed or Assumptions()).work_of(recipe)
+    setup, work = setup_of(recipe), assumed.work_of(recipe)
     return Forecast(setup, work, step_time(shape, setup, work, hardware), ERRORS.get(gpu))
 
 
-def forecast_here(
-    recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: Assumptions | None = None
-) -> Forecast:
+def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: Assumptions) -> Forecast:
     """The time of a recipe for the embedded engine on a CPU that was measured.
 
     Raises:  UserError: as `forecast` does.
     """
-    setup, work = setup_of(recipe), (assumed or Assumptions()).work_of(recipe)
+    setup, work = setup_of(recipe), assumed.work_of(recipe)
     return Forecast(setup, work, embedded_step(shape, setup, work, machine), LOCAL_ERROR)
 
 
 def of_variants(
-    recipe: Recipe,
-    names: list[str],
-    shape: ModelSpec,
-    gpu: str,
-    hardware: Hardware,
-    assumed: Assumptions | None = None,
+    recipe: Recipe, names: list[str], shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions
 ) -> dict[str, Forecast]:
     """The same recipe with other algorithms, each with its paper's parameters.
 

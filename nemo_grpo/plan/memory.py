@@ -204,18 +204,13 @@ def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
 
     NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
     """
-    tokens = setup.score_tokens / setup.layout.context
-    forward = int(tokens * layer_bytes_per_token(shape, setup))
+    logits = logit_bytes(shape, setup, stage, scoring=True)
     if setup.embedded:
         held = training_bytes(shape, setup, stage)
-        return (
-            sum(held.values())
-            - held["activations"]
-            - held["logits"]
-            + logit_bytes(shape, setup, stage, scoring=True)
-        )
+        return sum(held.values()) - held["activations"] - held["logits"] + logits
+    forward = int(setup.score_tokens / setup.layout.context * layer_bytes_per_token(shape, setup))
     kept = weight_bytes(shape, setup, stage) + gradient_bytes(shape, setup, stage)
-    return kept + forward + logit_bytes(shape, setup, stage, scoring=True) + ALLOWANCE
+    return kept + forward + logits + ALLOWANCE
 
 
 def heaviest_stage(shape: ModelSpec, setup: Setup) -> int:
@@ -232,11 +227,11 @@ def rollout_weight_bytes(shape: ModelSpec, setup: Setup) -> int:
     tower is counted whole.
     """
     dense, expert = rollout_layer_sizes(shape, setup)
-    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
     matrices = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden_size / setup.vllm_tensor
-    router = shape.num_experts * shape.hidden_size
-    linear = shape.num_layers * dense + num_sparse * shape.num_experts * expert
-    rest = 2 * (matrices + (num_sparse * router) / setup.vllm_pipeline + shape.num_vision_parameters)
+    num_experts = shape.num_sparse_layers * shape.num_experts
+    linear = shape.num_layers * dense + num_experts * expert
+    routers = num_experts * shape.hidden_size / setup.vllm_pipeline
+    rest = 2 * (matrices + routers + shape.num_vision_parameters)
     return int((1 if setup.vllm_fp8 else 2) * linear / setup.vllm_pipeline + rest)
 
 

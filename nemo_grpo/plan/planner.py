@@ -107,7 +107,7 @@ def plan_recipe(
     is_laid_out = not messages(Scope.SHAPE, shape, setup)
     stage = memory.heaviest_stage(shape, setup) if is_laid_out else 0
     timed = is_laid_out and not recipe.loss_fn.learns_from_demonstrations
-    time = None
+    time, assumed = None, assumed or Assumptions()
     if timed and machine:
         time = forecast_here(recipe, shape, machine, assumed)
     elif timed and setup.has_rollouts:

@@ -65,7 +65,7 @@ def engine_of(shape: ModelSpec, setup: Setup, hardware: Hardware) -> Engine:
     """The vLLM engine of a layout."""
     dense, expert = memory.rollout_layer_sizes(shape, setup)
     layers = shape.num_layers / setup.vllm_pipeline
-    num_sparse = layers * (1 - shape.num_dense_layers / shape.num_layers) if shape.num_experts else 0
+    num_sparse = shape.num_sparse_layers / setup.vllm_pipeline
     head = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
     width = 1 if setup.vllm_fp8 else 2
     chosen = num_sparse * shape.num_experts_per_token * 3 * shape.hidden_size * shape.ffn_size

@@ -12,7 +12,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.plan.candidates import accepted
 from nemo_grpo.plan.forecast import Forecast, at_scale
 from nemo_grpo.plan.hardware import Hardware
-from nemo_grpo.plan.search import Found, best_layouts
+from nemo_grpo.plan.search import best_layouts
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -42,26 +42,26 @@ class Point:
     note: str = ""
 
 
-def scaling(
-    recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, counts: Sequence[int]
-) -> list[Point]:
+def scaling(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, asked: str) -> list[Point]:
     """The best layout at each number of GPUs, ascending, and the recipe's own.
 
-    Raises: UserError: a number below 1, or none that has a layout.
+    Args:   asked: the numbers, with commas.
+    Raises: UserError: not a number or one below 1, or none that has a layout.
     """
-    asked = ",".join(map(str, counts))
-    if not counts or min(counts) < 1:
+    counts = {int(part) if part.strip().isdecimal() else 0 for part in asked.split(",")}
+    if min(counts) < 1:
         raise UserError(f"--scale {asked}: numbers of GPUs, such as 8,64,512")
     points: list[Point] = []
     first: tuple[float, float] | None = None
-    last: Point | None = None
-    for count in sorted(set(counts)):
+    last: Forecast | None = None
+    for count in sorted(counts):
         point = _point(recipe, base, shape, hardware, count)
         if point.strong and point.weak:
             speeds = point.strong.step.tokens_per_second_per_gpu, point.weak.step.tokens_per_second_per_gpu
             first = first or speeds
-            pays = last is None or _pays(last, last.strong, point, point.strong)
-            last = point = replace(
+            pays = last is None or _pays(last, point.strong)
+            last = point.strong
+            point = replace(
                 point,
                 strong_efficiency=speeds[0] / first[0],
                 weak_efficiency=speeds[1] / first[1],
@@ -73,11 +73,9 @@ def scaling(
     return points
 
 
-def _pays(before: Point, slower: Forecast | None, point: Point, faster: Forecast | None) -> bool:
-    assert slower is not None
-    assert faster is not None
-    grown = slower.step.seconds / faster.step.seconds - 1
-    return grown >= PAYS * (point.num_gpus / before.num_gpus - 1)
+def _pays(before: Forecast, after: Forecast) -> bool:
+    grown = before.step.seconds / after.step.seconds - 1
+    return grown >= PAYS * (after.step.num_gpus / before.step.num_gpus - 1)
 
 
 def _point(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, count: int) -> Point:
@@ -90,52 +88,36 @@ def _point(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware,
         f"grpo.num_prompts_per_step={weak.work.num_samples // weak.work.group_size}",
         f"policy.train_global_batch_size={weak.work.num_samples // weak.work.num_updates}",
     )
-    best = _best(recipe, strong, shape, hardware), _best(recipe, weak, shape, hardware, grown)
-    if not all(best):
+    best_strong = best_layouts(recipe, strong, shape, hardware, number=1)
+    best_weak = best_layouts(recipe, weak, shape, hardware, number=1, further=grown)
+    if not best_strong or not best_weak:
         return Point(count, note="no layout fits")
     fits = accepted(recipe, [strong.setup], shape, int(hardware.memory_bytes), 1)
     return Point(
         count,
         own=strong if next(fits, None) else None,
-        strong=_with(strong, best[0][0]),
-        weak=_with(weak, best[1][0]),
-        strong_overrides=best[0][0].overrides,
-        weak_overrides=best[1][0].overrides,
+        strong=replace(strong, setup=best_strong[0].setup, step=best_strong[0].step),
+        weak=replace(weak, setup=best_weak[0].setup, step=best_weak[0].step),
+        strong_overrides=best_strong[0].overrides,
+        weak_overrides=best_weak[0].overrides,
     )
-
-
-def _best(
-    recipe: Recipe, scaled: Forecast, shape: ModelSpec, hardware: Hardware, further: tuple[str, ...] = ()
-) -> list[Found]:
-    return best_layouts(recipe, scaled, shape, hardware, number=1, further=further)
-
-
-def _with(scaled: Forecast, found: Found) -> Forecast:
-    return replace(scaled, setup=found.setup, step=found.step)
 
 
 def own_layout(points: Sequence[Point]) -> str:
     """From the smallest number of GPUs that the recipe's own layout fits: where it stops paying."""
-    before: Point | None = None
-    for point in (point for point in points if point.strong):
-        if before is None:
-            before = point if point.own else None
-        elif point.own is None:
-            return f"the recipe's own layout does not divide or fit {point.num_gpus} GPUs{_instead(point)}"
-        elif not _pays(before, before.own, point, point.own):
+    before: Forecast | None = None
+    for point in points:
+        if point.strong is None:
+            continue
+        count, instead = point.num_gpus, f"{point.strong.step.seconds:.0f} s with the best one"
+        if before and point.own is None:
+            return f"the recipe's own layout does not divide or fit {count} GPUs, {instead}"
+        if before and point.own and not _pays(before, point.own):
             seconds = f"{point.own.step.seconds:.0f} s per step"
-            return (
-                f"the recipe's own layout stops paying at {point.num_gpus} GPUs: {seconds}{_instead(point)}"
-            )
-        else:
-            before = point
+            return f"the recipe's own layout stops paying at {count} GPUs: {seconds}, {instead}"
+        before = point.own
     rest = "pays on all of these GPUs" if before else "does not divide or fit any of these GPUs"
     return f"the recipe's own layout {rest}"
-
-
-def _instead(point: Point) -> str:
-    assert point.strong is not None
-    return f", {point.strong.step.seconds:.0f} s with the best one"
 
 
 def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
@@ -164,12 +146,7 @@ def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
         axes.set_title(name)
         axes.grid(color="#e4e4e4")
     own = [(point.num_gpus, point.own.step.seconds) for point in points if point.own]
-    figure.axes[0].plot(
-        [gpus for gpus, _ in own],
-        [seconds for _, seconds in own],
-        ":",
-        color="#777777",
-        label="recipe's own layout",
-    )
-    figure.axes[0].legend(frameon=False)
+    steps = figure.axes[0]
+    steps.plot([n for n, _ in own], [s for _, s in own], ":", color="#777777", label="recipe's own layout")
+    steps.legend(frameon=False)
     figure.savefig(file, dpi=110)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.sections import GENERATION, MEGATRON, PACKING, VLLM
+from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -91,19 +91,18 @@ def setup_of(recipe: Recipe) -> Setup:
     p, m = recipe.policy, recipe.policy.megatron_cfg
     fp8, lora = m.fp8_in_use, m.lora_in_use
     cluster = recipe.nemo_grpo.target == "cluster"
-    longest, packed = p.max_total_sequence_length, p.sequence_packing.enabled
+    longest = p.max_total_sequence_length
     per_rank = p.train_global_batch_size // max(recipe.data_parallel_size, 1)
     offloads = value_of(recipe, f"{MEGATRON}.optimizer.optimizer_cpu_offload", False)
+    fraction = value_of(recipe, f"{MEGATRON}.optimizer.optimizer_offload_fraction", 0.0)
     ddp = f"{MEGATRON}.distributed_data_parallel_config"
-    train_tokens = value_of(recipe, f"{PACKING}.train_mb_tokens") if packed else None
-    score_tokens = value_of(recipe, f"{PACKING}.logprob_mb_tokens") if packed else None
     return Setup(
         layout=m.layout,
         num_nodes=recipe.cluster.num_nodes,
         gpus_per_node=recipe.cluster.gpus_per_node,
         num_rollout_gpus=recipe.num_rollout_gpus,
-        train_tokens=train_tokens or longest * p.train_micro_batch_size,
-        score_tokens=score_tokens or longest * p.logprob_batch_size,
+        train_tokens=p.train_mb_tokens or longest * p.train_micro_batch_size,
+        score_tokens=p.logprob_mb_tokens or longest * p.logprob_batch_size,
         num_microbatches=max(per_rank // p.train_micro_batch_size, 1),
         max_length=longest,
         recompute=_recompute(recipe),
@@ -111,9 +110,7 @@ def setup_of(recipe: Recipe) -> Setup:
         optimizer=m.optimizer.optimizer,
         distributed_optimizer=m.optimizer.use_distributed_optimizer,
         precision_aware=m.optimizer.use_precision_aware_optimizer,
-        offload_fraction=value_of(recipe, f"{MEGATRON}.optimizer.optimizer_offload_fraction", 0.0)
-        if offloads
-        else 0.0,
+        offload_fraction=fraction if offloads else 0.0,
         lora_dim=lora.dim if lora else 0,
         lora_modules=tuple(lora.target_modules) if lora else (),
         fp8_training=fp8 is not None,
@@ -131,7 +128,7 @@ def setup_of(recipe: Recipe) -> Setup:
         if cluster
         else p.generation_batch_size,
         vllm_eager=bool(value_of(recipe, f"{VLLM}.enforce_eager", False)),
-        packed=packed,
+        packed=p.sequence_packing.enabled,
         precision_bytes=4 if p.precision == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
     )

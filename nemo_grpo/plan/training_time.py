@@ -64,10 +64,9 @@ def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> 
 
 def model_flops(shape: ModelSpec, attended: float) -> float:
     """FLOPs of one token's forward pass through the whole model, the embedding's look-up left out."""
-    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
     head = 2 * shape.vocab_size * shape.hidden_size
-    dense = (shape.num_layers - num_sparse) * sum(layer_flops(shape, attended))
-    return dense + num_sparse * sum(layer_flops(shape, attended, is_dense=False)) + head
+    dense = (shape.num_layers - shape.num_sparse_layers) * sum(layer_flops(shape, attended))
+    return dense + shape.num_sparse_layers * sum(layer_flops(shape, attended, is_dense=False)) + head
 
 
 def layer_seconds(
@@ -138,11 +137,8 @@ def stage_seconds(
 ) -> float:
     """The slowest stage's forward pass over one microbatch."""
     arguments = shape, setup, tokens, attended, hardware, eff
-    dense = (
-        sum(layer_seconds(*arguments, is_dense=True))
-        if shape.num_dense_layers or not shape.num_experts
-        else 0
-    )
+    has_dense = shape.num_dense_layers or not shape.num_experts
+    dense = sum(layer_seconds(*arguments, is_dense=True)) if has_dense else 0.0
     sparse = sum(layer_seconds(*arguments, is_dense=False)) if shape.num_experts else 0.0
     dealt, left, slowest = setup.layout.stage_layers(shape.num_layers), shape.num_dense_layers, 0.0
     for stage, layers in enumerate(dealt):
@@ -168,11 +164,8 @@ def scoring_seconds(
     cut = microbatches(setup, work, setup.data_parallel, setup.score_tokens)
     tokens, attended = cut.tokens / layout.context, work.lengths.attended
     number = cut.number * work.num_updates
-    return (
-        number
-        * bubble(layout.pipeline, number)
-        * stage_seconds(shape, setup, tokens, attended, hardware, eff)
-    )
+    one = stage_seconds(shape, setup, tokens, attended, hardware, eff)
+    return number * bubble(layout.pipeline, number) * one
 
 
 def update_seconds(

@@ -14,9 +14,8 @@ STORAGE = 2e9
 
 def num_tensors(shape: ModelSpec) -> int:
     """Tensors of the Hugging Face model: 9 per dense layer, 6 and 3 per expert with experts, and 3."""
-    num_sparse = shape.num_layers - shape.num_dense_layers if shape.num_experts else 0
     per_sparse = 6 + 3 * (shape.num_experts + shape.num_shared_experts)
-    return 3 + 9 * (shape.num_layers - num_sparse) + per_sparse * num_sparse
+    return 3 + 9 * (shape.num_layers - shape.num_sparse_layers) + per_sparse * shape.num_sparse_layers
 
 
 def refit_seconds(shape: ModelSpec, setup: Setup, hardware: Hardware, eff: Efficiency) -> float:

@@ -38,17 +38,12 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 
 def register_resolvers() -> None:
     """Register ``${mul:...}`` and the like with OmegaConf, except those that NeMo-RL already registered."""
+    # In OmegaConf 2.3, which NeMo-RL pins, register_resolver is an older interface without nested arguments.
+    is_old = "use_cache" not in inspect.signature(OmegaConf.register_resolver).parameters
+    register = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
     for name, function in RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
-            _register(name, function)
-
-
-def _register(name: str, function: Callable[..., Any]) -> None:
-    # In OmegaConf 2.3, which NeMo-RL pins, register_resolver is an older interface without nested arguments.
-    if "use_cache" in inspect.signature(OmegaConf.register_resolver).parameters:
-        OmegaConf.register_resolver(name, function)
-    else:
-        OmegaConf.register_new_resolver(name, function)
+            register(name, function)
 
 
 def load_tree(path: str | Path) -> Tree:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any
 
 
 class Scope(Enum):
@@ -38,16 +38,15 @@ class Scope(Enum):
 
 
 Check = Callable[..., Iterator[str]]
-RuleFunction = TypeVar("RuleFunction", bound=Check)
 
 RULES: dict[Scope, dict[str, Check]] = {scope: {} for scope in Scope}
 """Scope -> name -> rule, in the order of their messages."""
 
 
-def rule(scope: Scope) -> Callable[[RuleFunction], RuleFunction]:
+def rule(scope: Scope) -> Callable[[Check], Check]:
     """Register a function as a rule."""
 
-    def register(check: RuleFunction) -> RuleFunction:
+    def register(check: Check) -> Check:
         RULES[scope][check.__name__] = check
         return check
 

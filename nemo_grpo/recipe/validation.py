@@ -75,16 +75,12 @@ def _validated(tree: Tree) -> Recipe:
             recipe = Recipe.model_validate(filled, context=WITHOUT_RULES)
         except ValidationError:
             raise RecipeErrors(errors) from None
-    errors += violations(recipe)
+    errors += messages(Scope.ALL, recipe)
+    if recipe.nemo_grpo.target == "cluster":
+        errors += messages(Scope.CLUSTER, recipe)
     if errors:
         raise RecipeErrors(errors)
     return recipe
-
-
-def violations(recipe: Recipe) -> list[str]:
-    """Messages of the rules for all recipes and of those for its target."""
-    cluster = messages(Scope.CLUSTER, recipe) if recipe.nemo_grpo.target == "cluster" else []
-    return messages(Scope.ALL, recipe) + cluster
 
 
 def advice(recipe: Recipe) -> list[str]:

@@ -135,14 +135,7 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
     Raises: UserError: it does not come up.
     """
     port = free_port()
-    ray = [
-        str(stack.python),
-        "-c",
-        "from ray.scripts.scripts import main; main()",
-        "start",
-        "--head",
-        "--block",
-    ]
+    ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
     options = {
         "port": port,
         "num-gpus": num_gpus,
@@ -156,7 +149,8 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str,
     }
     with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch:
         environment = {**stack.environment(folder), WARM: scratch}
-        command = [*ray, *(f"--{name}={value}" for name, value in options.items()), f"--temp-dir={scratch}"]
+        command = [*ray, "start", "--head", "--block", f"--temp-dir={scratch}"]
+        command += [f"--{name}={value}" for name, value in options.items()]
         with (folder / "ray.log").open("wb") as log, background(command, environment, log) as process:
             deadline = time.monotonic() + RAY_PATIENCE
             while RAY_IS_UP not in (folder / "ray.log").read_bytes():

@@ -126,9 +126,8 @@ def refit(evidence: Evidence) -> str:
     recipe = evidence.recipe
     errors = [per_update(recipe, error) for error in evidence.series("mismatch/kl")]
     ratio = max(evidence.series("train/token_mult_prob_error"), default=math.nan)
-    is_bound = bound(recipe) is not None
     shown = f"gen_kl_error {', '.join(f'{e:.1e}' for e in errors)}; token_mult_prob_error at most {ratio:.4f}"
-    if not is_bound:
+    if bound(recipe) is None:
         return f"{shown}; no bound: asynchronous rollouts may be of older weights"
     _refuse(not errors or not all(e <= REFIT_BOUND for e in errors), f"{shown}; the bound is {REFIT_BOUND:g}")
     return f"{shown} (bound {REFIT_BOUND:g})"
@@ -202,14 +201,8 @@ def export(evidence: Evidence) -> str:
         theirs = rehearsal.folder / "hf-of-bridge"
         (weights,) = (source / "policy" / "weights").glob("iter_*")
         with rehearsal.timed("Bridge's export"):
-            arguments = [
-                "-m",
-                "nemo_grpo.rehearsal.export",
-                str(rehearsal.model.folder),
-                str(weights),
-                str(theirs),
-            ]
-            run_python(rehearsal, arguments, "bridge.log")
+            folders = map(str, (rehearsal.model.folder, weights, theirs))
+            run_python(rehearsal, ["-m", "nemo_grpo.rehearsal.export", *folders], "bridge.log")
         found.append(compare_folders(ours, theirs))
     rows = evidence.responses(small.STOP_AFTER + 1) if source == step else []
     if rows:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
 
 
 def main(model: str, checkpoint: str, output: str) -> None:
@@ -15,12 +14,7 @@ def main(model: str, checkpoint: str, output: str) -> None:
 
     Args: model: the folder that the run started from.  checkpoint: ``step_N/policy/weights/iter_*``.
     """
-    importlib.import_module(
-        "nemo_rl.models.policy.workers.megatron_policy_worker"
-    )  # has its replacements made
-    quantization = types.ModuleType("modelopt.torch.quantization.utils")
-    quantization.is_quantized = lambda *_: False  # type: ignore[attr-defined]
-    sys.modules[quantization.__name__] = quantization
+    importlib.import_module("nemo_rl.models.policy.workers.megatron_policy_worker")  # and its replacements
     community_import = importlib.import_module("nemo_rl.models.megatron.community_import")
     community_import.export_model_from_megatron(model, checkpoint, output, model, overwrite=True)
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib
 import queue
+import sys
+import types
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-NEWER_NAMES = {
-    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": (
-        "FullyShardedDataParallelV1",
-        "FullyShardedDataParallelV2",
-    )
-}
-"""Names of an unreleased megatron-core that NeMo-RL 7ea279abf imports but, without FSDP, never uses."""
+NEWER_NAMES = ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2")
+"""Of an unreleased megatron-core's FSDP; NeMo-RL 7ea279abf imports them and, without FSDP, uses neither."""
 WITHOUT_TRANSFORMER_ENGINE = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 """Modules that copy Transformer Engine names from megatron-core, which are None if it is not installed."""
 OF_MODELOPT = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state")
@@ -24,7 +21,7 @@ OF_MODELOPT = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_mo
 
 def add_newer_names(module: Any) -> None:
     """See `NEWER_NAMES`."""
-    for name in NEWER_NAMES[module.__name__]:
+    for name in NEWER_NAMES:
         if not hasattr(module, name):
             setattr(module, name, type(name, (), {}))
 
@@ -146,6 +143,9 @@ def _deny_transformer_engine() -> None:
 def _skip_modelopt() -> None:
     """No model here is quantised, so there is no state to save or restore."""
     _set("megatron.bridge.training.checkpointing", **dict.fromkeys(OF_MODELOPT, _nothing))
+    quantization = types.ModuleType("modelopt.torch.quantization.utils")
+    quantization.is_quantized = lambda *_: False  # type: ignore[attr-defined]
+    sys.modules[quantization.__name__] = quantization
 
 
 def _save_in_this_process() -> None:

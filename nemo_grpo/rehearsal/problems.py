@@ -69,7 +69,6 @@ class RehearsedTask:
         rewards = recipe.nemo_grpo.rewards.items()  # a user's functions do not choose the demonstrations
         self.rewards = {name: weight for name, weight in rewards if not is_reference(name)}
         self.known = [self.task.train_problem(index, recipe.grpo.seed) for index in range(NUM_KNOWN)]
-        self.num_known = len(self.known)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
@@ -95,14 +94,11 @@ class RehearsedTask:
             shown = self.task.demonstration(problem, rng)
         except UserError:  # this task has none
             shown = ""
-        if (shown and len(shown) <= LONGEST_DEMONSTRATION) or self._needs_turns:
+        has_turns = hasattr(self.task, "observe")
+        if has_turns or (shown and len(shown) <= LONGEST_DEMONSTRATION):
             candidates.insert(0, shown)
         candidates += [text.removeprefix(OPENED) for text in candidates]  # the prompt may have opened the tag
         return max(candidates, key=lambda text: self.reward(self.task.score(problem, text)))
-
-    @property
-    def _needs_turns(self) -> bool:
-        return hasattr(self.task, "observe")
 
     def reward(self, score: Mapping[str, float]) -> float:
         """As the recipe weights its components."""

@@ -172,9 +172,8 @@ def _ranks(recipe: Recipe, layout: Ranks) -> Iterator[Change]:
     yield Change(f"{MEGATRON}.pipeline_model_parallel_size", layout.pp)
     yield Change(f"{MEGATRON}.context_parallel_size", layout.cp)
     yield Change(f"{MEGATRON}.expert_model_parallel_size", layout.ep)
-    yield Change(
-        f"{MEGATRON}.sequence_parallel", recipe.policy.megatron_cfg.sequence_parallel and layout.tp > 1
-    )
+    splits_sequences = recipe.policy.megatron_cfg.sequence_parallel and layout.tp > 1
+    yield Change(f"{MEGATRON}.sequence_parallel", splits_sequences)
     yield Change("cluster.num_nodes", 1)
     if recipe.num_rollout_gpus:
         yield Change("cluster.gpus_per_node", layout.number + 1)
@@ -189,9 +188,9 @@ def _without_a_gpu(recipe: Recipe) -> Iterator[Change]:
         yield Change(f"{MEGATRON}.{key}", False)
     yield Change(f"{MEGATRON}.optimizer.use_precision_aware_optimizer", False)
     yield Change(f"{MEGATRON}.checkpoint.async_save", False)
-    for key in ("optimizer_cpu_offload",):
-        if value_of(recipe, f"{MEGATRON}.optimizer.{key}"):
-            yield Change(f"{MEGATRON}.optimizer.{key}", False, "there is no GPU to offload from")
+    offload = f"{MEGATRON}.optimizer.optimizer_cpu_offload"
+    if value_of(recipe, offload):
+        yield Change(offload, False, "there is no GPU to offload from")
     if m.fp8_in_use:
         yield Change(f"{MEGATRON}.fp8_cfg.enabled", False, "FP8 needs Transformer Engine")
     if m.model_overrides is not None and m.model_overrides.first_last_layers_bf16:
@@ -210,16 +209,14 @@ def _rollouts(recipe: Recipe, model: RehearsalModel, uses_vllm: bool) -> Iterato
     yield Change(f"{vllm}.enforce_eager", True)
     if uses_vllm:
         tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
-        yield Change(
-            f"{GENERATION}.vllm_kwargs",
-            {
-                "_override_": True,
-                "enable_chunked_prefill": False,
-                "kv_cache_memory_bytes": 1 << 28,
-                "max_num_batched_tokens": max(tokens, 2048),
-                "max_num_seqs": 64,
-            },
-        )
+        settings = {
+            "_override_": True,
+            "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": 1 << 28,
+            "max_num_batched_tokens": max(tokens, 2048),
+            "max_num_seqs": 64,
+        }
+        yield Change(f"{GENERATION}.vllm_kwargs", settings)
 
 
 def _multiple(number: int, unit: int) -> int:

@@ -79,17 +79,15 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     """
     start = time.monotonic()
     overrides = list(overrides)
-    recipe = load_recipe(path, overrides)
-    refuse(recipe, path, has_vllm=stack.vllm_python is not None)
+    recipe, has_vllm = load_recipe(path, overrides), stack.vllm_python is not None
+    refuse(recipe, path, has_vllm=has_vllm)
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems")
     task = RehearsedTask(recipe, problems.task)
     num_validation = small.NUM_VALIDATION if recipe.grpo.validates else 0
     model = make_model(recipe, task, num_validation, folder / "model")
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
-    changed = list(
-        small.changes(recipe, problems.task, model, layout, folder / "runs", stack.vllm_python is not None)
-    )
+    changed = list(small.changes(recipe, problems.task, model, layout, folder / "runs", has_vllm))
     file = folder / "recipe.yaml"
     small.write_recipe(file, path, overrides, changed)
     made = Rehearsal(folder, stack, recipe, load_recipe(file), changed, layout, model, problems)

@@ -65,7 +65,7 @@ def sample_responses(
     The same arguments give the same responses wherever the task's tool answers alike.
     """
     if isinstance(task, MultiTurnTask):
-        return _converse(generator, tokenizer, task, request, heard or _ignored)
+        return _converse(generator, tokenizer, task, request, heard or (lambda _num_tokens, _ended: None))
     if heard is not None:
         request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, _read(ended, tokenizer)))
     rollout = generator.generate(request)
@@ -73,10 +73,6 @@ def sample_responses(
         Sampled(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
         for tokens, logprobs, truncated, text in _responses(rollout, tokenizer)
     ]
-
-
-def _ignored(num_tokens: int, ended: Sequence[Written]) -> None:
-    pass
 
 
 def _read(ended: Sequence[Ended], tokenizer: Any) -> list[Written]:

@@ -12,6 +12,7 @@ from nemo_grpo.tasks.base import (
     Problem,
     TaskConfig,
     check_num_validation,
+    distinct,
     is_held_out,
     stream,
 )
@@ -47,11 +48,7 @@ class Arithmetic:
         source = f"{self.config.name} with num_digits={self.config.num_digits}"
         check_num_validation(num_problems, available, source)
         rng = stream(self.config.name, "validation")
-        found: dict[str, Problem] = {}
-        while len(found) < num_problems:
-            problem = self._draw(rng, held_out=True)
-            found[problem.id] = problem
-        return list(found.values())
+        return distinct(lambda _: self._draw(rng, held_out=True), num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """One equation per column: digit, digit, carry (or borrow) = column's result."""

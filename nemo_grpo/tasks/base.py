@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -149,6 +149,15 @@ def is_held_out(key: object) -> bool:
     """True for the fixed fifth of all keys that belongs to validation; by hash, so that no list is needed."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
+
+
+def distinct(draw: Callable[[int], Problem], num_problems: int) -> list[Problem]:
+    """The first ``num_problems`` different ones, by id, that ``draw`` gives when told how many are found."""
+    found: dict[str, Problem] = {}
+    while len(found) < num_problems:
+        problem = draw(len(found))
+        found.setdefault(problem.id, problem)
+    return list(found.values())
 
 
 def stream(*parts: object) -> random.Random:

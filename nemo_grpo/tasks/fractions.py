@@ -16,9 +16,8 @@ from typing import Literal
 from pydantic import Field
 
 from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, is_held_out, stream
-from nemo_grpo.tasks.mathematics import MathematicalAnswers, mathematical_scores
+from nemo_grpo.tasks.mathematics import MathematicalAnswers
 from nemo_grpo.tasks.response import render_response
-from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
 from nemo_grpo.tasks.rewards.forms import Form
 
 Pair = tuple[int, int]
@@ -83,13 +82,6 @@ class Fractions(MathematicalAnswers):
             top = a * d + c * b if operation == "+" else a * d - c * b
             steps = f"{a}*{d}={a * d} {c}*{b}={c * b} {a * d}{operation}{c * b}={top}"
         return render_response(f"{steps} {b}*{d}={b * d}", rf"\boxed{{\frac{{{top}}}{{{b * d}}}}}")
-
-    def extract(self, response: str) -> str | None:
-        answer = final_answer(response)
-        return None if answer is None else normalized(answer)
-
-    def score(self, problem: Problem, response: str) -> dict[str, float]:
-        return mathematical_scores(problem.answer, response, self.config.form)
 
 
 def _problem(left: Pair, operation: str, right: Pair) -> Problem:

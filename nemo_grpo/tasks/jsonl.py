@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -58,10 +58,20 @@ class FileTask:
 
     def __init__(self, config: FileTaskConfig) -> None:
         """Raises: UserError: see `read_problems`."""
+        self.config: Any = config
         self.validation = read_problems(config.validation_files, with_images=config.needs_images)
         held_out = {_normalized(problem) for problem in self.validation}
         everything = read_problems(config.train_files, with_images=config.needs_images)
         self.train = [problem for problem in everything if _normalized(problem) not in held_out]
+
+    def check_answers(self, read: Callable[[str], object], rule: str) -> None:
+        """Refuse a reference that ``read`` gives None for.
+
+        Raises: UserError: the problem and its answer, then ``rule``.
+        """
+        for problem in (*self.train, *self.validation):
+            if read(problem.answer) is None:
+                raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} {rule}")
 
     @property
     def num_train_problems(self) -> int:
@@ -127,9 +137,13 @@ def _shuffled(num_problems: int, seed: int, epoch: int) -> list[int]:
 def write_problems(path: Path, problems: Iterable[Problem]) -> str:
     """A file as `read_problems` reads it; returns its absolute name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in problems)
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_text("".join(map(as_line, problems)), encoding="utf-8")
     return str(path.absolute())
+
+
+def as_line(problem: Problem) -> str:
+    """A problem as a line of such a file."""
+    return json.dumps(asdict(problem), ensure_ascii=False) + "\n"
 
 
 def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> list[Problem]:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem, Task, is_held_out, stream
+from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem, Task, distinct, is_held_out, stream
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.logic_puzzles import (
     NAMES,
@@ -97,10 +97,7 @@ class LogicFiles(_Graded, FileTask):
     def __init__(self, config: LogicConfig) -> None:
         """Raises: UserError: see `read_problems`, or an answer without any role."""
         super().__init__(config)
-        self.config = config
-        for problem in (*self.train, *self.validation):
-            if parse_roles(problem.answer) is None:
-                raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} gives nobody's role")
+        self.check_answers(parse_roles, "gives nobody's role")
 
 
 class Logic(_Graded):
@@ -115,11 +112,7 @@ class Logic(_Graded):
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
         rng, sizes = stream(self.config.name, "validation"), self.config.validation_people
-        found: dict[str, Problem] = {}
-        while len(found) < num_problems:
-            problem = self._draw(sizes[len(found) % len(sizes)], rng, held_out=True)
-            found[problem.id] = problem
-        return list(found.values())
+        return distinct(lambda n: self._draw(sizes[n % len(sizes)], rng, held_out=True), num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Tries worlds in a random order, ``true`` or ``lie`` for each speaker, up to the one that fits."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
@@ -42,7 +42,23 @@ def sum_problem(number: int) -> Problem:
 
 
 class MathematicalAnswers:
-    """Answers of a vote, compared as mathematics."""
+    """Responses graded, and compared in a vote, as mathematics; ``config.form`` is the form rewarded."""
+
+    config: Any
+
+    def extract(self, response: str) -> str | None:
+        answer = final_answer(response)
+        return None if answer is None else normalized(answer)
+
+    def score(self, problem: Problem, response: str) -> dict[str, float]:
+        """``accuracy``: the final answer equals the reference.  ``format``: the response has the form.
+
+        Raises: RuntimeError: math-verify is not installed.
+        """
+        answer = final_answer(response)
+        correct = answer is not None and SHARED.equal(problem.answer, answer)
+        seen = with_opened_think(response, getattr(self.config, "think_is_open", False))
+        return {"accuracy": float(correct), "format": FORMS[self.config.form](seen)}
 
     def same_answer(self, one: str, other: str) -> bool | None:
         """Whether two extracted answers are equal as mathematics; see `MathGrader.same`."""
@@ -56,32 +72,7 @@ class MathematicalAnswers:
 class Math(MathematicalAnswers, FileTask):
     """Mathematical problems with one answer each."""
 
-    def __init__(self, config: MathConfig) -> None:
-        super().__init__(config)
-        self.config = config
-
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The problem's solution in the form that ``format`` rewards; unchanged if that is its own."""
         shown = demonstrated_form(solution_of(problem), problem.answer, self.config.form)
         return shown.removeprefix("<think>") if self.config.think_is_open else shown
-
-    def extract(self, response: str) -> str | None:
-        answer = final_answer(with_opened_think(response, self.config.think_is_open))
-        return None if answer is None else normalized(answer)
-
-    def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """``accuracy`` and ``format``.
-
-        Raises: RuntimeError: math-verify is not installed.
-        """
-        config = self.config
-        return mathematical_scores(
-            problem.answer, with_opened_think(response, config.think_is_open), config.form
-        )
-
-
-def mathematical_scores(reference: str, response: str, form: Form) -> dict[str, float]:
-    """``accuracy``: the final answer equals the reference.  ``format``: the response has the form."""
-    answer = final_answer(response)
-    correct = answer is not None and SHARED.equal(reference, answer)
-    return {"accuracy": float(correct), "format": FORMS[form](response)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from nemo_grpo.tasks.base import Problem, check_num_validation, is_held_out, stream
+from nemo_grpo.tasks.base import Problem, check_num_validation, distinct, is_held_out, stream
 from nemo_grpo.tasks.retriever import Passage
 
 FIRST_NAMES = (
@@ -81,11 +81,7 @@ class Facts:
         available = len(self._asked[True]) * len(VALUES) * len(set(self.hops))
         check_num_validation(num_problems, available, f"{self.name} without files")
         rng = stream(self.name, "validation")
-        found: dict[str, Problem] = {}
-        while len(found) < num_problems:
-            problem = self._draw(rng, held_out=True)
-            found[problem.id] = problem
-        return list(found.values())
+        return distinct(lambda _: self._draw(rng, held_out=True), num_problems)
 
     def queries(self, problem: Problem) -> list[str]:
         """Searches that lead to the answer, one for each hop."""

@@ -10,13 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import FORMAT, Answered, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
-from nemo_grpo.tasks.mathematics import mathematical_scores, sum_problem
+from nemo_grpo.tasks.mathematics import MathematicalAnswers, sum_problem
 from nemo_grpo.tasks.response import extract_answer, format_reward
 from nemo_grpo.tasks.rewards.boxes import intersection_over_union, parse_box, shared_and_union
-from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
 from nemo_grpo.tasks.rewards.forms import Form, with_opened_think
 
 _COUNT = re.compile(r"(?<![\w.,-])\d{1,9}(?:\.0{1,9})?(?![\w,]|\.\d)")
@@ -36,15 +34,11 @@ class VisionConfig(FileTaskConfig):
 class _Vision(FileTask):
     """What the vision tasks share."""
 
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__(config)
-        self.config = config
-
     def extract(self, response: str) -> str | None:
         return extract_answer(response)
 
-    def _seen(self, response: str) -> str:
-        return with_opened_think(response, self.config.think_is_open)
+    def _format(self, response: str) -> float:
+        return format_reward(with_opened_think(response, self.config.think_is_open))
 
 
 class VisionGroundingConfig(VisionConfig):
@@ -73,29 +67,22 @@ class VisionGroundingConfig(VisionConfig):
 class VisionGrounding(_Vision):
     """Answer: ``(x1,y1),(x2,y2)`` in pixels, as Qwen2.5-VL writes boxes."""
 
-    config: VisionGroundingConfig
-
     def __init__(self, config: VisionGroundingConfig) -> None:
         """Raises: UserError: a reference is not a box."""
         super().__init__(config)
-        for problem in (*self.train, *self.validation):
-            if parse_box(problem.answer) is None:
-                raise UserError(
-                    f"problem {problem.id!r}: answer={problem.answer!r} is not a box of 4 numbers"
-                )
+        self.check_answers(parse_box, "is not a box of 4 numbers")
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        response = self._seen(response)
         reference, box = parse_box(problem.answer), parse_box(extract_answer(response) or "")
         assert reference is not None
         iou = 0.0 if box is None else intersection_over_union(reference, box)
         found = iou >= self.config.iou_threshold and iou > 0
-        return {"accuracy": float(found), "format": format_reward(response), "iou": iou}
+        return {"accuracy": float(found), "format": self._format(response), "iou": iou}
 
     def overall(self, answered: Answered) -> dict[str, float]:
         """``box_miou``: mean IoU of all responses; ``box_ciou``: sum of intersections / sum of unions."""
         pairs = [
-            (parse_box(problem.answer), parse_box(extract_answer(self._seen(response)) or ""))
+            (parse_box(problem.answer), parse_box(extract_answer(response) or ""))
             for problem, responses in answered
             for response in responses
         ]
@@ -130,9 +117,8 @@ class VisionClassification(_Vision):
         return None if answer is None else _label(answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        response = self._seen(response)
         correct = self.extract(response) in _right_answers(problem)
-        return {"accuracy": float(correct), "format": format_reward(response)}
+        return {"accuracy": float(correct), "format": self._format(response)}
 
 
 class VisionCountingConfig(VisionConfig):
@@ -154,18 +140,15 @@ class VisionCounting(_Vision):
     def __init__(self, config: VisionCountingConfig) -> None:
         """Raises: UserError: a reference is not a whole number."""
         super().__init__(config)
-        for problem in (*self.train, *self.validation):
-            if _count(problem.answer) is None:
-                raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} is not a whole number")
+        self.check_answers(_count, "is not a whole number")
 
     def extract(self, response: str) -> str | None:
         number = _count(extract_answer(response) or "")
         return None if number is None else str(number)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        response = self._seen(response)
         correct = self.extract(response) == str(_count(problem.answer))
-        return {"accuracy": float(correct), "format": format_reward(response)}
+        return {"accuracy": float(correct), "format": self._format(response)}
 
 
 class VisionMathConfig(VisionConfig):
@@ -182,17 +165,8 @@ class VisionMathConfig(VisionConfig):
         return replace(sum_problem(number), metadata={"images": [_square(folder, number)]})
 
 
-class VisionMath(_Vision):
+class VisionMath(MathematicalAnswers, FileTask):
     """Mathematics about an image (GEOQA), graded as the task math."""
-
-    config: VisionMathConfig
-
-    def extract(self, response: str) -> str | None:
-        answer = final_answer(response)
-        return None if answer is None else normalized(answer)
-
-    def score(self, problem: Problem, response: str) -> dict[str, float]:
-        return mathematical_scores(problem.answer, self._seen(response), self.config.form)
 
 
 def _square(folder: Path, number: int, corners: tuple[int, int, int, int] = (16, 16, 40, 40)) -> str:

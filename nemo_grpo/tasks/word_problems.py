@@ -7,9 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, is_held_out, stream
-from nemo_grpo.tasks.mathematics import MathematicalAnswers, mathematical_scores
-from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
+from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, distinct, is_held_out, stream
+from nemo_grpo.tasks.mathematics import MathematicalAnswers
 from nemo_grpo.tasks.rewards.forms import Form, demonstrated_form
 
 NAMES = ("Ada", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Lena", "Maria")
@@ -49,11 +48,7 @@ class WordProblems(MathematicalAnswers):
         source = f"{self.config.name} with max_number={self.config.max_number}"
         check_num_validation(num_problems, available // 20, source)
         rng = stream(self.config.name, "validation")
-        found: dict[str, Problem] = {}
-        while len(found) < num_problems:
-            problem = self._draw(rng, held_out=True)
-            found.setdefault(problem.id, problem)
-        return list(found.values())
+        return distinct(lambda _: self._draw(rng, held_out=True), num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Both steps as equations, then the answer in the form that ``format`` rewards."""
@@ -61,13 +56,6 @@ class WordProblems(MathematicalAnswers):
         between = start + first
         steps = f"{_equation(start, first)}, {_equation(between, second)}."
         return demonstrated_form(steps, problem.answer, self.config.form)
-
-    def extract(self, response: str) -> str | None:
-        answer = final_answer(response)
-        return None if answer is None else normalized(answer)
-
-    def score(self, problem: Problem, response: str) -> dict[str, float]:
-        return mathematical_scores(problem.answer, response, self.config.form)
 
     def _draw(self, rng: random.Random, *, held_out: bool) -> Problem:
         while True:

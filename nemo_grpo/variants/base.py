@@ -14,12 +14,7 @@ from nemo_grpo.core.importance import ImportanceCorrection, Truncation
 from nemo_grpo.core.kl import KLType, kl_estimate, with_score_function
 from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
-from nemo_grpo.core.surrogates import (
-    clipped_policy_gradient,
-    importance_ratio,
-    policy_gradient,
-    sequence_importance_ratio,
-)
+from nemo_grpo.core.surrogates import clipped_policy_gradient, importance_ratio, sequence_importance_ratio
 
 
 class VariantConfig(BaseModel):
@@ -138,7 +133,18 @@ class VariantConfig(BaseModel):
 
     def build(self) -> Objective:
         """Compose the objective."""
-        raise AssertionError(f"{type(self).__name__} does not implement build()")
+        return Objective(
+            name=self.variant,
+            shape=self.shape,
+            terms=self.terms,
+            aggregation=self.aggregation,
+            max_response_length=self.max_response_length,
+            correction=self.importance_correction(),
+            needs_entropy=self.needs_entropy,
+            needs_reference=self.needs_reference,
+            needs_prev_logprobs=self.needs_prev_logprobs,
+            whole_groups_per_loss_call=self.needs_whole_groups,
+        )
 
 
 class GroupRewardConfig(VariantConfig):
@@ -190,25 +196,9 @@ class KLConfig(VariantConfig):
         """The same values, with the gradient that `kl_score_function_gradient` asks for."""
         return with_score_function(kl, batch.kl_logprobs) if self.kl_score_function_gradient else kl
 
-    def objective(self, **changes: object) -> Objective:
-        """The objective of this configuration; ``changes`` replace single fields."""
-        fields: dict[str, object] = {
-            "name": self.variant,
-            "shape": self.shape,
-            "terms": self.terms,
-            "aggregation": self.aggregation,
-            "max_response_length": self.max_response_length,
-            "kl_penalty": self.reference_policy_kl_penalty,
-            "correction": self.importance_correction(),
-            "needs_entropy": self.needs_entropy,
-            "needs_reference": self.needs_reference,
-            "needs_prev_logprobs": self.needs_prev_logprobs,
-        }
-        return Objective(**(fields | changes))  # type: ignore[arg-type]
-
     def build(self) -> Objective:
-        """Compose the objective."""
-        return self.objective()
+        """Compose the objective, with its penalty."""
+        return replace(super().build(), kl_penalty=self.reference_policy_kl_penalty)
 
 
 class RatioConfig(GroupRewardConfig, KLConfig):
@@ -264,7 +254,7 @@ class RatioConfig(GroupRewardConfig, KLConfig):
         batch = prepared.batch
         ratio = self.ratio(batch)
         policy, metrics = self.policy_term(ratio, prepared.advantages)
-        return TokenTerms(policy, self.kl_term(batch), metrics | self.ratio_metrics(batch, ratio))
+        return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))
 
     def ratio(self, batch: TokenBatch) -> Tensor:
         """rho, [B, T]: of each token, or one per response."""
@@ -272,27 +262,16 @@ class RatioConfig(GroupRewardConfig, KLConfig):
             return sequence_importance_ratio(batch.next_token_logprobs, batch.prev_logprobs, batch.mask)
         return importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
 
-    def ratio_metrics(self, batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
-        """`ratio_metrics`; kl/previous always comes from the token-level ratios."""
-        metrics = ratio_metrics(batch, ratio)
-        if self.sequence_level_importance_ratios:
-            of_tokens = importance_ratio(batch.next_token_logprobs.detach(), batch.prev_logprobs)
-            metrics["kl/previous"] = ratio_metrics(batch, of_tokens)["kl/previous"]
-        return metrics
-
     def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """[B, T] objective to maximise, and its clip metrics."""
+        """[B, T] objective to maximise, rho A or its clipped form, and its clip metrics."""
         if self.ratio_clip_min is None or self.ratio_clip_max is None:
-            return policy_gradient(ratio, advantages), {}
+            return ratio * advantages, {}
         bounds = (self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
         value, is_clipped = clipped_policy_gradient(ratio, advantages, *bounds)
         return value, {"ratio/clip_fraction": is_clipped}
 
 
 def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
-    """[B, T] diagnostics of how far the policy moved within the step.
-
-    Args: ratio: exp(logp - logp_prev).
-    """
-    ratio, moved = ratio.detach(), batch.next_token_logprobs.detach() - batch.prev_logprobs
-    return {"ratio/mean": ratio, "kl/previous": (ratio - 1).sub_(moved)}
+    """[B, T] diagnostics of how far the policy moved within the step; ``ratio``: of tokens or responses."""
+    moved = batch.next_token_logprobs.detach() - batch.prev_logprobs
+    return {"ratio/mean": ratio.detach(), "kl/previous": moved.exp().sub_(1).sub_(moved)}

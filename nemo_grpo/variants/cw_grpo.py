@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from nemo_grpo.core.aggregation import Aggregation
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
+from nemo_grpo.core.objective import Shaped, TokenTerms
 from nemo_grpo.core.statistics import token_mean
 from nemo_grpo.core.surrogates import importance_ratio
 from nemo_grpo.core.token_weights import Centring, Scope, gaussian_kernel_weights, group_covariance
@@ -94,14 +94,10 @@ class CWGRPO(RatioConfig):
         }
         return Shaped(advantages * weights, a, metrics=metrics)
 
-    def build(self) -> Objective:
-        """Compose the objective."""
+    def terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """As in GRPO; in the released code with weights of the current policy, with their gradient."""
         if not self.author_compat:
-            return self.objective()
-        return self.objective(terms=self.author_terms, whole_groups_per_loss_call=self.needs_whole_groups)
-
-    def author_terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """The released code: weights from the current policy, with gradient, by the padded size."""
+            return super().terms(prepared)
         batch = prepared.batch
         _require_one_whole_group(prepared)
         weights = _author_weights(batch.next_token_logprobs, prepared.advantages, batch.mask)

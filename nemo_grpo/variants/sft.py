@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from nemo_grpo.core.advantages import group_advantages
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
-from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
+from nemo_grpo.core.objective import Shaped, TokenTerms
 from nemo_grpo.core.surrogates import reinforce
 from nemo_grpo.variants.base import VariantConfig
 
@@ -48,7 +48,3 @@ class SFT(VariantConfig):
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """logp."""
         return TokenTerms(reinforce(prepared.batch.next_token_logprobs, prepared.advantages))
-
-    def build(self) -> Objective:
-        """Compose the objective."""
-        return Objective(self.variant, self.shape, self.terms, needs_prev_logprobs=self.needs_prev_logprobs)

@@ -31,7 +31,7 @@ from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Shaped, TokenTerms
 from nemo_grpo.core.random import token_uniforms
 from nemo_grpo.core.token_weights import probability_weights
-from nemo_grpo.variants.base import RatioConfig
+from nemo_grpo.variants.base import RatioConfig, ratio_metrics
 
 
 class TRGRPO(RatioConfig):
@@ -150,7 +150,7 @@ class TRGRPO(RatioConfig):
             policy = w * policy
         else:
             policy, metrics = self.policy_term(w * ratio, advantages)
-        metrics |= self.ratio_metrics(batch, ratio) | {
+        metrics |= ratio_metrics(batch, ratio) | {
             "tr_grpo/weight_mean": w,
             "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages).to(w.dtype),
         }

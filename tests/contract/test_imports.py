@@ -92,6 +92,9 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
+PRODUCT = sources("nemo_grpo") + sources("checkpoints_conv")
+
+
 def test_core_imports_torch_and_the_standard_library_only():
     for path in sources("nemo_grpo/core"):
         outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
@@ -110,7 +113,7 @@ def test_packages_import_only_what_lies_below_them(package):
 def test_no_file_and_no_package_imports_itself_in_a_circle():
     files = {
         path.relative_to(ROOT).as_posix(): imported_files(path)
-        for path in sources("nemo_grpo") + sources("checkpoints_conv")
+        for path in PRODUCT
         if path.name != "__main__.py"  # a command, which nothing imports
     }
     packages: dict[str, set[str]] = defaultdict(set)
@@ -132,7 +135,7 @@ def package_of(file: str) -> str:
 
 
 def test_engines_are_imported_in_their_own_modules_only():
-    for path in sources("nemo_grpo") + sources("checkpoints_conv"):
+    for path in PRODUCT:
         used = {name.split(".")[0] for name in imports(path)} & ENGINES
         name = path.relative_to(ROOT).as_posix()
         allowed = set().union(
@@ -142,7 +145,7 @@ def test_engines_are_imported_in_their_own_modules_only():
 
 
 def test_only_the_command_line_prints():
-    for path in sources("nemo_grpo") + sources("checkpoints_conv"):
+    for path in PRODUCT:
         if "cli" in path.parts or path.name == "cli.py":
             continue
         calls = [
@@ -155,9 +158,5 @@ def test_only_the_command_line_prints():
 
 def test_test_modules_have_names_of_their_own():
     """Ranks of a test import its module by name, from whichever folder comes first."""
-    names = [
-        path.name
-        for path in (ROOT / "tests").rglob("*.py")
-        if path.name not in ("__init__.py", "conftest.py")
-    ]
+    names = [path.name for path in sources("tests") if path.name not in ("__init__.py", "conftest.py")]
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)

@@ -19,6 +19,7 @@ from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
+from nemo_grpo.nemorl.sft import OF_SETUP
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig
@@ -67,18 +68,8 @@ def test_loss_takes_the_call_of_nemo_rls_own(recorded):
 
 def test_trainers_take_what_the_driver_gives_in_that_order(recorded):
     given = [
-        "policy",
-        "policy_generation",
-        "dataloader",
-        "val_dataloader",
-        "tokenizer",
-        "loss_fn",
-        "task_to_env",
-        "val_task_to_env",
-        "logger",
-        "checkpointer",
-        "grpo_save_state",
-        "master_config",
+        *("policy", "policy_generation", "dataloader", "val_dataloader", "tokenizer", "loss_fn"),
+        *("task_to_env", "val_task_to_env", "logger", "checkpointer", "grpo_save_state", "master_config"),
     ]
     for trainer in ("grpo_train", "async_grpo_train"):
         taken = [name.removeprefix("wrapped_") for name in recorded["signatures"][trainer]]
@@ -90,17 +81,9 @@ def test_trainers_take_what_the_driver_gives_in_that_order(recorded):
 
 
 def test_supervised_training_takes_and_returns_what_the_driver_does(recorded):
-    given = [
-        "policy",
-        "train_dataloader",
-        "val_dataloader",
-        "tokenizer",
-        "loss_fn",
-        "master_config",
-        "logger",
-    ]
-    assert recorded["sft_train"] == [*given, "checkpointer", "sft_save_state"]
-    assert recorded["sft_setup_arity"] == 9
+    given = ["policy", "train_dataloader", "val_dataloader", "tokenizer", "loss_fn", "master_config"]
+    assert recorded["sft_train"] == [*given, "logger", "checkpointer", "sft_save_state"]
+    assert recorded["sft_setup_arity"] == len(OF_SETUP)
     recipe = load_recipe(Path(__file__).parents[2] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml")
     assert sorted(sft_section(recipe)) == recorded["sft_settings"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -17,27 +18,15 @@ torch.set_num_threads(1)  # forked ranks must not inherit a thread pool
 @pytest.fixture(scope="session")
 def hf_models(tmp_path_factory):
     """family -> model folder, made on demand."""
-    made = {}
-
-    def make(family):
-        if family not in made:
-            made[family] = save_model(family, tmp_path_factory.mktemp("hf") / family)
-        return made[family]
-
-    return make
+    return cache(lambda family: save_model(family, tmp_path_factory.mktemp("hf") / family))
 
 
 @pytest.fixture(scope="session")
 def megatron_checkpoints(tmp_path_factory, hf_models):
     """family -> its streamed Megatron checkpoint, made on demand."""
-    made = {}
-
-    def make(family):
-        if family not in made:
-            made[family] = hf_to_megatron(hf_models(family), tmp_path_factory.mktemp("megatron") / family)
-        return made[family]
-
-    return make
+    return cache(
+        lambda family: hf_to_megatron(hf_models(family), tmp_path_factory.mktemp("megatron") / family)
+    )
 
 
 @pytest.fixture(params=CONFIGS)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conv_models import assert_same_tensors
+from conv_models import assert_same_tensors, names_in
 from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
@@ -63,8 +63,9 @@ def weights(hf_models, tmp_path_factory):
 
 @pytest.fixture
 def training(tmp_path, hf_models, weights):
-    """(manager, save a step): a run's checkpoints with our side files."""
-    manager = Manager(tmp_path / "checkpoints")
+    """(save a step, its exports): a run's checkpoints with our side files."""
+    manager, exports = Manager(tmp_path / "checkpoints"), exports_in(tmp_path)
+    exports.after_every_save(manager)
     save_side_files(manager, Tokenizer(), AutoConfig.from_pretrained(hf_models("qwen2")))
 
     def save(step):
@@ -72,7 +73,7 @@ def training(tmp_path, hf_models, weights):
         shutil.copytree(weights, path / "policy" / "weights")
         manager.finalize_checkpoint(path)
 
-    return manager, save
+    return save, exports
 
 
 def exports_in(folder: Path) -> Exports:
@@ -85,13 +86,12 @@ def links_of(exports: Exports, step: int) -> Path:
 
 
 def test_every_save_becomes_a_model_though_its_checkpoint_is_deleted(tmp_path, training, weights, hf_models):
-    manager, save = training
-    exports = exports_in(tmp_path)
+    save, exports = training
     exports.check()
-    exports.after_every_save(manager)
     save(1)
     save(2)
-    assert [path.name for path in manager.folder.glob("step_*")] == ["step_2"], "deleted before its export"
+    saved = exports.checkpoint_dir
+    assert [path.name for path in saved.glob("step_*")] == ["step_2"], "deleted before its export"
     exports.begin()
     assert exports.wait(), (tmp_path / "hf" / "step_1.log").read_text()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "step_1", dtype=torch.float32)
@@ -107,27 +107,22 @@ def test_every_save_becomes_a_model_though_its_checkpoint_is_deleted(tmp_path, t
     )
     assert "| step | 1 |" in (tmp_path / "hf" / "step_1" / "README.md").read_text()
     assert not list(exports.waiting.iterdir()), "the second names are gone"
-    assert (manager.folder / "step_2" / "policy" / "weights" / "iter_0000000" / ".metadata").is_file()
+    assert (saved / "step_2" / "policy" / "weights" / "iter_0000000" / ".metadata").is_file()
 
 
 def test_the_next_start_converts_what_a_run_has_left(tmp_path, training):
-    manager, save = training
-    killed = exports_in(tmp_path)
-    killed.after_every_save(manager)
+    save, killed = training
     save(1)
     half = tmp_path / "hf" / ".step_1.partial"  # the converter was killed, too
     half.mkdir(parents=True)
     (half / "journal.jsonl").write_text('{"direction": "')
-    manager.init_tmp_checkpoint(2)  # never finished: no checkpoint
+    (killed.checkpoint_dir / "tmp_step_2").mkdir()  # never finished: no checkpoint
     save(3)
     shutil.rmtree(links_of(killed, 3))  # killed between NeMo-RL's renaming and ours
     again = exports_in(tmp_path)
     again.begin()
     assert again.wait(), (tmp_path / "hf" / "step_1.log").read_text()
-    assert sorted(path.name for path in (tmp_path / "hf").glob("*step_*") if path.is_dir()) == [
-        "step_1",
-        "step_3",
-    ]
+    assert [name for name in names_in(tmp_path / "hf") if ".log" not in name] == ["step_1", "step_3"]
     third = exports_in(tmp_path)
     before = (tmp_path / "hf" / "step_3").stat().st_mtime_ns
     third.begin()
@@ -135,27 +130,8 @@ def test_the_next_start_converts_what_a_run_has_left(tmp_path, training):
     assert (tmp_path / "hf" / "step_3").stat().st_mtime_ns == before, "made once"
 
 
-def test_a_step_saved_again_replaces_its_export(tmp_path, training):
-    manager, save = training
-    exports = exports_in(tmp_path)
-    exports.after_every_save(manager)
-    save(1)
-    exports.begin()
-    exports.wait()
-    shutil.rmtree(manager.folder / "step_1")
-    (tmp_path / "hf" / "step_1" / "config.json").write_text("{}")
-    again = exports_in(tmp_path)
-    again.after_every_save(manager)
-    again.begin()
-    save(1)
-    assert again.wait()
-    assert AutoConfig.from_pretrained(tmp_path / "hf" / "step_1").vocab_size == 96
-
-
 def test_a_failed_export_is_reported_and_tried_again(tmp_path, training, caplog):
-    manager, save = training
-    exports = exports_in(tmp_path)
-    exports.after_every_save(manager)
+    save, exports = training
     save(1)
     (links_of(exports, 1) / "policy" / "tokenizer" / "config.json").unlink()
     exports.begin()
@@ -173,9 +149,7 @@ def test_a_failed_export_is_reported_and_tried_again(tmp_path, training, caplog)
 
 
 def test_a_stop_does_not_wait(tmp_path, training, monkeypatch):
-    manager, save = training
-    exports = exports_in(tmp_path)
-    exports.after_every_save(manager)
+    save, exports = training
     save(1)
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")

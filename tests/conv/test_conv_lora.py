@@ -39,33 +39,31 @@ def checkpoint(adapters, tmp_path):
     return save_adapters(adapters, tmp_path / "lora", RANK, ALPHA)
 
 
-def test_merge_equals_merging_in_megatrons_layout(hf_models, checkpoint, adapters, tmp_path):
+def test_merge_equals_merging_in_megatrons_layout(source, checkpoint, adapters, tmp_path):
     """Reference: add alpha/r B A to the fused Megatron weights, then split them."""
-    base = hf_models("qwen2")
-    family = family_for(hf_config(base))
-    megatron = dict(family.to_megatron(tensors_of(base)))
+    family = family_for(hf_config(source))
+    megatron = dict(family.to_megatron(tensors_of(source)))
     for name, (a, b) in adapters.items():
         for i in range(LAYERS):
             key = f"decoder.layers.{i}.{name}.weight"
             megatron[key] = megatron[key] + ALPHA / RANK * b[i] @ a[i]
     expected = dict(family.to_hf(megatron))
-    found = tensors_of(merge_lora(checkpoint, base, tmp_path / "merged", max_shard_bytes=20_000))
+    found = tensors_of(merge_lora(checkpoint, source, tmp_path / "merged", max_shard_bytes=20_000))
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
     assert (tmp_path / "merged" / "chat_template.jinja").exists()
 
 
-def test_adapter_folder_gives_the_merged_weights_by_pefts_formula(hf_models, checkpoint, tmp_path):
-    base = hf_models("qwen2")
-    folder = export_adapter(checkpoint, base, tmp_path / "adapter")
+def test_adapter_folder_gives_the_merged_weights_by_pefts_formula(source, checkpoint, tmp_path):
+    folder = export_adapter(checkpoint, source, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, ALPHA)
     modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == modules
     assert [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
-    tensors, weights = tensors_of(folder), tensors_of(base)
-    merged = tensors_of(merge_lora(checkpoint, base, tmp_path / "merged"))
+    tensors, weights = tensors_of(folder), tensors_of(source)
+    merged = tensors_of(merge_lora(checkpoint, source, tmp_path / "merged"))
     assert len(tensors) == 2 * LAYERS * len(modules)
     for name in weights:
         prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
@@ -91,20 +89,14 @@ def test_a_model_with_vision_has_no_peft_folder(hf_models, checkpoint, tmp_path)
         export_adapter(checkpoint, hf_models("qwen2.5-vl"), tmp_path / "out")
 
 
-def test_alpha_must_be_known(hf_models, checkpoint, tmp_path):
+def test_alpha_must_be_known(source, checkpoint, tmp_path):
     (checkpoint / "iter_0000010" / "run_config.yaml").unlink()
     with pytest.raises(UserError, match="give it with --lora-alpha"):
-        merge_lora(checkpoint, hf_models("qwen2"), tmp_path / "out")
-    args = [
-        "megatron-to-hf",
-        "--megatron-checkpoint",
-        str(checkpoint),
-        "--hf-config",
-        str(hf_models("qwen2")),
-    ]
+        merge_lora(checkpoint, source, tmp_path / "out")
+    args = ["megatron-to-hf", "--megatron-checkpoint", str(checkpoint), "--hf-config", str(source)]
     args += ["--output", str(tmp_path / "out"), "--lora", "adapter"]
     result = CliRunner().invoke(app, args)
     assert "--lora and --base belong together" in str(result.exception)
-    args += ["--base", str(hf_models("qwen2")), "--lora-alpha", "16"]
+    args += ["--base", str(source), "--lora-alpha", "16"]
     assert CliRunner().invoke(app, args).exit_code == 0
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 16

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, names_in, save_model, tensors_of
+from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
 from checkpoints_conv import job as job_module
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder, SafetensorsWriter
@@ -65,9 +65,7 @@ def test_force_does_not_replace_the_folder_that_lends_the_config(source, checkpo
 
 def test_config_says_what_the_result_is_and_no_quantisation(source, checkpoint, tmp_path):
     base = shutil.copytree(source, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    config |= {"dtype": "float32", "torch_dtype": "float16", "quantization_config": {"quant_method": "fp8"}}
-    (base / "config.json").write_text(json.dumps(config))
+    rewrite(base, dtype="float32", torch_dtype="float16", quantization_config={"quant_method": "fp8"})
     megatron_to_hf(checkpoint, base, tmp_path / "out", dtype="bf16")
     made = json.loads((tmp_path / "out/config.json").read_text())
     assert (made["dtype"], made["torch_dtype"]) == ("bfloat16", "bfloat16")
@@ -114,7 +112,6 @@ def test_older_iteration_is_not_taken_for_the_latest(checkpoint, tmp_path):
 )
 def test_rope_scaling_that_run_config_cannot_say_is_warned_of(tmp_path, caplog, rope, warns):
     base = save_model("qwen2", tmp_path / "base", dtype=torch.bfloat16)
-    config = json.loads((base / "config.json").read_text()) | {"rope_parameters": rope}
-    (base / "config.json").write_text(json.dumps(config))
+    rewrite(base, rope_parameters=rope)
     hf_to_megatron(base, tmp_path / "out")
     assert (f"rope_type {rope['rope_type']}" in caplog.text) == warns

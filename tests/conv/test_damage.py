@@ -51,13 +51,26 @@ def test_missing_shard_is_named(tmp_path, source, checkpoint):
         hf_to_megatron(hf, tmp_path / "out")
 
 
-def copy_of(checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint, tmp_path / "copy")
-    return folder, max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    """A copy of the checkpoint, to be damaged."""
+    return shutil.copytree(checkpoint, tmp_path / "copy")
 
 
-def test_truncated_checkpoint_is_refused(source, checkpoint, tmp_path):
-    folder, file = copy_of(checkpoint, tmp_path)
+def largest_file(folder):
+    return max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def change_metadata(folder, change):
+    """``change`` its ``.metadata`` in place, or put what it returns there."""
+    path = folder / "iter_0000000" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(change(content) or content))
+    return path
+
+
+def test_truncated_checkpoint_is_refused(source, folder, tmp_path):
+    file = largest_file(folder)
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(UserError, match="damaged or truncated"):
         megatron_to_hf(folder, source, tmp_path / "out")
@@ -66,9 +79,8 @@ def test_truncated_checkpoint_is_refused(source, checkpoint, tmp_path):
         megatron_to_hf(folder, source, tmp_path / "out")
 
 
-def test_flipped_bit_in_a_checkpoint_is_found(source, checkpoint, tmp_path):
-    folder, file = copy_of(checkpoint, tmp_path)
-    reader = TorchDistReader(folder)
+def test_flipped_bit_in_a_checkpoint_is_found(source, folder, tmp_path):
+    file, reader = largest_file(folder), TorchDistReader(folder)
     chunks = [c for key in reader.weights.values() for c in key.chunks if c.file == file.name]
     chunk = max(chunks, key=lambda c: c.length)  # so large that its middle is data
     reader.close()
@@ -98,10 +110,9 @@ class Malicious:
         return (Path.touch, (self.marker,))
 
 
-def test_malicious_metadata_runs_nothing(source, checkpoint, tmp_path):
-    folder, _ = copy_of(checkpoint, tmp_path)
+def test_malicious_metadata_runs_nothing(source, folder, tmp_path):
     marker = tmp_path / "owned"
-    (folder / "iter_0000000" / ".metadata").write_bytes(pickle.dumps(Malicious(marker)))
+    change_metadata(folder, lambda _: Malicious(marker))
     with pytest.raises(UserError, match="which no checkpoint needs; it may be malicious and was not read"):
         megatron_to_hf(folder, source, tmp_path / "out")
     pickle.loads(pickle.dumps(Malicious(marker)))
@@ -109,14 +120,11 @@ def test_malicious_metadata_runs_nothing(source, checkpoint, tmp_path):
     marker.unlink()
 
 
-def test_enumerations_pickled_by_name_are_read(source, checkpoint, tmp_path, monkeypatch):
+def test_enumerations_pickled_by_name_are_read(checkpoint, folder, monkeypatch):
     """Python 3.11.2, Debian 12's, writes ``builtins.getattr(cls, name)`` for a member."""
-    folder, _ = copy_of(checkpoint, tmp_path)
-    path = folder / "iter_0000000" / ".metadata"
-    content = pickle.loads(path.read_bytes())
     with monkeypatch.context() as patch:
         patch.setattr(enum.Enum, "__reduce_ex__", lambda self, _protocol: (getattr, (type(self), self.name)))
-        path.write_bytes(pickle.dumps(content))
+        path = change_metadata(folder, lambda _: None)
     assert b"getattr" in path.read_bytes()
     by_name, by_value = TorchDistReader(folder), TorchDistReader(checkpoint)
     assert by_name.keys == by_value.keys
@@ -142,15 +150,13 @@ class Attribute:
         Attribute("text", "format"),
     ],
 )
-def test_attributes_of_anything_but_an_enumeration_are_refused(source, checkpoint, tmp_path, attribute):
-    folder, _ = copy_of(checkpoint, tmp_path)
-    (folder / "iter_0000000" / ".metadata").write_bytes(pickle.dumps(attribute))
+def test_attributes_of_anything_but_an_enumeration_are_refused(folder, attribute):
+    change_metadata(folder, lambda _: attribute)
     with pytest.raises(UserError, match=r"asks for an attribute .* may be malicious and was not read"):
         TorchDistReader(folder)
 
 
-def test_malicious_chunk_runs_nothing(source, checkpoint, tmp_path):
-    folder, _ = copy_of(checkpoint, tmp_path)
+def test_malicious_chunk_runs_nothing(folder, tmp_path):
     marker = tmp_path / "owned"
     for file in folder.rglob("*.distcp"):
         size = file.stat().st_size
@@ -165,13 +171,12 @@ def test_malicious_chunk_runs_nothing(source, checkpoint, tmp_path):
     assert not marker.exists()
 
 
-def test_metadata_cannot_point_outside(source, checkpoint, tmp_path):
-    folder, _ = copy_of(checkpoint, tmp_path)
-    path = folder / "iter_0000000" / ".metadata"
-    content = pickle.loads(path.read_bytes())
-    for place in content.storage_data.values():
-        place.relative_path = f"../{place.relative_path}"
-    path.write_bytes(pickle.dumps(content))
+def test_metadata_cannot_point_outside(source, folder, tmp_path):
+    def point_outside(content):
+        for place in content.storage_data.values():
+            place.relative_path = f"../{place.relative_path}"
+
+    change_metadata(folder, point_outside)
     with pytest.raises(UserError, match="points outside the checkpoint"):
         megatron_to_hf(folder, source, tmp_path / "out")
 
@@ -183,19 +188,17 @@ def test_pickled_weights_are_refused_with_the_remedy(source, tmp_path):
         hf_to_megatron(folder, tmp_path / "out")
 
 
-def test_gaps_in_a_checkpoint_are_found(source, checkpoint, tmp_path):
-    folder, _ = copy_of(checkpoint, tmp_path)
-    path = folder / "iter_0000000" / ".metadata"
-    content = pickle.loads(path.read_bytes())
-    content.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop(2)
-    path.write_bytes(pickle.dumps(content))
+def test_gaps_in_a_checkpoint_are_found(source, folder, tmp_path):
+    def remove_a_chunk(content):
+        del content.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks[2]
+
+    change_metadata(folder, remove_a_chunk)
     with pytest.raises(UserError, match=r"linear_fc2\.weight has gaps or overlaps"):
         megatron_to_hf(folder, source, tmp_path / "out")
 
 
-def test_any_damaged_header_is_one_message(checkpoint, tmp_path):
+def test_any_damaged_header_is_one_message(folder):
     """Every byte of a chunk's archive directory, of its pickle and of the headers, three bits of each."""
-    folder, _ = copy_of(checkpoint, tmp_path)
     reader = TorchDistReader(folder)
     key, chunk = next((n, c) for n, k in reader.weights.items() if "norm" in n for c in k.chunks)
     file = reader.folder / chunk.file
@@ -227,17 +230,16 @@ def test_any_damaged_header_is_one_message(checkpoint, tmp_path):
     ],
     ids=["Python 3.13", "megatron-core 0.15"],
 )
-def test_metadata_of_other_writers_are_read(module, name, base, source, checkpoint, tmp_path, monkeypatch):
+def test_metadata_of_other_writers_are_read(module, name, base, source, folder, tmp_path, monkeypatch):
     kind = type(name, (base,), {"__module__": module})
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: kind}))
-    folder, _ = copy_of(checkpoint, tmp_path)
-    path = folder / "iter_0000000" / ".metadata"
-    content = pickle.loads(path.read_bytes())
-    if base is Metadata:
-        content = kind(**vars(content))
-    else:
+
+    def as_written_there(content):
+        if base is Metadata:
+            return kind(**vars(content))
         content.storage_meta = StorageMeta(checkpoint_id=kind("/runs/x"))
-    path.write_bytes(pickle.dumps(content))
+
+    change_metadata(folder, as_written_there)
     megatron_to_hf(folder, source, tmp_path / "out")
 
 

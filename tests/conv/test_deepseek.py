@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, save_adapters, save_model, tensors_of
-from safetensors.torch import save_file
+from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, shapes_in, tensors_of
 from transformers import AutoConfig
 
 from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
-from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
@@ -31,20 +28,9 @@ def model(hf_models, tmp_path):
     return shutil.copytree(hf_models("deepseek-v3"), tmp_path / "model")
 
 
-def rewrite(folder, change, **config):
-    """Another content of model.safetensors and config.json."""
-    tensors = tensors_of(folder)
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(folder) | config))
-    return tensors
-
-
 def test_layers_are_stored_one_by_one_and_experts_stacked(megatron_checkpoints):
     """Layer 0 is dense; megatron-core stacks only layers that are alike."""
-    reader = TorchDistReader(megatron_checkpoints("deepseek-v3"))
-    shapes = {name: key.shape for name, key in reader.weights.items()}
-    reader.close()
+    shapes = shapes_in(megatron_checkpoints("deepseek-v3"))
     assert shapes["decoder.layers.0.mlp.linear_fc1.weight"] == (128, 32)
     assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (4, 32, 32)
     assert shapes["decoder.layers.3.mlp.shared_experts.linear_fc2.weight"] == (32, 32)
@@ -117,9 +103,7 @@ def quantized(tmp_path):
 
 def test_fp8_blocks_are_read_as_bf16(quantized, tmp_path, monkeypatch):
     folder, expected = quantized
-    monkeypatch.setattr(
-        "checkpoints_conv.families.family.PIECE_BYTES", 5000
-    )  # pieces that begin within a block
+    monkeypatch.setattr("checkpoints_conv.families.family.PIECE_BYTES", 5000)  # within a block, too
     megatron = hf_to_megatron(folder, tmp_path / "megatron")
     back = megatron_to_hf(megatron, folder, tmp_path / "back")
     assert_same_tensors(tensors_of(back), expected)
@@ -147,10 +131,8 @@ def test_adapters_on_unstacked_layers_are_merged(hf_models, tmp_path):
         "1.mlp.shared_experts.linear_fc1": (torch.randn(1, rank, 32), torch.randn(1, 64, rank)),
         "2.self_attention.linear_q_up_proj": (torch.randn(1, rank, 24), torch.randn(1, 64, rank)),
     }
-    merged = merge_lora(
-        save_adapters(pairs, tmp_path / "lora", rank, alpha, stacked=False), base, tmp_path / "merged"
-    )
-    found, weights = tensors_of(merged), tensors_of(base)
+    lora = save_adapters(pairs, tmp_path / "lora", rank, alpha, stacked=False)
+    found, weights = tensors_of(merge_lora(lora, base, tmp_path / "merged")), tensors_of(base)
     (a, b), (c, d) = ((one[0], other[0]) for one, other in pairs.values())
     expected = {
         "model.layers.1.mlp.shared_experts.gate_proj.weight": 2 * b[:32] @ a,
@@ -161,14 +143,11 @@ def test_adapters_on_unstacked_layers_are_merged(hf_models, tmp_path):
         torch.testing.assert_close(found[name], weight + expected.get(name, 0), rtol=1e-5, atol=1e-5)
 
 
-def test_layers_that_differ_are_found_in_the_run_config(hf_models, megatron_checkpoints, tmp_path):
+def test_layers_that_differ_are_found_in_the_run_config(model, megatron_checkpoints, tmp_path):
     """Shapes alone do not tell how the routed experts' share is scaled."""
-    other = tmp_path / "other"
-    other.mkdir()
-    config = hf_config(hf_models("deepseek-v3")) | {"routed_scaling_factor": 1.0}
-    (other / "config.json").write_text(json.dumps(config))
+    rewrite(model, routed_scaling_factor=1.0)
     with pytest.raises(UserError, match=r"moe_router_topk_scaling_factor=2\.5, config.json gives 1\.0"):
-        megatron_to_hf(megatron_checkpoints("deepseek-v3"), other, tmp_path / "out")
+        megatron_to_hf(megatron_checkpoints("deepseek-v3"), model, tmp_path / "out")
 
 
 def test_the_engine_and_the_decoder_say_that_they_do_not_compute_it(hf_models, megatron_checkpoints):

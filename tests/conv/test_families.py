@@ -26,14 +26,10 @@ TINY = {
     "max_position_embeddings": 8,
     "tie_word_embeddings": True,
 }
-
-
 MIXED_LAYERS = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 2,
-    "moe_intermediate_size": 2,
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "moe_intermediate_size": 2,
     "mlp_only_layers": [0],
-}
+}  # fmt: skip
 
 
 def tiny_tensors(**changes):
@@ -69,16 +65,7 @@ def test_qkv_rows_are_grouped_by_key_value_head():
 def test_qkv_heads_stay_whole():
     """2 heads of size 2 in 1 group: the rows of a head are next to each other."""
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
-    assert GROUPED_QKV.join([q, k, v], {"groups": 1}).tolist() == [
-        0,
-        1,
-        2,
-        3,
-        10,
-        11,
-        20,
-        21,
-    ]
+    assert GROUPED_QKV.join([q, k, v], {"groups": 1}).tolist() == [0, 1, 2, 3, 10, 11, 20, 21]
 
 
 def test_gate_comes_before_up():
@@ -106,8 +93,7 @@ def test_every_family_returns_the_same_tensors(family_name):
     model = auto_class(config).from_config(config)
     family = family_for(config.to_dict())
     if family_name.startswith(OTHER_IN_MEMORY):
-        shapes = {n: s for unit in family.units() for n, s in zip(unit.hf, unit.hf_shapes, strict=True)}
-        hf = {name: torch.randn(shape) for name, shape in shapes.items()}
+        hf = {name: torch.randn(shape) for name, shape in family.hf_shapes.items()}
     else:
         hf = {name: t for name, t in model.state_dict().items() if not family.tied or "lm_head" not in name}
     assert_same_tensors({n: t.contiguous() for n, t in family.to_hf(dict(family.to_megatron(hf)))}, hf)
@@ -130,9 +116,8 @@ def test_transformer_engine_names_are_accepted():
 def test_padding_of_the_vocabulary_is_cut():
     hf, family = tiny_tensors(), family_for(TINY)
     megatron = dict(family.to_megatron(hf))
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if name in megatron:
-            megatron[name] = torch.nn.functional.pad(megatron[name], (0, 0, 0, 3))
+    name = "embedding.word_embeddings.weight"
+    megatron[name] = torch.nn.functional.pad(megatron[name], (0, 0, 0, 3))
     assert_same_tensors({name: t.contiguous() for name, t in family.to_hf(megatron)}, hf)
 
 
@@ -176,12 +161,9 @@ def test_a_stored_copy_of_tied_embeddings_must_be_one():
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"hidden_size": None}, "hidden_size"),
-        (
-MIXED_LAYERS,
-            r"mlp_only_layers=\[0\]",
-        ),
+        (MIXED_LAYERS, r"mlp_only_layers=\[0\]"),
     ],
-)  # fmt: skip
+)
 def test_configs_that_would_convert_wrongly_are_refused(change, message):
     config = {key: value for key, value in (TINY | change).items() if value is not None}
     with pytest.raises(UserError, match=message):
@@ -238,13 +220,11 @@ def test_older_configs_say_the_same():
     assert (settings["rotary_base"], settings["rope_scaling_factor"]) == ([10000, 1000000], 8.0)
     assert (settings["softmax_scale"], settings["window_size"]) == (0.0625, 512)
     nested = CONFIGS["qwen2.5-vl"]().to_dict()
-    flat = {
-        k: v for k, v in (nested | nested["text_config"]).items() if k not in ("text_config", "model_type")
-    }
-    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    flat = nested | nested["text_config"]
+    del flat["text_config"], flat["model_type"]
+    flat |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "tie_word_embeddings": False}
     flat["rope_theta"] = flat.pop("rope_parameters")["rope_theta"]
     flat["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
-    flat["tie_word_embeddings"] = False
     one, other = family_for(flat), family_for(nested)
     assert (one.hf_shapes, one.settings) == (other.hf_shapes, other.settings)
     assert one.spec.rope["rope_type"] == other.spec.rope["rope_type"] == "default"
@@ -286,12 +266,10 @@ def test_every_exported_name_has_its_place_in_vllm(name):
     config = CONFIGS[name]()
     model = auto_class(config).from_config(config, attn_implementation="eager")
     family = family_for(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    tensors = {tensor for unit in family.units() for tensor in unit.hf}
     joined = JOINED_BY_VLLM.get(name, GATE_UP | QKV)
-    found = {name_in_vllm(tensor, joined) for tensor in tensors if not tensor.startswith("visual.")}
-    outside = {"model.embed_tokens.weight", "model.norm.weight"} | (
-        set() if family.tied else {"lm_head.weight"}
-    )
+    found = {name_in_vllm(tensor, joined) for tensor in family.hf_shapes if not tensor.startswith("visual.")}
+    outside = {"model.embed_tokens.weight", "model.norm.weight"}
+    outside |= set() if family.tied else {"lm_head.weight"}
     layers = {re.sub(r"^model\.layers\.\d+\.", "", full) for full in found - outside}
     assert outside <= found
     assert layers <= LAYER_NAMES_OF_VLLM

@@ -7,13 +7,15 @@ import os
 import shutil
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 from conv_models import assert_same_tensors, names_in, tensors_of
 
-from checkpoints_conv.formats import safetensors_io, torch_dist_writer
+from checkpoints_conv.formats.safetensors_io import TensorWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.job import Job
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
@@ -21,9 +23,9 @@ from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 
 
-@pytest.fixture
-def directions(source, checkpoint):
-    """Both converters as functions of output and options, the call that writes, and a check of the result."""
+@pytest.fixture(params=["hf-to-megatron", "megatron-to-hf"])
+def direction(request, source, checkpoint):
+    """A converter as a function of output and options, the class that writes, and a check of the result."""
 
     def check_megatron(output):
         assert not verify(source, output).different
@@ -31,23 +33,9 @@ def directions(source, checkpoint):
     def check_hf(output):
         assert_same_tensors(tensors_of(output), tensors_of(source))
 
-    return {
-        "hf-to-megatron": (
-            lambda output, **options: hf_to_megatron(source, output, **options),
-            torch_dist_writer.TorchDistWriter,
-            check_megatron,
-        ),
-        "megatron-to-hf": (
-            lambda output, **options: megatron_to_hf(checkpoint, source, output, **options),
-            safetensors_io.TensorWriter,
-            check_hf,
-        ),
-    }
-
-
-@pytest.fixture(params=["hf-to-megatron", "megatron-to-hf"])
-def direction(request, directions):
-    return directions[request.param]
+    if request.param == "hf-to-megatron":
+        return partial(hf_to_megatron, source), TorchDistWriter, check_megatron
+    return partial(megatron_to_hf, checkpoint, source), TensorWriter, check_hf
 
 
 def fail_after(monkeypatch, writer, num_writes, action):
@@ -69,9 +57,7 @@ def forked(function):
     child = os.fork()
     if child == 0:
         code = 1
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a background shell starts us with it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts us ignoring it
         try:
             function()
             code = 0
@@ -228,9 +214,7 @@ def test_output_must_not_overlap_the_source(source, checkpoint):
 
 
 def test_resume_with_other_options_is_refused(source, tmp_path, monkeypatch):
-    fail_after(
-        monkeypatch, torch_dist_writer.TorchDistWriter, 5, lambda: os.kill(os.getpid(), signal.SIGKILL)
-    )
+    fail_after(monkeypatch, TorchDistWriter, 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
     forked(lambda: hf_to_megatron(source, tmp_path / "out", num_workers=1))
     monkeypatch.undo()
     with pytest.raises(UserError, match="dtype changed since the first attempt"):

@@ -20,6 +20,7 @@ from checkpoints_conv.megatron_to_hf import megatron_to_hf
 CASES = [
     *((family, *layout) for family in ("qwen2-tied", "qwen3") for layout in ((1, 1), (2, 1), (2, 2))),
     *((family, 2, 2) for family in ("qwen2", "llama3-rope", "mistral")),
+    *(("qwen3-moe", tensor, 1) for tensor in (1, 2)),
 ]
 
 
@@ -27,27 +28,12 @@ CASES = [
 def test_megatron_core_loads_our_checkpoint_and_computes_transformers_logits(
     family, tensor, pipeline, hf_models, megatron_checkpoints, tmp_path
 ):
-    checkpoint = megatron_checkpoints(family) / "iter_0000000"
-    found = on_ranks(
-        tensor * pipeline, logits_from_checkpoint, hf_models(family), checkpoint, tensor, pipeline
-    )
-    model = AutoModelForCausalLM.from_pretrained(hf_models(family), dtype=torch.float32)
-    with torch.no_grad():
-        expected = model(TOKENS).logits
-    assert expected.std() > 0.1  # the comparison means something
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1)], ids=["tp1", "tp2"])
-def test_megatron_core_computes_the_logits_of_a_mixture_of_experts(
-    tensor, pipeline, hf_models, megatron_checkpoints, tmp_path
-):
-    checkpoint = megatron_checkpoints("qwen3-moe") / "iter_0000000"
-    folder = hf_models("qwen3-moe")
+    folder, checkpoint = hf_models(family), megatron_checkpoints(family) / "iter_0000000"
     found = on_ranks(tensor * pipeline, logits_from_checkpoint, folder, checkpoint, tensor, pipeline)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = model(TOKENS).logits
+    assert expected.std() > 0.1  # the comparison means something
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
@@ -80,16 +66,8 @@ def test_checkpoint_saved_by_megatron_core_with_optimizer_is_exported(
     """The oracle is megatron-core's own loader, which reads the same checkpoint at TP 1."""
     folder, checkpoint = hf_models(family), tmp_path / "policy" / "weights" / "iter_0000007"
     checkpoint.mkdir(parents=True)
-    on_ranks(
-        tensor * pipeline * expert,
-        save_after_a_step,
-        folder,
-        checkpoint,
-        tensor,
-        pipeline,
-        None,
-        expert,
-    )
+    num_ranks = tensor * pipeline * expert
+    on_ranks(num_ranks, save_after_a_step, folder, checkpoint, tensor, pipeline, None, expert)
     reader = TorchDistReader(tmp_path)
     assert any(name.startswith("optimizer") for name in reader.keys)
     assert not any("optimizer" in name for name in reader.weights)
@@ -101,29 +79,22 @@ def test_checkpoint_saved_by_megatron_core_with_optimizer_is_exported(
     assert not torch.equal(found["model.norm.weight"], tensors_of(folder)["model.norm.weight"])
 
 
-def test_vocabulary_padded_by_megatron_is_cut(hf_models, tmp_path):
-    folder, checkpoint = hf_models("qwen2"), tmp_path / "checkpoint"
+def test_vocabulary_padded_by_megatron_is_cut(source, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
-    on_ranks(2, save_after_a_step, folder, checkpoint, 2, 1, 128)
-    oracle = on_ranks(1, parameters_from_checkpoint, folder, checkpoint, False, 128)
+    on_ranks(2, save_after_a_step, source, checkpoint, 2, 1, 128)
+    oracle = on_ranks(1, parameters_from_checkpoint, source, checkpoint, False, 128)
     assert oracle["output_layer.weight"].shape == (128, 32)
-    found = tensors_of(megatron_to_hf(checkpoint, folder, tmp_path / "hf"))
+    found = tensors_of(megatron_to_hf(checkpoint, source, tmp_path / "hf"))
     assert torch.equal(found["lm_head.weight"], oracle["output_layer.weight"][:96])
     assert torch.equal(found["model.embed_tokens.weight"], oracle["embedding.word_embeddings.weight"][:96])
 
 
-def test_padded_vocabulary_is_written_and_loaded(hf_models, tmp_path):
-    padded = hf_to_megatron(hf_models("qwen2"), tmp_path / "megatron", padded_vocab_size=128)
-    found = on_ranks(
-        1,
-        parameters_from_checkpoint,
-        hf_models("qwen2"),
-        padded / "iter_0000000",
-        False,
-        128,
-    )
+def test_padded_vocabulary_is_written_and_loaded(source, tmp_path):
+    padded = hf_to_megatron(source, tmp_path / "megatron", padded_vocab_size=128)
+    found = on_ranks(1, parameters_from_checkpoint, source, padded / "iter_0000000", False, 128)
     embedding = found["embedding.word_embeddings.weight"]
-    assert torch.equal(embedding[:96], tensors_of(hf_models("qwen2"))["model.embed_tokens.weight"])
+    assert torch.equal(embedding[:96], tensors_of(source)["model.embed_tokens.weight"])
     assert (embedding[96:] == 0).all()
-    back = megatron_to_hf(padded, hf_models("qwen2"), tmp_path / "hf")
-    assert_same_tensors(tensors_of(back), tensors_of(hf_models("qwen2")))
+    back = megatron_to_hf(padded, source, tmp_path / "hf")
+    assert_same_tensors(tensors_of(back), tensors_of(source))

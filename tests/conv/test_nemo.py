@@ -53,14 +53,13 @@ def folders(hf_models, tmp_path_factory):
     return found
 
 
-def test_a_nemo_folder_becomes_a_hugging_face_model(folders, hf_models, tmp_path):
+def test_a_nemo_folder_becomes_a_hugging_face_model(folders, source, tmp_path):
     """megatron-core, which loads the same weights without the prefix, is the oracle."""
     nemo, plain = folders
     reader = TorchDistReader(nemo)
     assert "decoder.final_layernorm.weight" in reader.weights
     assert reader.has_optimizer
     reader.close()
-    source = hf_models("qwen2")
     oracle = on_ranks(1, parameters_from_checkpoint, source, plain / "weights", False, 128)
     expected = {name: t.contiguous() for name, t in family_for(hf_config(source)).to_hf(oracle)}
     for given in (nemo, nemo / "weights"):
@@ -70,12 +69,12 @@ def test_a_nemo_folder_becomes_a_hugging_face_model(folders, hf_models, tmp_path
     assert not torch.equal(expected["model.norm.weight"], tensors_of(source)["model.norm.weight"])
 
 
-def test_model_yaml_of_another_model_is_refused(folders, hf_models, tmp_path):
+def test_model_yaml_of_another_model_is_refused(folders, source, tmp_path):
     nemo = shutil.copytree(folders[0], tmp_path / "nemo")
     model = {"config": MODEL | {"rotary_base": 1000000.0}}
     (nemo / "context" / "model.yaml").write_text(yaml.safe_dump(model))
     with pytest.raises(UserError, match=r"model\.yaml has rotary_base=1000000\.0, config\.json gives 10000"):
-        megatron_to_hf(nemo, hf_models("qwen2"), tmp_path / "hf")
+        megatron_to_hf(nemo, source, tmp_path / "hf")
 
 
 def test_a_nemo_folder_as_a_hugging_face_model_is_refused_with_the_command(folders, tmp_path):
@@ -88,21 +87,15 @@ def test_a_nemo_folder_as_a_hugging_face_model_is_refused_with_the_command(folde
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["archive", "unpacked"])
-def test_older_archives_are_refused_with_the_remedy(kind, hf_models, tmp_path):
-    old = tmp_path / "model.nemo"
-    if kind == "archive":
-        old.write_bytes(b"")
-    else:
-        old = tmp_path / "unpacked"
-        old.mkdir()
-        (old / "model_config.yaml").write_text("{}")
+@pytest.mark.parametrize(("given", "file"), [("model.nemo", "model.nemo"), (".", "model_config.yaml")])
+def test_older_archives_are_refused_with_the_remedy(given, file, source, tmp_path):
+    (tmp_path / file).write_text("{}")
     with pytest.raises(UserError, match=r"NeMo 1 checkpoint; NeMo's scripts/.*nemo1_to_nemo2\.py"):
-        megatron_to_hf(old, hf_models("qwen2"), tmp_path / "hf")
+        megatron_to_hf(tmp_path / given, source, tmp_path / "hf")
 
 
-def test_zarr_is_refused_with_the_remedy(hf_models, tmp_path):
+def test_zarr_is_refused_with_the_remedy(source, tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(UserError, match=r"weights is in the zarr format; save it again as torch_dist"):
-        megatron_to_hf(tmp_path, hf_models("qwen2"), tmp_path / "hf")
+        megatron_to_hf(tmp_path, source, tmp_path / "hf")

@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, save_model, tensors_of, write_chunk
-from safetensors.torch import load_file, save_file
+import yaml
+from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of, write_chunk
+from safetensors.torch import save_file
 from small_models import LLAMA3_ROPE, auto_class
 from transformers import AutoConfig
 
@@ -44,10 +45,8 @@ def test_a_second_copy_of_the_weights_is_not_read(max_shard_bytes, source, check
 
 
 def test_export_loads_and_generates_with_transformers(family_name, hf_models, megatron_checkpoints, tmp_path):
-    source = hf_models(family_name)
-    back = megatron_to_hf(
-        megatron_checkpoints(family_name), source, tmp_path / "back", max_shard_bytes=20_000
-    )
+    source, checkpoint = hf_models(family_name), megatron_checkpoints(family_name)
+    back = megatron_to_hf(checkpoint, source, tmp_path / "back", max_shard_bytes=20_000)
     tokens = torch.tensor([[1, 5, 9]])
     outputs = []
     for folder in (source, back):
@@ -60,9 +59,9 @@ def test_export_loads_and_generates_with_transformers(family_name, hf_models, me
 
 
 @pytest.mark.parametrize("style", ["stacked", "by layer"])
-def test_other_key_styles_are_read(style, hf_models, tmp_path):
+def test_other_key_styles_are_read(style, source, tmp_path):
     """Local-spec names on disk, and checkpoints that do not stack their layers."""
-    source, folder = hf_models("qwen2"), tmp_path / "megatron"
+    folder = tmp_path / "megatron"
     folder.mkdir()
     writer, written = TorchDistWriter(folder, 1), []
     for name, tensor in family_for(hf_config(source)).to_megatron(tensors_of(source)):
@@ -77,18 +76,17 @@ def test_other_key_styles_are_read(style, hf_models, tmp_path):
     assert_same_tensors(tensors_of(back), tensors_of(source))
 
 
-def test_checkpoint_without_common_state_file_is_read(hf_models, megatron_checkpoints, tmp_path):
+def test_checkpoint_without_common_state_file_is_read(source, checkpoint, tmp_path):
     """megatron-core 0.19 and later keep the common state among the tensors' objects."""
-    folder = shutil.copytree(megatron_checkpoints("qwen2"), tmp_path / "copy")
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
     (folder / "iter_0000000" / "common.pt").unlink()
     (folder / "iter_0000000" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    back = megatron_to_hf(folder, hf_models("qwen2"), tmp_path / "back")
-    assert_same_tensors(tensors_of(back), tensors_of(hf_models("qwen2")))
+    back = megatron_to_hf(folder, source, tmp_path / "back")
+    assert_same_tensors(tensors_of(back), tensors_of(source))
 
 
-def test_dtype_is_converted_and_named_in_the_config(hf_models, megatron_checkpoints, tmp_path):
-    source = hf_models("qwen2")
-    back = megatron_to_hf(megatron_checkpoints("qwen2"), source, tmp_path / "back", dtype=torch.bfloat16)
+def test_dtype_is_converted_and_named_in_the_config(source, checkpoint, tmp_path):
+    back = megatron_to_hf(checkpoint, source, tmp_path / "back", dtype=torch.bfloat16)
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(source).items()}
     assert_same_tensors(tensors_of(back), expected)
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
@@ -100,39 +98,28 @@ def test_dtype_is_converted_and_named_in_the_config(hf_models, megatron_checkpoi
 
 def test_values_beyond_fp16_are_refused(tmp_path):
     source = save_model("qwen2", tmp_path / "source")
-    change_tensor(source, "model.norm.weight", lambda t: t.fill_(1e6))
+    rewrite(source, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
     with pytest.raises(UserError, match=r"model\.norm\.weight has values beyond fp16's range"):
         hf_to_megatron(source, tmp_path / "megatron", dtype=torch.float16)
     assert not (tmp_path / "megatron").exists()
 
 
-def change_tensor(folder, name, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors[name])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def test_verify_finds_one_changed_bit(tmp_path):
     source = save_model("qwen3", tmp_path / "source")
     megatron = hf_to_megatron(source, tmp_path / "megatron")
-    change_tensor(
-        source, "model.layers.2.self_attn.k_proj.weight", lambda t: t.view(torch.int32)[3, 4].bitwise_xor_(1)
-    )
+    name = "model.layers.2.self_attn.k_proj.weight"
+    rewrite(source, lambda tensors: tensors[name].view(torch.int32)[3, 4].bitwise_xor_(1))
     different = set(verify(source, megatron).different)
     assert different == {f"model.layers.2.self_attn.{x}_proj.weight" for x in "qkv"}  # one fused tensor
 
 
-def test_verify_compares_logits_through_megatron_core(hf_models, tmp_path):
+def test_verify_compares_logits_through_megatron_core(source, checkpoint, tmp_path):
     """Run where verify runs: the second model has its key and value matrices exchanged."""
-    source = hf_models("qwen2")
-    megatron = hf_to_megatron(source, tmp_path / "megatron")
-    assert compare_logits(source, megatron) < 1e-4
+    assert compare_logits(source, checkpoint) < 1e-4
     other = shutil.copytree(source, tmp_path / "other")
-    tensors = load_file(other / "model.safetensors")
-    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv"]
-    tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    assert compare_logits(other, megatron) > 1e-2
+    key, value = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "kv")
+    rewrite(other, lambda tensors: tensors.update({key: tensors[value], value: tensors[key]}))
+    assert compare_logits(other, checkpoint) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -144,32 +131,23 @@ def test_verify_compares_logits_through_megatron_core(hf_models, tmp_path):
         ({"rms_norm_eps": 0.1}, "layernorm_epsilon=1e-06, config.json gives 0.1"),
         ({"hidden_act": "gelu"}, "activation_func=torch.nn.functional.silu, config.json gives .*gelu"),
         ({"hidden_act": "relu2"}, "hidden_act='relu2' of config.json is not one of silu"),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
-            "rotary_base=.*config.json gives 7.0",
-        ),
-        (
-            {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e4}},
-            "rope_scaling=False, config.json gives True",
-        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rotary_base=.*json gives 7.0"),
+        ({"rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e4}}, "rope_scaling=False, .*json gives True"),
         ({"intermediate_size": 60}, r"linear_fc1.weight is \[4, 128, 32\], config.json says \[4, 120, 32\]"),
         ({"tie_word_embeddings": True}, "the output layer differs from the embedding"),
     ],
 )
 def test_config_of_another_model_is_refused_before_anything_is_written(
-    change, message, hf_models, megatron_checkpoints, tmp_path
+    change, message, source, checkpoint, tmp_path
 ):
-    config = json.loads((hf_models("qwen2") / "config.json").read_text()) | change
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(config))
+    other = shutil.copytree(source, tmp_path / "other")
+    rewrite(other, **change)
     with pytest.raises(UserError, match=message):
-        megatron_to_hf(megatron_checkpoints("qwen2"), other, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+        megatron_to_hf(checkpoint, other, tmp_path / "out")
+    assert names_in(tmp_path) == ["other"]
 
 
 def test_side_files_for_bridge(megatron_checkpoints):
-    yaml = pytest.importorskip("yaml")
     folder = megatron_checkpoints("llama3-rope")
     inner = folder / "iter_0000000"
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "0"
@@ -177,15 +155,7 @@ def test_side_files_for_bridge(megatron_checkpoints):
     assert state["step"] == 0
     model = yaml.safe_load((inner / "run_config.yaml").read_text())["model"]
     assert model["layernorm_epsilon"] == 1e-6  # a number, not the text '1e-06'
-    assert (model["rope_scaling"], model["rope_scaling_factor"], model["rotary_base"]) == (
-        True,
-        8.0,
-        500000.0,
-    )
+    rope = [model[key] for key in ("rope_scaling", "rope_scaling_factor", "rotary_base")]
+    assert rope == [True, 8.0, 500000.0]
     assert (model["num_query_groups"], model["kv_channels"], model["qk_layernorm"]) == (2, 8, False)
-    assert {path.name for path in inner.iterdir()} >= {
-        ".metadata",
-        "common.pt",
-        "metadata.json",
-        "train_state.pt",
-    }
+    assert set(names_in(inner)) >= {".metadata", "common.pt", "metadata.json", "train_state.pt"}

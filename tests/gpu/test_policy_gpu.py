@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_transformer_engine_resumes(tmp_path):
     run = Run(make(torch.bfloat16, {}))
     run.step(run.score())
     before = run.score().logprobs
-    save_policy(run.policy, tmp_path / "weights", 1)
+    begin_save(run.policy, tmp_path / "weights", 1).finish()
     with torch.no_grad():
         for parameter in run.policy.model.parameters():
             parameter.mul_(1.1)

@@ -130,7 +130,8 @@ def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any
         with mock.patch.object(schedule, "get_forward_backward_func", watched):
             scores = made.score(sequences, **arguments)
             found["score"] = gpu.taken()
-            reference = made.reference_logprobs(sequences, **arguments)
+            with made.reference_weights():
+                reference = made.score(sequences, **arguments, with_entropies=False).logprobs
             found["reference"] = gpu.taken()
             objective = build_objective(how["variant"])
             further = {"entropies": scores.entropies, "reference_policy_logprobs": reference}

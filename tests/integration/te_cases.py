@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from checkpoints_conv.hf_to_megatron import hf_to_megatron  # noqa: E402
 from checkpoints_conv.megatron_to_hf import megatron_to_hf  # noqa: E402
 from nemo_grpo.engine.megatron import model  # noqa: E402
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy  # noqa: E402
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy  # noqa: E402
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed  # noqa: E402
 from nemo_grpo.engine.megatron.lora import LoRASettings  # noqa: E402
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY  # noqa: E402
@@ -77,7 +77,7 @@ def resumed(folder: str, loaded_by: dict[str, Any], **arguments: Any) -> dict[st
     scores = run.score()
     run.step(scores)
     run.step(scores)
-    save_policy(run.policy, Path(folder), 2)
+    begin_save(run.policy, Path(folder), 2).finish()
     run.step(scores)
     again = begun(**(arguments | loaded_by))
     load_policy(again.policy, Path(folder))
@@ -102,7 +102,7 @@ def converted(folder: str, **arguments: Any) -> dict[str, Any]:
 
     trained = begun(**arguments)
     trained.step(trained.score())
-    save_policy(trained.policy, Path(folder) / "step", 1)
+    begin_save(trained.policy, Path(folder) / "step", 1).finish()
     dist.barrier()
     if dist.get_rank() == 0:
         megatron_to_hf(Path(folder) / "step", hf, Path(folder) / "back")

@@ -33,7 +33,7 @@ from toy_policies import (
 )
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.trainer import Trainer
@@ -183,7 +183,7 @@ def test_a_model_with_head_norms_and_an_undistributed_optimizer_too():
 def save_after_two(layout: Layout, folder: Path) -> None:
     policy = lora_policy(hf_model(), layout=layout)
     train(policy, 2)
-    save_policy(policy, folder, 2)
+    begin_save(policy, folder, 2).finish()
 
 
 def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -191,7 +191,7 @@ def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[A
     policy = lora_policy(hf_model(), layout=layout)
     load_policy(policy, folder)
     if again is not None:
-        save_policy(policy, again, 2)
+        begin_save(policy, again, 2).finish()
     return train(policy, 2), weights_of(policy)
 
 
@@ -233,7 +233,7 @@ def test_a_checkpoint_resumes_at_another_layout_and_back(tmp_path, name):
     "lora", [None, LoRASettings(8, 6), LoRASettings(4, 8), LoRASettings(4, 6, ("linear_qkv",))]
 )
 def test_a_checkpoint_of_other_adapters_is_refused(model, tmp_path, lora):
-    save_policy(lora_policy(model), tmp_path / "weights", 1)
+    begin_save(lora_policy(model), tmp_path / "weights", 1).finish()
     with pytest.raises(UserError, match="resume with the same ones"):
         load_policy(lora_policy(model, lora=lora), tmp_path / "weights")
 

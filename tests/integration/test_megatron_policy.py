@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo import UserError, build_objective, global_counts
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
-from nemo_grpo.engine.megatron.microbatches import plan_microbatches
+from nemo_grpo.engine.megatron.microbatches import plan_rows
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.recipe.layout import Layout
@@ -128,7 +128,7 @@ def scheduled(distributed):
 def assert_resumes_exactly(unbroken, other, folder):
     """From a checkpoint of ``unbroken`` in the folder, in a policy that began otherwise."""
     train(unbroken, 2)
-    save_policy(unbroken, folder, 2)
+    begin_save(unbroken, folder, 2).finish()
     load_policy(other, folder)
     assert train(other, 2) == train(unbroken, 2)  # loss, gradient norm and learning rate to the last bit
     assert_equal(weights_of(other), weights_of(unbroken))
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_local_layers_lacks_extra_states_and_nothing_else(
     model, tmp_path, caplog, monkeypatch
 ):
     policy = policy_of(model)
-    save_policy(policy, tmp_path / "weights", 0)
+    begin_save(policy, tmp_path / "weights", 0).finish()
     taken = []
     # as Transformer Engine's attention has
     monkeypatch.setattr(CausalAttention, "get_extra_state", lambda self: None, raising=False)
@@ -170,9 +170,8 @@ def test_a_checkpoint_of_local_layers_lacks_extra_states_and_nothing_else(
 
 
 def test_microbatches_hold_similar_lengths_and_every_row_once():
-    plan = plan_microbatches(torch.tensor([3, 9, 5, 7, 4]), 2)
-    assert [micro.length for micro in plan] == [9, 5, 3]
-    assert sorted(torch.cat([micro.rows for micro in plan]).tolist()) == [0, 1, 2, 3, 4]
+    plan = plan_rows(torch.tensor([3, 9, 5, 7, 4]), 2)
+    assert [rows.tolist() for rows in plan] == [[1, 3], [2, 4], [0]]
 
 
 @pytest.mark.parametrize(

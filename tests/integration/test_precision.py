@@ -29,7 +29,7 @@ from toy_policies import (
 from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron import layers, model
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.recipe.layout import Layout
 
 TP2 = Layout(tensor=2, sequence_parallel=True)
@@ -171,7 +171,7 @@ def one_update(layout: Layout, fused: bool, family: str, save: Any, load: Any) -
     scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
     (result,) = train(policy, variant="gpg")
     if save:
-        save_policy(policy, save, 1)
+        begin_save(policy, save, 1).finish()
     return {
         "scores": scores,
         "grad_norm": result.grad_norm,

@@ -46,7 +46,7 @@ def response(turns, reward):
 
 def a_step():
     group = Group(Problem("x", "?", "A"), PROMPT, [response(TURNS[0], 1.0), response(TURNS[1], -1.0)])
-    return assemble([group], pad_id=0, overlong=None, drop_truncated=False)
+    return assemble([group], pad_id=0)
 
 
 def update(model, variant, spoil):

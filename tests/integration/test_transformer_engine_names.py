@@ -21,7 +21,7 @@ from checkpoints_conv.families.family import local_name
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.locate import locate
-from nemo_grpo.engine.megatron.checkpoint import load_policy, save_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.parallel import initialize
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.weights import cut_of
@@ -103,7 +103,7 @@ def test_a_policy_of_local_layers_resumes_with_transformer_engines(family, tmp_p
     policy = MegatronPolicy(config, MegatronOptimizer(lr=1e-3, weight_decay=0.0))
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
     policy.load_weights(dict(weights), keep_reference=False)
-    save_policy(policy, tmp_path / "weights", 1)
+    begin_save(policy, tmp_path / "weights", 1).finish()
     taken: dict[str, Any] = {}
     state = {"model": asked_for(family)}
     other: Any = SimpleNamespace(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
     rehearsal_hooks.install()
     importlib.import_module("megatron.core")
     importlib.import_module("nemo_grpo.rehearsal.megatron").prepare()
-    quantization = types.ModuleType("modelopt.torch.quantization.utils")
-    quantization.is_quantized = lambda *_: False
-    sys.modules[quantization.__name__] = quantization
     _use_no_extensions(importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider)
     _use_no_extensions(importlib.import_module("megatron.bridge.models.mla_provider").MLAModelProvider)
     from megatron.bridge import AutoBridge

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nemo_grpo.engine.cuda_stand_ins import here
+
 HERE = Path(__file__).parent
 
 SOURCE = os.environ.get("NEMO_RL_SRC")
@@ -37,12 +39,8 @@ class CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
-        return function(*(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args), **kwargs)
-
-
-def _on_cpu(device: Any) -> Any:
-    return "cpu" if str(device).startswith("cuda") else device
+            kwargs["device"] = here(kwargs["device"])
+        return function(*(here(a) if isinstance(a, str | torch.device) else a for a in args), **kwargs)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ import types
 import newer_python  # noqa: F401
 from rehearsal_hooks import EmptyModules
 
+from nemo_grpo.rehearsal.megatron import add_newer_names
+
 ABSENT = ("megatron.bridge", "transformer_engine", "modelopt", "nvidia_resiliency_ext", "vllm", "sglang")
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 
@@ -21,10 +23,7 @@ def install() -> None:
     if any(isinstance(finder, EmptyModules) for finder in sys.meta_path):
         return
     importlib.import_module("megatron.core")  # decides for itself that there is no Transformer Engine
-    fsdp = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
-    for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):
-        if not hasattr(fsdp, name):  # newer than the newest release of megatron-core
-            setattr(fsdp, name, type(name, (), {}))
+    add_newer_names(importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter"))
     sys.meta_path.insert(0, EmptyModules(ABSENT, importer=""))
 
 

@@ -45,10 +45,17 @@ def loss_data(**further: Any) -> BatchedDataDict[Any]:
     )
 
 
-def current_logprobs(data: BatchedDataDict[Any]) -> Tensor:
-    """[B, S - 1]: the toy model's logprobs."""
-    logprobs = embedding()[data["input_ids"][:, :-1]].log_softmax(-1)
+def current_logprobs(data: BatchedDataDict[Any], model: Tensor | None = None) -> Tensor:
+    """[B, S - 1]: the toy model's logprobs. Args: model: in place of `embedding`."""
+    logprobs = (embedding() if model is None else model)[data["input_ids"][:, :-1]].log_softmax(-1)
     return logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+
+
+def packed(microbatch: BatchedDataDict[Any], model: Tensor) -> tuple[Tensor, Tensor]:
+    """The microbatch's logits as one row, and where its sequences begin."""
+    lengths = microbatch["input_lengths"]
+    ids = torch.cat([row[:n] for row, n in zip(microbatch["input_ids"], lengths.tolist(), strict=True)])
+    return model[ids][None], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def counts(data: BatchedDataDict[Any]) -> dict[str, Tensor]:

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conv_models import assert_same_tensors, save_model, tensors_of
+from conv_models import assert_same_tensors, save_model, shapes_in, tensors_of
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 
@@ -37,18 +36,10 @@ def model(request, tmp_path):
     return folder
 
 
-def shapes_in(checkpoint):
-    reader = TorchDistReader(checkpoint)
-    found = {name: key.shape for name, key in reader.weights.items()}
-    reader.close()
-    return found
-
-
 def test_we_read_what_bridge_writes_and_write_the_same_names(model, tmp_path):
     bridge("import", model, tmp_path / "bridge")
-    assert_same_tensors(
-        tensors_of(megatron_to_hf(tmp_path / "bridge", model, tmp_path / "hf")), tensors_of(model)
-    )
+    found = tensors_of(megatron_to_hf(tmp_path / "bridge", model, tmp_path / "hf"))
+    assert_same_tensors(found, tensors_of(model))
     assert shapes_in(hf_to_megatron(model, tmp_path / "ours")) == shapes_in(tmp_path / "bridge")
 
 

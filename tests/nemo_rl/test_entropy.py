@@ -92,6 +92,13 @@ def score_on_a_rank(rank: int, layout: tuple[int, int, bool, float], port: int, 
     dist.destroy_process_group()
 
 
+def assert_scored(found: dict[str, Tensor], temperature: float) -> None:
+    """Logprobs and entropies of every row's tokens are the `expected` ones."""
+    for name, wanted in zip(("logprobs", "entropies"), expected(*rows(), temperature), strict=True):
+        for row, length in enumerate(LENGTHS):
+            torch.testing.assert_close(found[name][row, :length], wanted[row, :length])
+
+
 @pytest.mark.parametrize(
     "layout",
     [(1, 1, False, 1.0), (1, 1, False, 0.6), (2, 1, True, 1.0), (2, 2, True, 0.6)],
@@ -103,11 +110,8 @@ def test_entropies_are_those_of_the_unsharded_distribution_at_temperature_one(la
     arguments = (layout, free_port(), str(tmp_path))
     mp.start_processes(score_on_a_rank, args=arguments, nprocs=num_ranks, start_method="fork")
     found = torch.load(tmp_path / "found.pt")
-    logprobs, entropies = expected(*rows(), layout[3])
     assert found["entropies"].shape == (len(LENGTHS), WIDTH)
-    for row, length in enumerate(LENGTHS):
-        torch.testing.assert_close(found["entropies"][row, :length], entropies[row, :length])
-        torch.testing.assert_close(found["logprobs"][row, :length], logprobs[row, :length])
+    assert_scored(found, layout[3])
 
 
 @pytest.fixture
@@ -160,11 +164,7 @@ def worker_alone(monkeypatch):
 def test_worker_returns_entropies_beside_logprobs(worker_alone):
     worker, data, stock = worker_alone
     original = stock.LogprobsPostProcessor
-    found = worker.get_logprobs(data=data)
-    logprobs, entropies = expected(*rows(), 0.6)
-    for row, length in enumerate(LENGTHS):
-        torch.testing.assert_close(found["entropies"][row, :length], entropies[row, :length])
-        torch.testing.assert_close(found["logprobs"][row, :length], logprobs[row, :length])
+    assert_scored(worker.get_logprobs(data=data), 0.6)
     assert stock.LogprobsPostProcessor is original
 
 

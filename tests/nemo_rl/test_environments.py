@@ -24,6 +24,10 @@ ASYNC = [
     "policy.generation.vllm_cfg.async_engine=true",
     "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1, num_nodes: 1}}",
 ]
+INFO = {
+    "problem": {"id": "1", "question": "1 + 1?", "answer": "2", "metadata": {}},
+    "episode": {}, "rewarded": 0.0,
+}  # fmt: skip
 SEARCH = {"name": "search_qa", "max_turns": 3, "top_k": 1}
 
 
@@ -42,15 +46,8 @@ def environment(
     section: dict[str, Any], rewards: dict[str, float], reserved: tuple[str, ...] = (), own_files=None
 ) -> Any:
     """The environment in this process, with the interface of its actor."""
-    made = environments.TaskEnvironmentImpl(
-        {
-            "task": section,
-            "rewards": rewards,
-            "reserved": reserved,
-            "prompt": {},
-            "own_files": own_files or {},
-        }
-    )
+    settings = {"task": section, "rewards": rewards, "reserved": reserved, "own_files": own_files or {}}
+    made = environments.TaskEnvironmentImpl(settings | {"prompt": {}})
     step = types.SimpleNamespace(remote=lambda *arguments: functools.partial(made.step, *arguments))
     return types.SimpleNamespace(step=step, made=made)
 
@@ -82,17 +79,13 @@ def test_a_prompt_that_is_too_long_is_cut_and_left_out_of_the_loss(tokenizer):
 
 
 def test_validation_rewards_are_the_accuracy_alone():
-    info = {
-        "problem": {"id": "1", "question": "1 + 1?", "answer": "2", "metadata": {}},
-        "episode": {}, "rewarded": 0.0,
-    }  # fmt: skip
     right = "<think>one and one</think><answer>2</answer>"
     logs = [
         [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in (right, "2")
     ]
     section = {"name": "arithmetic"}
-    trained = environment(section, {"accuracy": 1.0, "format": 0.5}).made.step(logs, [info, info])
-    validated = environment(section, {"accuracy": 1.0}).made.step(logs, [info, info])
+    trained = environment(section, {"accuracy": 1.0, "format": 0.5}).made.step(logs, [INFO, INFO])
+    validated = environment(section, {"accuracy": 1.0}).made.step(logs, [INFO, INFO])
     assert trained.rewards.tolist() == [1.5, 0.0]
     assert validated.rewards.tolist() == [1.0, 0.0]
     assert trained.terminateds.all()
@@ -108,13 +101,9 @@ class Mine(ArithmeticConfig):
     def build(self): return Arithmetic(self)
 """
     files = {"r.py": "def length(response, prompt): return len(response) + len(prompt)", "t.py": task}
-    info = {
-        "problem": {"id": "1", "question": "1 + 1?", "answer": "2", "metadata": {}},
-        "episode": {}, "rewarded": 0.0,
-    }  # fmt: skip
     logs = [[{"role": "user", "content": "<chat>1 + 1?"}, {"role": "assistant", "content": "two"}]]
     made = environment({"name": "t.py:Mine"}, {"accuracy": 1.0, "r.py:length": 0.5}, own_files=files).made
-    assert made.step(logs, [info]).rewards.tolist() == [0.5 * (3 + len("1 + 1?"))]
+    assert made.step(logs, [INFO]).rewards.tolist() == [0.5 * (3 + len("1 + 1?"))]
     made.shutdown()
 
 
@@ -163,16 +152,7 @@ def test_nemo_rls_rollout_alternates_turns_and_observations(tokenizer, monkeypat
     turns = ["<search>who</search>", "<search></search>", f"<answer>{problem.answer}</answer>"]
     final, _, scripted = rollout(SEARCH, {"answer": 1.0}, tokenizer, turns, monkeypatch)
     log = final["message_log"][0]
-    roles = [message["role"] for message in log]
-    assert roles == [
-        "user",
-        "assistant",
-        "environment",
-        "assistant",
-        "environment",
-        "assistant",
-        "environment",
-    ]
+    assert [message["role"] for message in log] == ["user", *(("assistant", "environment") * 3)]
     assert "<information>" in log[2]["content"]
     assert "Error: the query is empty." in log[4]["content"]
     assert log[6]["content"] == ""
@@ -247,7 +227,7 @@ def test_data_last_for_every_step_at_the_most_draws(variant, overrides, expected
         (["nemo_grpo.task={name: math, train_files: [absent.jsonl]}"], "absent.jsonl: No such file"),
         (["nemo_grpo.task={name: math}"], "no training problems"),
     ],
-)  # fmt: skip
+)
 def test_what_the_tasks_files_lack_is_refused_before_ray_starts(overrides, message, tmp_path, monkeypatch):
     def start():
         raise AssertionError("Ray was started")

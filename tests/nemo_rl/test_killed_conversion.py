@@ -40,15 +40,8 @@ def test_remains_are_removed_where_nemo_rl_would_take_them_for_a_conversion(vari
     monkeypatch.setenv(variable, str(tmp_path / "kept"))
     local = tmp_path / "models" / "tiny"
     local.mkdir(parents=True)
-    policies = [
-        {"model_name": "org/model", "megatron_cfg": {}},
-        {"model_name": str(local), "megatron_cfg": {}},
-        {
-            "model_name": "org/model",
-            "megatron_cfg": {},
-            "hf_config_overrides": {"rope_scaling": {"factor": 2}},
-        },
-    ]
+    named, at_home = ({"model_name": name, "megatron_cfg": {}} for name in ("org/model", str(local)))
+    policies = [named, at_home, named | {"hf_config_overrides": {"rope_scaling": {"factor": 2}}}]
     folders = [os.path.join(folder, ITERATION) for folder, _ in nemo_rl_finds(policies)]
     for folder in folders:
         os.makedirs(folder)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from nemo_rl.algorithms.loss.utils import prepare_loss_input, prepare_packed_loss_input
 from nemo_rl.algorithms.loss.wrapper import SequencePackingFusionLossWrapper, SequencePackingLossWrapper
-from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, embedding, loss_data
+from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, embedding, loss_data, packed
 
 from nemo_grpo.nemorl.loss import EXTREMES, build_loss
 from nemo_grpo.variants import VARIANTS
@@ -27,6 +27,10 @@ SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIA
         "truncated_importance_sampling_ratio": 1.05,
         "truncated_importance_sampling_ratio_min": 0.95,
     },
+}
+WRAPPERS = {
+    False: (SequencePackingLossWrapper, prepare_loss_input),
+    True: (SequencePackingFusionLossWrapper, prepare_packed_loss_input),
 }
 PACKED = {
     "max_tokens_per_microbatch": 24,
@@ -55,29 +59,15 @@ def step() -> Any:
 def unsharded(setting: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Loss, its gradient in the model, metrics; all rows at once, without NeMo-RL's wrappers."""
     model, data = embedding().requires_grad_(), step()
-    logprobs = model[data["input_ids"][:, :-1]].log_softmax(-1)
-    logprobs = logprobs.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
-    torch.testing.assert_close(logprobs, current_logprobs(data))
-    loss, metrics = build_loss(SETTINGS[setting])(logprobs, data, **counts(data))
+    loss, metrics = build_loss(SETTINGS[setting])(current_logprobs(data, model), data, **counts(data))
     loss.backward()
     return loss.detach(), model.grad, metrics
-
-
-def packed_microbatch(microbatch: Any, model: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The microbatch's logits as one row, and where its sequences begin."""
-    lengths = microbatch["input_lengths"]
-    ids = torch.cat([row[:n] for row, n in zip(microbatch["input_ids"], lengths.tolist(), strict=True)])
-    return model[ids][None], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["per_sequence", "fused"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_packed_and_sharded_loss_equals_the_unsharded_one(setting, fused, group):
-    wrapper, prepare = (
-        (SequencePackingFusionLossWrapper, prepare_packed_loss_input)
-        if fused
-        else (SequencePackingLossWrapper, prepare_loss_input)
-    )
+    wrapper, prepare = WRAPPERS[fused]
     model, data = embedding().requires_grad_(), step()
     shards, _ = data.shard_by_batch_size(2, batch_size=ROWS, sequence_packing_args=PACKED)
     total, summed, rows, num_microbatches = torch.zeros(()), {}, [], 0
@@ -85,7 +75,7 @@ def test_packed_and_sharded_loss_equals_the_unsharded_one(setting, fused, group)
         rows += shard["idx"].tolist()
         for microbatch in shard.make_microbatch_iterator_for_packable_sequences():
             num_microbatches += 1
-            logits, starts = packed_microbatch(microbatch, model)
+            logits, starts = packed(microbatch, model)
             wrapped = wrapper(build_loss(SETTINGS[setting]), prepare, starts, None, 0, group, None)
             loss, metrics = wrapped(logits, microbatch, *counts(data).values())
             total = total + loss
@@ -109,10 +99,8 @@ def test_plain_microbatches_of_every_size_add_up(setting):
         data, total = step(), 0.0
         for shard in data.shard_by_batch_size(2, batch_size=ROWS):
             for microbatch in shard.make_microbatch_iterator(size):
-                part, _ = build_loss(SETTINGS[setting])(
-                    current_logprobs(microbatch), microbatch, **counts(data)
-                )
-                total += float(part)
+                logprobs = current_logprobs(microbatch)
+                total += float(build_loss(SETTINGS[setting])(logprobs, microbatch, **counts(data))[0])
         assert total == pytest.approx(float(loss), abs=1e-5)
 
 

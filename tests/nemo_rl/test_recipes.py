@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -15,8 +16,9 @@ from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.config import base_folder, load_run, sft_section
+from nemo_grpo.nemorl.config import load_run, sft_section
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.stopping import LAST_PREFIX
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 
@@ -36,12 +38,9 @@ SAMPLED = [path for path in RECIPES if path not in SUPERVISED]
 
 def check_setup(trainer, config, monkeypatch):
     """NeMo-RL's `setup` of one of its trainers, up to where it asks for GPUs."""
-    for name, new in (
-        ("RayVirtualCluster", MagicMock(side_effect=ReachedTheCluster)),
-        ("Logger", MagicMock()),
-        ("set_seed", MagicMock()),
-    ):
-        monkeypatch.setattr(trainer, name, new)
+    monkeypatch.setattr(trainer, "RayVirtualCluster", MagicMock(side_effect=ReachedTheCluster))
+    for name in ("Logger", "set_seed"):
+        monkeypatch.setattr(trainer, name, MagicMock())
     problems = list(range(10_000))
     with pytest.raises(ReachedTheCluster):
         trainer.setup(config, MagicMock(), problems, problems)
@@ -71,9 +70,8 @@ def test_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_path):
     check_setup(grpo, config, monkeypatch)
     penalty = getattr(recipe.loss_fn, "reference_policy_kl_penalty", 0.0)
     assert config.loss_fn.reference_policy_kl_penalty == penalty, "decides whether the reference is loaded"
-    assert config.loss_fn.use_importance_sampling_correction == (
-        recipe.loss_fn.use_importance_sampling_correction
-    )
+    corrects = recipe.loss_fn.use_importance_sampling_correction
+    assert config.loss_fn.use_importance_sampling_correction == corrects
     assert not value_of(config, "grpo.use_leave_one_out_baseline")
     assert value_of(config, "policy.megatron_cfg.optimizer.lr") == recipe.policy.megatron_cfg.optimizer.lr
     assert value_of(config, "policy.megatron_cfg.scheduler.lr_decay_iters") == recipe.grpo.max_num_steps
@@ -83,6 +81,11 @@ def test_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_path):
     assert Path(value_of(config, "checkpointing.checkpoint_dir")).is_absolute()
     yaml.safe_dump(config.model_dump())  # NeMo-RL writes it into every checkpoint
     assert ObjectiveLoss(recipe.loss_fn).config == recipe.loss_fn
+
+
+@pytest.mark.parametrize("trainer", [grpo.grpo_train, grpo.async_grpo_train, sft.sft_train])
+def test_a_trainer_logs_a_steps_times_last(trainer):
+    assert re.findall(r'prefix="(.*)"', inspect.getsource(trainer))[-1] == LAST_PREFIX
 
 
 def test_recipes_were_found():
@@ -115,10 +118,8 @@ RECIPE = ROOT / "recipes/gpg/dapo-qwen2.5-math-7b-zero-6n8g.yaml"
 
 @pytest.mark.parametrize(("given", "longest"), [([], 3072), (["max_response_length=2000"], 2000)])
 def test_length_penalty_ends_where_responses_do(given, longest):
-    overrides = [
-        f"++grpo.reward_shaping.{key}" for key in ("enabled=true", "overlong_buffer_length=512", *given)
-    ]
-    run = load_run(RECIPE, overrides)
+    settings = ("enabled=true", "overlong_buffer_length=512", *given)
+    run = load_run(RECIPE, [f"++grpo.reward_shaping.{setting}" for setting in settings])
     shaping = value_of(run.master_config, "grpo.reward_shaping")
     assert value_of(shaping, "max_response_length") == longest
     assert value_of(shaping, "overlong_buffer_length") == 512
@@ -164,10 +165,6 @@ def test_setup_of_another_arity_is_refused():
     assert compat.unpack_setup(tuple(range(13))).loss_fn == 6
     with pytest.raises(UserError, match="returned 12 values"):
         compat.unpack_setup(tuple(range(12)))
-
-
-def test_bases_are_shipped():
-    assert (base_folder() / "grpo_math_1B_megatron.yaml").is_file()
 
 
 def test_validation_measures_what_recipes_may_ask_for():

@@ -63,14 +63,11 @@ class Run:
         latest = self.checkpointer.get_latest_checkpoint_path()
         state = self.checkpointer.load_training_info(latest)
         make = getattr(grpo, "_get_grpo_save_state", lambda loaded: loaded or grpo._default_grpo_save_state())
-        self.parts = compat.Setup(
+        nothing = compat.Setup(*[None] * len(compat.Setup._fields))
+        self.parts = nothing._replace(
             policy=self.policy,
             policy_generation=Generation(),
-            nemo_gym=None,
-            cluster=None,
             dataloader=Loader(),
-            val_dataloader=None,
-            loss_fn=None,
             logger=self.logger,
             checkpointer=self.checkpointer,
             grpo_save_state=make(state),
@@ -205,11 +202,8 @@ def test_nemo_rl_is_left_as_it_was_after_a_stop():
 
 
 def test_a_run_that_reached_its_goal_is_known(tmp_path):
-    metric = {
-        "grpo.stop_at_validation_metric": "validation/accuracy",
-        "grpo.stop_at_validation_threshold": 0.5,
-    }
-    overrides = [f"{key}={value}" for key, value in metric.items()]
+    stop_at = "grpo.stop_at_validation"
+    overrides = (f"{stop_at}_metric=validation/accuracy", f"{stop_at}_threshold=0.5")
     if compat.version() == compat.V0_7_0:
         with pytest.raises(UserError, match="has no early stop"):
             Run(tmp_path, {"variant": "grpo"}, *overrides)

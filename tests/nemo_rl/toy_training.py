@@ -56,7 +56,6 @@ class ToyPolicy:
         self.exchange = exchange
         self.trained: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
-        self.saved: list[str] = []
         self.sharding_annotations = MagicMock()
         self.sharding_annotations.get_axis_size.return_value = 1
 
@@ -101,16 +100,11 @@ class ToyPolicy:
         self.model.grad = None
         self.losses.append(total)
         metrics |= {name: [float(size)] for name, size in sizes.items()}
-        return {
-            "loss": torch.tensor(total),
-            "grad_norm": gradient.norm(),
-            "all_mb_metrics": dict(metrics),
-        }
+        return {"loss": torch.tensor(total), "grad_norm": gradient.norm(), "all_mb_metrics": dict(metrics)}
 
     def save_checkpoint(self, weights_path: str, **_: Any) -> None:
         Path(weights_path).mkdir(parents=True)
         torch.save(self.model.detach(), Path(weights_path) / "model.pt")
-        self.saved.append(weights_path)
 
 
 def rollouts(draw: int = 0) -> BatchedDataDict[Any]:
@@ -121,17 +115,9 @@ def rollouts(draw: int = 0) -> BatchedDataDict[Any]:
     for _ in range(rows):
         length = int(torch.randint(2, 6, (1,), generator=generator))
         answer = torch.randint(0, VOCAB, (length,), generator=generator)
-        logs.append(
-            [
-                {"role": "user", "content": "?", "token_ids": torch.tensor([1, 2, 3])},
-                {
-                    "role": "assistant",
-                    "content": "!",
-                    "token_ids": answer,
-                    "generation_logprobs": torch.full((length,), -3.4),
-                },
-            ]
-        )
+        asked = {"role": "user", "content": "?", "token_ids": torch.tensor([1, 2, 3])}
+        said = {"role": "assistant", "content": "!", "token_ids": answer}
+        logs.append([asked, said | {"generation_logprobs": torch.full((length,), -3.4)}])
     return BatchedDataDict(
         message_log=logs,
         task_name=["toy"] * rows,
@@ -149,7 +135,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[BatchedDataDict[Any]]:
         for _ in range(len(self)):
-            yield _prompts()
+            yield rollouts().select_indices([0, GENERATIONS])
 
     def __len__(self) -> int:
         return 10
@@ -158,20 +144,13 @@ class Loader:
         return {"position": 3}
 
 
-def _prompts() -> BatchedDataDict[Any]:
-    return rollouts().select_indices([0, GENERATIONS])
-
-
 class Generation(SimpleNamespace):
     """A generation engine that is never asked."""
 
+    LACKS = ("snapshot_step_metrics", "get_step_metrics", "requires_kv_scale_sync", "weight_synchronizer")
+
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "snapshot_step_metrics",
-            "get_step_metrics",
-            "requires_kv_scale_sync",
-            "weight_synchronizer",
-        ):
+        if name in self.LACKS:
             raise AttributeError(name)
         return (lambda *_, **__: {}) if name.startswith("get_") else (lambda *_, **__: None)
 

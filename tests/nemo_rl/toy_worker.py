@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from nemo_rl.algorithms.loss.utils import prepare_loss_input
 from nemo_rl.algorithms.loss.wrapper import SequencePackingLossWrapper
-from nemo_rl_steps import embedding
+from nemo_rl_steps import embedding, packed
 
 
 class ToyWorkerImpl:
@@ -33,10 +33,7 @@ class ToyWorkerImpl:
         sizes = (data["global_seqs"][0], data["global_toks"][0])
         total, metrics = 0.0, {}
         for microbatch in data.make_microbatch_iterator_for_packable_sequences():
-            lengths = microbatch["input_lengths"]
-            rows = zip(microbatch["input_ids"], lengths.tolist(), strict=True)
-            logits = self.model[torch.cat([row[:n] for row, n in rows])][None]
-            starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+            logits, starts = packed(microbatch, self.model)
             wrapped = SequencePackingLossWrapper(
                 loss_fn, prepare_loss_input, starts, None, 0, dist.group.WORLD, None
             )

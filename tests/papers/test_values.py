@@ -243,13 +243,8 @@ def test_cw_grpos_table_3_keeps_the_checkpoints_that_it_compares(variant: str) -
     assert recipe.grpo.max_num_steps == 200
 
 
-def test_lora_of_erpo_is_the_papers() -> None:
+def test_lora_of_erpo_is_the_papers() -> None:  # section 5.1
     for name in (name for name in FILES if name.startswith("erpo-")):
         peft = load_recipe(FILES[name]).policy.megatron_cfg.peft
         assert peft is not None
-        assert (peft.enabled, peft.dim, peft.alpha, len(peft.target_modules)) == (
-            True,
-            32,
-            64,
-            4,
-        )  # section 5.1
+        assert (peft.enabled, peft.dim, peft.alpha, len(peft.target_modules)) == (True, 32, 64, 4)

@@ -34,16 +34,12 @@ _STRATEGY: dict[str, Any] = (
 )
 
 
-def save_policy(policy: MegatronPolicy, folder: Path, iteration: int) -> None:
-    """Write model, optimizer and schedule as torch_dist; every rank of the policy calls it.
+def begin_save(policy: MegatronPolicy, folder: Path, iteration: int, *, behind: bool = False) -> PendingWrite:
+    """Write model, optimizer and schedule as torch_dist; complete after the result's ``finish``.
 
-    With LoRA the model is its adapters, under Megatron-Bridge's names, with their scale in `RUN_CONFIG`.
+    Every rank of the policy calls it. ``behind``: the tensors are written while the caller goes on. With LoRA
+    the model is its adapters, under Megatron-Bridge's names, with their scale in `RUN_CONFIG`.
     """
-    begin_save(policy, folder, iteration, behind=False).finish()
-
-
-def begin_save(policy: MegatronPolicy, folder: Path, iteration: int, *, behind: bool) -> PendingWrite:
-    """`save_policy` up to the tensors; ``behind``: these are written while the caller goes on."""
     writer.install()
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = policy.sharded_state_dict(loading=False)
@@ -59,7 +55,7 @@ def begin_save(policy: MegatronPolicy, folder: Path, iteration: int, *, behind: 
 
 
 def load_policy(policy: MegatronPolicy, folder: Path) -> None:
-    """Read what `save_policy` wrote, at this policy's layout. The policy must have its optimizer already.
+    """Read what `begin_save` wrote, at this policy's layout. The policy must have its optimizer already.
 
     Raises: UserError: it was written with other LoRA settings.
     """

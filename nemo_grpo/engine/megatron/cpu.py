@@ -49,10 +49,7 @@ _AS_CUDA = (
     ("optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
     ("optimizer.distrib_optimizer", "DistributedOptimizer.__init__"),
     ("optimizer.distrib_optimizer", "DistributedOptimizer.get_parameter_state_dp_zero"),
-    (
-        "models.common.language_module.language_module",
-        "LanguageModule.setup_embeddings_and_output_layer",
-    ),
+    ("models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
     ("models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank"),
 )
 
@@ -119,9 +116,6 @@ def _cuda_for_cpu() -> types.ModuleType:
     def zero(*_args: Any, **_kwargs: Any) -> int:
         return 0
 
-    def stream(*_args: Any, **_kwargs: Any) -> Stream:
-        return Stream()
-
     rng: dict[str, Any] = {
         "manual_seed": torch.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -136,14 +130,9 @@ def _cuda_for_cpu() -> types.ModuleType:
         "empty_cache": nothing,
         "nvtx": nvtx,
         "Event": Event,
-        "Stream": stream,
-        "stream": stream,
-        "current_stream": stream,
-        "default_stream": stream,
+        **dict.fromkeys(("Stream", "stream", "current_stream", "default_stream"), Stream),
         "is_current_stream_capturing": lambda: False,
-        "memory_allocated": zero,
-        "max_memory_allocated": zero,
-        "memory_reserved": zero,
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), zero),
     }
     return _StandIn(torch.cuda, replaced)
 

@@ -15,16 +15,19 @@ from nemo_grpo.engine.rollout import Sequences
 
 @dataclass
 class Microbatch:
-    """Rows of a step and the column count that holds their longest sequence; ``packed``: as one stream."""
+    """Rows of a step and the column count that holds their longest sequence; ``packed``: as one stream.
+
+    Attributes: outputs: logprobs, and entropies if any; none before the last pipeline stage.
+    """
 
     rows: Tensor
     length: int
     packed: PackedSequences | None = None
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
 
     def keep(self, logprobs: Tensor, entropies: Tensor | None) -> None:
         """Hold results for later."""
-        self.outputs = {"logprobs": logprobs} | ({} if entropies is None else {"entropies": entropies})
+        self.outputs = [logprobs] if entropies is None else [logprobs, entropies]
 
 
 def own_share() -> tuple[int, int]:
@@ -32,28 +35,18 @@ def own_share() -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
-def plan_microbatches(
-    lengths: Tensor,
-    size: int,
-    share: tuple[int, int] = (0, 1),
-    group_ids: Tensor | None = None,
-    device: torch.device | None = None,
-) -> list[Microbatch]:
-    """This rank's rows, ``size`` of similar length at a time; with ``group_ids`` one whole group each.
+def plan_rows(lengths: Tensor, size: int, share: tuple[int, int] = (0, 1)) -> list[Tensor]:
+    """This rank's rows, ``size`` of similar length at a time.
 
     Rows go round the ranks by length, so that each has about the same work.
 
-    Args: share: (rank, number of ranks).  device: where the row numbers shall be.
+    Args: share: (rank, number of ranks).
     """
     rank, num_ranks = share
-    if group_ids is not None:
-        rows = whole_groups(group_ids, share)
-    else:
-        rows = list(lengths.argsort(descending=True, stable=True)[rank::num_ranks].split(size))
-    return [Microbatch(r.to(device), int(lengths[r].max())) for r in rows]
+    return list(lengths.argsort(descending=True, stable=True)[rank::num_ranks].split(size))
 
 
-def whole_groups(group_ids: Tensor, share: tuple[int, int]) -> list[Tensor]:
+def plan_groups(group_ids: Tensor, share: tuple[int, int]) -> list[Tensor]:
     """The rows of each group that this rank computes."""
     rank, num_ranks = share
     return [torch.nonzero(group_ids == g).flatten() for g in group_ids.unique()[rank::num_ranks]]

@@ -108,11 +108,6 @@ def _refuse_unsupported(spec: ModelSpec) -> None:
         )
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """The smallest multiple of the tensor-parallel size that holds the vocabulary."""
-    return -(-vocab_size // tensor_parallel) * tensor_parallel
-
-
 class PackableGPTModel(GPTModel):
     """GPTModel that also takes a stream of packed sequences whose responses share their prompts."""
 
@@ -148,7 +143,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> GPTModel:
     return PackableGPTModel(
         config,
         block_spec(config),
-        vocab_size=padded_vocab_size(spec.vocab_size, config.tensor_model_parallel_size),
+        vocab_size=spec.vocab_size + -spec.vocab_size % config.tensor_model_parallel_size,  # padded
         max_sequence_length=spec.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -15,7 +15,7 @@ of each of those sequences, which are padded for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional
 
+from nemo_grpo.core.batch import on_device
 from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
 from nemo_grpo.engine.rollout import Sequences
 
@@ -48,10 +49,6 @@ class PaddedRows:
         inside = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
         flat = inside.flatten()
         return cls(inside, (flat.cumsum(0) - 1).clamp(min=0), flat.nonzero()[:, 0])
-
-    def to(self, device: torch.device) -> PaddedRows:
-        """The same rows there."""
-        return PaddedRows(self.inside.to(device), self.token.to(device), self.place.to(device))
 
     def lay_out(self, x: Tensor) -> Tensor:
         """[tokens, ...] -> [R, L, ...]; what stands in the padding is finite, and its gradient is dropped."""
@@ -112,19 +109,6 @@ class AttentionPlan:
         bias = torch.zeros(may.shape, dtype=dtype, device=may.device).masked_fill_(~may, -torch.inf)
         return cls(prompts, responses, prompt_of, bias)
 
-    def to(self, device: torch.device) -> AttentionPlan:
-        """The same plan there; making it where it is used would wait for a GPU again and again."""
-        if self.responses is None:
-            return AttentionPlan(self.prompts.to(device))
-        assert self.prompt_of is not None
-        assert self.bias is not None
-        return AttentionPlan(
-            self.prompts.to(device),
-            self.responses.to(device),
-            self.prompt_of.to(device),
-            self.bias.to(device),
-        )
-
     def num_tokens(self) -> tuple[int, int]:
         """Of prompts, of responses."""
         return len(self.prompts.place), 0 if self.responses is None else len(self.responses.place)
@@ -152,13 +136,6 @@ class PackedSequences(PackedSeqParams):
     targets: Tensor = None  # type: ignore[assignment]
     rows: Tensor = None  # type: ignore[assignment]
     columns: Tensor = None  # type: ignore[assignment]
-
-    def to(self, device: torch.device) -> PackedSequences:
-        """The same stream there."""
-        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return replace(
-            self, **{name: x.to(device) for name, x in parts if isinstance(x, Tensor | AttentionPlan)}
-        )
 
     def spread(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """[N] results -> [B, T]; 0 elsewhere."""
@@ -205,7 +182,7 @@ def pack(
         packed.own = zigzag(packed.input_ids.shape[1])
     else:
         _lay_out_as_thd(packed, lengths - 1, multiple)
-    return _own_share(packed).to(device)
+    return on_device(_own_share(packed), device)  # plans made on a GPU would wait for it again and again
 
 
 def _pad(packed: PackedSequences, places: Tensor, length: int) -> None:

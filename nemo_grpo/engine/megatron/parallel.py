@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from nemo_grpo.engine.launch import is_launched
 from nemo_grpo.engine.megatron import adam, cpu
 from nemo_grpo.recipe.layout import Layout
 
@@ -30,7 +30,7 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
         shut_down()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if is_launched():
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         else:
             store = dist.HashStore()
@@ -142,19 +142,13 @@ def sum_over_context_parallel(x: Tensor) -> Tensor:
     return _SumOverContext.apply(x)
 
 
-def broadcast_from_last_stage(x: Tensor) -> Tensor:
-    """In place: every pipeline stage gets the last stage's tensor."""
+def sum_of_last_stages(x: Tensor) -> None:
+    """In place: the last pipeline stages' tensors, summed over data-parallel (not context-parallel) ranks."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(x, source, group=parallel_state.get_pipeline_model_parallel_group())
-    return x
-
-
-def sum_over_data_parallel(x: Tensor) -> Tensor:
-    """In place: the sum over data-parallel ranks; context-parallel ranks are not counted."""
     if parallel_state.get_data_parallel_world_size() > 1:
         dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
-    return x
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

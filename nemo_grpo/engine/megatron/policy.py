@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +19,7 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
-from nemo_grpo.engine.megatron.microbatches import (
-    Microbatch,
-    own_share,
-    plan_bins,
-    plan_microbatches,
-    whole_groups,
-)
+from nemo_grpo.engine.megatron.microbatches import Microbatch, own_share, plan_bins, plan_groups, plan_rows
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
@@ -145,19 +138,6 @@ class MegatronPolicy:
             self._run(sequences, plan, keep, temperature, with_entropies=with_entropies, forward_only=True)
         return self._collect(sequences, plan, with_entropies)
 
-    def reference_logprobs(
-        self, sequences: Sequences, *, micro_batch_size: int, temperature: float, mb_tokens: int | None = None
-    ) -> Tensor:
-        """The reference policy's logprobs, as `score` gives the current one's."""
-        with self.reference_weights():
-            return self.score(
-                sequences,
-                micro_batch_size=micro_batch_size,
-                temperature=temperature,
-                mb_tokens=mb_tokens,
-                with_entropies=False,
-            ).logprobs
-
     def update(
         self,
         objective: Objective,
@@ -216,24 +196,25 @@ class MegatronPolicy:
         self, sequences: Sequences, size: int, mb_tokens: int | None, groups: Tensor | None = None
     ) -> list[Microbatch]:
         """This rank's microbatches; ``groups``: one whole group each."""
-        if mb_tokens is None:
-            return plan_microbatches(sequences.lengths, size, own_share(), groups, self.device)
-        bins = (
-            plan_bins(sequences, mb_tokens, own_share(), share_prompts=self.share_prompts)
-            if groups is None
-            else whole_groups(groups, own_share())
-        )
-        form = partial(
-            pack,
-            multiple=self.sequence_multiple,
-            share_prompts=self.share_prompts,
-            dtype=self.config.params_dtype,
-            device=self.device,
-        )
-        return [
-            Microbatch(rows.to(self.device), int(sequences.lengths[rows].max()), form(sequences.select(rows)))
-            for rows in bins
-        ]
+        if groups is not None:
+            plan = plan_groups(groups, own_share())
+        elif mb_tokens is None:
+            plan = plan_rows(sequences.lengths, size, own_share())
+        else:
+            plan = plan_bins(sequences, mb_tokens, own_share(), share_prompts=self.share_prompts)
+        return [self._microbatch(sequences, rows, is_packed=mb_tokens is not None) for rows in plan]
+
+    def _microbatch(self, sequences: Sequences, rows: Tensor, *, is_packed: bool) -> Microbatch:
+        packed = None
+        if is_packed:
+            packed = pack(
+                sequences.select(rows),
+                multiple=self.sequence_multiple,
+                share_prompts=self.share_prompts,
+                dtype=self.config.params_dtype,
+                device=self.device,
+            )
+        return Microbatch(rows.to(self.device), int(sequences.lengths[rows].max()), packed)
 
     @property
     def sequence_multiple(self) -> int:
@@ -255,14 +236,12 @@ class MegatronPolicy:
 
     def _collect(self, sequences: Sequences, plan: list[Microbatch], with_entropies: bool) -> Scores:
         """What the microbatches kept, on every rank."""
-        names = ("logprobs", "entropies") if with_entropies else ("logprobs",)
         shape = (sequences.input_ids.shape[0], sequences.input_ids.shape[1] - 1)
-        found = torch.zeros(len(names), *shape, device=self.device)
+        found = torch.zeros(1 + with_entropies, *shape, device=self.device)
         for micro in plan:
-            for out, name in zip(found, names, strict=True):
-                if micro.outputs:  # on the last pipeline stage
-                    out[micro.rows, : micro.length - 1] = micro.outputs[name].float()
-        parallel.sum_over_data_parallel(parallel.broadcast_from_last_stage(found))
+            for number, output in enumerate(micro.outputs):
+                found[number][micro.rows, : micro.length - 1] = output.float()
+        parallel.sum_of_last_stages(found)
         in_padding = torch.arange(shape[1]) >= sequences.lengths[:, None] - 1
         return Scores(*found.cpu().masked_fill_(in_padding, 0.0))
 
@@ -277,7 +256,7 @@ class MegatronPolicy:
         total = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
         for share in shares:
             total += torch.stack([share[name].double() for name in names[0]])
-        parallel.sum_over_data_parallel(parallel.broadcast_from_last_stage(total))
+        parallel.sum_of_last_stages(total)
         return dict(zip(names[0], total.tolist(), strict=True))
 
     def sharded_state_dict(self, *, loading: bool) -> dict[str, Any]:

@@ -112,11 +112,11 @@ class Pass:
             "group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_size": self.vocab_size,
         }
-        if not self.with_entropies:
-            return next_token_logprobs(logits, targets, temperature=self.temperature, **shard), None
-        if self.temperature == 1:
+        if self.with_entropies and self.temperature == 1:
             logprobs, entropies = logprobs_and_entropy(logits, targets, **shard)
             return logprobs, entropies.detach()
         logprobs = next_token_logprobs(logits, targets, temperature=self.temperature, **shard)
+        if not self.with_entropies:
+            return logprobs, None
         with torch.no_grad():
             return logprobs, logprobs_and_entropy(logits, targets, **shard)[1]

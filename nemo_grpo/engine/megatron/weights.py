@@ -53,12 +53,9 @@ class HFWeights:
             dim, blocks = cut_of(name)
             if dim is not None and not getattr(parameter, "tensor_model_parallel", False):
                 # not through megatron-core's setter: that refuses parameters on which one of the three is set
-                for attribute, value in (
-                    ("tensor_model_parallel", True),
-                    ("partition_dim", dim),
-                    ("partition_stride", blocks),
-                ):
-                    setattr(parameter, attribute, value)
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim = dim  # type: ignore[attr-defined]
+                parameter.partition_stride = blocks  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def load(self, hf_tensors: Mapping[str, Tensor]) -> None:

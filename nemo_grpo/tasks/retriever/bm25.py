@@ -45,7 +45,7 @@ class BM25Retriever:
         bm25s, corpus = _bm25s(), Corpus(path)
         key = {"kind": "bm25", "bm25s": bm25s.__version__, "stopwords": STOPWORDS, **corpus.fingerprint}
         folder = Path(cache) if cache is not None else Path(f"{path}.bm25")
-        built = index_folder(folder, key, lambda target: _save(_build(corpus), target))
+        built = index_folder(folder, key, lambda target: _build(corpus).save(target, show_progress=False))
         return cls(corpus, bm25s.BM25.load(built, mmap=True, show_progress=False))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -71,10 +71,6 @@ def _build(passages: Iterable[Passage]) -> Any:
     index = _bm25s().BM25()
     index.index(_words(map(indexed_text, passages), as_ids=True), show_progress=False)
     return index
-
-
-def _save(index: Any, folder: Path) -> None:
-    index.save(folder, show_progress=False)
 
 
 def _words(texts: Iterable[str], *, as_ids: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -98,11 +98,9 @@ class DenseRetriever:
         faiss, corpus = _faiss(), Corpus(path)
         key = {"kind": "dense", "encoder": encoder.name, "factory": factory, **corpus.fingerprint}
         folder = Path(cache) if cache is not None else Path(f"{path}.dense")
-
-        def build(target: Path) -> None:
-            faiss.write_index(_build(corpus, encoder, factory), str(target / INDEX))
-
-        built = index_folder(folder, key, build)
+        built = index_folder(
+            folder, key, lambda to: faiss.write_index(_build(corpus, encoder, factory), str(to / INDEX))
+        )
         return cls(corpus, encoder, faiss.read_index(str(built / INDEX)))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -118,6 +116,8 @@ class DenseRetriever:
 
 
 def _build(corpus: Corpus, encoder: Encoder, factory: str) -> Any:
+    import numpy as np
+
     faiss = _faiss()
     width = encoder.encode([indexed_text(corpus[0])], queries=False).shape[1]
     try:
@@ -126,17 +126,16 @@ def _build(corpus: Corpus, encoder: Encoder, factory: str) -> Any:
         raise UserError(f"FAISS cannot make the index {factory!r}; see its index factory strings") from error
     if not index.is_trained:
         step = -(-len(corpus) // MAX_TRAINING_PASSAGES)
-        index.train(_encode(corpus[::step], encoder))
-    for start in range(0, len(corpus), PASSAGES_PER_CALL):
-        index.add(_encode(corpus[start : start + PASSAGES_PER_CALL], encoder))
+        index.train(np.concatenate([*_vectors(corpus[::step], encoder)]))
+    for vectors in _vectors(corpus, encoder):
+        index.add(vectors)
     return index
 
 
-def _encode(passages: Sequence[Passage], encoder: Encoder) -> np.ndarray:
-    import numpy as np
-
-    parts = [passages[i : i + PASSAGES_PER_CALL] for i in range(0, len(passages), PASSAGES_PER_CALL)]
-    return np.concatenate([encoder.encode([*map(indexed_text, part)], queries=False) for part in parts])
+def _vectors(passages: Sequence[Passage], encoder: Encoder) -> Iterator[np.ndarray]:
+    for start in range(0, len(passages), PASSAGES_PER_CALL):
+        part = passages[start : start + PASSAGES_PER_CALL]
+        yield encoder.encode([*map(indexed_text, part)], queries=False)
 
 
 def _faiss() -> ModuleType:

@@ -9,7 +9,6 @@ import logging
 import re
 import sys
 from collections import OrderedDict
-from pathlib import Path
 from typing import TypeVar
 
 from nemo_grpo.tasks.rewards.final_answer import normalized
@@ -17,7 +16,6 @@ from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
-WORKER = Path(__file__).with_name("math_worker.py")
 CACHE_SIZE = 20_000
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
 """Two of these are equal only if their texts are, so no worker is needed."""
@@ -28,17 +26,10 @@ Value = TypeVar("Value")
 class MathGrader(WorkerPool):
     """Compares answers; safe to call from several threads, each of which has a worker while it waits."""
 
-    def __init__(
-        self, *, cpu_seconds: float = 3.0, wall_seconds: float = 60.0, memory_bytes: int = 2 << 30
-    ) -> None:
+    def __init__(self, *, cpu_seconds: float = 3.0, wall_seconds: float = 60.0) -> None:
         """Starts nothing yet; see `WorkerPool` for the limits of one comparison."""
-        super().__init__(
-            WORKER,
-            f"the worker that compares answers did not start; is math-verify in {sys.executable}?",
-            cpu_seconds=cpu_seconds,
-            wall_seconds=wall_seconds,
-            memory_bytes=memory_bytes,
-        )
+        unready = f"the worker that compares answers did not start; is math-verify in {sys.executable}?"
+        super().__init__(("mathematics",), unready, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
 
     def _forget(self) -> None:
         super()._forget()

@@ -11,7 +11,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from nemo_grpo import extensions
@@ -21,7 +20,6 @@ from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
-WORKER = Path(__file__).with_name("function_worker.py")
 ONE = ("prompt", "response", "problem")
 """Parameters of a function that scores one response; it may take any of them."""
 BATCH = ("prompts", "responses", "problems")
@@ -61,9 +59,8 @@ class OwnReward:
         self.parameters = parameters_of(reference)
         self.batched = self.parameters[0] in BATCH
         self.pool = WorkerPool(
-            WORKER,
+            ("own_function", sys.path, extensions.texts_of([reference]), reference),
             f"the worker of nemo_grpo.rewards.{reference} did not start; its messages are above",
-            greeting=(sys.path, extensions.texts_of([reference]), reference),
             prints=True,
         )
 
@@ -108,7 +105,7 @@ class OwnReward:
 
     def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float], list[str]]:
         """(values, errors); ``count`` None: one response."""
-        reply = self.pool.ask(({name: given[name] for name in self.parameters}, count))
+        reply = self.pool.ask(({name: given[name] for name in self.parameters}, count), count or 1)
         found = json.loads(reply) if reply else {"error": "no value within the limits on time and memory"}
         if "error" in found:
             return [math.nan] * (count or 1), [found["error"]]

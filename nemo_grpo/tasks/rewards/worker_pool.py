@@ -19,39 +19,38 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+SCRIPT = Path(__file__).with_name("worker.py")
 STARTUP_SECONDS = 120.0
+MEMORY_BYTES = 2 << 30
 REQUESTS_PER_WORKER = 5000
 """Requests after which a worker is replaced, because caches grow."""
 READY = b"ready"
 
 
 class WorkerPool:
-    """Workers of one script; safe to use from several threads, each of which has a worker while it waits.
+    """Workers with one job; safe to use from several threads, each of which has a worker while it waits.
 
     Attributes: num_killed: workers that gave no reply within the limits.
     """
 
     def __init__(
         self,
-        script: Path,
+        job: tuple[Any, ...],
         unready: str,
         *,
         cpu_seconds: float = 3.0,
         wall_seconds: float = 60.0,
-        memory_bytes: int = 2 << 30,
-        greeting: Any = None,
         prints: bool = False,
     ) -> None:
         """Starts nothing yet.
 
-        Args: script: gets a connection's number, ``cpu_seconds`` and ``memory_bytes``; replies with bytes.
-              unready: what to say if it does not start.
-              cpu_seconds: CPU time of one request, which does not depend on the machine's load.
+        Args: job: a name of `worker.JOBS` and its arguments.  unready: what to say if no worker starts.
+              cpu_seconds: CPU time of one response, which does not depend on the machine's load.
               wall_seconds: limit for the rest, such as a worker that was stopped.
-              greeting: what a worker receives first.  prints: what it prints is shown on stderr.
+              prints: what a worker prints is shown on stderr.
         """
-        self.script, self.unready, self.greeting, self.prints = script, unready, greeting, prints
-        self.arguments = (str(cpu_seconds), str(memory_bytes))
+        self.job, self.unready, self.prints = job, unready, prints
+        self.arguments = (str(cpu_seconds), str(MEMORY_BYTES))
         self.wall_seconds = wall_seconds
         self.num_killed = 0
         self._forget()
@@ -62,9 +61,10 @@ class WorkerPool:
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
 
-    def ask(self, request: Any) -> bytes | None:
+    def ask(self, request: tuple[Any, ...], num_responses: int = 1) -> bytes | None:
         """A worker's reply, or None if it died or was too slow. A reply is bytes: no worker can harm by it.
 
+        Args:   request: the job's arguments.  num_responses: in it; each has `cpu_seconds`.
         Raises: RuntimeError: no worker can be started.
         """
         with self._lock:
@@ -72,7 +72,7 @@ class WorkerPool:
         worker = worker or _Worker(self)
         with self._lock:
             self._busy.add(worker)
-        reply = worker.ask(request, self.wall_seconds)
+        reply = worker.ask((request, num_responses), self.wall_seconds)
         with self._lock:
             self._busy.discard(worker)
             if reply is not None and worker.num_requests < REQUESTS_PER_WORKER:
@@ -101,39 +101,30 @@ class _Worker:
     """One process and the connection to it."""
 
     def __init__(self, pool: WorkerPool) -> None:
-        self.num_requests = 0
+        self.num_requests = -1  # its job is none
         self._connection, theirs = multiprocessing.Pipe()
         output = 2 if pool.prints else subprocess.DEVNULL
         with theirs:
             # -P: the script's folder is no place to import from.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(pool.script), str(theirs.fileno()), *pool.arguments],
+                [sys.executable, "-P", str(SCRIPT), str(theirs.fileno()), *pool.arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
             )
-        if pool.greeting is not None:
-            self._connection.send(pool.greeting)
-        if self._reply(STARTUP_SECONDS) != READY:
+        if self.ask(pool.job, STARTUP_SECONDS) != READY:
             self.end()
             raise RuntimeError(pool.unready)
 
-    def ask(self, request: Any, seconds: float) -> bytes | None:
+    def ask(self, message: Any, seconds: float) -> bytes | None:
         """The reply, or None if the worker died or was too slow; it is unusable then."""
         self.num_requests += 1
         try:
-            self._connection.send(request)
-        except OSError:
-            return None
-        return self._reply(seconds) or None
-
-    def _reply(self, seconds: float) -> bytes:
-        """None of it if the process exits or time runs out."""
-        try:
-            return self._connection.recv_bytes() if self._connection.poll(seconds) else b""
+            self._connection.send(message)
+            return (self._connection.recv_bytes() or None) if self._connection.poll(seconds) else None
         except (EOFError, OSError):
-            return b""
+            return None
 
     def kill(self) -> None:
         """End the process at once, if it still runs."""

@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 from nemo_grpo.core.resampling import Accumulation, accumulate_groups, rewards_differ
 
 
-def draws(*batches: str):
-    """Batches of groups written as letters: upper case carries signal."""
-    iterator = iter(batches)
-    return lambda: list(next(iterator))
-
-
 def step(*batches: str, num_groups: int = 5, threshold: float = 0.6, max_draws: int = 20):
+    """(groups of the step, number of draws); groups are letters, upper case carries signal."""
+    draws = iter(batches)
     gathered = accumulate_groups(
-        draws(*batches),
+        lambda: next(draws),
         str.isupper,
         num_groups=num_groups,
         valid_fraction_threshold=threshold,
@@ -26,33 +22,26 @@ def step(*batches: str, num_groups: int = 5, threshold: float = 0.6, max_draws: 
     return "".join(gathered.take(num_groups)), gathered.draws
 
 
-def test_threshold_is_reached_by_the_first_draw():
-    assert step("AbCDe") == ("ACDbe", 1)  # 3 of 5 = 0.6 is enough; filled up with invalid ones, valid first
-
-
-def test_valid_groups_accumulate_over_draws():
-    assert step("Abcde", "fGhij", "KLmno") == ("AGKLm", 3)  # filled up from the last draw only
-
-
-def test_more_valid_groups_than_needed_are_cut():
-    assert step("Abcde", "FGHIJ") == ("AFGHI", 2)
-
-
-def test_dynamic_sampling_wants_every_group_valid():
-    assert step("AbCde", "FGhij", "KLMNO", threshold=1.0) == ("ACFGK", 3)
-
-
-def test_attempts_are_bounded():
-    assert step("abcde", "fGhij", max_draws=2) == ("Gfhij", 2)
-
-
-def test_threshold_of_zero_draws_once():
-    assert step("aBcde", threshold=0.0) == ("Bacde", 1)
-    assert step("abcde", threshold=0.0) == ("abcde", 1)
-
-
-def test_nothing_valid_still_fills_the_step():
-    assert step("abcde", max_draws=1) == ("abcde", 1)
+@pytest.mark.parametrize(
+    ("batches", "options", "expected"),
+    [
+        # 3 of 5 = 0.6 is enough at once; filled up with invalid ones, valid first
+        (["AbCDe"], {}, ("ACDbe", 1)),
+        # valid groups accumulate; filled up from the last draw only
+        (["Abcde", "fGhij", "KLmno"], {}, ("AGKLm", 3)),
+        # more than needed are cut
+        (["Abcde", "FGHIJ"], {}, ("AFGHI", 2)),
+        # DAPO's dynamic sampling
+        (["AbCde", "FGhij", "KLMNO"], {"threshold": 1.0}, ("ACFGK", 3)),
+        (["abcde", "fGhij"], {"max_draws": 2}, ("Gfhij", 2)),
+        (["aBcde"], {"threshold": 0.0}, ("Bacde", 1)),
+        (["abcde"], {"threshold": 0.0}, ("abcde", 1)),
+        # nothing valid still fills the step
+        (["abcde"], {"max_draws": 1}, ("abcde", 1)),
+    ],
+)
+def test_groups_of_a_step_by_hand(batches, options, expected):
+    assert step(*batches, **options) == expected
 
 
 @given(

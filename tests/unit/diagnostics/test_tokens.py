@@ -153,16 +153,16 @@ def test_spread_of_rewards_is_the_mean_over_groups() -> None:
     assert float(metrics["reward/group_std"]) == pytest.approx(0.5**0.5 / 3)
 
 
+def group(*responses: tuple[float, ...]) -> Group:
+    """One group; of each response accuracy, reward and, if it is, that it is truncated."""
+    zero, made = torch.zeros(1), []
+    for accuracy, reward, *truncated in responses:
+        scores = {"accuracy": accuracy}
+        made.append(Response(zero, zero, zero == 0, any(truncated), "", scores=scores, reward=reward))
+    return Group(Problem("1", "?", "!"), [0], made)
+
+
 def test_drawn_groups_are_counted_as_too_easy_too_hard_or_useful() -> None:
-    zero = torch.zeros(1)
-
-    def group(*scores: tuple[float, float]) -> Group:
-        responses = [
-            Response(zero, zero, zero == 0, False, "", scores={"accuracy": a}, reward=reward)
-            for a, reward in scores
-        ]
-        return Group(Problem("1", "?", "!"), [0], responses)
-
     drawn = [group((1, 1), (1, 1)), group((0, 0), (0, 0)), group((0, 0), (0, 1)), group((0, 0), (1, 1))]
     shares = {"rollout/all_right": 0.25, "rollout/all_wrong": 0.5, "rollout/with_signal": 0.5}
     assert signal_shares(drawn) == shares  # a format reward alone gives signal too
@@ -170,23 +170,9 @@ def test_drawn_groups_are_counted_as_too_easy_too_hard_or_useful() -> None:
 
 @pytest.mark.parametrize(("drop_truncated", "of_use"), [(False, 2 / 3), (True, 1 / 3)])
 def test_a_response_that_overlong_filtering_drops_is_no_signal(drop_truncated: bool, of_use: float) -> None:
-    zero = torch.zeros(1)
-
-    def group(*responses: tuple[float, bool]) -> Group:
-        return Group(
-            Problem("1", "?", "!"),
-            [0],
-            [
-                Response(zero, zero, zero == 0, truncated, "", scores={"accuracy": reward}, reward=reward)
-                for reward, truncated in responses
-            ],
-        )
-
-    drawn = [
-        group((0, True), (1, False), (1, False)),  # what is left is all right
-        group((0, False), (1, False), (0, True)),
-        group((0, True), (0, True), (0, True)),  # nothing is left
-    ]
+    right, wrong, cut = (1, 1), (0, 0), (0, 0, True)
+    # of the first group what is left is all right, of the last nothing is left
+    drawn = [group(cut, right, right), group(wrong, right, cut), group(cut, cut, cut)]
     assert signal_shares(drawn, drop_truncated=drop_truncated)["rollout/with_signal"] == of_use
     step = assemble(drawn, pad_id=0, overlong=None, drop_truncated=drop_truncated)
     batch = step.token_batch(step.generation_logprobs, None, None)

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo import UserError
+from nemo_grpo import UserError, shipped
 from nemo_grpo.engine import run_folder
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.recipe import load_recipe
-
-RECIPE = Path(__file__).parents[3] / "recipes/quickstart.yaml"
 
 
 def save(store, step, accuracy=0.0):
@@ -94,7 +92,9 @@ def test_run_folder_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, 
 
 def test_resuming_with_an_empty_checkpoint_folder_is_refused_while_the_old_one_has_checkpoints(tmp_path):
     def recipe(folder):
-        return load_recipe(RECIPE, [f"checkpointing.checkpoint_dir={tmp_path / folder}"])
+        return load_recipe(
+            shipped.recipe_file("quickstart"), [f"checkpointing.checkpoint_dir={tmp_path / folder}"]
+        )
 
     (tmp_path / "recipe.resolved.yaml").write_text(recipe("old").to_yaml())
     check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")  # there is nothing to lose

@@ -9,37 +9,19 @@ import torch
 from megatron.core.models.gpt import gpt_layer_specs
 
 from checkpoints_conv.families import ModelSpec
-from nemo_grpo import UserError
+from nemo_grpo import UserError, shipped
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.megatron import adam, layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
-from nemo_grpo.recipe import load_recipe_dict
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 
 SPEC = ModelSpec("tiny", "qwen2", 32, 2, 4, 2, 64, 96, 64, False, 8, rope={"rope_type": "default"})
 
 
 def recipe(device: str, num_gpus: int = 1):
-    return load_recipe_dict(
-        {
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 3},
-            "loss_fn": {"variant": "grpo"},
-            "policy": {
-                "model_name": "some/model",
-                "train_global_batch_size": 8,
-                "train_micro_batch_size": 2,
-                "max_total_sequence_length": 64,
-                "megatron_cfg": {"optimizer": {"lr": 1e-3}},
-                "generation": {"max_new_tokens": 16},
-            },
-            "cluster": {"gpus_per_node": num_gpus},
-            "nemo_grpo": {
-                "run_name": "test",
-                "task": {"name": "knights_knaves"},
-                "engine": {"device": device},
-            },
-        }
-    )
+    changes = [f"nemo_grpo.engine.device={device}", f"cluster.gpus_per_node={num_gpus}"]
+    return load_recipe(shipped.recipe_file("quickstart"), changes)
 
 
 @pytest.fixture

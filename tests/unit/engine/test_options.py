@@ -137,9 +137,7 @@ def test_delayed_scaling_in_e4m3_gets_a_hint():
 
 def test_fp8_needs_widths_of_sixteen():
     assert not list(fp8_width_refusals(SPEC, Layout(tensor=2), "blockwise"))  # 32, 64 / 2, 32 / 2
-    (attention,) = fp8_width_refusals(
-        SPEC, Layout(tensor=4), "delayed"
-    )  # 64 / 4 = 16 fits, 32 / 4 = 8 does not
+    (attention,) = fp8_width_refusals(SPEC, Layout(tensor=4), "delayed")  # 64 / 4 fits, 32 / 4 does not
     assert "num_attention_heads x head_dim / TP = 8 is not a multiple of 16" in attention
 
 
@@ -149,9 +147,5 @@ def test_blocks_of_a_shared_sequence_are_whole():
     (hidden,) = fp8_width_refusals(SPEC, layout, "blockwise")
     assert "hidden_size = 32 is not a multiple of 128" in hidden
     assert not list(fp8_width_refusals(SPEC, layout, "tensorwise"))
-    assert [fp8_alignment(recipe) for recipe in (None, "tensorwise", "delayed", "blockwise")] == [
-        1,
-        16,
-        16,
-        128,
-    ]
+    multiples = {None: 1, "tensorwise": 16, "delayed": 16, "blockwise": 128}
+    assert {recipe: fp8_alignment(recipe) for recipe in multiples} == multiples

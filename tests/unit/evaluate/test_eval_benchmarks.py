@@ -63,19 +63,12 @@ def test_every_benchmark_and_their_average_are_shown_with_k_and_errors(unbroken)
 
 def test_summary_says_under_which_conditions(unbroken, data):
     summary, samples = results(unbroken[0])
-    conditions = summary["conditions"]
-    assert (conditions["generator"], conditions["dtype"], conditions["num_samples"]) == (
-        "decoder",
-        "float32",
-        3,
-    )
-    assert conditions["sampling"]["top_p"] == 0.95
+    expected = {"generator": "decoder", "dtype": "float32", "num_samples": 3}
+    assert {name: summary["conditions"][name] for name in expected} == expected
+    assert summary["conditions"]["sampling"]["top_p"] == 0.95
     aime = summary["benchmarks"]["aime24"]
-    assert (aime["num_problems"], aime["prompt"], aime["sha256"]) == (
-        4,
-        "gpg_7b",
-        sha256_of(data / "aime24.jsonl"),
-    )
+    expected = {"num_problems": 4, "prompt": "gpg_7b", "sha256": sha256_of(data / "aime24.jsonl")}
+    assert {name: aime[name] for name in expected} == expected
     assert aime["task"]["form"] == "boxed"
     lengths = [summary["benchmarks"][name]["metrics"]["num_tokens"] for name in ("aime24", "mine")]
     assert summary["average"]["metrics"]["num_tokens"] == pytest.approx(sum(lengths) / 2)
@@ -186,6 +179,7 @@ def test_other_conditions_are_refused_then_kept_apart(unbroken, model, data, tmp
     before = (tmp_path / "responses.jsonl").read_text()
     run(*short, "--seed", 1, "--overwrite")
     assert results(tmp_path)[0]["conditions"]["seed"] == 1
+    assert results(tmp_path)[1][1].splitlines()[0] != results(unbroken[0])[1][1].splitlines()[0]
     assert (tmp_path / "responses.jsonl").read_text().startswith(before)
     run(*short, "--overwrite")
     assert results(tmp_path)[1][1].splitlines()[0] == results(unbroken[0])[1][1].splitlines()[0]
@@ -236,12 +230,7 @@ def test_results_are_not_replaced_under_another_prompt_or_task(model, data, tmp_
 )
 def test_a_protocol_has_its_sources_values(name, k, temperature, top_p, max_tokens, prompt, data):
     protocol = find_protocol(name)
-    assert protocol.options() == {
-        "k": k,
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": max_tokens,
-    }
+    assert tuple(protocol.options().values()) == (k, temperature, top_p, max_tokens)
     choice = Choice(data, limit=1, prompts=protocol.prompts)
     assert load_benchmarks("aime24", choice)[0].prompt_name == prompt
 
@@ -252,11 +241,8 @@ def test_a_protocol_is_recorded_cut_to_the_models_length_and_gives_way_to_option
     output = run(*sets, *few, "--protocol", "cw_grpo", "--temperature", 0.8, "--out", tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     sampling, entry = summary["conditions"]["sampling"], summary["benchmarks"]["aime24"]
-    assert (summary["conditions"]["num_samples"], sampling["temperature"], sampling["top_p"]) == (
-        1,
-        0.8,
-        0.95,
-    )
+    assert summary["conditions"]["num_samples"] == 1
+    assert (sampling["temperature"], sampling["top_p"]) == (0.8, 0.95)
     assert 100 < sampling["max_new_tokens"] < 256  # of the model's 256 positions
     assert entry["protocol"]["name"] == "cw_grpo"
     assert "WangCheng0116/CW-GRPO" in entry["protocol"]["source"]

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from nemo_grpo.cli.eval import eval_command
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.settings import fitting_batch_size
-from nemo_grpo.sampling.local_generator import LocalGenerator
 
 app = typer.Typer()
 app.command()(eval_command)
@@ -50,44 +49,14 @@ def samples(out):
     return [json.loads(line) for line in (out / "samples-recipe.jsonl").read_text().splitlines()]
 
 
-def test_same_seed_gives_the_same_result(model, tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        run("--model", model, *RECIPE, "--out", tmp_path / name, "--num-problems", 4, "--seed", seed, *TASK)
-    first, again, other = ((tmp_path / name / "samples-recipe.jsonl").read_text() for name in "abc")
-    assert first == again
-    assert first != other
-
-
-def test_responses_that_are_there_are_not_sampled_again(model, tmp_path, monkeypatch):
-    arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--num-problems", 2, "--k", 2, *TASK]
-    run(*arguments)
-    before = (tmp_path / "samples-recipe.jsonl").read_text()
-    lines = (tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "summary.json").unlink()
-    (tmp_path / "responses.jsonl").write_text("".join(lines[:-1]))
-    generate, asked = LocalGenerator.generate, []
-    monkeypatch.setattr(
-        LocalGenerator, "generate", lambda *a, **o: (asked.append(len(a[1].prompts)), generate(*a, **o))[1]
-    )
-    run(*arguments)
-    assert asked == [1]
-    assert (tmp_path / "samples-recipe.jsonl").read_text() == before
-    assert (tmp_path / "responses.jsonl").read_text() == "".join(lines)
-
-
-def test_repeated_command_samples_only_additional_problems(model, tmp_path, monkeypatch):
+def test_repeated_command_samples_only_additional_problems(model, tmp_path):
     arguments = ["--model", model, *RECIPE, "--out", tmp_path, "--k", 2, *TASK]
+    files = [tmp_path / name for name in ("samples-recipe.jsonl", "responses.jsonl")]
     run(*arguments, "--num-problems", 2)
-    files = [tmp_path / name for name in ("summary.json", "samples-recipe.jsonl", "responses.jsonl")]
     before = [path.read_text() for path in files]
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalGenerator, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
-        run(*arguments, "--num-problems", 2)
-    assert [path.read_text() for path in files] == before
     run(*arguments, "--num-problems", 3)
-    assert json.loads(files[0].read_text())["benchmarks"]["recipe"]["num_problems"] == 3
-    assert files[1].read_text().startswith(before[1])
-    assert files[2].read_text().startswith(before[2])
+    assert all(path.read_text().startswith(old) for path, old in zip(files, before, strict=True))
+    assert len(samples(tmp_path)) == 3
 
 
 def test_an_edited_data_file_does_not_replace_results(model, tmp_path):
@@ -227,12 +196,13 @@ def test_a_model_whose_logits_are_nan_is_a_user_error(model, tmp_path):
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "temperature"),
-        (["--top-p", "1.5"], "top_p"),
-        (["--k", "0"], "--k 0 must be at least 1"),
         (["--num-problems", "100000"], "use 405 or fewer"),
-        (["--max-tokens", "255"], "max_position_embeddings=256"),
         (["nemo_grpo.tusk.name=arithmetic"], "did you mean"),
-        (["--benchmarks", "recipe,recipe"], "each once"),
+        (["--k", "5", "--pass-at", "1,6"], "--pass-at 1,6: .* between 1 and the 5 samples"),
+        (["--pass-at", "x"], "--pass-at x"),
+        (["--seeds", "2", "--seed", "1"], "exclude each other"),
+        (["--seeds", "1"], "needs two seeds"),
+        (["--seeds", "2", "--temperature", "0"], "the same for every seed"),
     ],
 )
 def test_wrong_settings_are_user_errors(model, tmp_path, arguments, message):
@@ -303,19 +273,3 @@ def single_seed(what, few, folder):
     """The recipe's results by --seed 0 alone."""
     run(*what, *few[:-1], folder / "alone", "--seed", 0, "--pass-at", "3")
     return json.loads((folder / "alone" / "summary.json").read_text())["benchmarks"]["recipe"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--pass-at", "1,6"], "--pass-at 1,6: .* between 1 and the 5 samples"),
-        (["--pass-at", "x"], "--pass-at x"),
-        (["--seeds", "2", "--seed", "1"], "exclude each other"),
-        (["--seeds", "1"], "needs two seeds"),
-        (["--seeds", "2", "--temperature", "0"], "the same for every seed"),
-    ],
-)
-def test_wrong_seeds_and_ks_are_refused(model, tmp_path, options, message):
-    with pytest.raises(UserError, match=message):
-        run("--model", model, *RECIPE, *TASK, "--k", 5, "--out", tmp_path / "o", *options)
-    assert not (tmp_path / "o").exists()

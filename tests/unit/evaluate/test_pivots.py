@@ -12,6 +12,8 @@ import torch
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
+from nemo_grpo.cli import diagnose
+from nemo_grpo.diagnostics.pivot_plot import draw_pivots
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate import pivots
 from nemo_grpo.evaluate.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
@@ -68,6 +70,17 @@ class Task:
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         return {"accuracy": float(problem.answer in response), "format": 1.0}
+
+
+class Watching(Task):
+    """Keeps the responses that it scores."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def score(self, problem: Problem, response: str) -> dict[str, float]:
+        self.seen.append(response)
+        return super().score(problem, response)
 
 
 def item(entropies: list[float], response: list[int] | None = None) -> Solved:
@@ -132,19 +145,10 @@ def test_truncation_drops_the_token_and_what_follows(generator: HFGenerator) -> 
 
 @pytest.mark.parametrize("perturbation", ["together", "truncate"])
 def test_perturbed_responses_are_as_long_as_others(generator: HFGenerator, perturbation: str) -> None:
-    lengths: list[int] = []
-
-    class Watching(Task):
-        def score(self, problem: Problem, response: str) -> dict[str, float]:
-            lengths.append(len(response))
-            return super().score(problem, response)
-
-    result = study(generator, Watching(), perturbation=perturbation, share=0.5, max_positions=None)
-    assert max(lengths) <= 8
-    assert (
-        result.points
-        == study(generator, Task(), perturbation=perturbation, share=0.5, max_positions=None).points
-    )
+    task, settings = Watching(), {"perturbation": perturbation, "share": 0.5, "max_positions": None}
+    result = study(generator, task, **settings)
+    assert max(map(len, task.seen)) <= 8
+    assert result.points == study(generator, Task(), **settings).points
     for point in result.points:
         solved = next(s for s in result.solved if s.problem.id == point.problem)
         assert point.position == max(point.positions)
@@ -220,14 +224,8 @@ def test_study_is_deterministic_and_follows_its_seed(generator: HFGenerator) -> 
 
 
 def test_responses_stay_within_the_limit_and_keep_what_was_said(generator: HFGenerator) -> None:
-    seen: list[str] = []
-
-    class Watching(Task):
-        def score(self, problem: Problem, response: str) -> dict[str, float]:
-            seen.append(response)
-            return super().score(problem, response)
-
-    result = study(generator, Watching())
+    task = Watching()
+    result, seen = study(generator, task), task.seen
     assert max(map(len, seen)) <= 8
     said = Tokenizer()
     for number, each in enumerate(result.points):
@@ -246,33 +244,34 @@ def test_a_model_that_solves_nothing_is_refused(generator: HFGenerator) -> None:
 
 
 def test_picture_is_drawn(generator: HFGenerator, tmp_path: Path) -> None:
-    from nemo_grpo.diagnostics.pivot_plot import draw_pivots
-
     draw_pivots(study(generator, Task()).to_dict(lambda token: f"$<{token}"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_command_without_a_model_says_what_to_give(tmp_path: Path) -> None:
-    from nemo_grpo.cli.diagnose import app
+def command(*arguments: Any) -> None:
+    CliRunner().invoke(diagnose.app, ["pivots", *map(str, arguments)], catch_exceptions=False)
 
-    result = CliRunner().invoke(app, ["pivots"])
-    assert "give --run RUN, or --model FOLDER and --recipe FILE" in str(result.exception)
-    result = CliRunner().invoke(app, ["pivots", "--run", str(tmp_path)])
-    assert "holds no model" in str(result.exception)
+
+def model_folder(folder: Path, recipe: str = "quickstart") -> list[str]:
+    """The options for a model without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    return ["--model", str(folder), "--recipe", f"recipes/{recipe}.yaml"]
+
+
+def test_command_without_a_model_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give --run RUN, or --model FOLDER and --recipe FILE"):
+        command()
+    with pytest.raises(UserError, match="holds no model"):
+        command("--run", tmp_path)
 
 
 def test_a_task_with_turns_is_refused(tmp_path: Path) -> None:
-    from nemo_grpo.cli.diagnose import app
-
-    (tmp_path / "config.json").write_text("{}")
-    command = ["pivots", "--model", str(tmp_path), "--recipe", "recipes/quickstart_search_qa.yaml"]
     with pytest.raises(UserError, match=r"task\.name=search_qa: responses have several turns"):
-        CliRunner().invoke(app, command, catch_exceptions=False)
+        command(*model_folder(tmp_path, "quickstart_search_qa"))
 
 
 def test_the_recipes_generator_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_grpo.cli.diagnose import app
-
     class Built(Exception):
         pass
 
@@ -281,38 +280,25 @@ def test_the_recipes_generator_is_used(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("nemo_grpo.sampling.generators.build_local", build)
     monkeypatch.setattr("nemo_grpo.hf_folder.load_tokenizer", lambda model: Tokenizer())
-    (tmp_path / "config.json").write_text("{}")
-    command = ["pivots", "--model", str(tmp_path), "--recipe", "recipes/quickstart.yaml"]
     for name in ("auto", "hf", "decoder"):
         with pytest.raises(Built, match=name):
-            CliRunner().invoke(app, [*command, f"nemo_grpo.engine.generator={name}"], catch_exceptions=False)
+            command(*model_folder(tmp_path), f"nemo_grpo.engine.generator={name}")
     with pytest.raises(UserError, match=r"generator=vllm gives no .*; use auto"):
-        CliRunner().invoke(app, [*command, "nemo_grpo.engine.generator=vllm"], catch_exceptions=False)
+        command(*model_folder(tmp_path), "nemo_grpo.engine.generator=vllm")
 
 
 def test_results_are_named_after_the_run_and_the_folder_is_checked_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_grpo.cli import diagnose
-
     places = []
-    monkeypatch.setattr(diagnose, "_study", lambda *_: (Written(), str))
+    written = SimpleNamespace(to_dict=lambda decode: {})
+    monkeypatch.setattr(diagnose, "_study", lambda *_: (written, str))
     monkeypatch.setattr(diagnose, "_write", lambda result, out: places.append(out))
     monkeypatch.setattr(diagnose, "_show", lambda result, out: None)
     for run in ("a", "b"):
-        (tmp_path / run / "hf").mkdir(parents=True)
-        (tmp_path / run / "hf" / "config.json").write_text("{}")
-        command = ["pivots", "--model", str(tmp_path / run / "hf"), "--recipe", "recipes/quickstart.yaml"]
-        CliRunner().invoke(diagnose.app, command, catch_exceptions=False)
+        command(*model_folder(tmp_path / run / "hf"))
     assert places == [Path("runs/pivots-a"), Path("runs/pivots-b")]
     (tmp_path / "file").touch()
     monkeypatch.setattr(diagnose, "_study", lambda *_: pytest.fail("hours of work"))
     with pytest.raises(UserError, match="cannot be made"):
-        CliRunner().invoke(diagnose.app, [*command, "--out", str(tmp_path / "file")], catch_exceptions=False)
-
-
-class Written:
-    """Stands for a study."""
-
-    def to_dict(self, decode: Any) -> dict[str, Any]:
-        return {}
+        command(*model_folder(tmp_path / "a" / "hf"), "--out", tmp_path / "file")

@@ -26,17 +26,26 @@ def benchmark(name, problems):
 
 
 @pytest.fixture
-def result(tmp_path):
-    sets = [benchmark("all", PROBLEMS), benchmark("one", PROBLEMS[:1])]
-    with ResponseLog(tmp_path / "responses.jsonl") as log:
-        return run_suite(
-            ScriptedGenerator(SCRIPT), CharacterTokenizer(), sets, CONDITIONS, log, problems_per_call=2
-        )
+def evaluated(tmp_path):
+    """Results on benchmarks: problems by name."""
+
+    def results(**sets):
+        chosen = [benchmark(name, problems) for name, problems in sets.items()]
+        generator, tokenizer = ScriptedGenerator(SCRIPT), CharacterTokenizer()
+        with ResponseLog(tmp_path / "responses.jsonl") as log:
+            return run_suite(generator, tokenizer, chosen, CONDITIONS, log, problems_per_call=2)
+
+    return results
+
+
+@pytest.fixture
+def result(evaluated):
+    return evaluated(all=PROBLEMS, one=PROBLEMS[:1])
 
 
 def test_average_by_hand(result):
     # "all": accuracies 1/2, 1/4, 0; "one": 1/2. Greedy 1, 0, 0 and 1. Errors over problems; of one problem 0.
-    metrics, errors = result.average()
+    metrics, errors = result.to_dict()["average"].values()
     assert metrics["accuracy"] == pytest.approx((1 / 4 + 1 / 2) / 2)
     assert errors["accuracy"] == pytest.approx(math.sqrt(1 / 48) / 2)
     assert metrics["greedy"] == pytest.approx((1 / 3 + 1) / 2)
@@ -79,14 +88,10 @@ def test_table_shows_per_cent_with_errors(result):
     assert "3 problems" in shown
 
 
-def test_puzzles_are_also_counted_by_size(tmp_path):
+def test_puzzles_are_also_counted_by_size(evaluated):
     sizes = (2, 3, 2)
     problems = [replace(p, metadata={"num_people": n}) for p, n in zip(PROBLEMS, sizes, strict=True)]
-    with ResponseLog(tmp_path / "responses.jsonl") as log:
-        result = run_suite(
-            ScriptedGenerator(SCRIPT), CharacterTokenizer(), [benchmark("kk", problems)], CONDITIONS, log,
-            problems_per_call=2,
-        )  # fmt: skip
+    result = evaluated(kk=problems)
     # accuracies 1/2 and 0 with 2 people, 1/4 with 3; greedy 1 and 0, and 0
     assert result.groups("kk") == {
         "num_people=2": {"accuracy": 0.25, "greedy": 0.5, "num_problems": 2},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
@@ -19,14 +20,10 @@ SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """A command of that name on PATH: it writes its arguments to a file and refuses the third job."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    calls = folder / "calls"
-    (folder / "sbatch").write_text(
-        f'#!/bin/sh\necho "$*" >> {calls}\nn=$(wc -l < {calls})\n'
-        '[ "$n" != 3 ] || { echo "too many jobs" >&2; exit 1; }\necho "4$n;cluster"\n'
-    )
-    (folder / "sbatch").chmod(0o755)
+    folder, calls = tmp_path / "bin", tmp_path / "bin/calls"
+    refuses = '[ "$n" != 3 ] || { echo "too many jobs" >&2; exit 1; }'
+    sbatch = f'echo "$*" >> {calls}\nn=$(wc -l < {calls})\n{refuses}\necho "4$n;cluster"'
+    write_programs(folder, sbatch=sbatch)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return calls
 

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,21 @@ def command(tmp_path: Path) -> Callable[[float], Callable[[Job], list[str]]]:
     return make
 
 
+@contextmanager
+def stopped_when(begun: Callable[[], bool]) -> Iterator[None]:
+    """This process gets SIGTERM once the jobs have begun."""
+
+    def wait() -> None:
+        while not begun():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield
+    thread.join()
+
+
 def starts(jobs: list[Job]) -> list[int]:
     files = [job.folder / "starts" for job in jobs]
     return [len(file.read_text()) if file.exists() else 0 for file in files]
@@ -98,16 +114,8 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, comma
 
 def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
-
-    def interrupt() -> None:
-        while not all((job.folder / "metrics.jsonl").exists() for job in jobs[:2]):
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    ended = run_jobs(jobs, out, 2, command(30))
-    thread.join()
+    with stopped_when(lambda: all((job.folder / "metrics.jsonl").exists() for job in jobs[:2])):
+        ended = run_jobs(jobs, out, 2, command(30))
     assert {name: (s.state, s.exit_code) for name, s in ended.items()} == {
         "grpo-s0": ("interrupted", 75),
         "gpg-s0": ("interrupted", 75),
@@ -125,17 +133,9 @@ def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_pat
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
     longer = plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
     begun = longer[0].folder / "starts"
-
-    def interrupt() -> None:
-        while begun.read_text() != "xx":
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     (longer[0].folder / "metrics.jsonl").unlink()  # so that it has steps to make
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    ended = run_jobs(longer, out, 1, command(30))
-    thread.join()
+    with stopped_when(lambda: begun.read_text() == "xx"):
+        ended = run_jobs(longer, out, 1, command(30))
     assert {status.state for status in ended.values()} == {"interrupted"}
     assert finished_groups(longer, ended) == []
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))

@@ -10,7 +10,7 @@ from nemo_grpo.cli.compare import parse_seeds
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import Setting, compare_settings, plan_jobs
-from nemo_grpo.experiments.sweep import find_sweep, is_sweep, load_sweep, with_overrides
+from nemo_grpo.experiments.sweep import Target, find_sweep, is_sweep, load_sweep, with_overrides
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -40,12 +40,8 @@ def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -
 
 def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Path) -> None:
     jobs = plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"]), [0, 7], tmp_path, same_start=True)
-    assert [(job.name, job.recipe.grpo.seed) for job in jobs] == [
-        ("grpo-s0", 0),
-        ("gpg-s0", 0),
-        ("grpo-s7", 7),
-        ("gpg-s7", 7),
-    ]
+    named = [(job.name, job.recipe.grpo.seed) for job in jobs]
+    assert named == [("grpo-s0", 0), ("gpg-s0", 0), ("grpo-s7", 7), ("gpg-s7", 7)]
     assert jobs[3].folder == tmp_path / "runs" / "gpg-s7"
     assert len({job.recipe.nemo_grpo.warm_start for job in jobs}) == 1
 
@@ -91,9 +87,8 @@ def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path
 def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name: str) -> None:
     job = plan_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], tmp_path / name)[0]
     assert job.folder == tmp_path / name / "runs" / "grpo-s0"
-    assert plan_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], Path(name))[0].folder == Path(
-        name, "runs", "grpo-s0"
-    )
+    job = plan_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], Path(name))[0]
+    assert job.folder == Path(name, "runs", "grpo-s0")
 
 
 def test_a_comparison_from_different_starts_is_refused(tmp_path: Path) -> None:
@@ -112,19 +107,24 @@ def test_every_setting_of_a_preset_is_a_valid_recipe(path: Path, tmp_path: Path)
     assert len({job.recipe.to_yaml() for job in jobs}) == len(jobs)
 
 
-def test_presets_hold_the_papers_values(tmp_path: Path) -> None:
-    def values(preset: str, key: str) -> list[object]:
-        return [
-            getattr(j.recipe.loss_fn, key)
-            for j in plan_jobs(load_sweep(find_sweep(preset)).settings, [0], tmp_path)
-        ]
+def values(target: Target, preset: str, *keys: str) -> list[object]:
+    """What a preset's settings have for these keys of loss_fn or with a dot, in order."""
+    jobs = plan_jobs(load_sweep(find_sweep(preset), target).settings, [0], Path("out"))
+    names = [key if "." in key else f"loss_fn.{key}" for key in keys]
+    return [tuple(value_of(job.recipe, name) for name in names) for job in jobs]
 
-    assert values("tr_grpo-weighting", "weighting") == ["equal", "random", "reverse", "probability"]
-    taus = values("tr_grpo-sensitivity", "tau")
-    assert {0.5, 2.0, 7.0, 9.0, 10.0, 20.0} == set(taus)
-    ranges = set(zip(*(values("tr_grpo-sensitivity", key) for key in ("lower", "upper")), strict=True))
+
+WEIGHTINGS = [("equal",), ("random",), ("reverse",), ("probability",)]
+TAUS = (0.5, 2.0, 7.0, 9.0, 10.0, 20.0)
+
+
+def test_presets_hold_the_papers_values() -> None:
+    assert values("embedded", "tr_grpo-weighting", "weighting") == WEIGHTINGS
+    assert set(values("embedded", "tr_grpo-sensitivity", "tau")) == {(tau,) for tau in TAUS}
+    ranges = set(values("embedded", "tr_grpo-sensitivity", "lower", "upper"))
     assert ranges == {(1.0, 1.2), (1.0, 1.4), (0.8, 1.5), (0.5, 1.5)}
-    assert set(values("gpg-normalization", "reward_normalization")) == {"none", "group", "batch"}
+    normalizations = set(values("embedded", "gpg-normalization", "reward_normalization"))
+    assert normalizations == {("none",), ("group",), ("batch",)}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -158,19 +158,14 @@ def test_a_row_that_has_a_recipe_of_its_own_is_that_recipe(preset, label, name, 
     assert job.recipe == load_recipe(RECIPES / f"gpg/gpg-qwen2.5-math-7b-{name}-1n8g.yaml", own)
 
 
-def test_cluster_presets_hold_the_papers_values(tmp_path: Path) -> None:
-    def values(preset: str, *keys: str) -> list[object]:
-        jobs = plan_jobs(load_sweep(find_sweep(preset), "cluster").settings, [0], tmp_path)
-        return [tuple(value_of(job.recipe, key) for key in keys) for job in jobs]
-
-    assert values("tr_grpo-weighting", "loss_fn.weighting") == [
-        ("equal",), ("random",), ("reverse",), ("probability",)
-    ]  # fmt: skip
-    table7 = values("tr_grpo-sensitivity", "loss_fn.tau", "loss_fn.lower", "loss_fn.upper")
+def test_cluster_presets_hold_the_papers_values() -> None:
+    assert values("cluster", "tr_grpo-weighting", "weighting") == WEIGHTINGS
+    table7 = values("cluster", "tr_grpo-sensitivity", "tau", "lower", "upper")
     ranges = [(9.0, 1.0, 1.2), (9.0, 0.8, 1.5), (9.0, 0.5, 1.5)]
-    assert table7 == [*ranges, *((tau, 1.0, 1.4) for tau in (0.5, 2.0, 7.0, 9.0, 10.0, 20.0))]
-    assert values("gpg-threshold", "loss_fn.valid_fraction_threshold") == [(0.6,), (0.8,)]
-    sizes = values("gpg-group_size", "grpo.num_generations_per_prompt", "grpo.num_prompts_per_step")
+    assert table7 == [*ranges, *((tau, 1.0, 1.4) for tau in TAUS)]
+    assert values("cluster", "gpg-threshold", "valid_fraction_threshold") == [(0.6,), (0.8,)]
+    keys = ("grpo.num_generations_per_prompt", "grpo.num_prompts_per_step")
+    sizes = values("cluster", "gpg-group_size", *keys)
     assert sizes == [(2, 256), (4, 128), (8, 64), (16, 32)]
 
 

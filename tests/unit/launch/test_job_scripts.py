@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shlex
 from pathlib import Path
 
 import pytest
+from unit.launch.shell import ROOT, bash, write_programs
 
-ROOT = Path(__file__).parents[3]
 STUBS = {
     # scontrol show hostnames | show job NUMBER -o; the last task of an array has a line for every task
     "scontrol": """
@@ -38,12 +38,7 @@ esac
 @pytest.fixture
 def place(tmp_path):
     """A repository with a space in its name, stubs, a run with one checkpoint, settings that name it."""
-    for name, text in STUBS.items():
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(
-            "#!/bin/bash" + text if text[0] == "\n" else f"#!/bin/bash\n{text}"
-        )
-        (tmp_path / "bin" / name).chmod(0o755)
+    write_programs(tmp_path / "bin", **STUBS)
     (tmp_path / "my repo").mkdir()
     (tmp_path / "my repo/slurm").symlink_to(ROOT / "slurm")
     (tmp_path / "disk/step_000020").mkdir(parents=True)
@@ -57,13 +52,13 @@ def place(tmp_path):
     return tmp_path
 
 
-def run(place, script, *arguments, **variables):
-    path = place / "my repo/slurm" / script
-    environment = {
+def environment(place, script, variables):
+    """Of a job of this script, the stubs first on the path."""
+    return {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
         "PATH": f"{place}/bin:{os.environ['PATH']}",
         "PYTHON": str(place / "bin/python"),
-        "SCRIPT": str(path),
+        "SCRIPT": str(place / "my repo/slurm" / script),
         "CALLS": str(place / "calls"),
         "SETTINGS": str(place / "settings"),
         "REFUSED": "nothing",
@@ -74,14 +69,11 @@ def run(place, script, *arguments, **variables):
         "SLURM_SUBMIT_DIR": str(place),
         **variables,
     }
-    return subprocess.run(
-        ["bash", str(path), *arguments],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+
+
+def run(place, script, *arguments, **variables):
+    command = shlex.join([str(place / "my repo/slurm" / script), *arguments])
+    return bash(f"bash {command}", check=False, cwd=place, env=environment(place, script, variables))
 
 
 def calls(place):
@@ -136,6 +128,7 @@ def test_pipeline_depends_on_numbers_where_slurm_names_the_cluster_too(place):
 
 
 PREFLIGHT = """
+set -u
 source "$ROOT/slurm/lib/job.sh"
 source "$ROOT/slurm/lib/retry.sh"
 source "$ROOT/slurm/lib/preflight.sh"
@@ -147,17 +140,8 @@ echo passed
 
 
 def check(place, check, before="", **variables):
-    environment = {**os.environ, "PATH": f"{place}/bin:{os.environ['PATH']}", "SCRIPT": "x", "QUEUE": ""}
-    environment |= {
-        "ROOT": str(ROOT),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n1",
-        "SLURMD_NODENAME": "n1",
-    }
-    script = PREFLIGHT.format(before=before, check=check)
-    return subprocess.run(
-        ["bash", "-uc", script], cwd=place, env={**environment, **variables}, capture_output=True, text=True
-    )
+    names = environment(place, "train.sbatch", {"ROOT": str(ROOT), "SLURMD_NODENAME": "n1", **variables})
+    return bash(PREFLIGHT.format(before=before, check=check), check=False, cwd=place, env=names)
 
 
 def test_second_job_in_a_run_folder_is_refused_while_the_first_runs(place):
@@ -197,11 +181,4 @@ address_of n1
 )
 def test_address_of_the_ray_head_is_one_that_other_nodes_reach(known, own, expected):
     script = ADDRESS.format(known=known, own=own)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        env={**os.environ, "ROOT": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == expected
+    assert bash(script, env=os.environ | {"ROOT": str(ROOT)}).stdout == expected

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
+from unit.launch.shell import ROOT, bash, write_programs
 
-ROOT = Path(__file__).parents[3]
-SCONTROL = """#!/bin/bash
+SCONTROL = """
 if [ "$2" = hostnames ]; then echo n1; else echo "JobState=RUNNING EndTime=$(date -d +50seconds +%FT%T)"; fi
 """
-SRUN = '#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+SRUN = 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
 SCRIPT = """
-export PATH={bin}:$PATH ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
+export PATH={logs}:$PATH ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
 JOB_LOGS={logs} LOG={logs}
 source {root}/slurm/lib/job.sh
 source {root}/slurm/lib/parts.sh
-{body}
+"""
+AWAIT = """
 await driver
-echo "$? ${{CAUSE:-none}} $RC"
+echo "$? ${CAUSE:-none} $RC"
 kill $(jobs -rp) 2>/dev/null
 exit 0
 """
-LISTENS = "trap 'exit 75' USR1; while :; do sleep 0.1; done"
-LATE = "trap 'trap - USR1; sleep 3; exit 75' USR1; while :; do sleep 0.1; done"
-IS_DEAF = "trap '' USR1; sleep 30"
+READY = ": >$LOG/ready"
+LISTENS = f"trap 'exit 75' USR1; {READY}; while :; do sleep 0.1; done"
+LATE = f"trap 'trap - USR1; sleep 3; exit 75' USR1; {READY}; while :; do sleep 0.1; done"
+IS_DEAF = f"trap '' USR1; {READY}; sleep 30"
 
 
 def part(name, code):
@@ -33,14 +32,16 @@ def part(name, code):
     return f'start {name} {name}.log x -- bash -c "{code}"'
 
 
-def signal_soon(name, seconds=1):
-    return f"me=$$; (sleep {seconds}; kill -{name} $me) &"
+def signal(name, seconds=0, ready=True):
+    """Send the job a signal: seconds after the driver is ready, or after now."""
+    wait = "until [ -e $LOG/ready ]; do sleep 0.1; done; " if ready else ""
+    return f"me=$$; ({wait}sleep {seconds}; kill -{name} $me) &"
 
 
-def write_stubs(folder):
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+def run(folder, body):
+    """Run a piece of bash in a job, Slurm's programs stubs."""
+    write_programs(folder, scontrol=SCONTROL, srun=SRUN)
+    return bash(SCRIPT.format(root=ROOT, logs=folder) + body)
 
 
 @pytest.mark.parametrize(
@@ -48,18 +49,18 @@ def write_stubs(folder):
     [
         ((part("driver", "exit 3"),), "0 none 3"),
         ((part("driver", "sleep 30"), part("ray-worker", "exit 9")), "1 ray-worker 9"),
-        ((part("driver", LISTENS), signal_soon("USR1")), "0 none 75"),
+        ((part("driver", LISTENS), signal("USR1")), "0 none 75"),
         # 50 s until the limit, of which 48 are to spare: it has two
-        ((f"SPARE_SECONDS=48; {part('driver', IS_DEAF)}", signal_soon("USR1")), "1 time limit 75"),
+        ((f"SPARE_SECONDS=48; {part('driver', IS_DEAF)}", signal("USR1")), "1 time limit 75"),
         # by hand, and again by Slurm: the driver of this case would not survive a second one
         (
-            ("SPARE_SECONDS=9", part("driver", LATE), signal_soon("USR1"), signal_soon("USR1", 2)),
+            ("SPARE_SECONDS=9", part("driver", LATE), signal("USR1"), signal("USR1", 1)),
             "0 none 75",
         ),
         # Slurm does not answer when asked for the limit
-        (("scontrol() { :; }", part("driver", LISTENS), signal_soon("USR1")), "0 none 75"),
-        ((part("ray-head", "sleep 30"), signal_soon("USR1")), "1 time limit 75"),
-        ((part("driver", "sleep 30"), signal_soon("TERM")), "1 cancelled 143"),
+        (("scontrol() { :; }", part("driver", LISTENS), signal("USR1")), "0 none 75"),
+        ((part("ray-head", "sleep 30"), signal("USR1", ready=False)), "1 time limit 75"),
+        ((part("driver", "sleep 30"), signal("TERM", ready=False)), "1 cancelled 143"),
     ],
     ids=(
         "driver",
@@ -73,17 +74,11 @@ def write_stubs(folder):
     ),
 )
 def test_first_thing_that_ends_a_job_is_its_cause(tmp_path, body, expected):
-    write_stubs(tmp_path)
-    script = SCRIPT.format(bin=tmp_path, root=ROOT, logs=tmp_path, body="\n".join(body))
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = run(tmp_path, "\n".join(body) + AWAIT)
     assert done.stdout.splitlines()[-1] == expected, done.stdout + done.stderr
 
 
 EXPLAIN = """
-export PATH={bin}:$PATH ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
-JOB_LOGS={bin} LOG={bin}
-source {root}/slurm/lib/job.sh
-source {root}/slurm/lib/parts.sh
 scontrol() {{ echo "JobState=RUNNING StartTime=2026-02-03T04:05:06 PreemptTime={preempted}"; }}
 CAUSE={cause} RC={rc}
 explain >&2
@@ -104,7 +99,5 @@ echo "$CAUSE $RC"
     ],
 )
 def test_driver_that_ends_at_preemption_does_not_count_as_failure(tmp_path, preempted, cause, rc, expected):
-    write_stubs(tmp_path)
-    script = EXPLAIN.format(bin=tmp_path, root=ROOT, preempted=preempted, cause=cause, rc=rc)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = run(tmp_path, EXPLAIN.format(preempted=preempted, cause=cause, rc=rc))
     assert done.stdout == f"{expected}\n", done.stderr

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
 from nemo_grpo.launch import node_facts
@@ -50,14 +51,17 @@ def verdicts(*all_facts, nodes=("n1", "n2"), overrides=("cluster.num_nodes=2",))
     return {row.check: (row.verdict, row.found) for row in rows}
 
 
+def healthy(*overrides):
+    """Verdicts on two nodes without a fault."""
+    return verdicts(facts("n1"), facts("n2"), overrides=("cluster.num_nodes=2", *overrides))
+
+
 def refused(found):
     return {check for check, (verdict, _) in found.items() if verdict == "refused"}
 
 
 def test_healthy_nodes_are_accepted():
-    found = verdicts(
-        facts("n1"), facts("n2"), overrides=("cluster.num_nodes=2", "checkpointing.save_optimizer=false")
-    )
+    found = healthy("checkpointing.save_optimizer=false")
     assert refused(found) <= {"free space"}  # of the machine that runs this test
     assert found["plan"][0] == "ok"
     assert found["GPUs"] == ("ok", "8 per node, NVIDIA H100 80GB HBM3")
@@ -95,28 +99,27 @@ def test_other_number_of_nodes_than_the_recipe_is_refused():
 
 def test_plan_that_does_not_fit_is_refused():
     small = "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"  # less than the weights
-    found = verdicts(facts("n1"), facts("n2"), overrides=("cluster.num_nodes=2", small))
-    assert "plan" in refused(found)
+    assert "plan" in refused(healthy(small))
 
 
-def test_checkpoint_that_does_not_fit_is_refused(monkeypatch):
+@pytest.fixture
+def small_disk(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _folder: type("Usage", (), {"free": 50 * GIB}))
-    found = verdicts(facts("n1"), facts("n2"))
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_checkpoint_that_does_not_fit_is_refused():
+    found = healthy()
     assert "free space" in refused(found)  # 7.6e9 parameters x 14 bytes = 99 GiB
     assert "50.0 GiB" in found["free space"][1]
     assert "99.3 GiB" in found["free space"][1]
-    assert "free space" not in refused(
-        verdicts(
-            facts("n1"), facts("n2"), overrides=("cluster.num_nodes=2", "checkpointing.save_optimizer=false")
-        )
-    )
+    assert "free space" not in refused(healthy("checkpointing.save_optimizer=false"))
 
 
-def test_adapters_are_not_refused_for_the_size_of_the_whole_model(monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _folder: type("Usage", (), {"free": 50 * GIB}))
+@pytest.mark.usefixtures("small_disk")
+def test_adapters_are_not_refused_for_the_size_of_the_whole_model():
     lora = "policy.megatron_cfg.peft={enabled: true, dim: 32, alpha: 64, target_modules: [linear_qkv]}"
-    found = verdicts(facts("n1"), facts("n2"), overrides=("cluster.num_nodes=2", lora))
-    assert found["free space"][0] == "note"
+    assert healthy(lora)["free space"][0] == "note"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +179,7 @@ def test_command_exits_with_69_where_a_check_refuses(tmp_path):
 )
 def test_node_whose_gpus_do_not_answer_has_none(tmp_path, monkeypatch, smi, expected):
     if smi is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+        write_programs(tmp_path, **{"nvidia-smi": smi})
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
     assert node_facts.find_gpus() == expected

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
+from unit.launch.shell import ROOT, bash
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = """
 scontrol() {{ if [ "$2" = hostnames ]; then echo n1; else echo "JobId=7 JobState={state} X=1"; fi; }}
 ROOT={root} SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_RESTART_COUNT={attempt} JOB_LOGS={logs} {variables}
 source {root}/slurm/lib/job.sh
 source {root}/slurm/lib/retry.sh
-decide {arguments}
-echo "$DECISION $EXIT_WITH"
+{command}
 """
+
+
+def run(folder, command, attempt=0, state="RUNNING", variables="", check=True):
+    """What a command prints in attempt N of a job."""
+    names = {"root": ROOT, "logs": folder, "state": state, "attempt": attempt, "variables": variables}
+    return bash(SCRIPT.format(command=command, **names), check=check)
 
 
 def decide(folder, arguments, past=(), state="RUNNING", variables=""):
@@ -25,11 +27,8 @@ def decide(folder, arguments, past=(), state="RUNNING", variables=""):
         for i, (cause, code, start, end) in enumerate(past)
     ]
     (folder / "attempts.tsv").write_text("".join(rows))
-    script = SCRIPT.format(
-        root=ROOT, logs=folder, state=state, attempt=len(past), variables=variables, arguments=arguments
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    decision, code = done.stdout.split()
+    command = f'decide {arguments}; echo "$DECISION $EXIT_WITH"'
+    decision, code = run(folder, command, len(past), state, variables).stdout.split()
     return decision, int(code)
 
 
@@ -98,34 +97,12 @@ def test_newest_checkpoint_is_the_complete_one_with_the_highest_step(tmp_path, n
     for name in names:
         (tmp_path / "disk" / name).mkdir(parents=True)
     (tmp_path / "checkpoints").symlink_to("disk")  # on another disk than the run
-    script = SCRIPT.format(
-        root=ROOT,
-        logs=tmp_path,
-        state="RUNNING",
-        attempt=0,
-        variables=f"CHECKPOINT_DIR={tmp_path}/checkpoints",
-        arguments="x 1 0 0",
-    )
-    script = script.replace('decide x 1 0 0\necho "$DECISION $EXIT_WITH"', "latest_step")
-    assert (
-        subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-        == f"{expected}\n"
-    )
+    done = run(tmp_path, "latest_step", variables=f"CHECKPOINT_DIR={tmp_path}/checkpoints")
+    assert done.stdout == f"{expected}\n"
 
 
 def test_job_cancelled_while_slurm_gives_a_node_up_stays_cancelled(tmp_path):
-    script = SCRIPT.format(
-        root=ROOT,
-        logs=tmp_path,
-        state="RUNNING",
-        attempt=0,
-        variables="",
-        arguments="node 71 0 40",
-    )
-    script = script.replace("decide node 71 0 40", "ASKED_TO_STOP=TERM NODE_WAIT=0; requeue node")
-    script = 'sleep() { :; }; scontrol() { echo "scontrol $*"; }\n' + script.replace(
-        "scontrol() {", "other() {"
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    stubs = 'sleep() { :; }; scontrol() { echo "scontrol $*"; }'
+    done = run(tmp_path, f"{stubs}; ASKED_TO_STOP=TERM NODE_WAIT=0; requeue node", check=False)
     assert done.returncode == 143
     assert "scontrol requeue" not in done.stdout

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
+from unit.launch.shell import ROOT, bash
 
 from nemo_grpo.launch.settings import shell_settings
 from nemo_grpo.recipe import load_recipe
 
-RECIPE = Path(__file__).parents[3] / "recipes/quickstart.yaml"
+RECIPE = ROOT / "recipes/quickstart.yaml"
 
 
 def sourced(settings, name):
-    script = f'{settings}printf %s "${name}"'
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    return bash(f'{settings}printf %s "${name}"').stdout
 
 
 def test_settings_survive_a_shell_whatever_the_names(tmp_path):

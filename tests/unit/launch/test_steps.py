@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
+from unit.launch.shell import ROOT, bash
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = """
 scontrol() {{ echo n1; }}
 srun() {{ printf '%s\\n' "$@"; }}
@@ -16,9 +14,7 @@ step nemo-grpo --nodes=2 -- "$PYTHON" -m x "a b"
 
 
 def srun(folder, variables=""):
-    script = SCRIPT.format(root=ROOT, variables=variables)
-    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    return bash(SCRIPT.format(root=ROOT, variables=variables), cwd=folder).stdout.splitlines()
 
 
 def test_step_shares_the_nodes_and_passes_words_unbroken(tmp_path):

@@ -24,6 +24,12 @@ def estimator(exchange: StepExchange | None = None, **loss_fn: object) -> Varian
     return VariantEstimator(parse_loss_fn(loss_fn), num_generations=2, exchange=exchange)
 
 
+def advantages(made: VariantEstimator, *rewards: float, mask: torch.Tensor = MASK, **given: object):
+    """Of a step with these rewards; the policy's logprobs are 0 unless they are given."""
+    logprobs = {"logprobs_policy": torch.zeros(4, 4)} | given
+    return made.compute_advantage(PROMPTS, torch.tensor(rewards), mask, **logprobs)
+
+
 def test_group_ids_tell_duplicate_prompts_apart():
     prompts = torch.tensor([[1, 2]] * 4 + [[5, 0]] * 2 + [[1, 2]] * 2)
     assert group_ids(prompts, 2).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -35,10 +41,7 @@ def test_group_ids_start_a_group_where_the_prompt_changes():
 
 def test_advantages_of_grpo_by_hand():
     # std of (1, 0) with ddof 1 is 0.7071, so +-0.5 / 0.7071; the second group has no spread.
-    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    found = estimator(variant="grpo", advantage_eps=0.0).compute_advantage(
-        PROMPTS, rewards, MASK, logprobs_policy=torch.zeros(4, 4)
-    )
+    found = advantages(estimator(variant="grpo", advantage_eps=0.0), 1.0, 0.0, 1.0, 1.0)
     a = 0.5**0.5
     expected = torch.tensor([[0, 0, a, a], [0, 0, -a, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(found, expected)
@@ -48,9 +51,7 @@ def test_advantages_of_grpo_by_hand():
 def test_masked_response_does_not_count_in_its_group():
     mask = MASK.clone()
     mask[1] = 0  # the only sibling of response 0
-    found = estimator(variant="gpg").compute_advantage(
-        PROMPTS, torch.tensor([1.0, 0.0, 1.0, 0.0]), mask, logprobs_policy=torch.zeros(4, 4)
-    )
+    found = advantages(estimator(variant="gpg"), 1.0, 0.0, 1.0, 0.0, mask=mask)
     # three sequences count, two of them in a group with signal: alpha = 1.5, A = +-0.5
     assert found.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.75, 0.75], [0, 0, -0.75, -0.75]]
 
@@ -59,27 +60,20 @@ def test_estimator_equals_the_objective_on_shifted_tensors():
     generator = torch.Generator().manual_seed(0)
     policy, reference = (-torch.rand(4, 4, generator=generator) for _ in range(2))
     entropies = torch.rand(4, 4, generator=generator)
-    rewards = torch.tensor([1.0, 0.0, 0.5, 1.0])
-    exchange = StepExchange(entropies=entropies)
+    rewards, exchange = (1.0, 0.0, 0.5, 1.0), StepExchange(entropies=entropies)
     settings = {"variant": "erpo", "num_buckets": 2}
-    found = estimator(exchange, **settings).compute_advantage(
-        PROMPTS, rewards, MASK, logprobs_policy=policy, logprobs_reference=reference
+    logprobs = {"logprobs_policy": policy, "logprobs_reference": reference}
+    found = advantages(estimator(exchange, **settings), *rewards, **logprobs)
+    batch = TokenBatch(
+        prev_logprobs=policy[:, 1:],
+        reference_policy_logprobs=reference[:, 1:],
+        entropies=entropies[:, 1:],
+        token_mask=MASK[:, 1:],
+        sample_mask=torch.ones(4),
+        rewards=torch.tensor(rewards),
+        group_ids=torch.tensor([0, 0, 1, 1]),
     )
-    expected = (
-        parse_loss_fn(settings)
-        .build()
-        .prepare(
-            TokenBatch(
-                prev_logprobs=policy[:, 1:],
-                reference_policy_logprobs=reference[:, 1:],
-                entropies=entropies[:, 1:],
-                token_mask=MASK[:, 1:],
-                sample_mask=torch.ones(4),
-                rewards=rewards,
-                group_ids=torch.tensor([0, 0, 1, 1]),
-            )
-        )
-    )
+    expected = parse_loss_fn(settings).build().prepare(batch)
     torch.testing.assert_close(found[:, 1:], expected.advantages, rtol=0, atol=0)
     assert found[:, 0].abs().sum() == 0
     assert expected.advantages.abs().sum() > 0
@@ -89,18 +83,16 @@ def test_estimator_equals_the_objective_on_shifted_tensors():
 def test_metrics_reach_the_trainer_as_lists_of_one_number():
     exchange = StepExchange()
     e = estimator(exchange, variant="gpg")
-    e.compute_advantage(PROMPTS, torch.tensor([1.0, 0.0, 1.0, 1.0]), MASK, logprobs_policy=torch.zeros(4, 4))
+    advantages(e, 1.0, 0.0, 1.0, 1.0)
     assert e.last_metrics["gpg/alpha"] == 2.0
     assert exchange.metrics["gpg/alpha"] == [2.0]
 
 
 def test_mismatch_is_reported_only_where_the_samplers_logprobs_are_given():
-    e, rewards, policy = estimator(variant="grpo"), torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.zeros(4, 4)
-    e.compute_advantage(PROMPTS, rewards, MASK, logprobs_policy=policy)
+    e, rewards = estimator(variant="grpo"), (1.0, 0.0, 1.0, 1.0)
+    advantages(e, *rewards)
     assert not [name for name in e.last_metrics if name.startswith("mismatch/")], "a 0 would say: no mismatch"
-    e.compute_advantage(
-        PROMPTS, rewards, MASK, logprobs_policy=policy, generation_logprobs=policy - torch.tensor(0.5)
-    )
+    advantages(e, *rewards, generation_logprobs=torch.full((4, 4), -0.5))
     assert e.last_metrics["mismatch/logprob_abs_mean"] == 0.5
 
 
@@ -109,14 +101,9 @@ def test_draws_follow_the_step_and_resume_where_they_were():
         exchange = StepExchange()
         config = parse_loss_fn({"variant": "tr_grpo", "weighting": "random"})
         e = VariantEstimator(config, num_generations=2, seed=3, first_step=first_step, exchange=exchange)
+        policy = -torch.arange(16.0).view(4, 4)
         for _ in range(num_steps):
-            e.compute_advantage(
-                PROMPTS,
-                torch.tensor([1.0, 0.0, 1.0, 0.0]),
-                MASK,
-                logprobs_policy=-torch.arange(16.0).view(4, 4),
-                logprobs_reference=torch.zeros(4, 4),
-            )
+            advantages(e, 1.0, 0.0, 1.0, 0.0, logprobs_policy=policy, logprobs_reference=torch.zeros(4, 4))
         return exchange.take_train_tensors()["token_weights"]
 
     assert weights(0, 1).shape == MASK.shape
@@ -144,9 +131,8 @@ def test_missing_tensors_are_named(loss_fn, given, message):
 def test_factors_of_a_mean_over_groups_reach_the_loss():
     exchange, mask = StepExchange(), MASK.clone()
     mask[0, 3] = 0  # group 0 keeps fewer tokens
-    estimator(exchange, variant="grpo", aggregation="group_token_mean").compute_advantage(
-        PROMPTS, torch.tensor([1.0, 0.0, 1.0, 0.0]), mask, logprobs_policy=torch.zeros(4, 4)
-    )
+    made = estimator(exchange, variant="grpo", aggregation="group_token_mean")
+    advantages(made, 1.0, 0.0, 1.0, 0.0, mask=mask)
     tokens = mask[:, 1:].sum(1).view(2, 2).sum(1)
     expected = (4 / 2 / tokens).repeat_interleave(2)
     torch.testing.assert_close(exchange.take_train_tensors()["row_factors"], expected)
@@ -157,15 +143,12 @@ def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(
 
     def step(exchange: StepExchange, entropy: float) -> None:
         exchange.entropies = torch.full((4, 4), entropy)
-        logprobs = {"logprobs_policy": torch.zeros(4, 4), "logprobs_reference": torch.zeros(4, 4)}
-        estimator(exchange, **loss_fn).compute_advantage(PROMPTS, torch.arange(4.0), MASK, **logprobs)
+        advantages(estimator(exchange, **loss_fn), *range(4), logprobs_reference=torch.zeros(4, 4))
 
     whole = StepExchange()
     step(whole, 1.0)
-    manager, side = (
-        SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path)),
-        Mock(name_or_path=str(tmp_path)),
-    )
+    manager = SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path))
+    side = Mock(name_or_path=str(tmp_path))
     save_side_files(manager, side, side, whole)
     manager.init_tmp_checkpoint()
     step(whole, 3.0)
@@ -180,9 +163,7 @@ def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(
     assert resumed.carried == whole.carried
 
     (tmp_path / CARRIED).unlink()
-    with pytest.raises(
-        UserError, match=r"variant=erpo carries statistics .*nemo_grpo.json has none .*; resume"
-    ):
+    with pytest.raises(UserError, match=r"erpo carries statistics .*nemo_grpo.json has none .*; resume"):
         resume_carried(config, manager, resumed)
     resume_carried(parse_loss_fn({"variant": "erpo"}), manager, resumed)  # needs none
 

@@ -84,10 +84,8 @@ def test_failed_exports_release_links_and_are_retried_while_the_checkpoint_exist
     assert not list(exports.waiting.iterdir())
     assert sorted(path.name for path in manager.folder.glob("step_*")) == ["step_5", "step_6"]
     assert f"no export {tmp_path}/hf/step_4; NeMo-RL has deleted its checkpoint" in caplog.text
-    assert (
-        f"--megatron-checkpoint {manager.folder}/step_5 --hf-config {manager.folder}/step_5/pol"
-        in caplog.text
-    )
+    fifth = f"{manager.folder}/step_5"
+    assert f"--megatron-checkpoint {fifth} --hf-config {fifth}/pol" in caplog.text
     assert start().wait()
     assert set(exported(tmp_path)) == {"step_5", "step_6"}
 

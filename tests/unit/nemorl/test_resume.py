@@ -23,11 +23,8 @@ def saved(step, *keys):
     weights = step / "policy" / "weights"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(
-            dict.fromkeys(keys, torch.ones(4)),
-            storage_writer=dcp.FileSystemWriter(weights / "iter_0000000"),
-            no_dist=True,
-        )
+        writer = dcp.FileSystemWriter(weights / "iter_0000000")
+        dcp.save(dict.fromkeys(keys, torch.ones(4)), storage_writer=writer, no_dist=True)
     return weights
 
 
@@ -54,9 +51,7 @@ def test_a_checkpoint_with_an_optimizer_resumes_with_it(tmp_path):
 
 def test_a_missing_optimizer_is_refused_where_the_recipe_saves_it(tmp_path):
     weights = saved(tmp_path, WEIGHT)
-    with pytest.raises(
-        UserError, match=r"save_optimizer=true, but .*weights has no optimizer state.* set it to"
-    ):
+    with pytest.raises(UserError, match=r"save_optimizer=true, but .*weights has no optimizer .* set it to"):
         optimizer_of(weights, is_required=True)
 
 

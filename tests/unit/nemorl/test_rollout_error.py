@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace as Of
 
 import pytest
+from unit.nemorl.loggers import Logger
 
 from nemo_grpo.nemorl.rollout_error import BF16_BOUND, EXCEEDS, FP8_BOUND, bound, watch_rollouts
 
@@ -14,23 +15,13 @@ def recipe(num_updates=1, precision="bfloat16", fp8=False, is_async=False):
     return Of(policy=policy, grpo={"async_grpo": {"enabled": is_async}}, num_updates_per_step=num_updates)
 
 
-class Logger:
-    """NeMo-RL's, as far as it is used."""
-
-    def __init__(self):
-        self.calls = []
-
-    def log_metrics(self, metrics, step, prefix="", step_finished=False):
-        self.calls.append((metrics, step, prefix, step_finished))
-
-
 def logged(recipe, error):
     """The training metrics that reach the logger for a step."""
     logger = Logger()
     with watch_rollouts(recipe, logger):
         logger.log_metrics({"gen_kl_error": error, "loss": 1.0}, 7, prefix="train", step_finished=True)
     [(metrics, *where)] = logger.calls
-    assert where == [7, "train", True]
+    assert where == [7, "train", {"step_finished": True}]
     assert metrics.pop("loss") == 1.0
     return metrics
 

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from unit.nemorl.loggers import Logger
 
 from nemo_grpo.diagnostics.runs import read_run
 from nemo_grpo.nemorl.run_record import name_of, record_run
 from nemo_grpo.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
-
-
-class Logger:
-    """NeMo-RL's, as its trainers call it."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[Any, ...]] = []
-
-    def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str | None = "", step_metric: str | None = None
-    ) -> None:
-        self.logged.append((dict(metrics), step, prefix, step_metric))
 
 
 @pytest.fixture
@@ -59,9 +47,9 @@ def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe) -> None:
         {"step": 0, "validation/accuracy": 0.25},
         {"step": 1, "reward/mean": 0.5, "lr": 1.0},
     ]
-    assert logger.logged[0] == ({"accuracy": 0.25}, 0, "validation", None)
-    assert logger.logged[1][1:] == (1, "train", "s")
-    assert logger.logged[1][0]["texts"] == ["a"]
+    assert logger.calls[0] == ({"accuracy": 0.25}, 0, "validation", {})
+    assert logger.calls[1][1:] == (1, "train", {"step_metric": "s"})
+    assert logger.calls[1][0]["texts"] == ["a"]
 
 
 def test_recording_ends_with_the_block_and_a_resumed_run_appends(recipe: Recipe) -> None:
@@ -71,7 +59,7 @@ def test_recording_ends_with_the_block_and_a_resumed_run_appends(recipe: Recipe)
             logger.log_metrics({"loss": 0.5}, step, "train")
         logger.log_metrics({"loss": 9.0}, step, "train")
     assert rows(recipe) == [{"step": 1, "loss/total": 0.5}, {"step": 2, "loss/total": 0.5}]
-    assert len(logger.logged) == 4
+    assert len(logger.calls) == 4
 
 
 def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe: Recipe) -> None:

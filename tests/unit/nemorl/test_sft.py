@@ -7,11 +7,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from unit.nemorl.loggers import Logger
 
 from nemo_grpo.engine.rollout import Group, Response
-from nemo_grpo.nemorl import config, sft
-from nemo_grpo.nemorl.compat import Setup
-from nemo_grpo.nemorl.stopping import Stop
+from nemo_grpo.nemorl import config, sft, stopping
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem
 
@@ -68,16 +67,12 @@ def test_conversation_has_the_tokens_in_order_and_roles_where_the_loss_is():
 
 
 def test_the_last_step_is_known_without_a_checkpoint(monkeypatch):
-    logger, logged = MagicMock(), []
-    logger.log_metrics = lambda *arguments, **_: logged.append(arguments)
-
-    def sft_train(_policy, _loader, _validation, _tokenizer, _loss, _config, logger, *_rest):
-        for step in (1, 2):
+    logger = Logger()
+    monkeypatch.setattr(stopping.compat, "import_name", lambda _name: MagicMock())
+    monkeypatch.setattr(stopping.compat, "has_name", lambda _name: False)
+    with stopping.stop_after_step(logger) as stop:
+        for step, last in ((1, stopping.LAST_PREFIX), (2, stopping.LAST_PREFIX), (3, "validation")):
             logger.log_metrics({"loss": 1.0}, step, prefix="train")
-            logger.log_metrics({"val_loss": 1.0}, step + 5, prefix="validation")
-
-    monkeypatch.setattr(sft.compat, "import_name", lambda _name: sft_train)
-    stop = Stop(MagicMock())
-    sft.run_trainer(Setup(*[logger] * len(Setup._fields)), None, stop)
-    assert stop.last_step == 2
-    assert len(logged) == 4
+            logger.log_metrics({"seconds": 1.0}, step, prefix=last)
+    assert stop.last_step == 2, "the third was not logged to its end"
+    assert len(logger.calls) == 6

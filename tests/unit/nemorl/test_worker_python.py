@@ -44,9 +44,7 @@ def environment(folder):
 
 
 def test_missing_package_is_refused_with_the_remedy(nemo_rl, monkeypatch):
-    with pytest.raises(
-        UserError, match=r"async_save=true .*python.* has no absent_package.* set it to false"
-    ):
+    with pytest.raises(UserError, match=r"async_save=true .*python.* no absent_package.* set it to false"):
         worker_python.check_async_save(config(True))
     worker_python.check_async_save(config(False))
     worker_python.check_async_save({"policy": {"megatron_cfg": {}}})

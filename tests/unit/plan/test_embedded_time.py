@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
-from unit.plan.toys import MATRICES, SETUP, SMALL, WORK
+from typer.testing import CliRunner, Result
+from unit.plan.toys import MATRICES, PARAMETERS, SETUP, SMALL, WORK
 
 from benchmarks.plan_vs_this_machine import Row, fitted_without, read_rows
 from nemo_grpo.cli import app
@@ -39,7 +39,6 @@ FREE = Local(moved=0.0, logits=0.0, decode=0.0, train=0.0, sample=0.0)
 """Nothing but products, attention, the cache, and weights that are moved."""
 
 HERE = replace(SETUP, embedded=True, precision_bytes=4, grad_bytes=4, train_tokens=56, vllm_max_sequences=8)
-PARAMETERS = 4 * (MATRICES + 16) + 8 + 2 * 800
 RANK = Rank(SMALL, HERE, CPU, FREE)
 
 
@@ -174,10 +173,15 @@ def test_constants_and_errors_are_those_of_the_fit() -> None:
     assert (median(errors), max(errors)) == pytest.approx(LOCAL_ERROR, abs=0.006)
 
 
-def test_plan_on_this_machine_shows_the_embedded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def plan_here(monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
+    """The quickstart on this machine, which is as one in the table."""
     monkeypatch.setattr(machine, "measure", lambda *_sizes, **_options: ROWS[0].machine)
-    arguments = ["plan", str(RECIPES / "quickstart.yaml"), "--gpu", "this", "--lengths", "35"]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    arguments = ["plan", str(RECIPES / "quickstart.yaml"), "--gpu", "this", *options]
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+def test_plan_on_this_machine_shows_the_embedded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = plan_here(monkeypatch, "--lengths", "35")
     assert result.exit_code == 0
     for part in ("decode", "forward and backward", "measured steps on a CPU", " min\n", "1 x 1 this"):
         assert part in result.output
@@ -203,8 +207,6 @@ def test_what_this_machine_cannot_predict_is_refused(name: str, overrides: list[
 
 
 def test_questions_about_gpus_are_not_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "measure", lambda *_sizes, **_options: ROWS[0].machine)
-    arguments = ["plan", str(RECIPES / "quickstart.yaml"), "--gpu", "this", "--best"]
-    result = CliRunner().invoke(app, arguments)
-    assert isinstance(result.exception, UserError)
-    assert "take one recipe with target=cluster" in str(result.exception)
+    error = plan_here(monkeypatch, "--best").exception
+    assert isinstance(error, UserError)
+    assert "take one recipe with target=cluster" in str(error)

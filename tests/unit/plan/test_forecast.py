@@ -13,7 +13,7 @@ from nemo_grpo.plan import plan_recipe
 from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale, of_variants
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
-from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
 from nemo_grpo.plan.search import _rollouts, best_layouts
 from nemo_grpo.plan.workload import expected_draws, scoring_passes
@@ -30,11 +30,17 @@ def recipe() -> Recipe:
     return load_recipe(LARGE)
 
 
+def forecast_of(recipe: Recipe, mean: float = 4000) -> Forecast:
+    """The recipe's time on H100, which it fits, with responses of this mean."""
+    plan = plan_recipe(recipe, assumed=Assumptions(mean))
+    assert plan.accepted
+    assert plan.forecast is not None
+    return plan.forecast
+
+
 @pytest.fixture(scope="module")
 def base(recipe: Recipe) -> Forecast:
-    found = plan_recipe(recipe, assumed=Assumptions(4000)).forecast
-    assert found is not None
-    return found
+    return forecast_of(recipe)
 
 
 @pytest.mark.parametrize(("mean", "limit"), [(100, 1000), (800, 1000), (999, 1000), (1, 16), (16, 16)])
@@ -143,29 +149,23 @@ def test_algorithms_differ_by_draws_and_passes(recipe: Recipe) -> None:
     assert weighted.phases["scoring"] == pytest.approx(2 * plain.phases["scoring"])
     assert gpg.rollout == pytest.approx(2 * plain.rollout, rel=0.01)
     with pytest.raises(UserError, match="--compare gpgg: not a variant; did you mean 'gpg'"):
-        of_variants(recipe, ["gpgg"], SHAPE, "h100", H100)
+        of_variants(recipe, ["gpgg"], SHAPE, "h100", H100, Assumptions())
 
 
 def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Recipe, base: Forecast) -> None:
     found = best_layouts(recipe, base, SHAPE, H100)
     assert [one.step.seconds for one in found] == sorted(one.step.seconds for one in found)
     assert found[0].step.seconds < base.step.seconds
-    again = plan_recipe(load_recipe(LARGE, found[0].overrides), assumed=Assumptions(4000))
-    assert again.accepted
-    assert again.forecast is not None
-    assert again.forecast.step.seconds == pytest.approx(found[0].step.seconds)
+    again = forecast_of(load_recipe(LARGE, found[0].overrides))
+    assert again.step.seconds == pytest.approx(found[0].step.seconds)
 
 
 def test_best_layout_may_give_rollouts_gpus_of_their_own() -> None:
     """A small model's step saves waking vLLM; rollouts still wait for the update."""
     small = load_recipe(RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml")
-    base = plan_recipe(small, assumed=Assumptions(1000))
-    assert base.forecast is not None
-    found = best_layouts(small, base.forecast, base.shape, H100)[0]
+    found = best_layouts(small, forecast_of(small, 1000), shape_of(small), H100)[0]
     assert "policy.generation.colocated.enabled=false" in found.overrides
-    loaded = load_recipe_dict(small.to_dict(), found.overrides)
-    again = plan_recipe(loaded, assumed=Assumptions(1000)).forecast
-    assert again is not None
+    again = forecast_of(load_recipe_dict(small.to_dict(), found.overrides), 1000)
     assert again.setup.num_rollout_gpus == found.setup.num_rollout_gpus > 0
     assert again.work.trajectory_age == 0
     assert again.step.seconds == pytest.approx(found.step.seconds)
@@ -184,9 +184,7 @@ def test_gpus_that_only_sample_are_whole_nodes_or_part_of_one(base: Forecast) ->
 
 def test_best_layout_leaves_a_given_microbatch_alone() -> None:
     given = load_recipe(LARGE, ["policy.sequence_packing.train_mb_tokens=17408"])
-    found = plan_recipe(given, assumed=Assumptions(4000)).forecast
-    assert found is not None
-    for one in best_layouts(given, found, SHAPE, H100):
+    for one in best_layouts(given, forecast_of(given), SHAPE, H100):
         assert one.setup.train_tokens == 17408
         assert not any("train_micro_batch_size" in override for override in one.overrides)
 
@@ -199,7 +197,7 @@ def test_scaling_keeps_or_grows_the_batch(base: Forecast) -> None:
 
 
 def test_scaling_uses_the_best_layout_of_each_size(recipe: Recipe, base: Forecast) -> None:
-    points = scaling(recipe, base, SHAPE, H100, [32, 12, 8, 64])
+    points = scaling(recipe, base, SHAPE, H100, "32,12,8,64")
     assert [point.num_gpus for point in points] == [8, 12, 32, 64]
     one_node, part, same, twice = points
     assert (part.strong, part.note) == (None, "not whole nodes of 8 GPUs")
@@ -212,32 +210,31 @@ def test_scaling_uses_the_best_layout_of_each_size(recipe: Recipe, base: Forecas
             (point.strong, point.strong_overrides, 1),
             (point.weak, point.weak_overrides, batch),
         ):
-            again = plan_recipe(load_recipe(LARGE, overrides), assumed=Assumptions(4000))
-            assert again.accepted
+            again = forecast_of(load_recipe(LARGE, overrides))
             assert found is not None
-            assert again.forecast is not None
-            assert again.forecast.work.num_samples == samples * base.work.num_samples
+            assert again.work.num_samples == samples * base.work.num_samples
             # draws differ a little with the number of groups
-            assert again.forecast.step.seconds == pytest.approx(found.step.seconds, rel=0.01)
-            assert again.forecast.step.num_gpus == point.num_gpus
+            assert again.step.seconds == pytest.approx(found.step.seconds, rel=0.01)
+            assert again.step.num_gpus == point.num_gpus
 
 
 def test_scaling_refuses_what_has_no_layout(recipe: Recipe, base: Forecast) -> None:
-    with pytest.raises(UserError, match="--scale 12: not whole nodes of 8 GPUs; use multiples of 8"):
-        scaling(recipe, base, SHAPE, H100, [12])
-    with pytest.raises(UserError, match="--scale 2: no layout fits; use multiples of 8"):
-        scaling(recipe, base, SHAPE, H100, [2])
-    with pytest.raises(UserError, match="--scale 0: numbers of GPUs"):
-        scaling(recipe, base, SHAPE, H100, [0])
+    for asked, message in (
+        ("12", "--scale 12: not whole nodes of 8 GPUs; use multiples of 8"),
+        ("2", "--scale 2: no layout fits; use multiples of 8"),
+        ("8,0", "--scale 8,0: numbers of GPUs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            scaling(recipe, base, SHAPE, H100, asked)
 
 
 def test_own_layout_stops_paying_where_less_than_half_of_the_gpus_help(base: Forecast) -> None:
     def point(num_gpus: int, own: float | None) -> Point:
-        best = replace(base, step=replace(base.step, phases={"prefill": 0, "decode": 10, "tail": 0}))
-        found = own and replace(
-            base, step=replace(base.step, phases={"prefill": 0, "decode": own, "tail": 0})
-        )
-        return Point(num_gpus, own=found or None, strong=best, weak=best)
+        def taking(seconds: float) -> Forecast:
+            phases = {"prefill": 0, "decode": seconds, "tail": 0}
+            return replace(base, step=replace(base.step, phases=phases, num_gpus=num_gpus))
+
+        return Point(num_gpus, own=taking(own) if own else None, strong=taking(10), weak=taking(10))
 
     # twice the GPUs have to make a step at least 1.5 times as fast
     assert own_layout([point(4, None), point(8, 90), point(16, 60)]) == (
@@ -254,11 +251,9 @@ def test_own_layout_stops_paying_where_less_than_half_of_the_gpus_help(base: For
 
 def test_bottleneck_is_the_largest_phase(base: Forecast) -> None:
     phases = base.step.phases
-    name = max(phases, key=lambda one: phases[one])
-    assert name == "tail"
-    assert base.bottleneck.startswith(
-        f"{phases[name] / base.step.seconds:.0%} is the longest responses; lower"
-    )
+    assert max(phases, key=lambda name: phases[name]) == "tail"
+    share = f"{phases['tail'] / base.step.seconds:.0%}"
+    assert base.bottleneck.startswith(f"{share} is the longest responses; lower")
 
 
 def test_steps_within_a_time_leave_room_for_a_checkpoint(base: Forecast) -> None:

@@ -34,17 +34,8 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 def test_plan_of_one_recipe_shows_its_parts_and_accepts_it() -> None:
     code, output = run(SMALL)
     assert code == 0
-    for part in (
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "logits",
-        "training",
-        "KV cache",
-        "fits",
-    ):
-        assert part in output
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "training", "KV cache", "fits")
+    assert all(part in output for part in parts), output
     assert "1.78 of 1.78 B parameters" in output
 
 
@@ -63,7 +54,7 @@ def test_plan_of_several_recipes_is_one_table_and_refuses_if_one_does_not_fit() 
     assert run(SMALL, HUGE, "--gpu", "h200")[0] == 0
 
 
-def test_nearest_layout_fits_when_its_overrides_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nearest_layout_fits_when_its_overrides_are_given() -> None:
     wrong = [f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=1"]
     plan = plan_recipe(load_recipe(HUGE, wrong))
     assert not plan.accepted
@@ -139,12 +130,8 @@ def test_shapes_of_experts_and_of_vision_models() -> None:
         "max_position_embeddings": 128000,
     }
     vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048}
-    config = {
-        "model_type": "qwen2_5_vl",
-        "tie_word_embeddings": True,
-        "text_config": inner,
-        "vision_config": vision,
-    }
+    config = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True}
+    config |= {"text_config": inner, "vision_config": vision}
     assert read_spec(config, name) == PRESETS[name]
 
 
@@ -161,8 +148,7 @@ def test_unsuitable_config_is_refused(config: dict[str, str], message: str) -> N
 
 
 def test_model_of_a_warm_start_is_planned_too() -> None:
-    recipe = load_recipe(RECIPES / "quickstart.yaml")
-    plan = plan_recipe(recipe)
+    plan = plan_recipe(load_recipe(RECIPES / "quickstart.yaml"))
     assert plan.accepted
     assert "rollout weights" not in plan.peaks
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from unit.plan import toys
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.parameters import (
     adapter_counts,
@@ -19,26 +18,13 @@ from nemo_grpo.plan.parameters import (
 from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.recipe.layout import Layout
 
-SMALL = ModelSpec(
-    name="small",
-    model_type="qwen2",
-    hidden_size=8,
-    num_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    ffn_size=16,
-    vocab_size=100,
-    max_position_embeddings=64,
-    tied_embeddings=True,
-    head_dim=2,
-    has_qkv_bias=True,
-)
-EXPERTS = replace(
-    SMALL, has_qkv_bias=False, has_qk_norm=True, num_experts=4, num_experts_per_token=2, tied_embeddings=False
-)
+SMALL = replace(toys.SMALL, tied_embeddings=True, has_qkv_bias=True)
+EXPERTS = replace(toys.EXPERTS, has_qk_norm=True)
 SETUP = replace(toys.SETUP, gpus_per_node=8, train_tokens=10, max_length=10, vllm_share=0.5)
 # one layer of SMALL: qkv 8 x (8 + 2 x 4) + 16 = 144, proj 8 x 8 = 64, gate, up and down 3 x 8 x 16 = 384
 LINEAR = 144 + 64 + 384
+# the model: of each layer two norms of 8 too; the last norm; the embedding 100 x 8
+TOTAL = 4 * LINEAR + 4 * 16 + 8 + 800
 
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,
@@ -94,13 +80,12 @@ def test_adapters_are_low_rank_pairs_of_the_named_matrices() -> None:
 
 
 def test_weights_and_gradients() -> None:
-    total = 4 * LINEAR + 4 * 16 + 8 + 800
-    assert memory.weight_bytes(SMALL, SETUP, 0) == 2 * total
-    assert memory.weight_bytes(SMALL, replace(SETUP, fp8_training=True), 0) == 2 * total + 2 * 4 * LINEAR
-    assert memory.gradient_bytes(SMALL, replace(SETUP, grad_bytes=4), 0) == 4 * total
+    assert memory.weight_bytes(SMALL, SETUP, 0) == 2 * TOTAL
+    assert memory.weight_bytes(SMALL, replace(SETUP, fp8_training=True), 0) == 2 * TOTAL + 2 * 4 * LINEAR
+    assert memory.gradient_bytes(SMALL, replace(SETUP, grad_bytes=4), 0) == 4 * TOTAL
     lora = replace(SETUP, lora_dim=2, lora_modules=("linear_proj",))
     assert memory.gradient_bytes(SMALL, lora, 0) == 2 * 4 * 32
-    assert memory.weight_bytes(SMALL, lora, 0) == 2 * (total + 4 * 32)
+    assert memory.weight_bytes(SMALL, lora, 0) == 2 * (TOTAL + 4 * 32)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +103,7 @@ def test_optimizer_bytes_per_parameter(changes: dict[str, object], each: int) ->
 
 
 def test_optimizer_is_sharded_over_data_and_context_parallel_ranks() -> None:
-    total = 4 * LINEAR + 4 * 16 + 8 + 800
-    assert memory.optimizer_bytes(SMALL, SETUP, 0) == 10 * total // 8
+    assert memory.optimizer_bytes(SMALL, SETUP, 0) == 10 * TOTAL // 8
     assert memory.optimizer_bytes(SMALL, replace(SETUP, offload_fraction=1.0), 0) == 0
     layout = Layout(tensor=2, context=2)  # 8 / 2 = 4 shards
     assert memory.optimizer_bytes(SMALL, replace(SETUP, layout=layout), 0) == pytest.approx(
@@ -198,11 +182,10 @@ def test_embedded_engine_by_hand() -> None:
     setup = replace(
         SETUP, embedded=True, precision_bytes=4, keeps_reference=True, distributed_optimizer=False
     )
-    parameters = 4 * (LINEAR + 2 * 8) + 800 + 8
     parts = memory.training_bytes(SMALL, setup, 0)
-    assert parts["weights"] == parts["reference"] == parts["sampler"] == parts["gradients"] == 4 * parameters
-    assert parts["optimizer"] == 8 * parameters
+    assert parts["weights"] == parts["reference"] == parts["sampler"] == parts["gradients"] == 4 * TOTAL
+    assert parts["optimizer"] == 8 * TOTAL
     # 10 tokens, 4 layers, FP32: 4 x 8 + 3 x (8 + 4) + 5 x 16, and the heap's share
     assert parts["activations"] == int(1.6 * 10 * 4 * 4 * (32 + 36 + 80))
     half = memory.training_bytes(SMALL, replace(setup, precision_bytes=2, keeps_reference=False), 0)
-    assert (half["weights"], half["reference"], half["optimizer"]) == (2 * parameters, 0, 12 * parameters)
+    assert (half["weights"], half["reference"], half["optimizer"]) == (2 * TOTAL, 0, 12 * TOTAL)

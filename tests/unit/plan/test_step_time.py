@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.plan.toys import EXPERTS, FREE, GPU, MATRICES, PEAK, SETUP, SMALL, WORK
+from unit.plan.toys import EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
 
 from nemo_grpo.plan import collectives, rollout_time, training_time, transfer_time
 from nemo_grpo.plan.presets import PRESETS
@@ -104,9 +104,8 @@ def test_update_costs_three_or_four_forward_passes() -> None:
     assert update["forward and backward"] == pytest.approx(3 * forward)
     again = training_time.update_seconds(SMALL, replace(SETUP, recompute=("full",)), WORK, GPU, FREE)
     assert again["forward and backward"] == pytest.approx(4 * forward)
-    # 10 bytes of state per parameter read and written, gradients of 2 read; 3968 parameters, at 1e5 bytes/s
-    parameters = 4 * (MATRICES + 16) + 8 + 2 * 800
-    assert update["optimizer"] == pytest.approx(22 * parameters / 1e5)
+    # 10 bytes of state per parameter read and written, gradients of 2 read; 3976 parameters, at 1e5 bytes/s
+    assert update["optimizer"] == pytest.approx(22 * PARAMETERS / 1e5)
     assert update["pipeline bubble"] == update["gradients"] == 0
 
 
@@ -164,12 +163,11 @@ def test_context_parallel_passes_keys_and_values_on() -> None:
 
 
 def test_refit_moves_the_model_where_it_is_divided() -> None:
-    parameters = 4 * (MATRICES + 16) + 8 + 2 * 800
     assert transfer_time.refit_seconds(SMALL, SETUP, GPU, FREE) == 0
     near = replace(SETUP, layout=Layout(tensor=2))
-    assert transfer_time.refit_seconds(SMALL, near, GPU, FREE) == pytest.approx(2 * parameters / 1e4)
+    assert transfer_time.refit_seconds(SMALL, near, GPU, FREE) == pytest.approx(2 * PARAMETERS / 1e4)
     far = replace(SETUP, layout=Layout(tensor=2, pipeline=8))
-    assert transfer_time.refit_seconds(SMALL, far, GPU, FREE) == pytest.approx(2 * parameters / 1e3)
+    assert transfer_time.refit_seconds(SMALL, far, GPU, FREE) == pytest.approx(2 * PARAMETERS / 1e3)
 
 
 def test_refit_counts_tensors_and_waking() -> None:
@@ -184,9 +182,8 @@ def test_refit_counts_tensors_and_waking() -> None:
 
 
 def test_checkpoint_is_written_by_all_nodes() -> None:
-    parameters = 4 * (MATRICES + 16) + 8 + 2 * 800
-    assert transfer_time.checkpoint_seconds(SMALL, SETUP, saves_optimizer=True) == 14 * parameters / 2e9
-    assert transfer_time.checkpoint_seconds(SMALL, SETUP, saves_optimizer=False) == 2 * parameters / 2e9
+    assert transfer_time.checkpoint_seconds(SMALL, SETUP, saves_optimizer=True) == 14 * PARAMETERS / 2e9
+    assert transfer_time.checkpoint_seconds(SMALL, SETUP, saves_optimizer=False) == 2 * PARAMETERS / 2e9
 
 
 def step(age: int, rollout: float, training: float, steady: float) -> StepTime:
@@ -217,7 +214,6 @@ def test_scoring_passes_and_fixed_times_are_phases() -> None:
     once = step_time(SMALL, SETUP, WORK, GPU, eff).phases
     assert both["scoring"] == pytest.approx(2 * once["scoring"])
     assert once["rewards, data, logs"] == 2 + 8 * 0.5
-    # the optimizer's state goes to the host and back: 2 x 10 bytes x 3968 parameters; the reference comes too
-    parameters = 4 * (MATRICES + 16) + 8 + 2 * 800
-    assert once["swaps to the host"] == pytest.approx(20 * parameters / 1e3)
-    assert both["swaps to the host"] == pytest.approx(24 * parameters / 1e3)
+    # the optimizer's state goes to the host and back: 2 x 10 bytes x 3976 parameters; the reference comes too
+    assert once["swaps to the host"] == pytest.approx(20 * PARAMETERS / 1e3)
+    assert both["swaps to the host"] == pytest.approx(24 * PARAMETERS / 1e3)

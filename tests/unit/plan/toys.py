@@ -27,6 +27,8 @@ SMALL = ModelSpec(
 )
 # one layer: qkv 8 x (8 + 2 x 4) = 128, proj 64, gate, up and down 3 x 8 x 16 = 384
 MATRICES = 128 + 64 + 384
+# the model: of each layer two norms of 8 too; the last norm; embedding and output matrix 100 x 8
+PARAMETERS = 4 * (MATRICES + 16) + 8 + 2 * 800
 
 EXPERTS = replace(SMALL, num_experts=4, num_experts_per_token=2)
 # one layer: attention 192, router 4 x 8 = 32, and of one expert 3 x 8 x 16 = 384

@@ -47,8 +47,8 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
         (
             "cluster-smollm2",
             "smollm2",
-            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone. Each export
-            # has its folder. A bin of packed tokens holds a microbatch of the longest sequences.
+            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone.
+            # Each export has its folder. A bin of packed tokens holds a microbatch of the longest sequences.
             {
                 "policy.train_micro_batch_size",
                 "policy.logprob_batch_size",

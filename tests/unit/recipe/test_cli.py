@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nemo_grpo.cli import app, recipe, variants
+from nemo_grpo.cli import app, recipe
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import OBJECTIVES, VARIANTS
@@ -18,7 +18,7 @@ runner = CliRunner()
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(recipe.app, list(arguments))
+    result = runner.invoke(recipe.app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
@@ -107,12 +107,9 @@ def test_diff_shows_changed_added_and_removed_keys(tmp_path: Path) -> None:
     assert "the same recipe" in run("diff", QUICKSTART, QUICKSTART)[1]
 
 
-def test_variants_lists_all_with_needs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    variants.variants(None)
-    rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
+def test_variants_lists_all_with_needs() -> None:
+    output = runner.invoke(app, ["variants"], env={"COLUMNS": "200"}).output
+    rows = {line.split("│")[1].strip(): line for line in output.splitlines() if "│" in line}
     assert set(OBJECTIVES) <= set(rows)
     assert rows["sft"].split("│")[4].strip() == "-"  # no parameters
     assert rows["erpo"].split("│")[3].strip() == "entropy"
@@ -120,37 +117,31 @@ def test_variants_lists_all_with_needs(
         assert rows[optional].split("│")[3].strip() == "(reference)"
 
 
-def test_variants_of_one_shows_every_parameter(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    variants.variants("tr_grpo")
-    output = capsys.readouterr().out
+def test_variants_of_one_shows_every_parameter() -> None:
+    output = runner.invoke(app, ["variants", "tr_grpo"], env={"COLUMNS": "200"}).output
     for name in VARIANTS["tr_grpo"].model_fields:
         assert (name in output) == (name != "variant")
-    with pytest.raises(UserError, match="did you mean 'erpo'"):
-        variants.variants("erp")
+    assert "did you mean 'erpo'" in str(runner.invoke(app, ["variants", "erp"]).exception)
 
 
 def test_resolve_shows_an_invalid_recipe_with_what_is_wrong_beside_it() -> None:
     wrong = ["grpo.num_generations_per_prompt=0", "policy.max_grad_norm=x", "loss_fn.beta=1"]
-    done = runner.invoke(app, ["recipe", "resolve", str(QUICKSTART), *wrong])
-    assert done.exit_code == 2
-    lines = done.output.splitlines()
+    code, output = run("resolve", QUICKSTART, *wrong)
+    assert code == 2
+    lines = output.splitlines()
     for key, message in (
         ("  num_generations_per_prompt: 0", "  # wrong: grpo.num_generations_per_prompt=0 must be"),
         ("  max_grad_norm: x", "  # wrong: policy.max_grad_norm="),
         ("  beta: 1", "  # wrong: loss_fn.beta is not a parameter of grpo; TRL's beta is"),
     ):
         assert lines[lines.index(key) - 1].startswith(message)
-    assert runner.invoke(app, ["recipe", "resolve", str(QUICKSTART)]).output.count("# wrong") == 0
+    assert "# wrong" not in run("resolve", QUICKSTART)[1]
 
 
 def test_diff_shows_an_invalid_recipe(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(
-        "defaults: nemo_grpo://quickstart.yaml\ngrpo: {max_num_steps: 0, seed: 4}"
-    )
-    done = runner.invoke(app, ["recipe", "diff", str(QUICKSTART), str(tmp_path / "a.yaml")])
+    file = tmp_path / "a.yaml"
+    file.write_text("defaults: nemo_grpo://quickstart.yaml\ngrpo: {max_num_steps: 0, seed: 4}")
+    done = runner.invoke(app, ["recipe", "diff", QUICKSTART, str(file)])
     assert done.exit_code == 2
     assert "~ grpo.max_num_steps: 160 -> 0" in done.stdout
     assert "~ grpo.seed: 0 -> 4" in done.stdout

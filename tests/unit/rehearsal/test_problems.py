@@ -44,16 +44,15 @@ def test_invented_problems_have_correct_and_wrong_answers(name, tmp_path):
 
 
 def test_a_recipe_whose_files_are_here_is_rehearsed_on_them(tmp_path):
-    recipe = load_recipe(RECIPES / "erpo" / "erpo-qwen2.5-7b-1n8g.yaml")
-    made = problems_of(recipe, tmp_path).task
+    path = RECIPES / "erpo" / "erpo-qwen2.5-7b-1n8g.yaml"
+    made = problems_of(load_recipe(path), tmp_path).task
     train = write_problems(tmp_path / "own.jsonl", made.build().train)
     overrides = [
         f"nemo_grpo.task.train_files=[{train}]",
         f"nemo_grpo.task.validation_files={list(made.validation_files)}",
         f"grpo.max_val_samples={count_problems(made.validation_files)}",
     ]
-    own = load_recipe(RECIPES / "erpo" / "erpo-qwen2.5-7b-1n8g.yaml", overrides)
-    problems = problems_of(own, tmp_path / "unused")
+    problems = problems_of(load_recipe(path, overrides), tmp_path / "unused")
     assert problems.are_real
     assert problems.task.train_files == (train,)
     assert not (tmp_path / "unused").exists()

@@ -22,6 +22,7 @@ from nemo_grpo.rehearsal.model import HEAD_DIM
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = RECIPES / "cluster-quickstart.yaml"
+Driver = Callable[[str], tuple[int, Recipe]]
 
 
 @pytest.fixture
@@ -105,9 +106,7 @@ def test_quickstarts_heads_are_wide_enough_for_vllm() -> None:
 
 
 @pytest.fixture
-def driver(
-    monkeypatch: pytest.MonkeyPatch, stack: Stack, overrides: list[str]
-) -> Callable[[str], tuple[int, Recipe]]:
+def driver(monkeypatch: pytest.MonkeyPatch, stack: Stack, overrides: list[str]) -> Driver:
     """Run `train` with a program in the driver's place; ``FOLDER`` in it is the run's folder."""
 
     @contextmanager
@@ -128,9 +127,7 @@ def driver(
     return start
 
 
-def test_driver_that_finishes_shows_its_steps(
-    driver: Callable[[str], tuple[int, Recipe]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_driver_that_finishes_shows_its_steps(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"step": 0, "validation/accuracy": 0.25},
         {"step": 1, "loss/total": 0.1, "reward/mean": 0.5},
@@ -144,7 +141,7 @@ def test_driver_that_finishes_shows_its_steps(
     assert "NeMo-RL 2/2" in caplog.text
 
 
-def test_refusal_stop_and_failure_are_told_apart(driver: Callable[[str], tuple[int, Recipe]]) -> None:
+def test_refusal_stop_and_failure_are_told_apart(driver: Driver) -> None:
     with pytest.raises(UserError, match=r"(?s)refuses the recipe.*grpo\.seed is odd"):
         driver("print('error: grpo.seed is odd', flush=True); exit(2)")
     assert driver("exit(75)")[0] == 75
@@ -154,9 +151,7 @@ def test_refusal_stop_and_failure_are_told_apart(driver: Callable[[str], tuple[i
         driver("print('no more memory', flush=True); exit(3)")
 
 
-def test_driver_without_a_step_is_ended(
-    driver: Callable[[str], tuple[int, Recipe]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_without_a_step_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PATIENCE", 0.5)
     with pytest.raises(stages.Failed, match="no step for"):
         driver("import time; time.sleep(60)")

@@ -17,9 +17,8 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = sorted(
     path for folder in ("cw_grpo", "erpo", "gpg", "tr_grpo") for path in (RECIPES / folder).glob("*.yaml")
 )
-MODEL = RehearsalModel(
-    Path("/models/small"), "made on the spot", "qwen2", longest_prompt=100, longest_response=12
-)
+CW_GRPO = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
+MODEL = RehearsalModel(Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12)
 
 
 def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
@@ -63,26 +62,25 @@ def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, ex
 
 
 def test_an_override_of_the_user_is_rehearsed(tmp_path):
-    path = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
-    _, rehearsed, _, _ = made_small(path, tmp_path, "loss_fn.logprob_centering=group")
+    _, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, "loss_fn.logprob_centering=group")
     assert rehearsed.loss_fn.logprob_centering == "group"
 
 
-def test_a_task_with_images_is_refused():
-    path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
-    with pytest.raises(UserError, match="vision_grounding: a rehearsal has no small vision model"):
-        refuse(load_recipe(path), path, has_vllm=True)
-
-
-def test_an_embedded_recipe_is_sent_to_train():
-    path = RECIPES / "quickstart.yaml"
-    with pytest.raises(UserError, match="use nemo-grpo train"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: a rehearsal has no small vision model"),
+        ("quickstart", "use nemo-grpo train"),
+    ],
+)
+def test_images_and_embedded_recipes_are_refused(name, message):
+    path = RECIPES / f"{name}.yaml"
+    with pytest.raises(UserError, match=message):
         refuse(load_recipe(path), path, has_vllm=True)
 
 
 def test_asynchronous_rollouts_need_vllm():
-    path = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
-    recipe = load_recipe(path, ["policy.generation.vllm_cfg.async_engine=true"])
+    recipe, path = load_recipe(CW_GRPO, ["policy.generation.vllm_cfg.async_engine=true"]), CW_GRPO
     refuse(recipe, path, has_vllm=True)
     with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
         refuse(recipe, path, has_vllm=False)

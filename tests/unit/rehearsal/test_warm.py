@@ -38,16 +38,10 @@ def test_fork_has_the_requesters_arguments_environment_folder_and_streams(folder
         "import os, sys\n"
         "print('decimal' in sys.modules, sys.argv[1:], os.environ['ASKED'], os.getcwd(), sys.stdin.read())\n"
     )
-    done = run(
-        folder, "-u", str(script), "a", "b c", env={**os.environ, "ASKED": "x"}, cwd=tmp_path, input="in"
-    )
-    assert done.stdout == f"True ['a', 'b c'] x {tmp_path} in\n"
-    cold = run(
-        None, "-u", str(script), "a", "b c", env={**os.environ, "ASKED": "x"}, cwd=tmp_path, input="in"
-    )
-    assert cold.stdout == done.stdout.replace("True", "False"), (
-        "an interpreter without a server says the same"
-    )
+    given = {"env": {**os.environ, "ASKED": "x"}, "cwd": tmp_path, "input": "in"}
+    for server, imported in ((folder, True), (None, False)):  # without one, an interpreter says the same
+        done = run(server, "-u", str(script), "a", "b c", **given)
+        assert done.stdout == f"{imported} ['a', 'b c'] x {tmp_path} in\n"
 
 
 def test_a_fork_ends_with_its_own_status(folder, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from toy_models import greedy_of, logprobs_of, make_generator, make_model, responses
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.decoder import cache, prompts
@@ -59,22 +59,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 WINDOW = {"use_sliding_window": True, "sliding_window": 64}
 
 
-def make_model(config: Any, seed: int = 0) -> Any:
-    """A model with weights of every kind far from their defaults, and logits far from uniform."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(5)
-        else:
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    return model
-
-
-def make_generator(model: Any, **options: Any) -> DecoderGenerator:
-    generator = DecoderGenerator(model.config, **options)
-    generator.update_weights(model.named_parameters())
-    return generator
+def decoder_of(model: Any, **options: Any) -> DecoderGenerator:
+    return make_generator(DecoderGenerator, model, **options)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -83,41 +69,28 @@ def model(request: pytest.FixtureRequest) -> Any:
     return make_model(FAMILIES[family](**options))
 
 
-def full_forward(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """[len(response), V] logits by one pass of transformers without cache or padding."""
-    return model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-
-
-def responses(rollout: Any) -> list[list[int]]:
-    return [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.lengths, strict=True)]
-
-
 def test_greedy_responses_equal_transformers_generate(model: Any) -> None:
-    rollout = make_generator(model).generate(Request(PROMPTS, 1, SamplingParams(20, greedy=True), 0))
+    rollout = decoder_of(model).generate(Request(PROMPTS, 1, SamplingParams(20, greedy=True), 0))
     for prompt, response in zip(PROMPTS, responses(rollout), strict=True):
-        options = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
-        assert response == model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        assert response == greedy_of(model, prompt, 20)
     assert len({tuple(response) for response in responses(rollout)}) > 1
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}])
 def test_logprobs_equal_a_full_forward_pass(model: Any, options: dict[str, Any]) -> None:
     sampling = SamplingParams(24, stop_token_ids=tuple(range(7)), **options)
-    rollout = make_generator(model).generate(Request(PROMPTS, 4, sampling, 5))
+    rollout = decoder_of(model).generate(Request(PROMPTS, 4, sampling, 5))
     assert len(set(rollout.lengths.tolist())) > 3
     for row, response in enumerate(responses(rollout)):
-        logits = full_forward(model, PROMPTS[row // 4], response)
-        logprobs = torch.log_softmax(logits / sampling.temperature, -1)
-        want = logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+        want = logprobs_of(model, PROMPTS[row // 4], response, sampling.temperature)
         torch.testing.assert_close(rollout.logprobs[row, : len(response)], want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.4, "top_k": 9}, {"top_p": 0.7}])
 def test_the_same_responses_as_the_transformers_generator(model: Any, options: dict[str, Any]) -> None:
     sampling = SamplingParams(24, stop_token_ids=(4, 5), **options)
-    theirs = HFGenerator(model.config)
-    theirs.update_weights(model.named_parameters())
-    want, got = (g.generate(Request(PROMPTS, 3, sampling, 2)) for g in (theirs, make_generator(model)))
+    theirs = make_generator(HFGenerator, model)
+    want, got = (g.generate(Request(PROMPTS, 3, sampling, 2)) for g in (theirs, decoder_of(model)))
     assert torch.equal(got.tokens, want.tokens)
     assert torch.equal(got.lengths, want.lengths)
     assert torch.equal(got.truncated, want.truncated)
@@ -125,7 +98,7 @@ def test_the_same_responses_as_the_transformers_generator(model: Any, options: d
 
 
 def test_logits_of_whole_sequences(model: Any) -> None:
-    generator = make_generator(model)
+    generator = decoder_of(model)
     logits = generator.logits(PROMPTS)
     assert logits.shape == (5, 7, VOCAB)
     for row, prompt in zip(logits, PROMPTS, strict=True):
@@ -140,7 +113,7 @@ def qwen3() -> Any:
 
 def test_weights_are_updated_in_place(qwen3: Any) -> None:
     other = make_model(qwen3.config, seed=1)
-    generator, expected = make_generator(qwen3), make_generator(other)
+    generator, expected = decoder_of(qwen3), decoder_of(other)
     named = generator.decoder.weights.named
     assert named.keys() == dict(qwen3.state_dict()).keys()
     places = {name: tensor.data_ptr() for name, tensor in named.items()}
@@ -155,12 +128,12 @@ def test_weights_are_updated_in_place(qwen3: Any) -> None:
 
 def test_the_cache_grows_and_keeps_what_it_holds(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(40, stop_token_ids=(0, 1))
-    at_once = make_generator(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
+    at_once = decoder_of(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
     grown: list[int] = []
     grow = cache.KVCache._grow
     monkeypatch.setattr(cache, "MIN_ROOM", 2)
     monkeypatch.setattr(cache.KVCache, "_grow", lambda self: (grow(self), grown.append(self._width))[0])
-    in_steps = make_generator(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
+    in_steps = decoder_of(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
     assert grown == sorted(set(grown))
     assert len(grown) > 3
     assert grown[-1] == 7 + 40
@@ -169,20 +142,20 @@ def test_the_cache_grows_and_keeps_what_it_holds(qwen3: Any, monkeypatch: pytest
 
 
 def test_prompts_are_read_in_passes_of_bounded_size(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
+    at_once = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
     monkeypatch.setattr(prompts, "MOST_TOKENS", 6)
     streams = list(prompts.prompt_streams(PROMPTS, torch.arange(5), torch.device("cpu")))
     assert [stream.prompts.tolist() for stream in streams] == [[1, 3, 0], [4], [2]]
     assert torch.cat([stream.tokens for stream in streams]).tolist() == [
         *PROMPTS[1], *PROMPTS[3], *PROMPTS[0], *PROMPTS[4], *PROMPTS[2],
     ]  # fmt: skip
-    in_passes = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
+    in_passes = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
     assert torch.equal(in_passes.tokens, at_once.tokens)
     torch.testing.assert_close(in_passes.logprobs, at_once.logprobs, atol=1e-5, rtol=0)
 
 
 def test_prompts_are_read_once_and_finished_rows_leave(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, num_tokens = make_generator(qwen3), []
+    generator, num_tokens = decoder_of(qwen3), []
     forward = generator.decoder._hidden_states
     monkeypatch.setattr(
         generator.decoder, "_hidden_states", lambda *a: (num_tokens.append(len(a[0])), forward(*a))[1]
@@ -196,7 +169,7 @@ def test_prompts_are_read_once_and_finished_rows_leave(qwen3: Any, monkeypatch: 
 
 def test_what_is_sampled_can_be_trained_on(qwen3: Any) -> None:
     """Tensors made in inference mode cannot be saved for a backward pass."""
-    rollout = make_generator(qwen3).generate(Request(PROMPTS, 1, SamplingParams(3), 0))
+    rollout = decoder_of(qwen3).generate(Request(PROMPTS, 1, SamplingParams(3), 0))
     weight = torch.ones((), requires_grad=True)
     (weight * rollout.logprobs).sum().backward()
     assert float(weight.grad) == pytest.approx(float(rollout.logprobs.sum()), rel=1e-5)  # type: ignore[arg-type]
@@ -204,13 +177,12 @@ def test_what_is_sampled_can_be_trained_on(qwen3: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_close_and_gives_float32_logprobs(qwen3: Any, dtype: torch.dtype) -> None:
-    exact, rounded = make_generator(qwen3), make_generator(qwen3, dtype=dtype)
+    exact, rounded = decoder_of(qwen3), decoder_of(qwen3, dtype=dtype)
     rollout = rounded.generate(Request(PROMPTS, 4, SamplingParams(12, stop_token_ids=(3,)), 0))
     assert rollout.logprobs.dtype == torch.float32
     off = []
     for row, response in enumerate(responses(rollout)):
-        logprobs = torch.log_softmax(full_forward(qwen3, PROMPTS[row // 4], response), -1)
-        want = logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+        want = logprobs_of(qwen3, PROMPTS[row // 4], response)
         off.append((rollout.logprobs[row, : len(response)] - want).abs())
     assert float(torch.cat(off).mean()) < (0.1 if dtype == torch.bfloat16 else 0.02)
     assert exact.decoder.weights.norm.dtype == torch.float32
@@ -258,7 +230,7 @@ def test_a_folder_gives_the_same_model(qwen3: Any, tmp_path: Any) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     generator = build_local("auto", tmp_path, torch.float32, "cpu", 16)
     assert isinstance(generator, DecoderGenerator)
-    want = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(5), 0))
+    want = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(5), 0))
     assert torch.equal(generator.generate(Request(PROMPTS, 2, SamplingParams(5), 0)).logprobs, want.logprobs)
 
 
@@ -268,7 +240,7 @@ def test_a_second_copy_of_the_weights_is_not_read(qwen3: Any, tmp_path: Any) -> 
     others = {name: torch.zeros_like(tensor) for name, tensor in qwen3.state_dict().items()}
     save_file(others, tmp_path / "consolidated.safetensors")
     generator = build_local("decoder", tmp_path, torch.float32, "cpu", 16)
-    want = make_generator(qwen3).generate(Request(PROMPTS, 2, SamplingParams(5), 0))
+    want = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(5), 0))
     assert torch.equal(generator.generate(Request(PROMPTS, 2, SamplingParams(5), 0)).logprobs, want.logprobs)
 
 

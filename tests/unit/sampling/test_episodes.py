@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from small_models import small_config
-from transformers import Qwen2ForCausalLM
+from small_models import SPECIAL, small_config
+from toy_models import logprobs_of, make_generator, make_model
 
 from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
@@ -158,7 +158,7 @@ def test_groups_carry_mask_reward_and_episode(task):
     )
     assert [response.reward for response in group.responses] == [-1.0, 1.5]
     assert [response.episode for response in group.responses] == [Episode(2, 1, 0), Episode(1, 0, 0)]
-    step = assemble([group], pad_id=0, overlong=None, drop_truncated=False)
+    step = assemble([group], pad_id=0)
     # columns are shifted: the prompt has one token, so column t is token t of the response
     spoken = len(ASK) * [True] + len(TOLD) * [False] + 3 * [True]
     assert step.token_mask[0].tolist() == spoken
@@ -214,12 +214,10 @@ class Echo:
     config = None
 
     def observe(self, episodes, turns, reserved):
-        going = [
-            turn[-1] in "cf" and episode.num_turns < 3 for episode, turn in zip(episodes, turns, strict=True)
-        ]
+        pairs = [(episode.num_turns, turn) for episode, turn in zip(episodes, turns, strict=True)]
         return [
-            Observed(Episode(e.num_turns + 1), turn[-3:] if goes_on else None)
-            for e, turn, goes_on in zip(episodes, turns, going, strict=True)
+            Observed(Episode(number + 1), turn[-3:] if turn[-1] in "cf" and number < 3 else None)
+            for number, turn in pairs
         ]
 
     def segments(self, response): ...
@@ -232,15 +230,9 @@ class Echo:
 
 @pytest.fixture(scope="module", params=[DecoderGenerator, HFGenerator])
 def generator(request):
-    torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 32}
-    config = small_config("qwen2", **sizes, eos_token_id=None, bos_token_id=None)
-    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.mul_(6)
-    generator = request.param(config, max_batch_size=5)
-    generator.update_weights(model.named_parameters())
+    model = make_model(small_config("qwen2", **sizes, **dict.fromkeys(SPECIAL)))
+    generator = make_generator(request.param, model, max_batch_size=5)
     generator.reference = model
     return generator
 
@@ -299,9 +291,7 @@ def test_every_policy_token_has_the_logprob_of_a_full_forward_pass(generator):
     sampled = echo(generator, PROMPTS)
     assert any(not one.token_mask.all() for one in sampled)
     for row, one in enumerate(sampled):
-        ids = torch.tensor([PROMPTS[row // 4] + one.tokens.tolist()])
-        logits = generator.reference(input_ids=ids).logits[0, -len(one.tokens) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(1, one.tokens[:, None])[:, 0]
+        expected = logprobs_of(generator.reference, PROMPTS[row // 4], one.tokens.tolist())
         torch.testing.assert_close(one.logprobs, expected * one.token_mask, atol=1e-5, rtol=0)
         assert len(one.tokens) <= 24
 
@@ -350,5 +340,5 @@ def test_without_an_environment_every_response_token_counts():
         [1, 2],
         [Response(tokens, torch.zeros(2), tokens > 0, False, "", scores={}, reward=float(r)) for r in (0, 1)],
     )
-    step = assemble([group], pad_id=0, overlong=None, drop_truncated=False)
+    step = assemble([group], pad_id=0)
     assert step.token_mask.tolist() == [[False, True, True]] * 2

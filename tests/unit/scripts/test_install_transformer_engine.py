@@ -17,6 +17,16 @@ WHEELS = (
 )
 
 
+@pytest.fixture
+def wheels(tmp_path):
+    """A folder with all that is installed."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for name in WHEELS:
+        (folder / name).touch()
+    return folder
+
+
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
         ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env={**os.environ, **environment}
@@ -70,13 +80,11 @@ def test_wrong_arguments_and_folders_are_refused(tmp_path):
     assert "pip download --no-deps transformer_engine\n" in said
 
 
-def test_two_versions_and_several_files_are_refused(tmp_path):
-    for name in WHEELS:
-        (tmp_path / name).touch()
-    (tmp_path / WHEELS[2]).rename(tmp_path / "transformer_engine_torch-2.11.0.tar.gz")
-    assert "transformer_engine_torch-2.11.0.tar.gz is not of version 2.12.0" in run(str(tmp_path))[1]
-    (tmp_path / "transformer_engine-2.11.0-py3-none-any.whl").touch()
-    assert "several files match" in run(str(tmp_path))[1]
+def test_two_versions_and_several_files_are_refused(wheels):
+    (wheels / WHEELS[2]).rename(wheels / "transformer_engine_torch-2.11.0.tar.gz")
+    assert "transformer_engine_torch-2.11.0.tar.gz is not of version 2.12.0" in run(str(wheels))[1]
+    (wheels / "transformer_engine-2.11.0-py3-none-any.whl").touch()
+    assert "several files match" in run(str(wheels))[1]
 
 
 @pytest.mark.parametrize(
@@ -87,32 +95,25 @@ def test_two_versions_and_several_files_are_refused(tmp_path):
         ("#!/bin/sh\necho none\n", "torch was built for CUDA none"),
     ],
 )
-def test_a_host_that_cannot_build_is_refused(tmp_path, python, message):
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    for name in WHEELS:
-        (folder / name).touch()
+def test_a_host_that_cannot_build_is_refused(tmp_path, wheels, python, message):
     if python.startswith("#!"):
         fake = tmp_path / "python"
         fake.write_text(python)
         fake.chmod(0o755)
         python = str(fake)
-    code, said = run(str(folder), PYTHON=python)
+    code, said = run(str(wheels), PYTHON=python)
     assert code == 2
     assert message in said
 
 
-def test_a_toolkit_without_compiler_or_headers_is_refused(tmp_path):
-    folder, cuda, python = tmp_path / "wheels", tmp_path / "cuda", tmp_path / "python"
-    folder.mkdir()
-    for name in WHEELS:
-        (folder / name).touch()
+def test_a_toolkit_without_compiler_or_headers_is_refused(tmp_path, wheels):
+    cuda, python = tmp_path / "cuda", tmp_path / "python"
     python.write_text("#!/bin/sh\necho 13.0\n")
     python.chmod(0o755)
     environment = {"PYTHON": str(python), "CUDA_HOME": str(cuda)}
-    assert f"nvcc is neither on PATH nor in CUDA_HOME={cuda}" in run(str(folder), **environment)[1]
+    assert f"nvcc is neither on PATH nor in CUDA_HOME={cuda}" in run(str(wheels), **environment)[1]
     (cuda / "bin").mkdir(parents=True)
     (cuda / "bin/nvcc").touch(mode=0o755)
-    code, said = run(str(folder), **environment)
+    code, said = run(str(wheels), **environment)
     assert code == 2
     assert f"there is no cuda_runtime_api.h, neither in {cuda}/include nor beside torch" in said

@@ -6,7 +6,7 @@ import time
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_grpo.errors import UserError
@@ -232,6 +232,7 @@ def test_puzzles_may_come_from_files(tmp_path):
         task(train_files=[str(path)])
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("aA1 -:=>\n'isknghtveoré"), max_size=200))
 def test_any_text_has_roles_or_none(text):
     roles = parse_roles(text)

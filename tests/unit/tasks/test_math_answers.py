@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_grpo.tasks import Problem, parse_task
@@ -133,6 +133,13 @@ def test_math_scores_and_extracts_the_same_answer():
     assert task.extract("3/4") is None
 
 
+@pytest.mark.parametrize("name", ["math", "fractions", "word_problems", "vision_math"])
+def test_votes_for_one_value_count_together(name):
+    task = parse_task({"name": name}).build()
+    assert task.same_answer(r"\frac{6}{8}", r"\frac{3}{4}")
+    assert not task.same_answer(r"\frac{6}{8}", r"\frac{4}{3}")
+
+
 PIECES = st.sampled_from(
     [
         r"\boxed{",
@@ -153,6 +160,7 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(PIECES, max_size=30).map("".join) | st.text(max_size=60))
 def test_any_text_has_a_short_answer_or_none(text):
     answer = final_answer(text)

@@ -1,6 +1,5 @@
 """The workers that compare mathematical answers: they die without harm, and with their parent."""
 
-import ast
 import multiprocessing
 import resource
 import signal
@@ -9,13 +8,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 
 from nemo_grpo.evaluate.passk import Majority, majority_at_k
-from nemo_grpo.tasks.rewards import math_grader, worker_pool
+from nemo_grpo.tasks.rewards import worker_pool
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 
 BOMB = "9^{9^{9^9}}"
@@ -29,7 +27,15 @@ def grader():
 
 
 def workers(pid=None):
-    return [p for p in psutil.Process(pid).children() if "math_worker.py" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process(pid).children() if "worker.py" in " ".join(p.cmdline())]
+
+
+def started_by(grader):
+    """The worker that a first comparison starts."""
+    before = set(workers())
+    assert grader.equal("1/2", "0.5")
+    (worker,) = set(workers()) - before
+    return worker
 
 
 def wait_until(condition, seconds=60.0):
@@ -85,9 +91,7 @@ def test_a_pair_of_a_vote_without_verdict_is_compared_once(grader):
 def test_stopped_worker_is_replaced_after_the_wall_limit():
     grader = MathGrader(wall_seconds=1.0)
     before = set(workers())
-    assert grader.equal("1/2", "0.5")
-    (worker,) = set(workers()) - before
-    worker.suspend()
+    started_by(grader).suspend()
     start = time.monotonic()
     assert not grader.equal("1/4", "0.25")
     assert time.monotonic() - start > 0.9
@@ -98,10 +102,7 @@ def test_stopped_worker_is_replaced_after_the_wall_limit():
 
 
 def test_killed_worker_is_replaced(grader):
-    before = set(workers())
-    assert grader.equal("1/2", "0.5")
-    (worker,) = set(workers()) - before
-    worker.kill()
+    started_by(grader).kill()
     assert not grader.equal("1/4", "0.25")  # nobody can know whether the answer killed it
     assert grader.equal("1/8", "0.125")
 
@@ -125,7 +126,7 @@ def test_worker_is_replaced_after_its_number_of_requests(grader, monkeypatch):
 def test_worker_that_does_not_start_is_an_error_and_not_a_zero(tmp_path, monkeypatch):
     broken = tmp_path / "broken.py"
     broken.write_text("raise ImportError('math_verify')")
-    monkeypatch.setattr(math_grader, "WORKER", broken)
+    monkeypatch.setattr(worker_pool, "SCRIPT", broken)
     with pytest.raises(RuntimeError, match="is math-verify in"):
         MathGrader().equal("1/2", "0.5")
 
@@ -168,20 +169,17 @@ def test_workers_end_with_their_parent_even_if_it_is_killed(case):
     assert parent.stdout.readline() == "ready\n"
     children = [] if case == "returns" else workers(parent.pid)
     assert case == "returns" or len(children) == 1
-    if case == "returns":
-        assert parent.wait(timeout=60) == 0
-    else:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
+    if case != "returns":
+        parent.kill()
+    assert parent.wait(timeout=60) == (0 if case == "returns" else -signal.SIGKILL)
     parent.stdout.close()
     wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children))
 
 
-def test_worker_imports_nothing_of_this_package():
-    tree = ast.parse(Path(math_grader.WORKER).read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not any(name.startswith("nemo_grpo") for name in names)
+def test_worker_that_compares_answers_loads_no_torch(grader):
+    loaded = [library.path for library in started_by(grader).memory_maps()]
+    assert any("python" in path for path in loaded)
+    assert not any("torch" in path for path in loaded)
 
 
 def test_closing_while_another_thread_waits_ends_the_wait(grader):

@@ -10,18 +10,24 @@ PROBLEM = Problem("id", "What is {1}?", "1")
 
 
 class CharacterTokenizer:
-    """One token per character; a chat template that can be read in the tokens."""
+    """One token per character, a beginning of sequence; a chat template that can be read in the tokens."""
 
-    chat_template = "given"
     name_or_path = "characters"
+
+    def __init__(self, chat_template="given"):
+        self.chat_template = chat_template
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         assert (tokenize, add_generation_prompt) == (False, True)
         return "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
 
-    def __call__(self, text, add_special_tokens):
-        assert add_special_tokens is False
-        return {"input_ids": [ord(character) for character in text]}
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [ord(character) for character in "^" * add_special_tokens + text]}
+
+
+def text_of(prompt, tokenizer):
+    """The prompt's tokens as text, ^ for the beginning of sequence."""
+    return "".join(map(chr, encode_prompt(tokenizer, prompt, PROBLEM)))
 
 
 def test_only_the_slot_is_replaced():
@@ -37,8 +43,8 @@ def test_system_message_comes_first_and_only_if_there_is_one():
 
 
 def test_encode_prompt_ends_where_the_response_begins():
-    ids = encode_prompt(CharacterTokenizer(), Prompt(system="S", template="Q: {question}"), PROBLEM)
-    assert "".join(map(chr, ids)) == "[system]S[user]Q: What is {1}?[assistant]"
+    prompt = Prompt(system="S", template="Q: {question}")
+    assert text_of(prompt, CharacterTokenizer()) == "[system]S[user]Q: What is {1}?[assistant]"
 
 
 def test_template_without_slot_is_refused():
@@ -47,30 +53,18 @@ def test_template_without_slot_is_refused():
 
 
 def test_tokenizer_without_chat_template_is_a_user_error():
-    tokenizer = CharacterTokenizer()
-    tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        encode_prompt(tokenizer, Prompt(), PROBLEM)
-
-
-class PlainTokenizer:
-    """One token per character, a beginning of sequence, no chat template."""
-
-    chat_template = None
-    name_or_path = "plain"
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [ord(character) for character in "^" * add_special_tokens + text]}
+        encode_prompt(CharacterTokenizer(None), Prompt(), PROBLEM)
 
 
 def test_without_chat_template_the_messages_stand_alone():
     prompt = Prompt(system="S", template="Q: {question}", use_chat_template=False, response_prefix="A:")
-    assert "".join(map(chr, encode_prompt(PlainTokenizer(), prompt, PROBLEM))) == "^S\nQ: What is {1}?A:"
+    assert text_of(prompt, CharacterTokenizer(None)) == "^S\nQ: What is {1}?A:"
 
 
 def test_response_prefix_comes_after_the_generation_prompt():
-    ids = encode_prompt(CharacterTokenizer(), Prompt(response_prefix="<think>"), PROBLEM)
-    assert "".join(map(chr, ids)) == "[user]What is {1}?[assistant]<think>"
+    prompt = Prompt(response_prefix="<think>")
+    assert text_of(prompt, CharacterTokenizer()) == "[user]What is {1}?[assistant]<think>"
 
 
 def test_presets_have_the_slot_once_and_the_papers_words():

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 import pytest
 
@@ -15,12 +16,15 @@ from nemo_grpo.tasks.base import NOT_FINITE, checked_score
 from nemo_grpo.tasks.knights_knaves import PUZZLES, solution, truths
 from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer
 
+ARITHMETIC = {"name": "arithmetic", "num_digits": 3, "operations": ["+", "-"]}
+FRACTIONS = {"name": "fractions"}
+WORDS = {"name": "word_problems", "form": "think_answer"}
 SECTIONS = [
     {"name": "knights_knaves"},
     {"name": "knights_knaves", "split": "statements"},
     {"name": "arithmetic"},
-    {"name": "arithmetic", "num_digits": 3, "operations": ["+", "-"]},
-    {"name": "fractions"},
+    ARITHMETIC,
+    FRACTIONS,
     {"name": "word_problems"},
 ]
 
@@ -144,19 +148,6 @@ def test_knights_knaves_question_and_demonstration_by_hand():
         assert thought.endswith("knave, knight: lie true ok")
 
 
-@pytest.mark.parametrize(
-    ("numbers", "answer", "demonstration"),
-    [
-        ([17, 26, -9], "34", r"17 + 26 = 43, 43 - 9 = 34. \boxed{34}"),
-        ([12, -5, 8], "15", r"12 - 5 = 7, 7 + 8 = 15. \boxed{15}"),
-    ],
-)
-def test_word_problem_demonstration_by_hand(numbers, answer, demonstration):
-    task = parse_task({"name": "word_problems"}).build()
-    problem = Problem("p", "a story", answer, {"numbers": numbers})
-    assert task.demonstration(problem, random.Random(0)) == demonstration
-
-
 def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
     task = parse_task({"name": "word_problems", "max_number": 20}).build()
     signs = set()
@@ -176,32 +167,41 @@ def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
 
 
 @pytest.mark.parametrize(
-    ("left", "operation", "right", "thought", "answer"),
+    ("task", "numbers", "thought", "answer"),
     [
-        (47, "+", 85, "7+5+0=12 4+8+1=13", "132"),
-        (8, "+", 31, "8+1+0=9 0+3+0=3", "39"),
-        (155, "+", 45, "5+5+0=10 5+4+1=10 1+0+1=2", "200"),
-        (60, "-", 44, "10-4-0=6 6-4-1=1", "16"),
-        (100, "-", 1, "10-1-0=9 10-0-1=9 1-0-1=0", "99"),
+        (ARITHMETIC, (47, "+", 85), "7+5+0=12 4+8+1=13", "132"),
+        (ARITHMETIC, (8, "+", 31), "8+1+0=9 0+3+0=3", "39"),
+        (ARITHMETIC, (155, "+", 45), "5+5+0=10 5+4+1=10 1+0+1=2", "200"),
+        (ARITHMETIC, (60, "-", 44), "10-4-0=6 6-4-1=1", "16"),
+        (ARITHMETIC, (100, "-", 1), "10-1-0=9 10-0-1=9 1-0-1=0", "99"),
+        (FRACTIONS, ((1, 2), "+", (1, 6)), "1*6=6 1*2=2 6+2=8 2*6=12", r"\boxed{\frac{8}{12}}"),
+        (FRACTIONS, ((2, 3), "-", (1, 2)), "2*2=4 1*3=3 4-3=1 3*2=6", r"\boxed{\frac{1}{6}}"),
+        (FRACTIONS, ((2, 3), "*", (3, 4)), "2*3=6 3*4=12", r"\boxed{\frac{6}{12}}"),
+        (WORDS, (17, 26, -9), "17 + 26 = 43, 43 - 9 = 34.", "34"),
+        (WORDS, (12, -5, 8), "12 - 5 = 7, 7 + 8 = 15.", "15"),
     ],
+    indirect=["task"],
 )
-def test_arithmetic_demonstration_by_hand(left, operation, right, thought, answer):
-    task = parse_task({"name": "arithmetic", "operations": ["+", "-"]}).build()
-    problem = Problem("x", "", answer, {"left": left, "operation": operation, "right": right})
+def test_demonstration_by_hand(task, numbers, thought, answer):
+    left, operation, right = numbers
+    metadata = {"left": left, "operation": operation, "right": right, "numbers": numbers}
     expected = f"<think>{thought}</think><answer>{answer}</answer>"
-    assert task.demonstration(problem, random.Random(0)) == expected
+    assert task.demonstration(Problem("x", "", answer, metadata), random.Random(0)) == expected
 
 
-def test_arithmetic_answers_are_right_and_never_negative():
-    task = parse_task({"name": "arithmetic", "operations": ["+", "-"]}).build()
+@pytest.mark.parametrize(("task", "operations"), [(ARITHMETIC, "+-"), (FRACTIONS, "+-*")], indirect=["task"])
+def test_answers_are_right_reduced_and_never_negative(task, operations):
     seen = set()
     for index in range(300):
         problem = task.train_problem(index, 0)
         left, operation, right = problem.question.removeprefix("What is ").removesuffix("?").split()
-        value = int(left) + int(right) if operation == "+" else int(left) - int(right)
-        assert (problem.answer, value >= 0) == (str(value), True)
+        a, b = Fraction(left), Fraction(right)
+        value = {"+": a + b, "-": a - b, "*": a * b}[operation]
+        assert value >= 0
+        expected = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+        assert problem.answer == (expected if value.denominator > 1 else str(value.numerator))
         seen.add(operation)
-    assert seen == {"+", "-"}
+    assert seen == set(operations)
 
 
 def test_arithmetic_holds_out_a_sum_in_both_orders():

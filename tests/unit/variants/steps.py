@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_grpo import Objective, PreparedBatch, TokenBatch, build_objective, global_counts
+from nemo_grpo import Objective, PreparedBatch, TokenBatch, global_counts
+
+TOKEN_TENSORS = (
+    "next_token_logprobs",
+    "prev_logprobs",
+    "generation_logprobs",
+    "reference_policy_logprobs",
+    "entropies",
+)
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "grpo": {"reference_policy_kl_penalty": 0.1},
@@ -51,26 +61,16 @@ def steps(draw: st.DrawFn) -> TokenBatch:
     lengths = draw(st.lists(st.integers(0, 6), min_size=num_rows, max_size=num_rows))
     rewards = draw(st.lists(st.sampled_from([0.0, 1.0, 0.3]), min_size=num_rows, max_size=num_rows))
     excluded = draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return random_step(
-        torch.tensor(lengths),
-        torch.tensor(rewards, dtype=torch.float64),
-        ids * 5 - 3,
-        generator,
-        sample_mask=~(torch.tensor(excluded) & (torch.arange(num_rows) % 3 == 2)),
-    )
+    ids = [5 * group - 3 for group, size in enumerate(sizes) for _ in range(size)]
+    batch = random_step(lengths, rewards, ids, draw(st.integers(0, 2**31)))
+    return replace(batch, sample_mask=~(torch.tensor(excluded) & (torch.arange(num_rows) % 3 == 2)))
 
 
 def random_step(
-    lengths: Tensor,
-    rewards: Tensor,
-    group_ids: Tensor,
-    generator: torch.Generator,
-    sample_mask: Tensor | None = None,
+    lengths: Sequence[int], rewards: Sequence[float], group_ids: Sequence[int], seed: int = 0
 ) -> TokenBatch:
     """Random logprobs of the given shape, the current policy somewhat away from the previous one."""
-    shape = (len(lengths), max(int(lengths.max()), 1))
+    shape, generator = (len(lengths), max(*lengths, 1)), torch.Generator().manual_seed(seed)
 
     def rand() -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -82,15 +82,16 @@ def random_step(
         generation_logprobs=prev + 0.01 * (rand() - 0.5),
         reference_policy_logprobs=prev + 0.5 * (rand() - 0.5),
         entropies=2 * rand(),
-        token_mask=torch.arange(shape[1]) < lengths[:, None],
-        sample_mask=torch.ones(shape[0]) if sample_mask is None else sample_mask,
-        rewards=rewards,
-        group_ids=group_ids,
+        token_mask=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
+        sample_mask=torch.ones(shape[0]),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor(group_ids),
     )
 
 
-def objective(name: str, parameters: dict[str, Any]) -> Objective:
-    return build_objective(name, **parameters)
+def counts(batch: TokenBatch) -> dict[str, Any]:
+    """What a loss divides by, of a batch that holds the whole step."""
+    return dict(zip(("global_valid_toks", "global_valid_seqs"), global_counts(batch), strict=True))
 
 
 def loss_and_gradient(
@@ -98,11 +99,10 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor, PreparedBatch]:
     """Loss summed over ``parts`` (rows; default: all at once), and its gradient in next_token_logprobs."""
     prepared = objective.prepare(batch, seed=11)
-    toks, seqs = global_counts(batch)
     current = batch.next_token_logprobs
     total = torch.zeros((), dtype=current.dtype)
     for rows in [torch.arange(len(batch.rewards))] if parts is None else parts:
         part = prepared.select(rows, next_token_logprobs=current[rows])
-        total = total + objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)[0]
+        total = total + objective.loss(part, **counts(batch))[0]
     (gradient,) = torch.autograd.grad(total, current)
     return total.detach(), gradient, prepared

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from steps import random_step
+from steps import TOKEN_TENSORS, counts, random_step
 
-from nemo_grpo import build_objective, global_counts
+from nemo_grpo import build_objective
 
 
 def released_code(batch):
@@ -28,18 +28,12 @@ def released_code(batch):
 
 @pytest.fixture
 def group():
-    return random_step(
-        torch.tensor([5, 2, 4, 5]),
-        torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
-        torch.zeros(4, dtype=torch.int64),
-        torch.Generator().manual_seed(3),
-    )
+    return random_step([5, 2, 4, 5], [1.0, 0.0, 0.0, 1.0], [0] * 4, seed=3)
 
 
 def test_loss_and_gradient_equal_the_released_code(group):
     o = build_objective("cw_grpo", author_compat=True)
-    toks, seqs = global_counts(group)
-    ours, _ = o.loss(o.prepare(group), global_valid_toks=toks, global_valid_seqs=seqs)
+    ours, _ = o.loss(o.prepare(group), **counts(group))
     expected = released_code(group)
     assert ours.item() == pytest.approx(expected.item())
     (gradient,) = torch.autograd.grad(ours, group.next_token_logprobs)
@@ -50,20 +44,12 @@ def test_loss_and_gradient_equal_the_released_code(group):
 def test_the_normaliser_counts_the_padding_of_the_group(group):
     """Lengths 5, 2, 4, 5: the weights' mean over 16 tokens is 20 / 16, whatever else pads the tensors."""
     o = build_objective("cw_grpo", author_compat=True)
-    toks, seqs = global_counts(group)
     wide = {
         name: torch.nn.functional.pad(getattr(group, name).detach().double(), (3, 2))
-        for name in (
-            "next_token_logprobs",
-            "prev_logprobs",
-            "generation_logprobs",
-            "reference_policy_logprobs",
-            "entropies",
-            "token_mask",
-        )
+        for name in (*TOKEN_TENSORS, "token_mask")
     }
     for batch in (group, replace(group, **wide)):
-        loss, metrics = o.loss(o.prepare(batch), global_valid_toks=toks, global_valid_seqs=seqs)
+        loss, metrics = o.loss(o.prepare(batch), **counts(group))
         assert metrics["cw_grpo/weight_mean"].item() == pytest.approx(20 / 16)
         assert loss.item() == pytest.approx(released_code(group).item())
 

@@ -8,19 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import ALL, IDS, loss_and_gradient, objective, steps
+from steps import ALL, IDS, TOKEN_TENSORS, counts, loss_and_gradient, random_step, steps
 
-from nemo_grpo import TokenBatch, global_counts
+from nemo_grpo import TokenBatch, build_objective
 
 FEW = settings(max_examples=25, deadline=None)
-TOKEN_TENSORS = (
-    "next_token_logprobs",
-    "prev_logprobs",
-    "generation_logprobs",
-    "reference_policy_logprobs",
-    "entropies",
-)
 every_variant = pytest.mark.parametrize(("name", "parameters"), ALL, ids=IDS)
+
+
+def shuffle(batch: TokenBatch, order: torch.Tensor) -> TokenBatch:
+    return batch.select(order, next_token_logprobs=batch.next_token_logprobs[order].detach().requires_grad_())
 
 
 def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -31,7 +28,7 @@ def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
 @FEW
 @given(batch=steps(), cuts=st.lists(st.integers(0, 16), max_size=4))
 def test_loss_is_the_sum_over_any_microbatches(name, parameters, batch, cuts):
-    o = objective(name, parameters)
+    o = build_objective(name, **parameters)
     whole, gradient, _ = loss_and_gradient(o, batch)
     order = torch.randperm(len(batch.rewards), generator=torch.Generator().manual_seed(len(cuts)))
     bounds = sorted({min(c, len(order)) for c in cuts})
@@ -45,15 +42,10 @@ def test_loss_is_the_sum_over_any_microbatches(name, parameters, batch, cuts):
 @FEW
 @given(batch=steps())
 def test_loss_does_not_depend_on_row_order_or_group_numbers(name, parameters, batch):
-    o = objective(name, parameters)
+    o = build_objective(name, **parameters)
     whole, gradient, _ = loss_and_gradient(o, batch)
     order = torch.randperm(len(batch.rewards), generator=torch.Generator().manual_seed(3))
-    shuffled = batch.select(order)
-    shuffled = replace(
-        shuffled,
-        group_ids=100 - shuffled.group_ids,
-        next_token_logprobs=shuffled.next_token_logprobs.detach().requires_grad_(),
-    )
+    shuffled = shuffle(replace(batch, group_ids=100 - batch.group_ids), order)
     value, shuffled_gradient, _ = loss_and_gradient(o, shuffled)
     assert_same(value, whole)
     assert_same(shuffled_gradient, gradient[order])
@@ -63,7 +55,7 @@ def test_loss_does_not_depend_on_row_order_or_group_numbers(name, parameters, ba
 @FEW
 @given(batch=steps(), left=st.integers(0, 3), right=st.integers(0, 3))
 def test_loss_does_not_depend_on_padding(name, parameters, batch, left, right):
-    o = objective(name, parameters)
+    o = build_objective(name, **parameters)
     whole, gradient, _ = loss_and_gradient(o, batch)
     changes = {
         field: torch.nn.functional.pad(getattr(batch, field).detach(), (left, right), value=-7.0)
@@ -81,15 +73,14 @@ def test_loss_does_not_depend_on_padding(name, parameters, batch, left, right):
 @given(batch=steps())
 def test_packing_gives_the_same_loss(name, parameters, batch):
     """Packing wrappers call the loss once per sequence, cut to its true length, with global counts."""
-    o = objective(name, parameters)
+    o = build_objective(name, **parameters)
     whole, gradient, _ = loss_and_gradient(o, batch)
     prepared = o.prepare(batch, seed=11)
-    toks, seqs = global_counts(batch)
     total, gradients = torch.zeros((), dtype=torch.float64), torch.zeros_like(gradient)
     for row, length in enumerate(batch.token_mask.sum(1).tolist()):
         current = batch.next_token_logprobs[row : row + 1, :length].detach().requires_grad_()
         part = prepared.select(torch.tensor([row]), next_token_logprobs=current, length=length)
-        loss, _ = o.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
+        loss, _ = o.loss(part, **counts(batch))
         (gradients[row : row + 1, :length],) = torch.autograd.grad(loss, current)
         total = total + loss.detach()
     assert_same(total, whole)
@@ -100,7 +91,7 @@ def test_packing_gives_the_same_loss(name, parameters, batch):
 @FEW
 @given(batch=steps(), garbage=st.sampled_from([float("nan"), float("inf"), float("-inf"), 1e30]))
 def test_garbage_under_the_mask_reaches_neither_loss_nor_gradient(name, parameters, batch, garbage):
-    o = objective(name, parameters)
+    o = build_objective(name, **parameters)
     whole, gradient, prepared = loss_and_gradient(o, batch)
     bad = replace(
         batch,
@@ -119,13 +110,10 @@ def test_garbage_under_the_mask_reaches_neither_loss_nor_gradient(name, paramete
 @every_variant
 def test_metrics_of_parts_add_up_to_the_whole(name, parameters):
     batch = steps_example()
-    o = objective(name, parameters)
-    prepared, (toks, seqs) = o.prepare(batch), global_counts(batch)
-    whole = o.loss(prepared, global_valid_toks=toks, global_valid_seqs=seqs)[1]
-    parts = [
-        o.loss(prepared.select(torch.tensor([i])), global_valid_toks=toks, global_valid_seqs=seqs)[1]
-        for i in range(len(batch.rewards))
-    ]
+    o = build_objective(name, **parameters)
+    prepared = o.prepare(batch)
+    whole = o.loss(prepared, **counts(batch))[1]
+    parts = [o.loss(prepared.select(torch.tensor([i])), **counts(batch))[1] for i in range(5)]
     for metric, value in whole.items():
         assert_same(sum(part[metric] for part in parts), value)
 
@@ -133,17 +121,14 @@ def test_metrics_of_parts_add_up_to_the_whole(name, parameters):
 @every_variant
 def test_gradient_agrees_with_finite_differences(name, parameters):
     batch = steps_example()
-    o = objective(name, parameters)
-    prepared, (toks, seqs) = o.prepare(batch, seed=2), global_counts(batch)
-    weights_are_frozen = (
-        name == "tr_grpo"
-    )  # its weight has no gradient by definition: freeze it for the comparison
-    if weights_are_frozen:
-        o = objective(name, parameters | {"weighting": "equal"})
+    o = build_objective(name, **parameters)
+    prepared = o.prepare(batch, seed=2)
+    if name == "tr_grpo":  # its weight has no gradient by definition: freeze it for the comparison
+        o = build_objective(name, **parameters | {"weighting": "equal"})
 
     def loss(current: torch.Tensor) -> torch.Tensor:
         part = prepared.select(slice(None), next_token_logprobs=current)
-        return o.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)[0]
+        return o.loss(part, **counts(batch))[0]
 
     assert torch.autograd.gradcheck(loss, (batch.next_token_logprobs.detach().requires_grad_(),), atol=1e-8)
 
@@ -151,7 +136,7 @@ def test_gradient_agrees_with_finite_differences(name, parameters):
 @every_variant
 def test_tensor_on_no_valid_token_gives_zero(name, parameters):
     batch = replace(steps_example(), token_mask=torch.zeros(5, 4))
-    loss, gradient, _ = loss_and_gradient(objective(name, parameters), batch)
+    loss, gradient, _ = loss_and_gradient(build_objective(name, **parameters), batch)
     assert loss == 0
     assert (gradient == 0).all()
 
@@ -162,8 +147,10 @@ def test_loss_keeps_the_dtype(name, parameters, dtype):
     batch = steps_example()
     changes = {f: getattr(batch, f).detach().to(dtype) for f in TOKEN_TENSORS}
     changes["next_token_logprobs"].requires_grad_()
-    value, gradient, prepared = loss_and_gradient(objective(name, parameters), replace(batch, **changes))
-    exact, _, _ = loss_and_gradient(objective(name, parameters), batch)
+    value, gradient, prepared = loss_and_gradient(
+        build_objective(name, **parameters), replace(batch, **changes)
+    )
+    exact, _, _ = loss_and_gradient(build_objective(name, **parameters), batch)
     assert prepared.advantages.dtype == gradient.dtype == dtype
     if name == "clip_cov" or parameters.get("weighting") == "random":
         return  # their draws are keyed by the bits of the logprobs, which rounding changes
@@ -172,31 +159,21 @@ def test_loss_keeps_the_dtype(name, parameters, dtype):
 
 def steps_example() -> TokenBatch:
     """Two groups; an empty, a one-token and a truncated response among them."""
-    from steps import random_step
-
-    return random_step(
-        torch.tensor([4, 1, 0, 3, 4]),
-        torch.tensor([1.0, 0.0, 0.0, 1.0, 0.3], dtype=torch.float64),
-        torch.tensor([0, 0, 0, 1, 1]),
-        torch.Generator().manual_seed(5),
-    )
+    return random_step([4, 1, 0, 3, 4], [1.0, 0.0, 0.0, 1.0, 0.3], [0, 0, 0, 1, 1], seed=5)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [ALL[3], ALL[9]], ids=["clip_cov", "tr_grpo-random"])
 def test_draws_keyed_by_response_ids_survive_rounding_and_row_order(name, parameters):
     batch = replace(steps_example(), response_ids=torch.tensor([7, 2**62, -5, 11, 12]))
-    o = objective(name, parameters)
+    o = build_objective(name, **parameters)
     _, gradient, _ = loss_and_gradient(o, batch)
-    noisy = replace(
-        batch, prev_logprobs=batch.prev_logprobs + 1e-9
-    )  # another microbatch size, another layout
+    # another microbatch size, another layout
+    noisy = replace(batch, prev_logprobs=batch.prev_logprobs + 1e-9)
     assert_same_draw = lambda g: torch.testing.assert_close(g, gradient, rtol=1e-6, atol=1e-7)  # noqa: E731
     assert_same_draw(loss_and_gradient(o, noisy)[1])
     order = torch.tensor([4, 2, 0, 3, 1])
-    shuffled = noisy.select(order)
-    shuffled = replace(shuffled, next_token_logprobs=shuffled.next_token_logprobs.detach().requires_grad_())
     back = torch.empty_like(gradient)
-    back[order] = loss_and_gradient(o, shuffled)[1]
+    back[order] = loss_and_gradient(o, shuffle(noisy, order))[1]
     assert_same_draw(back)
     assert ALL[3][0] == "clip_cov"
     assert ALL[9][1]["weighting"] == "random"

@@ -6,26 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from steps import ALL, IDS, objective, random_step
+from steps import ALL, IDS, counts, random_step
 
-from nemo_grpo import VARIANTS, TokenBatch, global_counts
+from nemo_grpo import VARIANTS, TokenBatch, build_objective
 
 FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg"}
 
 
 def step() -> TokenBatch:
-    batch = random_step(
-        torch.tensor([4, 6, 5, 3]),
-        torch.tensor([1.0, 0.0, 0.3, 1.0], dtype=torch.float64),
-        torch.tensor([0, 0, 1, 1]),
-        torch.Generator().manual_seed(0),
-    )
+    batch = random_step([4, 6, 5, 3], [1.0, 0.0, 0.3, 1.0], [0, 0, 1, 1])
     return replace(batch, response_ids=torch.tensor([5, 9, 2, 7]))
 
 
 @pytest.mark.parametrize(("name", "parameters"), ALL, ids=IDS)
 def test_a_variant_says_whether_its_advantages_need_prev_logprobs(name, parameters):
-    built, batch = objective(name, parameters), step()
+    built, batch = build_objective(name, **parameters), step()
     one = built.prepare(batch, seed=3)
     prev, entropies = 0.3 * batch.prev_logprobs, batch.entropies.flip(1)
     other = built.prepare(replace(batch, prev_logprobs=prev, entropies=entropies), seed=3)
@@ -41,15 +36,14 @@ def test_the_variants_that_need_none():
 
 @pytest.mark.parametrize("name", sorted(FROM_REWARDS_ALONE))
 def test_on_policy_loss_and_gradient_are_those_of_equal_prev_logprobs(name):
-    built, batch = objective(name, dict(ALL)[name] if name != "tr_grpo" else {}), step()
-    toks, seqs = global_counts(batch)
+    built, batch = build_objective(name, **(dict(ALL)[name] if name != "tr_grpo" else {})), step()
 
     def loss(prev: torch.Tensor, on_policy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         current = batch.next_token_logprobs.detach().clone().requires_grad_()
         prepared = built.prepare(replace(batch, prev_logprobs=prev, next_token_logprobs=prev), seed=3)
         part = prepared.select(slice(None), next_token_logprobs=current)
         part = part.on_policy() if on_policy else part
-        value, metrics = built.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
+        value, metrics = built.loss(part, **counts(batch))
         if on_policy:
             assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-12)
         return value, torch.autograd.grad(value, current)[0]

@@ -1,0 +1,96 @@
+"""The process that answers the requests of a `worker_pool`, which starts it as a script.
+
+It receives its job, a name of `JOBS` with that one's arguments, says that it is ready, and answers requests
+with bytes. The kernel kills the process if a request takes too much CPU time, even if the parent is gone;
+memory is limited likewise. Only `own_function` imports this package, which brings in torch.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def main(connection: Connection, cpu_seconds: float, memory_bytes: int) -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    job, *details = connection.recv()
+    answer = JOBS[job](*details)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            request, count = connection.recv()
+        except (EOFError, OSError):  # the parent is gone
+            return
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds * count)
+        reply = answer(*request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send_bytes(reply)
+
+
+def mathematics() -> Callable[[str, str], bytes]:
+    """(reference, answer) -> ``1`` if math-verify takes the two for equal, else ``0``; never raises."""
+    import logging
+
+    logging.disable(logging.CRITICAL)
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+
+    def read(text: str) -> Any:
+        return parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None)
+
+    def equal(reference: str, answer: str) -> bytes:
+        try:
+            # Its own limits are alarms, which code in C does not notice: SIGPROF stands in for them.
+            return b"%d" % bool(verify(read(reference), read(answer), timeout_seconds=None))
+        except (Exception, RecursionError, MemoryError):
+            return b"0"
+
+    equal("1/2", "0.5")
+    return equal
+
+
+def own_function(path: list[str], files: dict[str, str], reference: str) -> Callable[..., bytes]:
+    """(arguments by name, number of responses, or None for one) -> JSON, ``values`` or an ``error``."""
+    sys.path[:] = path
+    from nemo_grpo import extensions
+
+    extensions.receive_files(files)
+    function = extensions.load(reference, "nemo_grpo.rewards")
+
+    def answer(arguments: dict[str, Any], count: int | None) -> bytes:
+        try:
+            reply: dict[str, Any] = {"values": numbers(function(**arguments), count)}
+        except (Exception, RecursionError, MemoryError) as error:
+            reply = {"error": extensions.place_of(error, reference.rpartition(":")[0])}
+        return json.dumps(reply).encode()
+
+    return answer
+
+
+def numbers(value: Any, count: int | None) -> list[float]:
+    """A function's value, or its ``count`` values."""
+    values = [value] if count is None else list(value)
+    if count is not None and len(values) != count:
+        raise ValueError(f"{len(values)} values for {count} responses")
+    for one in values:
+        if one is None or isinstance(one, str):
+            raise TypeError(f"{one!r} instead of a number")
+    return [float(one) for one in values]
+
+
+JOBS: dict[str, Callable[..., Callable[..., bytes]]] = {
+    "mathematics": mathematics,
+    "own_function": own_function,
+}
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), float(sys.argv[2]), int(sys.argv[3]))
