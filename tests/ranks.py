@@ -15,6 +15,7 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -66,21 +67,21 @@ def slow_but(cases: Iterable[str], *quick: str) -> list[Any]:
     return [pytest.param(case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(*arguments)`` on each rank; the results in rank order. Raises if any rank raised."""
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+    """What the function returns on each rank, in rank order. Raises if any rank raised."""
     start_server()
     with reserved_port() as port:
-        _server.send((world_size, port, function, arguments))
+        _server.send((world_size, port, partial(function, *arguments, **named)))
         error, results = pickle.loads(_server.recv_bytes())
     if error is not None:
         raise error
     return results
 
 
-def _run(world_size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+def _run(world_size: int, port: int, function: Callable[[], Any]) -> list[Any]:
     pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        _context.Process(target=_rank, args=(rank, world_size, port, pipes[rank][1], function, arguments))
+        _context.Process(target=_rank, args=(rank, world_size, port, pipes[rank][1], function))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -105,9 +106,7 @@ def _run(world_size: int, port: int, function: Callable[..., Any], arguments: tu
                 end.close()
 
 
-def _rank(
-    rank: int, world_size: int, port: int, send: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, world_size: int, port: int, send: Any, function: Callable[[], Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -116,7 +115,7 @@ def _rank(
         MASTER_PORT=str(port),
     )  # fmt: skip
     try:
-        answer = (None, function(*arguments))
+        answer = (None, function())
     except BaseException:
         answer = (traceback.format_exc(), None)
     send.send_bytes(pickle.dumps(answer))  # by value: torch would share memory that ends with this process

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy_policies import FULL_RECOMPUTE, PARAMETERS
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
@@ -15,40 +16,35 @@ from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.engine.megatron.results import Scores
 from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 pytestmark = pytest.mark.gpu
 
 LOCAL = {"transformer_impl": "local"}
-FULL_RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 SETTINGS = MegatronOptimizer(lr=1e-3, weight_decay=0.1, adam_eps=1e-4, clip_grad=1.0)
-EXTRA: dict[str, dict[str, Any]] = {
-    "dr_grpo": {"max_response_length": 40},
-    "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1},
-}
 needs_te = pytest.mark.skipif(
     not transformer_engine_is_installed(), reason="Transformer Engine is not installed"
 )
 
 
+SIZES = {
+    "vocab_size": 500,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+}
+"""Widths of 16 and head dimension 64, so that FP8 and fused attention can run."""
+
+
 def make(dtype: torch.dtype, fields: dict[str, Any]) -> MegatronPolicy:
-    """Widths of 16 and head dimension 64, so that FP8 and fused attention can run."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=500,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
+    config = Qwen2Config(**SIZES, tie_word_embeddings=True)
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = MegatronPolicy(config, SETTINGS, dtype=dtype, device=device, config_fields=fields)
@@ -75,23 +71,48 @@ def token_batch(sequences: Sequences, rewards: torch.Tensor, scores: torch.Tenso
     )
 
 
+class Run:
+    """A policy and one rollout; each `step` is an update on it."""
+
+    def __init__(self, policy: MegatronPolicy, mb_tokens: int | None = None) -> None:
+        self.policy = policy
+        self.sequences, self.rewards = rollout()
+        self.how: dict[str, Any] = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
+        self.objective = build_objective("gpg")
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def score(self) -> Scores:
+        return self.policy.score(self.sequences, **self.how)
+
+    def step(self, scores: Scores) -> None:
+        prepared = self.objective.prepare(token_batch(self.sequences, self.rewards, scores.logprobs))
+        result = self.policy.update(self.objective, prepared, self.sequences, **self.how)
+        self.losses.append(result.metrics["loss/total"])
+        self.grad_norms.append(result.grad_norm)
+
+    def answer(self, scores: Scores) -> dict[str, Any]:
+        """All of it as CPU tensors."""
+        return {
+            "scores": scores.logprobs,
+            "entropies": scores.entropies,
+            "losses": self.losses,
+            "grad_norms": self.grad_norms,
+            "weights": {name: x.float().cpu().clone() for name, x in self.policy.named_tensors()},
+        }
+
+    def trained(self, num_steps: int) -> dict[str, Any]:
+        """Score, then updates."""
+        scores = self.score()
+        for _ in range(num_steps):
+            self.step(scores)
+        return self.answer(scores)
+
+
 def trained(
     dtype: torch.dtype, fields: dict[str, Any], num_steps: int = 5, mb_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Score, then updates on one rollout; all of it as CPU tensors."""
-    policy, (sequences, rewards) = make(dtype, fields), rollout()
-    how: dict[str, Any] = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
-    scores, entropies = policy.score(sequences, **how)
-    objective = build_objective("gpg")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores))
-    results = [policy.update(objective, prepared, sequences, **how) for _ in range(num_steps)]
-    return {
-        "scores": scores,
-        "entropies": entropies,
-        "losses": [result.metrics["loss/total"] for result in results],
-        "grad_norms": [result.grad_norm for result in results],
-        "weights": {name: tensor.float().cpu() for name, tensor in policy.named_tensors()},
-    }
+    return Run(make(dtype, fields), mb_tokens).trained(num_steps)
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any], logprob: float, relative: float) -> None:
@@ -160,19 +181,15 @@ def test_fp8_is_finite_and_close_to_bf16(recipe, form):
 
 @needs_te
 def test_a_checkpoint_of_transformer_engine_resumes(tmp_path):
-    policy, (sequences, rewards) = make(torch.bfloat16, {}), rollout()
-    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    objective = build_objective("gpg")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores))
-    policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
-    before, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    begin_save(policy, tmp_path / "weights", 1).finish()
+    run = Run(make(torch.bfloat16, {}))
+    run.step(run.score())
+    before = run.score().logprobs
+    begin_save(run.policy, tmp_path / "weights", 1).finish()
     with torch.no_grad():
-        for parameter in policy.model.parameters():
+        for parameter in run.policy.model.parameters():
             parameter.mul_(1.1)
-    load_policy(policy, tmp_path / "weights")
-    after, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    torch.testing.assert_close(after, before, rtol=0, atol=1e-3)
+    load_policy(run.policy, tmp_path / "weights")
+    torch.testing.assert_close(run.score().logprobs, before, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -180,7 +197,7 @@ def test_no_loss_waits_for_the_gpu(variant):
     sequences, rewards = rollout()
     scores = -torch.rand(8, 47)
     more = {"entropies": -scores, "reference_policy_logprobs": scores - 0.1}
-    objective = build_objective(variant, **EXTRA.get(variant, {}))
+    objective = build_objective(variant, **PARAMETERS.get(variant, {}))
     prepared = objective.prepare(token_batch(sequences, rewards, scores, **more)).to("cuda")
     logits = torch.randn(4, 47, 500, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(500, (4, 47), device="cuda")
@@ -206,15 +223,14 @@ def test_no_loss_waits_for_the_gpu(variant):
 
 def test_the_profiler_sees_no_copy_to_the_host_in_a_microbatch():
     """Two microbatches copy to the host as often as one: what an update reads back does not grow."""
-    policy, (sequences, rewards) = make(torch.bfloat16, LOCAL), rollout()
-    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    objective = build_objective("gpg")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores))
+    run = Run(make(torch.bfloat16, LOCAL))
+    scores = run.score()
 
     def copies(micro_batch_size: int) -> int:
+        run.how["micro_batch_size"] = micro_batch_size
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            policy.update(objective, prepared, sequences, micro_batch_size=micro_batch_size, temperature=1.0)
+            run.step(scores)
             torch.cuda.synchronize()
         return sum(event.count for event in profile.key_averages() if "Memcpy DtoH" in event.key)
 

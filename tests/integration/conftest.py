@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_runs import QUICKSTART, arguments
+
+from nemo_grpo.recipe import Recipe, load_recipe
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +15,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of warm starts, for all processes of the session."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "warm-starts"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, cache: Path) -> Callable[..., Recipe]:
+    """Of a tiny run in ``tmp_path/name``."""
+
+    def make(*overrides: str, name: str = "run", of: Path = QUICKSTART) -> Recipe:
+        return load_recipe(of, arguments(tmp_path, cache, name, *overrides))
+
+    return make

@@ -5,52 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from fake_cuda import FakeCuda, fake_cuda
-from small_models import small_config
-from transformers import Qwen2ForCausalLM  # imported while there is no GPU
+from toy_policies import PARAMETERS, hf_model, policy_of, rollout, token_batch
+from transformers import Qwen2ForCausalLM  # noqa: F401 - while there is no GPU
 
-from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy, next_token_logprobs
 from nemo_grpo.engine.megatron import schedule
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.nemorl.loss import build_loss
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 GPU = torch.device("cuda", 0)
-EXTRA = {"dr_grpo": {"max_response_length": 16}, "clip_cov": {"covariance_min": 0.0, "clip_fraction": 0.1}}
-
-
-def rollout() -> tuple[Sequences, torch.Tensor]:
-    """Three prompts of 5, 3 and 4 tokens with 4, 2 and 3 responses of 1 to 9 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    prompt_ids = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
-    prompt_lengths = torch.tensor([5, 3, 4])[prompt_ids]
-    lengths = prompt_lengths + torch.tensor([9, 1, 4, 6, 2, 7, 3, 3, 8])
-    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 1, 1])
-    ids = torch.randint(96, (9, 16), generator=generator)
-    return Sequences(ids, lengths, prompt_lengths, prompt_ids), rewards
-
-
-def token_batch(scores: torch.Tensor, reference: torch.Tensor) -> TokenBatch:
-    sequences, rewards = rollout()
-    column = torch.arange(15)
-    return TokenBatch(
-        prev_logprobs=scores,
-        entropies=-scores,
-        reference_policy_logprobs=reference,
-        token_mask=(column < sequences.lengths[:, None] - 1)
-        & (column >= sequences.prompt_lengths[:, None] - 1),
-        sample_mask=torch.ones(9),
-        rewards=rewards,
-        group_ids=sequences.prompt_ids,
-    )
 
 
 def _message(gpu: FakeCuda, function: Callable[[], Any]) -> str:
@@ -93,11 +66,12 @@ def device() -> dict[str, str]:
 def losses() -> dict[str, dict[str, Any]]:
     """Waits of each variant's loss with its backward pass: ours, and NeMo-RL's object."""
     found: dict[str, dict[str, Any]] = {}
-    scores = -torch.rand(9, 15)
+    (sequences, rewards), scores = rollout(), -torch.rand(9, 15)
+    further = {"entropies": -scores, "reference_policy_logprobs": scores - 0.1}
     with fake_cuda() as gpu:
         for variant in VARIANTS:
-            objective = build_objective(variant, **EXTRA.get(variant, {}))
-            prepared = objective.prepare(token_batch(scores, scores - 0.1)).to(GPU)
+            objective = build_objective(variant, **PARAMETERS.get(variant, {}))
+            prepared = objective.prepare(token_batch(sequences, rewards, scores, **further)).to(GPU)
             toks, seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
             logits = torch.randn(9, 15, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             targets = torch.randint(96, (9, 15), device="cuda")
@@ -124,7 +98,7 @@ def losses() -> dict[str, dict[str, Any]]:
             data = {name: torch.nn.functional.pad(x, (1, 0)) for name, x in data.items()}
             data["sample_mask"] = torch.ones(9, device="cuda")
             logprobs = next_token_logprobs(logits, targets, chunk_size=16)
-            nemo = build_loss({"variant": variant, **EXTRA.get(variant, {})})
+            nemo = build_loss({"variant": variant, **PARAMETERS.get(variant, {})})
             loss, _ = nemo(logprobs, data, seqs, toks)
             loss.backward()
             found[variant]["nemo_rl"] = gpu.taken()
@@ -150,7 +124,7 @@ def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any
 
         original = schedule.get_forward_backward_func
         arguments = {"micro_batch_size": how["rows"], "temperature": 0.9, "mb_tokens": how.get("mb_tokens")}
-        sequences, _ = rollout()
+        sequences, rewards = rollout()
         found: dict[str, Any] = {}
         gpu.taken()
         with mock.patch.object(schedule, "get_forward_backward_func", watched):
@@ -160,7 +134,8 @@ def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any
                 reference = made.score(sequences, **arguments, with_entropies=False).logprobs
             found["reference"] = gpu.taken()
             objective = build_objective(how["variant"])
-            prepared = objective.prepare(token_batch(scores.logprobs, reference))
+            further = {"entropies": scores.entropies, "reference_policy_logprobs": reference}
+            prepared = objective.prepare(token_batch(sequences, rewards, scores.logprobs, **further))
             result = made.update(
                 objective, prepared, sequences, scoring=how.get("scoring", False), **arguments
             )
@@ -174,23 +149,19 @@ def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any
 
 
 def _policy(layout: dict[str, Any], how: dict[str, Any]) -> MegatronPolicy:
-    config = small_config()
-    made = MegatronPolicy(
-        config,
+    return policy_of(
+        hf_model(),
         MegatronOptimizer(lr=1e-3, weight_decay=0.0),
+        keep_reference=True,
         dtype=getattr(torch, how.get("dtype", "bfloat16")),
         device=GPU,
         layout=Layout(**layout),
         lora=LoRASettings(4, 8) if how.get("lora") else None,
         config_fields=how.get("fields", {}),
     )
-    made.load_weights(dict(Qwen2ForCausalLM(config).state_dict()), keep_reference=True)
-    return made
 
 
 def checkpoint(folder: str) -> dict[str, Any]:
-    from pathlib import Path
-
     from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 
     with fake_cuda():
@@ -227,8 +198,6 @@ def benchmark(output: str) -> dict[str, Any]:
 
 def gpu_tests(folder: str) -> list[str]:
     """The bodies of tests/gpu that need no numbers."""
-    from pathlib import Path
-
     import test_policy_gpu as tests
 
     with fake_cuda():

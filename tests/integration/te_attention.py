@@ -15,31 +15,27 @@ import torch
 from torch import Tensor
 
 
-def _enum(name: str, prefix: str, members: str) -> Any:
-    return IntEnum(name, [prefix + member for member in members.split()], start=0)
+def _enum(name: str, members: str) -> Any:
+    return IntEnum(name, [f"NVTE_{member}" for member in members.split()], start=0)
 
 
-NVTE_Bias_Type = _enum("NVTE_Bias_Type", "NVTE_", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI")
+NVTE_Bias_Type = _enum("NVTE_Bias_Type", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI")
 NVTE_Mask_Type = _enum(
     "NVTE_Mask_Type",
-    "NVTE_",
     "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK "
     "PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
 )
-NVTE_Softmax_Type = _enum(
-    "NVTE_Softmax_Type", "NVTE_", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX"
-)
-NVTE_QKV_Format = _enum("NVTE_QKV_Format", "NVTE_", "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD")
+NVTE_Softmax_Type = _enum("NVTE_Softmax_Type", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX")
+NVTE_QKV_Format = _enum("NVTE_QKV_Format", "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD")
 NVTE_QKV_Layout = _enum(
     "NVTE_QKV_Layout",
-    "NVTE_",
     "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD "
     "T3HD TH3D THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD "
     "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
     "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD",
 )
 NVTE_Fused_Attn_Backend = _enum(
-    "NVTE_Fused_Attn_Backend", "NVTE_", "F16_max512_seqlen F16_arbitrary_seqlen FP8 No_Backend"
+    "NVTE_Fused_Attn_Backend", "F16_max512_seqlen F16_arbitrary_seqlen FP8 No_Backend"
 )
 _CAUSAL = (NVTE_Mask_Type.NVTE_CAUSAL_MASK, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK)
 _PADDED = (NVTE_Mask_Type.NVTE_PADDING_MASK, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK)
@@ -135,12 +131,8 @@ def fused_attn_fwd(
     assert bias_type == 0
     assert softmax_type == 0
     assert not any(x is not None for x in more[:5])
-    call = _Call(
-        qkv_layout,
-        attn_mask_type,
-        (cu_seqlens_q, cu_seqlens_kv),
-        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-    )
+    starts = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    call = _Call(qkv_layout, attn_mask_type, (cu_seqlens_q, cu_seqlens_kv), starts)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     heads = q.shape[-2]
     if call.form == "THD":
@@ -184,12 +176,8 @@ def fused_attn_bwd(
     *more: Any,
 ) -> list[Any]:
     """Gradients like q, k and v; the sums of exponentials may be those of more keys than are given here."""
-    call = _Call(
-        qkv_layout,
-        attn_mask_type,
-        (cu_seqlens_q, cu_seqlens_kv),
-        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
-    )
+    starts = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    call = _Call(qkv_layout, attn_mask_type, (cu_seqlens_q, cu_seqlens_kv), starts)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for index, (own, others) in enumerate(call.pieces([q, o, d_o, dq], [k, v, dk, dv])):
         (one_q, one_o, one_do, one_dq), (one_k, one_v, one_dk, one_dv) = own, others

@@ -7,6 +7,7 @@ It is called by a process without a main module, which every rank would import a
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import traceback
 from collections.abc import Callable
@@ -24,12 +25,11 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_policy_gpu import SETTINGS, rollout, token_batch  # noqa: E402
+from test_policy_gpu import SETTINGS, SIZES, Run  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron  # noqa: E402
 from checkpoints_conv.megatron_to_hf import megatron_to_hf  # noqa: E402
-from nemo_grpo import build_objective  # noqa: E402
 from nemo_grpo.engine.megatron import model  # noqa: E402
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy  # noqa: E402
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed  # noqa: E402
@@ -38,23 +38,18 @@ from nemo_grpo.engine.megatron.options import FP8_CAPABILITY  # noqa: E402
 from nemo_grpo.engine.megatron.policy import MegatronPolicy  # noqa: E402
 from nemo_grpo.recipe.layout import Layout  # noqa: E402
 
-SIZES = {
-    "vocab_size": 500,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-}
 FAMILIES: dict[str, Callable[..., Any]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 ADAPTERS = LoRASettings(8, 16)
 
 
-def make(
-    impl: str, layout: dict[str, Any], family: str, lora: bool, fields: dict[str, Any]
-) -> MegatronPolicy:
+def begun(
+    impl: str = "transformer_engine",
+    layout: dict[str, Any] | None = None,
+    family: str = "qwen2",
+    lora: bool = False,
+    mb_tokens: int | None = None,
+    **fields: Any,
+) -> Run:
     assert transformer_engine_is_installed()
     torch.manual_seed(0)
     config = FAMILIES[family](**SIZES, tie_word_embeddings=family != "llama")
@@ -63,69 +58,28 @@ def make(
         config,
         SETTINGS,
         dtype=torch.bfloat16,
-        layout=Layout(**layout),
+        layout=Layout(**layout or {}),
         lora=ADAPTERS if lora else None,
         config_fields={"transformer_impl": impl, **fields},
     )
     policy.load_weights(dict(weights), keep_reference=False)
-    return policy
-
-
-class Run:
-    """A policy and one rollout; each `step` is an update on it."""
-
-    def __init__(
-        self,
-        impl: str = "transformer_engine",
-        layout: dict[str, Any] | None = None,
-        family: str = "qwen2",
-        lora: bool = False,
-        mb_tokens: int | None = None,
-        **fields: Any,
-    ) -> None:
-        self.policy = make(impl, layout or {}, family, lora, fields)
-        self.sequences, self.rewards = rollout()
-        self.how: dict[str, Any] = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
-        self.objective = build_objective("gpg")
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-
-    def score(self) -> torch.Tensor:
-        return self.policy.score(self.sequences, **self.how).logprobs
-
-    def step(self, scores: torch.Tensor) -> None:
-        prepared = self.objective.prepare(token_batch(self.sequences, self.rewards, scores))
-        result = self.policy.update(self.objective, prepared, self.sequences, **self.how)
-        self.losses.append(result.metrics["loss/total"])
-        self.grad_norms.append(result.grad_norm)
-
-    def answer(self, scores: torch.Tensor) -> dict[str, Any]:
-        return {
-            "scores": scores,
-            "losses": self.losses,
-            "grad_norms": self.grad_norms,
-            "weights": {name: x.float().clone() for name, x in self.policy.named_tensors()},
-        }
+    return Run(policy, mb_tokens)
 
 
 def updates(num_steps: int = 2, **arguments: Any) -> dict[str, Any]:
     """Score, then updates on one rollout."""
-    run = Run(**arguments)
-    scores = run.score()
-    for _ in range(num_steps):
-        run.step(scores)
-    return run.answer(scores)
+    return begun(**arguments).trained(num_steps)
 
 
 def resumed(folder: str, loaded_by: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """Two updates, a checkpoint, one more; and one more of a policy that loads the checkpoint."""
-    run = Run(**arguments)
+    run = begun(**arguments)
     scores = run.score()
     run.step(scores)
     run.step(scores)
     begin_save(run.policy, Path(folder), 2).finish()
     run.step(scores)
-    again = Run(**(arguments | loaded_by))
+    again = begun(**(arguments | loaded_by))
     load_policy(again.policy, Path(folder))
     again.step(scores)
     return {"unbroken": run.answer(run.score()), "resumed": again.answer(again.score())}
@@ -134,7 +88,7 @@ def resumed(folder: str, loaded_by: dict[str, Any], **arguments: Any) -> dict[st
 def converted(folder: str, **arguments: Any) -> dict[str, Any]:
     """What these layers read of a converted model; and a policy after an update, converted back."""
     hf, megatron = Path(folder) / "hf", Path(folder) / "megatron"
-    run = Run(**arguments)
+    run = begun(**arguments)
     if dist.get_rank() == 0:
         torch.manual_seed(1)
         other = AutoModelForCausalLM.from_config(run.policy.hf).bfloat16()
@@ -146,7 +100,7 @@ def converted(folder: str, **arguments: Any) -> dict[str, Any]:
     run.policy.model.load_state_dict(loaded["model"])
     read = {name: x.clone() for name, x in run.policy.named_tensors()}
 
-    trained = Run(**arguments)
+    trained = begun(**arguments)
     trained.step(trained.score())
     begin_save(trained.policy, Path(folder) / "step", 1).finish()
     dist.barrier()
@@ -175,12 +129,9 @@ def gpu_tests(folder: str) -> dict[str, Any]:
         "packed": lambda: tests.test_packed_sequences_give_the_same_update({}),
         "checkpoint": lambda: tests.test_a_checkpoint_of_transformer_engine_resumes(Path(folder)),
     }
-    for recipe in FP8_CAPABILITY:
-        for form in ("e4m3", "hybrid"):
-            arguments = (recipe, form)
-            bodies[f"fp8 {recipe} {form}"] = functools.partial(
-                tests.test_fp8_is_finite_and_close_to_bf16, *arguments
-            )
+    for recipe, form in itertools.product(FP8_CAPABILITY, ("e4m3", "hybrid")):
+        test = functools.partial(tests.test_fp8_is_finite_and_close_to_bf16, recipe, form)
+        bodies[f"fp8 {recipe} {form}"] = test
     failed = {}
     with mock.patch.object(model, "transformer_impl", impl):
         for name, body in bodies.items():
@@ -194,7 +145,6 @@ def gpu_tests(folder: str) -> dict[str, Any]:
 def main(answers: str, cases: str) -> None:
     """Of each of ``cases``, JSON [[number of ranks, function, arguments], ...]."""
     found = [
-        run_ranks(ranks, functools.partial(globals()[name], **arguments))[0]
-        for ranks, name, arguments in json.loads(cases)
+        run_ranks(ranks, globals()[name], **arguments)[0] for ranks, name, arguments in json.loads(cases)
     ]
     torch.save(found, answers)

@@ -23,8 +23,10 @@ from unittest import mock
 import te_attention
 import te_fp8
 import torch
-from te_folder import FOLDER
 from torch import Tensor
+
+FOLDER = Path(sys.prefix) / "transformer_engine"
+"""Where ``make venv`` puts Transformer Engine's Python code, out of the way of ``import``."""
 
 _ABSENT = (
     "pytorch.onnx_extensions",

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from small_models import small_config
-from test_megatron_policy import policy_of, step, token_batch
 from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoModelForCausalLM
+from toy_policies import assert_equal, hf_model, policy_of, train, weights_of
 
-from nemo_grpo import build_objective
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
@@ -31,20 +28,7 @@ def source(tmp_path) -> Path:
 
 @pytest.fixture
 def policy() -> MegatronPolicy:
-    torch.manual_seed(0)
-    return policy_of(AutoModelForCausalLM.from_config(small_config()).float())
-
-
-def train(policy: MegatronPolicy) -> None:
-    sequences, rewards = step()
-    scores = policy.score(sequences, micro_batch_size=6, temperature=1.0)
-    objective = build_objective("grpo")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores.logprobs))
-    policy.update(objective, prepared, sequences, micro_batch_size=6, temperature=1.0)
-
-
-def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.named_tensors()}
+    return policy_of(hf_model())
 
 
 @pytest.fixture
@@ -63,7 +47,7 @@ def gate(monkeypatch) -> threading.Event:
 def test_a_save_behind_training_is_the_moment_it_was_asked_for(tmp_path, source, policy, gate):
     saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source, behind=True)
     train(policy)
-    before = weights(policy)
+    before = weights_of(policy)
     saver.save(1, {})
     train(policy)
     saver.finish_if_written()
@@ -72,14 +56,12 @@ def test_a_save_behind_training_is_the_moment_it_was_asked_for(tmp_path, source,
     gate.set()
     saver.finish()
     assert saver.store.latest() == tmp_path / "checkpoints/step_000001"
-    after = weights(policy)
+    after = weights_of(policy)
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
     load_policy(policy, saver.store.latest() / WEIGHTS)
-    for name, tensor in weights(policy).items():
-        assert torch.equal(tensor, before[name]), name
+    assert_equal(weights_of(policy), before)
     train(policy)  # the optimizer's moments too are of that moment
-    for name, tensor in weights(policy).items():
-        assert torch.equal(tensor, after[name]), name
+    assert_equal(weights_of(policy), after)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, source, policy, gate):

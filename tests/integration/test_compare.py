@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE, nemo_grpo, output_of, wait_for
+from small_runs import QUICKSTART, rows
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "grpo.num_prompts_per_step=2",
     "grpo.num_generations_per_prompt=2",
@@ -25,22 +24,11 @@ TINY = (
     "nemo_grpo.warm_start.num_steps=2",
 )
 LONG = "grpo.max_num_steps=100000"
-SECONDS = 250
 
 
-def compare(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "nemo_grpo.cli", "compare", str(ROOT / "recipes/quickstart.yaml")]
-    command += ["--variants", "grpo", "--seeds", "1", "--out", str(folder / "out"), *TINY]
-    command += [f"nemo_grpo.warm_start.cache_dir={folder / 'cache'}", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for(condition, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < end
-        time.sleep(0.1)
+def compare(folder: Path, steps: str) -> subprocess.Popen[str]:
+    line = ["compare", QUICKSTART, "--variants", "grpo", "--seeds", "1", "--out", folder / "out", *TINY]
+    return nemo_grpo(*line, f"nemo_grpo.warm_start.cache_dir={folder / 'cache'}", steps)
 
 
 @pytest.mark.slow
@@ -49,19 +37,12 @@ def test_a_killed_comparison_takes_its_runs_with_it_and_is_continued(tmp_path: P
     first = compare(tmp_path, LONG)
     wait_for(lambda: any(run.glob("checkpoints/step_*")), first)
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=SECONDS)  # to the end of its output, which the run does not hold open
-    end = time.monotonic() + SECONDS
-    while "add --resume to continue" not in (tmp_path / "out" / "logs" / "grpo-s0.log").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    stopped_at = len((run / "metrics.jsonl").read_text().splitlines()) - 1
-
-    steps = stopped_at + 2
-    second = compare(tmp_path, f"grpo.max_num_steps={steps}")
-    output = second.communicate(timeout=SECONDS)[0]
-    assert second.returncode == 0, output
-    rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows == list(range(steps + 1))
+    first.communicate(timeout=PATIENCE)  # to the end of its output, which the run does not hold open
+    log = tmp_path / "out" / "logs" / "grpo-s0.log"
+    wait_for(lambda: "add --resume to continue" in log.read_text())
+    steps = rows(run)[-1]["step"] + 2
+    output_of(compare(tmp_path, f"grpo.max_num_steps={steps}"))
+    assert [row["step"] for row in rows(run)] == list(range(steps + 1))
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["settings"][0]["steps"] == [steps]
     assert (tmp_path / "out" / "report.html").is_file()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import run
+from toy_policies import FULL_RECOMPUTE
 
 from nemo_grpo import VARIANTS
 
@@ -19,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler"),
 ]
 
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "padded": (1, {}, {"variant": "grpo"}),
     "fp32-scoring": (1, {}, {"variant": "dapo", "dtype": "float32", "scoring": True}),

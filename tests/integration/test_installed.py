@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
+from processes import ROOT, nemo_grpo, output_of, python
 
-ROOT = Path(__file__).parents[2]
 PARTS = ("nemo_grpo", "checkpoints_conv", "recipes", "slurm")
 QUICK = ["grpo.max_num_steps=1", "nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false"]
 
@@ -32,9 +29,8 @@ def sources(tmp_path_factory):
 def wheel(sources, tmp_path_factory):
     """Built by the backend that pip runs."""
     built = tmp_path_factory.mktemp("built")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-    done = subprocess.run([*command, "-w", built, sources], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = ("--no-deps", "--no-build-isolation", "--quiet")
+    output_of(python("-m", "pip", "wheel", *options, "-w", built, sources))
     (found,) = built.glob("*.whl")
     return found
 
@@ -43,18 +39,13 @@ def wheel(sources, tmp_path_factory):
 def installed(wheel, tmp_path_factory):
     """A folder as pip installs the wheel; the dependencies come from this environment."""
     target = tmp_path_factory.mktemp("installed") / "site-packages"
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", target, wheel]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of(python("-m", "pip", "install", "--no-deps", "--quiet", "--target", target, wheel))
     return target
 
 
-def run(installed, folder, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "nemo_grpo.cli", *arguments],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
+def run(installed, folder, *arguments, exit_code=0, **environment):
+    process = nemo_grpo(*arguments, cwd=folder, PYTHONPATH=str(installed), **environment)
+    return output_of(process, exit_code)
 
 
 pytestmark = pytest.mark.slow
@@ -69,7 +60,7 @@ def test_the_wheel_holds_every_recipe_and_job_script(wheel):
 
 def test_a_wheel_can_be_built_from_the_source_archive(sources, tmp_path):
     code = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=sources, capture_output=True, check=True)
+    output_of(python("-c", code, tmp_path, cwd=sources))
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
@@ -77,26 +68,21 @@ def test_a_wheel_can_be_built_from_the_source_archive(sources, tmp_path):
 
 
 def test_quickstart_trains_in_an_empty_folder(installed, tmp_path):
-    done = run(installed, tmp_path, "train", "quickstart", *QUICK)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(installed, tmp_path, "train", "quickstart", *QUICK)
     assert (tmp_path / "runs/quickstart/hf/model.safetensors").is_file()
-    where = run(installed, tmp_path, "recipe", "list", "quickstart")
-    assert "quickstart-gpg: gpg" in where.stdout
+    assert "quickstart-gpg: gpg" in run(installed, tmp_path, "recipe", "list", "quickstart")
 
 
 def test_job_scripts_are_written_with_the_sources_that_they_use(installed, tmp_path):
-    refused = run(installed, tmp_path, "launch", "quickstart", "--dry-run")
-    assert refused.returncode == 2
-    assert "`nemo-grpo slurm scripts DIR`" in refused.stderr
-    assert run(installed, tmp_path, "slurm", "scripts", "jobs").returncode == 0
+    launch = ("launch", "quickstart", "--dry-run")
+    assert "`nemo-grpo slurm scripts DIR`" in run(installed, tmp_path, *launch, exit_code=2)
+    run(installed, tmp_path, "slurm", "scripts", "jobs")
     jobs = tmp_path / "jobs"
-    launched = run(installed, tmp_path, "launch", "quickstart", "--dry-run", NEMO_GRPO_ROOT=str(jobs))
-    assert f"{jobs}/slurm/embedded.sbatch" in launched.stdout
-    facts = [sys.executable, str(jobs / "nemo_grpo/launch/node_facts.py"), str(tmp_path / "facts")]
+    launched = run(installed, tmp_path, *launch, NEMO_GRPO_ROOT=str(jobs))
+    assert f"{jobs}/slurm/embedded.sbatch" in launched
     assert (jobs / "slurm/lib/ray_ready.py").is_file()
     assert os.access(jobs / "slurm/pipeline.sh", os.X_OK)
     (tmp_path / "facts").mkdir()
-    assert subprocess.run(facts, check=False).returncode == 0
-    again = run(installed, tmp_path, "slurm", "scripts", "jobs")
-    assert again.returncode == 2
-    assert "jobs exists; name a new folder" in again.stderr
+    output_of(python(jobs / "nemo_grpo/launch/node_facts.py", tmp_path / "facts"))
+    again = run(installed, tmp_path, "slurm", "scripts", "jobs", exit_code=2)
+    assert "jobs exists; name a new folder" in again

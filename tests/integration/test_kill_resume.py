@@ -7,14 +7,10 @@ has computed nothing yet.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import PATIENCE, ROOT, python
 
-ROOT = Path(__file__).parents[2]
 NUM_KILLS = {"sync": 20, "async": 8}
 pytestmark = pytest.mark.slow
 
@@ -27,13 +23,11 @@ def kind(request):
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory, kind):
     folder = tmp_path_factory.mktemp("kills")
-    command = [sys.executable, str(ROOT / "benchmarks/kill_resume.py"), "--seed", "1"]
-    command += ["--kills", str(NUM_KILLS[kind]), "--inside", "1", "--folder", str(folder)]
-    command += ["--async-save"] if kind == "async" else []
-    command += ["--json", str(folder / "outcome.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert (folder / "outcome.json").exists(), result.stderr[-4000:]
+    options = ["--seed", 1, "--kills", NUM_KILLS[kind], "--inside", 1, "--folder", folder]
+    options += ["--async-save"] if kind == "async" else []
+    process = python(ROOT / "benchmarks/kill_resume.py", *options, "--json", folder / "outcome.json")
+    said, _ = process.communicate(timeout=PATIENCE)
+    assert (folder / "outcome.json").exists(), said[-4000:]
     return json.loads((folder / "outcome.json").read_text())
 
 

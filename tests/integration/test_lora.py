@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,73 +11,53 @@ import pytest
 import torch
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
-from test_megatron_policy import step, textbook_logprobs, token_batch
-from test_parallel import hf_model
-from test_train import ROOT, arguments, rows
+from small_runs import rows
+from test_megatron_policy import (
+    assert_reference_comes_and_goes,
+    assert_resumes_exactly,
+    scheduled,
+    textbook_update,
+)
+from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.utils.parametrize import register_parametrization
+from toy_policies import (
+    FULL_RECOMPUTE,
+    LAYOUTS,
+    UNSHARDED,
+    assert_equal,
+    hf_model,
+    policy_of,
+    step,
+    train,
+    weights_of,
+)
 
-from nemo_grpo import UserError, build_objective, global_counts
-from nemo_grpo.engine.megatron import policy as policy_module
+from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
-from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.trainer import Trainer
-from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
+from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
-SETTINGS = MegatronOptimizer(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
 LORA = LoRASettings(dim=4, alpha=6)
-LAYOUTS = {
-    "tp2": (2, Layout(tensor=2)),
-    "tp2-sp": (2, Layout(tensor=2, sequence_parallel=True)),
-    "pp2": (2, Layout(pipeline=2)),
-    "cp2": (2, Layout(context=2)),
-    "dp2": (2, Layout()),
-    "tp2-pp2": (4, Layout(tensor=2, pipeline=2)),
-    "tp2-cp2-sp": (4, Layout(tensor=2, context=2, sequence_parallel=True)),
-}
 PEFT = ["policy.megatron_cfg.peft={enabled: true, dim: 4, alpha: 8}"]
-
-
-def policy_of(model, layout=None, sections=(SETTINGS,), lora=LORA, **more):
-    policy = MegatronPolicy(model.config, *sections, layout=layout, lora=lora, **{"seed": 3} | more)
-    policy.load_weights(dict(model.state_dict()), keep_reference=True)
-    return policy
-
-
-def train(policy: MegatronPolicy, num_updates: int) -> list[Any]:
-    """Updates by GRPO on one step's sequences."""
-    sequences, rewards = step(rows=8)
-    objective, results = build_objective("grpo"), []
-    for _ in range(num_updates):
-        prev, _ = policy.score(sequences, micro_batch_size=3, temperature=1.0)
-        prepared = objective.prepare(token_batch(sequences, rewards, prev))
-        results.append(policy.update(objective, prepared, sequences, micro_batch_size=2, temperature=1.0))
-    return results
-
-
-def weights_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.named_tensors()}
+lora_policy = partial(policy_of, lora=LORA, seed=3)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return hf_model("qwen2-tied", 2)
+    return hf_model()
 
 
 # ---------------------------------------------------------------------- values
 
 
 def test_training_starts_at_the_base_model(model):
-    policy = policy_of(model)
-    for name, tensor in policy.named_tensors():
-        assert torch.equal(tensor, model.state_dict()[name]), name
-    sequences, _ = step()
-    logprobs, _ = policy.score(sequences, micro_batch_size=6, temperature=1.0)
-    plain, _ = policy_of(model, lora=None).score(sequences, micro_batch_size=6, temperature=1.0)
-    assert torch.equal(logprobs, plain)
+    policy, plain = lora_policy(model), policy_of(model)
+    assert_equal(weights_of(policy), weights_of(plain))
+    score = partial(MegatronPolicy.score, sequences=step()[0], micro_batch_size=6, temperature=1.0)
+    assert_equal(score(policy), score(plain))
 
 
 class Update(torch.nn.Module):
@@ -108,96 +88,59 @@ def give_adapters(model: torch.nn.Module, peft: dict[str, torch.Tensor]) -> list
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3"])
 def test_two_updates_equal_plain_torch(family):
     """Two: while B is zero, A has no gradient."""
-    policy, reference = policy_of(hf_model(family, 2)), hf_model(family, 2)
+    policy, reference = lora_policy(hf_model(family)), hf_model(family)
     parameters = give_adapters(reference, policy.adapters.peft_tensors())
     assert len(parameters) == 2 * (4 + 7)  # per layer four A, seven B
-    results = train(policy, 2)
-
-    sequences, rewards = step(rows=8)
-    objective = build_objective("grpo")
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.1)
-    for result in results:
-        current = textbook_logprobs(reference, sequences)[0]
-        prepared = objective.prepare(token_batch(sequences, rewards, current.detach()))
-        toks, seqs = global_counts(prepared.batch)
-        part = prepared.select(slice(None), next_token_logprobs=current)
-        loss, _ = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.05)
-        optimizer.step()
-        assert norm > 0.05  # clipping acts
-        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-        assert result.metrics["loss/total"] == pytest.approx(loss.item(), abs=1e-6)
-    expected = {  # as the parametrized modules compute them
+    for result in train(policy, 2):
+        textbook_update(reference, optimizer, result)
+    adapted = {  # as the parametrized modules compute them
         f"{path}.weight": module.weight.detach()
         for path, module in reference.named_modules()
         if hasattr(module, "parametrizations")
     }
-    start = hf_model(family, 2).state_dict()
-    for name, tensor in policy.named_tensors():
-        torch.testing.assert_close(tensor, expected.get(name, start[name]), rtol=1e-4, atol=2e-5, msg=name)
-    changed = [name for name, tensor in policy.named_tensors() if not torch.equal(tensor, start[name])]
-    assert sorted(changed) == sorted(expected)
+    start, found = hf_model(family).state_dict(), weights_of(policy)
+    expected = {name: adapted.get(name, start[name]) for name in found}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert {name for name, tensor in found.items() if not torch.equal(tensor, start[name])} == set(adapted)
 
 
 def test_the_reference_is_the_base_and_the_base_never_changes(model):
-    policy, (sequences, _) = policy_of(model), step()
+    policy = lora_policy(model)
     base = {name: p.clone() for name, p in policy.model.named_parameters() if "adapter" not in name}
-    before, _ = policy.score(sequences, micro_batch_size=6, temperature=1.0)
-    train(policy, 2)
-    after, _ = policy.score(sequences, micro_batch_size=6, temperature=1.0)
-    with policy.reference_weights():
-        reference, _ = policy.score(sequences, micro_batch_size=6, temperature=1.0)
-    again, _ = policy.score(sequences, micro_batch_size=6, temperature=1.0)
+    assert_reference_comes_and_goes(policy)
     assert policy.reference is None
-    assert torch.equal(reference, before)
-    assert not torch.equal(after, before)
-    assert torch.equal(again, after)
     parameters = dict(policy.model.named_parameters())
-    for name, tensor in base.items():
-        assert torch.equal(parameters[name], tensor), name
-        assert not parameters[name].requires_grad, name
+    assert_equal({name: parameters[name].data for name in base}, base)
+    assert not any(parameters[name].requires_grad for name in base)
     trained = sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"])
     assert trained == sum(p.numel() for p in policy.adapters.local_parameters().values())
 
 
 def test_only_chosen_layers_are_adapted(model):
     lora = LoRASettings(4, 6, choose_targets(["linear_qkv", "linear_fc1"], ["linear_fc1"]))
-    policy = policy_of(model, lora=lora)
-    train(policy, 1)
-    changed = {
-        name.split(".")[-2]
-        for name, tensor in policy.named_tensors()
-        if not torch.equal(tensor, model.state_dict()[name])
-    }
-    assert changed == {"q_proj", "k_proj", "v_proj"}
+    policy, start = lora_policy(model, lora=lora), model.state_dict()
+    train(policy)
+    changed = {name for name, tensor in policy.named_tensors() if not torch.equal(tensor, start[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj"}
 
 
-def test_recomputing_activations_changes_nothing(model, monkeypatch):
-    plain = policy_of(model)
-    expected = train(plain, 2)
-    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    monkeypatch.setattr(policy_module, "transformer_config", partial(transformer_config, **fields))
-    recomputed = policy_of(model)
+def test_recomputing_activations_changes_nothing(model):
+    plain, recomputed = lora_policy(model), lora_policy(model, config_fields=FULL_RECOMPUTE)
     assert recomputed.config.recompute_granularity == "full"
-    for have, want in zip(train(recomputed, 2), expected, strict=True):
+    for have, want in zip(train(recomputed, 2), train(plain, 2), strict=True):
         assert have.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
-    for (name, tensor), (_, want) in zip(recomputed.named_tensors(), plain.named_tensors(), strict=True):
-        torch.testing.assert_close(tensor, want, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(weights_of(recomputed), weights_of(plain), rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- layouts
 
 
-def trained(layout: Layout, family: str, distributed: bool) -> dict[str, Any]:
-    settings = MegatronOptimizer(
-        lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05, use_distributed_optimizer=distributed
-    )
-    policy = policy_of(hf_model(family, 2), layout, (settings,))
+def trained(layout: Layout, family: str, *sections: MegatronOptimizer) -> dict[str, Any]:
+    policy = lora_policy(hf_model(family), *sections, layout=layout)
     start = {name: tensor.clone() for name, tensor in policy.adapters.peft_tensors().items()}
     results = train(policy, 2)
-    sequences, _ = step(rows=8)
+    sequences, _ = step()
     with policy.reference_weights():
         reference, _ = policy.score(sequences, micro_batch_size=3, temperature=1.0)
     return {
@@ -209,46 +152,43 @@ def trained(layout: Layout, family: str, distributed: bool) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return {family: trained(Layout(), family, True) for family in ("qwen2-tied", "qwen3")}
+@cache
+def alone(family: str) -> dict[str, Any]:
+    return trained(Layout(), family)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, tensor in expected["start"].items():
-        assert torch.equal(found["start"][name], tensor), name
+    assert_equal(found["start"], expected["start"])
     for have, want in zip(found["updates"], expected["updates"], strict=True):
         assert have == pytest.approx(want, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(found["reference"], expected["reference"], rtol=1e-5, atol=1e-5)
-    for part in ("weights", "adapters"):
-        assert found[part].keys() == expected[part].keys()
-        for name, tensor in expected[part].items():
-            torch.testing.assert_close(found[part][name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+    for part in ("reference", "weights", "adapters"):
+        torch.testing.assert_close(found[part], expected[part], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", slow_but(LAYOUTS))
-def test_every_layout_trains_the_same_adapters(alone, name):
-    for found in run_ranks(*LAYOUTS[name][:1], trained, LAYOUTS[name][1], "qwen2-tied", True):
-        assert_same(found, alone["qwen2-tied"])
+def test_every_layout_trains_the_same_adapters(name):
+    world_size, layout = LAYOUTS[name]
+    for found in run_ranks(world_size, trained, layout, "qwen2-tied"):
+        assert_same(found, alone("qwen2-tied"))
 
 
-def test_a_model_with_head_norms_and_an_undistributed_optimizer_too(alone):
-    layout = Layout(tensor=2, sequence_parallel=True)
-    assert_same(run_ranks(2, trained, layout, "qwen3", False)[0], alone["qwen3"])
+def test_a_model_with_head_norms_and_an_undistributed_optimizer_too():
+    world_size, layout = LAYOUTS["tp2-sp"]
+    assert_same(run_ranks(world_size, trained, layout, "qwen3", UNSHARDED)[0], alone("qwen3"))
 
 
 # ---------------------------------------------------------------------- checkpoints
 
 
 def save_after_two(layout: Layout, folder: Path) -> None:
-    policy = policy_of(hf_model("qwen2-tied", 2), layout)
+    policy = lora_policy(hf_model(), layout=layout)
     train(policy, 2)
     begin_save(policy, folder, 2).finish()
 
 
 def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Load, save what was loaded, train on."""
-    policy = policy_of(hf_model("qwen2-tied", 2), layout)
+    policy = lora_policy(hf_model(), layout=layout)
     load_policy(policy, folder)
     if again is not None:
         begin_save(policy, again, 2).finish()
@@ -259,21 +199,10 @@ def resume_two(layout: Layout, folder: Path, again: Path | None) -> tuple[list[A
     ("distributed", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)]
 )
 def test_a_checkpoint_holds_the_adapters_alone_and_resumes_exactly(model, tmp_path, distributed, dtype):
-    sections = (
-        MegatronOptimizer(lr=1e-2, min_lr=1e-3, weight_decay=0.0, use_distributed_optimizer=distributed),
-        MegatronScheduler(lr_decay_style="linear", lr_decay_iters=5),
-    )
-    unbroken = policy_of(model, sections=sections, dtype=dtype)
-    train(unbroken, 2)
-    begin_save(unbroken, tmp_path / "weights", 2).finish()
-    expected = train(unbroken, 2)
-    resumed = policy_of(model, sections=sections, dtype=dtype, seed=99)  # other adapters, to be replaced
-    load_policy(resumed, tmp_path / "weights")
-    assert train(resumed, 2) == expected  # to the last bit
-    for (name, tensor), (_, want) in zip(resumed.named_tensors(), unbroken.named_tensors(), strict=True):
-        assert torch.equal(tensor, want), name
-
-    from torch.distributed.checkpoint import FileSystemReader
+    sections = scheduled(distributed)
+    unbroken = lora_policy(model, *sections, dtype=dtype)
+    other = lora_policy(model, *sections, dtype=dtype, seed=99)  # other adapters, to be replaced
+    assert_resumes_exactly(unbroken, other, tmp_path / "weights")
 
     saved = FileSystemReader(str(tmp_path / "weights")).read_metadata().state_dict_metadata
     tensors = {name for name, kind in saved.items() if hasattr(kind, "size")}
@@ -297,32 +226,28 @@ def test_a_checkpoint_resumes_at_another_layout_and_back(tmp_path, name):
     for other_results, other in (there, back):
         for have, want in zip(other_results, results, strict=True):
             assert have.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
-        for key, tensor in weights.items():
-            torch.testing.assert_close(other[key], tensor, rtol=1e-5, atol=2e-5, msg=key)
+        torch.testing.assert_close(other, weights, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     "lora", [None, LoRASettings(8, 6), LoRASettings(4, 8), LoRASettings(4, 6, ("linear_qkv",))]
 )
 def test_a_checkpoint_of_other_adapters_is_refused(model, tmp_path, lora):
-    policy = policy_of(model)
-    train(policy, 1)
-    begin_save(policy, tmp_path / "weights", 1).finish()
+    begin_save(lora_policy(model), tmp_path / "weights", 1).finish()
     with pytest.raises(UserError, match="resume with the same ones"):
-        load_policy(policy_of(model, lora=lora), tmp_path / "weights")
+        load_policy(lora_policy(model, lora=lora), tmp_path / "weights")
 
 
 # ---------------------------------------------------------------------- runs
 
 
-def recipe_of(tmp_path: Path, cache: Path, *overrides: str) -> Any:
-    steps = ["grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo"]
-    line = [*arguments(tmp_path, cache, "run"), *steps, *PEFT, *overrides]
-    return load_recipe(ROOT / "recipes/quickstart.yaml", line)
+@pytest.fixture
+def lora_recipe(recipe):
+    return partial(recipe, "grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo", *PEFT)
 
 
-def test_a_run_exports_the_merged_model_and_the_adapters_apart(tmp_path, cache):
-    trainer = Trainer(recipe_of(tmp_path, cache))
+def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
+    trainer = Trainer(lora_recipe())
     trainer.train()
     base = load_file(trainer.source / "model.safetensors")
     merged = load_file(trainer.run.hf / "model.safetensors")
@@ -341,45 +266,36 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(tmp_path, cache):
             changed += not torch.equal(merged[name], weight)
         torch.testing.assert_close(merged[name], expected, rtol=1e-6, atol=1e-6, msg=name)
     assert changed == 14
-    assert (
-        rows(trainer.run.path)[-1]["mismatch/logprob_abs_mean"] < 1e-5
-    )  # the sampler has the merged weights
+    last = rows(trainer.run.path)[-1]
+    assert last["mismatch/logprob_abs_mean"] < 1e-5  # the sampler has the merged weights
     assert not list(trainer.run.path.glob("tmp_*"))
 
 
-def test_a_run_resumes_from_the_folder_it_started_from(tmp_path, cache):
+def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe):
     constant = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
-    whole = Trainer(recipe_of(tmp_path / "whole", cache, constant))
+    whole = Trainer(lora_recipe(constant, name="whole"))
     whole.train()
-    Trainer(recipe_of(tmp_path, cache, constant, "grpo.max_num_steps=1")).train()
-    resumed = Trainer(recipe_of(tmp_path, cache, constant), resume=True)
+    Trainer(lora_recipe(constant, "grpo.max_num_steps=1")).train()
+    resumed = Trainer(lora_recipe(constant), resume=True)
     assert resumed.state.step == 1
     resumed.train()
-    for (name, tensor), (_, want) in zip(
-        resumed.policy.named_tensors(), whole.policy.named_tensors(), strict=True
-    ):
-        assert torch.equal(tensor, want), name
+    assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["policy.megatron_cfg.peft.dropout=0.1"], r"peft\.dropout=0\.1"),
-        (["policy.megatron_cfg.peft.lora_A_init_method=kaiming"], "use xavier"),
-        (["policy.megatron_cfg.peft.lora_B_init_method=normal"], "use zero"),
-        (["policy.megatron_cfg.peft.lora_dtype=bfloat16"], "use null"),
-        (["policy.megatron_cfg.peft.target_modules=[linear_q]"], "did you mean 'linear_qkv'"),
-        (["policy.megatron_cfg.peft.exclude_modules=[output_layer]"], "'output_layer' is no layer to adapt"),
-        (
-            [
-                "policy.megatron_cfg.peft.target_modules=[linear_fc1]",
-                "policy.megatron_cfg.peft.exclude_modules=[linear_fc1]",
-            ],
-            "leaves no layer to adapt",
-        ),
+        ("dropout=0.1", r"peft\.dropout=0\.1"),
+        ("lora_A_init_method=kaiming", "use xavier"),
+        ("lora_B_init_method=normal", "use zero"),
+        ("lora_dtype=bfloat16", "use null"),
+        ("target_modules=[linear_q]", "did you mean 'linear_qkv'"),
+        ("exclude_modules=[output_layer]", "'output_layer' is no layer to adapt"),
+        ("target_modules=[linear_fc1]; exclude_modules=[linear_fc1]", "leaves no layer to adapt"),
     ],
 )
-def test_what_lora_cannot_do_is_refused_before_anything_is_made(tmp_path, cache, overrides, message):
+def test_what_lora_cannot_do_is_refused_before_anything_is_made(lora_recipe, overrides, message):
+    lines = [f"policy.megatron_cfg.peft.{line}" for line in overrides.split("; ")]
     with pytest.raises(UserError, match=message):
-        Trainer(recipe_of(tmp_path, cache, *overrides))
-    assert not (tmp_path / "run").exists()
+        Trainer(lora_recipe(*lines))
+    assert not lora_recipe().run_dir.exists()

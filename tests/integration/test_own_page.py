@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT, nemo_grpo, output_of, python
+from small_runs import rows
 
 from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, parse_task
 
-ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests/contract"))
-from test_documents import blocks  # noqa: E402
+from test_documents import blocks
 
 PAGE = ROOT / "docs/own.md"
 
@@ -41,14 +39,9 @@ def folder(tmp_path_factory):
 
 
 def run(folder: Path, line: str) -> str:
-    command = {"python": [sys.executable], "nemo-grpo": [sys.executable, "-m", "nemo_grpo.cli"]}
+    """What a command of the page says."""
     name, *arguments = line.split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command[name], *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
+    return output_of({"python": python, "nemo-grpo": nemo_grpo}[name](*arguments, cwd=folder))
 
 
 @pytest.mark.slow
@@ -57,10 +50,10 @@ def test_the_page_works_as_it_is_written(folder):
     trained = folder / "runs/here"
     assert (trained / "hf/model.safetensors").is_file()
     assert {path.name for path in (trained / "own").iterdir()} == {"my_loss.py", "my_rewards.py"}
-    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 20
-    assert all(row["reward/not_finite"] == 0 for row in rows[1:])
-    assert all("reward/my_rewards.py:brevity" in row for row in rows[1:])
+    found = rows(trained)
+    assert found[-1]["step"] == 20
+    assert all(row["reward/not_finite"] == 0 for row in found[1:])
+    assert all("reward/my_rewards.py:brevity" in row for row in found[1:])
     assert (folder / "runs/eval-here/summary.json").is_file(), list((folder / "runs").iterdir())
     launched = next(text for line, text in said.items() if "--dry-run" in line)
     assert "train.sbatch" in launched
@@ -70,10 +63,5 @@ def test_the_page_works_as_it_is_written(folder):
 @pytest.mark.slow
 def test_a_run_goes_on_only_with_the_files_it_began_with(folder):
     (folder / "my_rewards.py").write_text("def brevity(response): return 0.5\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_grpo.cli", "train", "here.yaml", "--resume"],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "--resume with another my_rewards.py than the run was started with" in done.stderr
+    said = output_of(nemo_grpo("train", "here.yaml", "--resume", cwd=folder), exit_code=2)
+    assert "--resume with another my_rewards.py than the run was started with" in said

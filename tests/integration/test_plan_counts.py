@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from small_models import small_config
 
 from checkpoints_conv.families import ModelSpec, read_spec
 from nemo_grpo.plan.parameters import stage_counts
@@ -71,42 +72,20 @@ def _model(shape: ModelSpec, layout: Layout, stage: int) -> Any:
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    experts = {
-        "num_moe_experts": shape.num_experts,
-        "moe_router_topk": shape.num_experts_per_token,
-        "moe_ffn_hidden_size": shape.ffn_size,
+    from nemo_grpo.engine.megatron.model import transformer_config
+
+    fields = {
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
     }
-    off = ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope")
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_key_value_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_size,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.has_qkv_bias,
-        qk_layernorm=shape.has_qk_norm,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        persist_layer_norm=False,
-        moe_token_dispatcher_type="alltoall",
-        **{f"{name}_fusion": False for name in off},
-        **(experts if shape.num_experts else {}),
-    )
+    if shape.num_experts:
+        fields |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": shape.num_experts_per_token,
+            "moe_ffn_hidden_size": shape.ffn_size,
+        }
+    config = transformer_config(shape, layout, torch.bfloat16, **fields)
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),
@@ -130,17 +109,11 @@ def test_stage_counts_are_megatrons(name: str, layout: Layout, world_size: int) 
 def optimizer_state_bytes() -> int:
     """FP32 parameters and moments on this rank, after a BF16 update by the distributed optimizer."""
     import torch
-    from test_precision import SETTINGS, make, token_batch
-    from test_precision import step as rollout
-
-    from nemo_grpo import build_objective
+    from toy_policies import SETTINGS, hf_model, policy_of, train
 
     assert SETTINGS.use_distributed_optimizer
-    policy, (sequences, rewards) = make(Layout(), torch.bfloat16, {}), rollout(rows=8)
-    scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    objective = build_objective("gpg")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores))
-    policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
+    policy = policy_of(hf_model("qwen2"), dtype=torch.bfloat16)
+    train(policy, variant="gpg")
     tensors = []
     for chained in policy.optimizer.chained_optimizers:
         adam = chained.optimizer
@@ -150,10 +123,7 @@ def optimizer_state_bytes() -> int:
 
 
 def test_optimizer_state_of_two_ranks_is_what_the_planner_counts() -> None:
-    from test_parallel import hf_model
-
-    shape = read_spec(hf_model("qwen2", 2).config.to_dict())
-    total = stage_counts(shape, Layout(), 0).total
+    total = stage_counts(read_spec(small_config("qwen2").to_dict()), Layout(), 0).total
     held = run_ranks(2, optimizer_state_bytes)
     assert sum(held) == 12 * total
     assert max(held) < 0.6 * 12 * total, "sharded, to within a bucket's padding"

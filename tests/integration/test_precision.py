@@ -10,65 +10,57 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from ranks import run_ranks
-from test_megatron_policy import step, token_batch
-from test_parallel import EXTRA, hf_model
-from test_train import arguments, rows
-from test_train_parallel import train
+from small_runs import arguments, rows
+from small_runs import train as train_recipe
+from toy_policies import (
+    FULL_RECOMPUTE,
+    PARAMETERS,
+    SELECTIVE,
+    hf_model,
+    policy_of,
+    step,
+    token_batch,
+    train,
+    weights_of,
+)
 
 from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron import layers, model
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
-from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
-SETTINGS = MegatronOptimizer(lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.05)
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 TP2 = Layout(tensor=2, sequence_parallel=True)
 ONE_AND_TWO = [pytest.param(1, Layout(), id="tp1"), pytest.param(2, TP2, id="tp2-sp")]
 
 
-def make(layout: Layout, dtype: torch.dtype, fields: dict[str, Any], family: str = "qwen2") -> MegatronPolicy:
-    hf = hf_model(family, 2)
-    policy = MegatronPolicy(hf.config, SETTINGS, layout=layout, dtype=dtype, config_fields=fields)
-    policy.load_weights(dict(hf.state_dict()), keep_reference=False)
-    return policy
-
-
-def trained(layout: Layout, dtype: torch.dtype, fields: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    """Updates on one batch: losses, gradient norms, the last step's whole gradient, weights by dtype."""
-    policy, (sequences, rewards) = make(layout, dtype, fields), step(rows=8)
+def trained(layout: Layout, dtype: torch.dtype, fields: dict[str, Any]) -> dict[str, Any]:
+    """Updates on one step: losses, gradient norms, the last update's whole gradient, dtypes of weights."""
+    policy, (sequences, _) = policy_of(hf_model(), layout=layout, dtype=dtype, config_fields=fields), step()
     scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    objective = build_objective("gpg")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores))
-    results = [
-        policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
-        for _ in range(num_steps)
-    ]
+    results = train(policy, 4, "gpg")
     gradients = {name: p.main_grad.clone() for name, p in policy.weights.local_parameters()}
-    main = {p.dtype for group in policy.optimizer.param_groups for p in group["params"]}
     return {
         "scores": scores,
         "losses": [r.metrics["loss/total"] for r in results],
         "grad_norms": [r.grad_norm for r in results],
         "gradients": policy.weights.gather(gradients),
         "dtypes": {tensor.dtype for _, tensor in policy.named_tensors()},
-        "main_dtypes": main,
+        "main_dtypes": {p.dtype for group in policy.optimizer.param_groups for p in group["params"]},
     }
 
 
 @cache
 def trained_in_fp32(num_ranks, layout):
-    return run_ranks(num_ranks, trained, layout, torch.float32, {}, 4)[0]
+    return run_ranks(num_ranks, trained, layout, torch.float32, {})[0]
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
 def test_bf16_trains_like_fp32_with_fp32_main_parameters(num_ranks, layout):
     full = trained_in_fp32(num_ranks, layout)
-    half = run_ranks(num_ranks, trained, layout, torch.bfloat16, {}, 4)[0]
+    half = run_ranks(num_ranks, trained, layout, torch.bfloat16, {})[0]
     assert half["dtypes"] == {torch.bfloat16}
     assert half["main_dtypes"] == full["main_dtypes"] == {torch.float32}
     torch.testing.assert_close(half["scores"], full["scores"], rtol=0.02, atol=0.02)
@@ -78,37 +70,35 @@ def test_bf16_trains_like_fp32_with_fp32_main_parameters(num_ranks, layout):
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
-@pytest.mark.parametrize("fields", [FULL, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.parametrize("fields", [FULL_RECOMPUTE, SELECTIVE], ids=["full", "selective"])
 def test_recompute_leaves_every_gradient_as_it_is(num_ranks, layout, fields):
     plain = trained_in_fp32(num_ranks, layout)
-    again = run_ranks(num_ranks, trained, layout, torch.float32, fields, 4)[0]
+    again = run_ranks(num_ranks, trained, layout, torch.float32, fields)[0]
     assert again["losses"] == plain["losses"]
-    assert again["gradients"].keys() == plain["gradients"].keys()
-    for name, gradient in plain["gradients"].items():
-        assert gradient.abs().sum() > 0, name
-        torch.testing.assert_close(again["gradients"][name], gradient, rtol=1e-6, atol=1e-8, msg=name)
+    assert all(gradient.any() for gradient in plain["gradients"].values())
+    torch.testing.assert_close(again["gradients"], plain["gradients"], rtol=1e-6, atol=1e-8)
 
 
 def test_recompute_keeps_fewer_activations():
     def kept(fields: dict[str, Any]) -> int:
-        policy, (sequences, _) = make(Layout(), torch.float32, fields), step(rows=8)
+        policy, (sequences, _) = policy_of(hf_model(), config_fields=fields), step()
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
             policy.model(sequences.input_ids, position_ids=None, attention_mask=None)
         return sum(sizes)
 
-    assert kept(FULL) < 0.5 * kept(SELECTIVE)
+    assert kept(FULL_RECOMPUTE) < 0.5 * kept(SELECTIVE)
     assert kept(SELECTIVE) < 0.8 * kept({})
 
 
 @pytest.mark.parametrize(("recipe", "length"), [("tensorwise", 16), ("blockwise", 128)])
 def test_fp8_pads_the_tokens_to_what_its_products_need(recipe, length):
     """Without Transformer Engine megatron-core computes the same in BF16; the padding is ours."""
-    sequences, _ = step(rows=8)  # up to 16 tokens, of which 15 are computed
+    sequences, _ = step()  # up to 16 tokens, of which 15 are computed
     lengths: list[int] = []
     scores = []
     for fields in ({}, {"fp8": "e4m3", "fp8_recipe": recipe}):
-        policy = make(Layout(), torch.bfloat16, fields)
+        policy = policy_of(hf_model(), dtype=torch.bfloat16, config_fields=fields)
         embedding = policy.model.embedding.word_embeddings
         embedding.register_forward_hook(lambda _m, inputs, _out: lengths.append(inputs[0].shape[1]))
         scores.append(policy.score(sequences, micro_batch_size=8, temperature=1.0)[0])
@@ -117,7 +107,7 @@ def test_fp8_pads_the_tokens_to_what_its_products_need(recipe, length):
 
 
 @pytest.mark.slow
-def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path):
+def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path, cache):
     overrides = [
         "policy.precision=bfloat16",
         "policy.megatron_cfg.activation_checkpointing=true",
@@ -126,9 +116,9 @@ def test_a_run_in_bf16_with_recompute_trains_and_resumes_on_two_ranks(tmp_path):
         "grpo.val_period=0",
         "policy.megatron_cfg.scheduler.lr_decay_style=constant",
     ]
-    line = arguments(tmp_path, tmp_path / "cache", "run") + overrides
-    first = run_ranks(2, train, [*line, "grpo.max_num_steps=2"])[0]
-    last = run_ranks(2, train, [*line, "grpo.max_num_steps=3"], True)[0]
+    line = arguments(tmp_path, cache, "run", *overrides)
+    first = run_ranks(2, train_recipe, [*line, "grpo.max_num_steps=2"])[0]
+    last = run_ranks(2, train_recipe, [*line, "grpo.max_num_steps=3"], resume=True)[0]
     assert {tensor.dtype for tensor in last.values()} == {torch.bfloat16}
     assert any(not torch.equal(last[name], tensor) for name, tensor in first.items())
     losses = [row["loss/total"] for row in rows(tmp_path / "run") if row["step"]]
@@ -150,8 +140,6 @@ class FusedNormLinear(ColumnParallelLinear):
         return super().forward(normed, *arguments, **more)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             {name: tensor for name, tensor in state.items() if tensor is not None},
@@ -177,20 +165,18 @@ def fused_block_spec(config: Any) -> Any:
 def one_update(layout: Layout, fused: bool, family: str, save: Any, load: Any) -> dict[str, Any]:
     """Load, update, gather; ``save`` or ``load`` a checkpoint around the update."""
     model.block_spec = fused_block_spec if fused else layers.block_spec
-    policy, (sequences, rewards) = make(layout, torch.float32, {}, family), step(rows=8)
+    policy, (sequences, _) = policy_of(hf_model(family), layout=layout), step()
     if load:
         load_policy(policy, load)
     scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    objective = build_objective("gpg")
-    prepared = objective.prepare(token_batch(sequences, rewards, scores))
-    result = policy.update(objective, prepared, sequences, micro_batch_size=4, temperature=1.0)
+    (result,) = train(policy, variant="gpg")
     if save:
         begin_save(policy, save, 1).finish()
     return {
         "scores": scores,
         "grad_norm": result.grad_norm,
         "names": [name for name, _ in policy.weights.local_parameters()],
-        "weights": {name: tensor.clone() for name, tensor in policy.named_tensors()},
+        "weights": weights_of(policy),
     }
 
 
@@ -204,9 +190,7 @@ def test_norms_within_linear_layers_load_train_and_gather_the_same(num_ranks, la
     assert not any("input_layernorm" in name or "pre_mlp" in name for name in fused["names"])
     torch.testing.assert_close(fused["scores"], apart["scores"], rtol=1e-6, atol=1e-6)
     assert fused["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-6)
-    assert fused["weights"].keys() == apart["weights"].keys()
-    for name, tensor in apart["weights"].items():
-        torch.testing.assert_close(fused["weights"][name], tensor, rtol=1e-6, atol=1e-7, msg=name)
+    torch.testing.assert_close(fused["weights"], apart["weights"], rtol=1e-6, atol=1e-7)
 
 
 def test_a_checkpoint_of_one_structure_loads_into_the_other(tmp_path):
@@ -220,10 +204,10 @@ def test_a_checkpoint_of_one_structure_loads_into_the_other(tmp_path):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_loss_of_a_microbatch_never_waits_for_the_device(variant):
     """On a device without data every read by the host raises, and so does a shape that depends on values."""
-    sequences, rewards = step(rows=8)
+    sequences, rewards = step()
     scores = -torch.rand(8, 15)
     batch = token_batch(sequences, rewards, scores, entropies=-scores, reference_policy_logprobs=scores - 0.1)
-    objective = build_objective(variant, **EXTRA.get(variant, {}))
+    objective = build_objective(variant, **PARAMETERS.get(variant, {}))
     prepared = objective.prepare(batch).to("meta")
     logits = torch.empty(4, 15, 96, device="meta", dtype=torch.bfloat16, requires_grad=True)
     targets, rows = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in ((4, 15), (4,)))

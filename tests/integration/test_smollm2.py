@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from smollm2_model import TASK, model_folder, prompts_of
-from test_packing import token_batch
+from toy_policies import token_batch
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
@@ -68,7 +68,7 @@ def one_update(
     sequences, rewards = rollout(folder)
     passes = dict(micro_batch_size=2, mb_tokens=mb_tokens, temperature=1.0)
     logprobs, entropies = policy.score(sequences, **passes)
-    batch = token_batch(sequences, rewards, prev_logprobs=logprobs)
+    batch = token_batch(sequences, rewards, logprobs)
     objective = build_objective("grpo")
     result = policy.update(objective, objective.prepare(batch), sequences, **passes)
     after, _ = policy.score(sequences, **passes)
@@ -91,7 +91,7 @@ def test_scores_equal_transformers(folder, alone):
     with torch.no_grad():
         log_p = model(sequences.input_ids, attention_mask=held).logits[:, :-1].log_softmax(-1)
     chosen = log_p.gather(-1, sequences.input_ids[:, 1:, None])[..., 0]
-    mask = token_batch(sequences, torch.zeros(4), prev_logprobs=chosen).token_mask
+    mask = token_batch(sequences, torch.zeros(4), chosen).token_mask
     torch.testing.assert_close(alone["logprobs"], chosen[mask], rtol=0, atol=1e-4)
     entropies = -(log_p.exp() * log_p).sum(-1)[mask]
     torch.testing.assert_close(alone["entropies"], entropies, rtol=0, atol=1e-4)

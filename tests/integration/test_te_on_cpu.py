@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from te_folder import FOLDER
+from processes import ROOT, output_of, python
+from te_on_cpu import FOLDER
+from toy_policies import FULL_RECOMPUTE, SELECTIVE
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,11 +19,8 @@ pytestmark = [
         not (FOLDER / "transformer_engine").is_dir(), reason=f"no {FOLDER}; `make venv` puts it there"
     ),
 ]
-ROOT = Path(__file__).parents[2]
 
 TP2_SP, PP2, CP2 = {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"context": 2}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 RECIPES = ("tensorwise", "delayed", "blockwise")
 
 
@@ -44,12 +40,12 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 LIKE_LOCAL = {
     **{family: (te(family=family), local(family=family)) for family in FAMILIES},
     "lora": (te(lora=True), local(lora=True)),
-    "lora-packed-recompute": (te(lora=True, mb_tokens=100, **FULL), local(lora=True)),
+    "lora-packed-recompute": (te(lora=True, mb_tokens=100, **FULL_RECOMPUTE), local(lora=True)),
     "lora-tp2-sp": (te(2, lora=True, layout=TP2_SP), local(lora=True)),
 }
 LIKE_ONE = {
     "packed": te(mb_tokens=100),
-    "full recompute": te(**FULL),
+    "full recompute": te(**FULL_RECOMPUTE),
     "selective recompute": te(**SELECTIVE),
     "tp2-sp": te(2, layout=TP2_SP),
     "tp2-packed": te(2, layout={"tensor": 2}, mb_tokens=100),
@@ -63,7 +59,7 @@ LIKE_ONE = {
 IN_FP8 = {
     **{f"{recipe} {form}": te(**fp8(recipe, form)) for recipe in RECIPES for form in ("hybrid", "e4m3")},
     "blockwise packed, ends in BF16": te(mb_tokens=100, **fp8("blockwise", first_last_layers_bf16=True)),
-    "delayed recompute": te(**fp8("delayed"), **FULL),
+    "delayed recompute": te(**fp8("delayed"), **FULL_RECOMPUTE),
     "tensorwise lora": te(lora=True, **fp8("tensorwise")),
     **{f"{recipe} tp2-sp": te(2, layout=TP2_SP, **fp8(recipe)) for recipe in RECIPES},
     "delayed pp2": te(2, layout=PP2, **fp8("delayed")),
@@ -97,17 +93,8 @@ def run(tmp_path_factory) -> dict[str, Any]:
         cases[f"converted {name}"] = (ranks, "converted", {"folder": str(folder / name), **arguments})
     cases["gpu_tests"] = (1, "gpu_tests", {"folder": str(folder / "gpu_tests")})
     path = os.pathsep.join(map(str, (ROOT, *(ROOT / "tests" / part for part in ("", "integration", "gpu")))))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-c", "import sys, te_cases; te_cases.main(*sys.argv[1:])"),
-            *(str(folder / "answers"), json.dumps(list(cases.values()))),
-        ],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr
+    run = ("-W", "ignore", "-c", "import sys, te_cases; te_cases.main(*sys.argv[1:])")
+    output_of(python(*run, folder / "answers", json.dumps(list(cases.values())), PYTHONPATH=path))
     return dict(zip(cases, torch.load(folder / "answers"), strict=True))
 
 

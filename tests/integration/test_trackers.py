@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import nemo_grpo, output_of
+from small_runs import QUICKSTART, rows
 
 from nemo_grpo.engine import trackers
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false", "checkpointing.save_period=1"]
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("wandb", "mlflow")}
 
@@ -26,24 +22,19 @@ def needs(name):
     return pytest.mark.skipif(not INSTALLED[name], reason=f"needs {name}: pip install 'nemo-grpo[trackers]'")
 
 
-def train(folder, *changes, **environment):
-    """A process of its own: wandb leaves threads and a service until its end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "nemo_grpo.cli", "train", "quickstart", *QUICK, *changes],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(folder), **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
+def train_resumed(folder, *changes):
+    """A run's folder after a step, and another of a second start; wandb leaves threads and a service."""
+    for more in (["grpo.max_num_steps=1"], ["grpo.max_num_steps=2", "--resume"]):
+        output_of(nemo_grpo("train", "quickstart", *QUICK, *changes, *more, cwd=folder, HOME=str(folder)))
+    return folder / "runs/quickstart"
 
 
 @pytest.mark.slow
 @needs("wandb")
 def test_wandb_writes_offline_where_there_is_no_login_and_a_resumed_run_keeps_its_id(tmp_path):
-    wandb = ["++logger.wandb_enabled=true", "++logger.wandb={project: mine, name: first}"]
-    train(tmp_path, *wandb, "grpo.max_num_steps=1")
-    train(tmp_path, *wandb, "grpo.max_num_steps=2", "--resume")
-    run = tmp_path / "runs/quickstart"
+    run = train_resumed(
+        tmp_path, "++logger.wandb_enabled=true", "++logger.wandb={project: mine, name: first}"
+    )
     runs = sorted(path.name for path in (run / "wandb").glob("offline-run-*"))
     identity = (run / "wandb-run-id").read_text()
     assert len(runs) == 2
@@ -54,14 +45,11 @@ def test_wandb_writes_offline_where_there_is_no_login_and_a_resumed_run_keeps_it
 @pytest.mark.slow
 @needs("mlflow")
 def test_mlflow_has_every_metric_of_every_step_in_one_run(tmp_path):
-    mlflow = ["++logger.mlflow_enabled=true", "++logger.mlflow={experiment_name: mine, run_name: first}"]
-    train(tmp_path, *mlflow, "grpo.max_num_steps=1")
-    train(tmp_path, *mlflow, "grpo.max_num_steps=2", "--resume")
-    run = tmp_path / "runs/quickstart"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    mlflow = "++logger.mlflow={experiment_name: mine, run_name: first}"
+    run = train_resumed(tmp_path, "++logger.mlflow_enabled=true", mlflow)
     with sqlite3.connect(run / "mlflow.db") as database:
         stored = database.execute("select step, value from metrics where key = 'reward/mean' order by step")
-        assert stored.fetchall() == [(row["step"], row["reward/mean"]) for row in rows]
+        assert stored.fetchall() == [(row["step"], row["reward/mean"]) for row in rows(run)]
         keys = {key for (key,) in database.execute("select distinct key from metrics")}
         assert "validation/pass_8" in keys
         assert database.execute("select count(*) from runs").fetchone() == (1,)
@@ -70,7 +58,7 @@ def test_mlflow_has_every_metric_of_every_step_in_one_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_refused_before_the_run(name, monkeypatch):
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [f"++logger.{name}_enabled=true"])
+    recipe = load_recipe(QUICKSTART, [f"++logger.{name}_enabled=true"])
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UserError, match=rf"logger\.{name}_enabled=true: .* has no {name}; pip install"):
         trackers.check_trackers(recipe)
@@ -89,7 +77,7 @@ class Broken:
 
 
 def test_a_tracker_that_fails_costs_neither_the_run_nor_the_other_trackers(tmp_path, monkeypatch, caplog):
-    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", ["++logger.wandb_enabled=true"])
+    recipe = load_recipe(QUICKSTART, ["++logger.wandb_enabled=true"])
     monkeypatch.setattr(trackers, "WandB", Broken)
     run = RunFolder(tmp_path / "run")
     run.open("", from_step=-1, trackers=lambda folder: trackers.open_trackers(recipe, folder, -1))

@@ -12,12 +12,24 @@ import signal
 import sys
 import warnings
 from contextlib import redirect_stderr
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from small_runs import (
+    NO_VALIDATION,
+    QUICKSTART,
+    arguments,
+    lines_of,
+    math_files,
+    resumed_exactly,
+    rows,
+    train,
+)
+from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError, cli
@@ -29,112 +41,54 @@ from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer, TrainingAborted
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.tasks import Problem
 
-ROOT = Path(__file__).parents[2]
-# A warm start just long enough that some responses have the right format, and therefore groups carry signal.
-TINY = [
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "grpo.max_num_steps=4",
-    "grpo.val_period=2",
-    "policy.train_micro_batch_size=8",
-    "policy.generation.max_new_tokens=28",
-    "checkpointing.save_period=2",
-    "logger.tensorboard_enabled=false",
-    "nemo_grpo.rewards={format: 1.0, accuracy: 1.0}",
-    "grpo.max_val_samples=4",
-    "grpo.val_num_generations_per_prompt=2",
-    "nemo_grpo.warm_start.num_steps=100",
-    "nemo_grpo.warm_start.batch_size=16",
-    "nemo_grpo.warm_start.intermediate_size=256",
-    "nemo_grpo.warm_start.max_position_embeddings=256",  # whatever length a test gives the sequences
-]
-
-
-PROMISED = (
-    *(
-        "reward/mean",
-        "reward/accuracy",
-        "reward/format",
-        "advantage/std",
-        "groups/valid_fraction",
-        "length/mean",
-    ),
-    *(
-        "entropy/mean",
-        "grad_norm",
-        "lr",
-        "ratio/clip_fraction",
-        "kl/previous",
-        "covariance/p50",
-        "covariance/p99",
-    ),
-    *("reward/group_std", "rollout/all_right", "rollout/all_wrong", "rollout/with_signal"),
+PROMISED = {
+    *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),
+    *("length/mean", "entropy/mean", "grad_norm", "lr", "ratio/clip_fraction", "kl/previous"),
+    *("covariance/p50", "covariance/p99", "reward/group_std"),
+    *("rollout/all_right", "rollout/all_wrong", "rollout/with_signal"),
     *("tokens_per_second", "mismatch/logprob_abs_mean", "mismatch/kl", "time/rollout", "time/update"),
-)
+}
 
 
-@pytest.fixture
-def recipe(tmp_path, cache):
-    def make(*overrides: str, name: str = "run"):
-        return load_recipe(
-            ROOT / "recipes/quickstart.yaml", arguments(tmp_path, cache, name) + list(overrides)
-        )
-
-    return make
-
-
-def arguments(folder: Path, cache: Path, name: str) -> list[str]:
-    places = [
-        f"nemo_grpo.runs_dir={folder}",
-        f"nemo_grpo.run_name={name}",
-        f"nemo_grpo.warm_start.cache_dir={cache}",
-    ]
-    return TINY + places
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache):
+    """The trainer of a run that has ended; its folder is not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    line = arguments(folder, cache, "run", "logger.tensorboard_enabled=true")
+    trainer = Trainer(load_recipe(QUICKSTART, line))
+    assert trainer.train()
+    return trainer
 
 
-def rows(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_time(run: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in rows(run)]
-
-
-def test_a_run_leaves_behind_what_it_promises(recipe):
-    r = recipe("logger.tensorboard_enabled=true")
-    assert Trainer(r).train()
-    run = r.run_dir
+def test_a_run_leaves_behind_what_it_promises(finished):
+    run = finished.run.path
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
-    for step in (0, 2, 4):
-        row = next(row for row in rows(run) if row["step"] == step)
+    for row in rows(run)[::2]:
         assert {"validation/accuracy", "validation/greedy", "validation/pass@2"} <= row.keys()
     last = rows(run)[-1]
-    assert set(PROMISED) <= last.keys()
+    assert last.keys() >= PROMISED
     assert abs(last["mismatch/logprob_abs_mean"]) < 1e-5  # the sampler has the policy's weights
     assert last["ratio/mean"] == pytest.approx(1.0, abs=1e-5)  # one update per rollout is on-policy
-    looks = [json.loads(line) for line in (run / "diagnostics.jsonl").read_text().splitlines()]
-    assert [look["step"] for look in looks] == [1]
-    assert looks[0]["num_tokens"] == round(rows(run)[1]["length/mean"] * 16)
+    (look,) = lines_of(run / "diagnostics.jsonl")
+    assert (look["step"], look["num_tokens"]) == (1, round(rows(run)[1]["length/mean"] * 16))
     assert "torch" in json.loads((run / "versions.json").read_text())
-    assert load_recipe(run / "recipe.resolved.yaml") == r
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
+    assert load_recipe(run / "recipe.resolved.yaml") == finished.recipe
+    assert {sample["step"] for sample in lines_of(run / "samples.jsonl")} == {1, 2, 3, 4}
     assert (run / "checkpoints/latest").read_text() == "step_000004"
     assert list((run / "tensorboard").glob("events.*"))
     assert not list(run.rglob("tmp_*"))
 
 
-def test_the_export_is_the_trained_policy_and_generates(recipe):
-    trainer = Trainer(recipe())
-    trainer.train()
-    model = AutoModelForCausalLM.from_pretrained(trainer.run.hf)
+def test_the_export_is_the_trained_policy_and_generates(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished.run.hf)
     state = model.state_dict()
-    for name, tensor in trainer.policy.named_tensors():
+    for name, tensor in finished.policy.named_tensors():
         assert torch.equal(state[name], tensor), name
-    start = load_file(trainer.source / "model.safetensors")
+    start = load_file(finished.source / "model.safetensors")
     assert any(not torch.equal(start[name], state[name]) for name in start)
-    tokenizer = AutoTokenizer.from_pretrained(trainer.run.hf)
+    tokenizer = AutoTokenizer.from_pretrained(finished.run.hf)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
     )
@@ -142,21 +96,40 @@ def test_the_export_is_the_trained_policy_and_generates(recipe):
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
 
 
+def test_an_existing_run_is_refused_and_left_alone(finished):
+    before = rows(finished.run.path)
+    with pytest.raises(UserError, match="exists; add --resume"):
+        Trainer(finished.recipe)
+    assert rows(finished.run.path) == before
+
+
+# The second update is off-policy, and the covariances do choose tokens.
+TWO_UPDATES = [*NO_VALIDATION, "grpo.max_num_steps=2", "policy.train_global_batch_size=8"]
+TWO_UPDATES += ["policy.megatron_cfg.scheduler.lr_warmup_iters=0"]
+IN_EFFECT = {"clip_cov": ["loss_fn.covariance_min=0.0", "loss_fn.clip_fraction=0.2"]}
+
+
+@pytest.fixture(scope="module")
+def weights_by_grpo(tmp_path_factory, cache):
+    return train(arguments(tmp_path_factory.mktemp("grpo"), cache, "run", *TWO_UPDATES))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_trains_from_the_same_command(recipe, variant):
-    r = recipe(f"loss_fn.variant={variant}", "grpo.max_num_steps=2", name=variant)
-    assert Trainer(r).train()
-    last = rows(r.run_dir)[-1]
-    assert last["step"] == 2
+def test_every_variant_trains_from_the_same_command_in_its_own_way(recipe, variant, weights_by_grpo):
+    trainer = Trainer(recipe(f"loss_fn.variant={variant}", *TWO_UPDATES, *IN_EFFECT.get(variant, [])))
+    assert trainer.train()
+    last = rows(trainer.run.path)[-1]
+    assert (last["step"], last["steps/skipped"]) == (2, 0)
     assert last["grad_norm"] > 0
-    assert last["steps/skipped"] == 0
+    assert abs(last["kl/previous"]) > 1e-9  # two updates per rollout move away from the scored policy
+    weights = dict(trainer.policy.named_tensors())
+    is_grpo = all(torch.equal(weights[name], tensor) for name, tensor in weights_by_grpo.items())
+    assert is_grpo == (variant in ("grpo", "dapo"))  # dapo clips less, and nothing is clipped here
 
 
 @pytest.mark.parametrize("variant", ["dapo", "gpg"])
 def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, variant):
-    r = recipe(
-        f"loss_fn.variant={variant}", "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2", name=variant
-    )
+    r = recipe(f"loss_fn.variant={variant}", "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2")
     Trainer(r).train()
     for row in rows(r.run_dir)[1:]:
         assert row["groups/valid_fraction"] >= (1.0 if variant == "dapo" else 0.6)
@@ -192,19 +165,12 @@ def test_a_step_without_signal_updates_nothing_and_the_log_says_so(recipe, overr
         *("policy.megatron_cfg.optimizer.weight_decay=0.1", *overrides),
     )
     trainer = Trainer(r)
-    before = {name: tensor.clone() for name, tensor in trainer.policy.named_tensors()}
+    before = weights_of(trainer.policy)
     trainer.train()
     assert rows(r.run_dir)[-1]["steps/no_signal"] == 2
     assert "steps 1 to 2: in no group do two rewards differ, so nothing is learnt" in caplog.text
     assert "steps 1 to 2: nearly all responses are cut off before they end (100% of them" in caplog.text
-    for name, tensor in trainer.policy.named_tensors():
-        assert torch.equal(tensor, before[name])
-
-
-def test_several_updates_per_rollout_move_away_from_the_scored_policy(recipe):
-    r = recipe("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4", "grpo.max_num_steps=1")
-    Trainer(r).train()
-    assert abs(rows(r.run_dir)[-1]["kl/previous"]) > 1e-9
+    assert_equal(weights_of(trainer.policy), before)
 
 
 @pytest.mark.parametrize(
@@ -213,143 +179,103 @@ def test_several_updates_per_rollout_move_away_from_the_scored_policy(recipe):
     ids=["grpo", "moving statistics"],
 )
 def test_resume_ends_with_the_same_weights_and_metrics_as_an_unbroken_run(recipe, overrides):
-    whole = Trainer(recipe(*overrides, name="whole"))
-    whole.train()
-    first = Trainer(recipe(*overrides, name="broken"))
-    while first.state.step < 3:  # beyond the checkpoint of step 2, as a killed run would be
-        first.run.append_metrics(first.train_step())
-        if first.state.step == 2:
-            first.save()
-    first.run.close()
-    with (first.run.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "rew')  # the line that was being written when the run was killed
-    resumed = Trainer(recipe(*overrides, name="broken"), resume=True)
-    assert resumed.state.step == 2
+    resumed = resumed_exactly(partial(recipe, *overrides))
     assert bool(resumed.state.carried) == bool(overrides)
-    resumed.train()
-    expected = dict(whole.policy.named_tensors())
-    for name, tensor in resumed.policy.named_tensors():
-        assert torch.equal(tensor, expected[name]), name
-    assert without_time(resumed.run.path)[-2:] == without_time(whole.run.path)[-2:]
-    assert [row["step"] for row in rows(resumed.run.path)] == [1, 2, 3, 4]
 
 
-def test_a_run_can_be_extended(recipe):
-    Trainer(recipe()).train()
-    longer = Trainer(recipe("grpo.max_num_steps=6"), resume=True)
-    assert longer.state.step == 4
-    longer.train()
-    assert rows(longer.run.path)[-1]["step"] == 6
-
-
-def test_a_finished_run_says_that_nothing_is_left_and_resumes_without_warnings(recipe, caplog):
+def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_extended(recipe, caplog):
     Trainer(recipe("grpo.max_num_steps=2")).train()
     with warnings.catch_warnings(record=True) as warned, caplog.at_level("INFO"):
         warnings.simplefilter("always", FutureWarning)
-        resumed = Trainer(recipe("grpo.max_num_steps=1"), resume=True)
-        assert resumed.train()
+        assert Trainer(recipe("grpo.max_num_steps=1"), resume=True).train()
     assert "at step 2, grpo.max_num_steps=1: nothing is left to train" in caplog.text
     assert [str(one.message) for one in warned] == []
-
-
-def test_an_existing_run_is_refused_and_left_alone(recipe):
-    r = recipe("grpo.max_num_steps=1")
-    Trainer(r).train()
-    before = (r.run_dir / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="exists; add --resume"):
-        Trainer(r)
-    assert (r.run_dir / "metrics.jsonl").read_text() == before
+    longer = Trainer(recipe("grpo.max_num_steps=3"), resume=True)
+    assert longer.state.step == 2
+    longer.train()
+    assert rows(longer.run.path)[-1]["step"] == 3
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ("policy.megatron_cfg.recompute_granularity=selective", "recompute_granularity=selective acts only"),
+        ("policy.sequence_packing.enabled=true; checkpointing.save_optimizer=false", "save_optimizer=false"),
         (
-            ["policy.megatron_cfg.recompute_granularity=selective"],
-            "recompute_granularity=selective acts only",
-        ),
-        (
-            ["policy.sequence_packing.enabled=true", "checkpointing.save_optimizer=false"],
-            "save_optimizer=false",
-        ),
-        (
-            ["policy.megatron_cfg.fp8_cfg.enabled=true", "policy.precision=bfloat16"],
+            "policy.megatron_cfg.fp8_cfg.enabled=true; policy.precision=bfloat16",
             "FP8 needs a CUDA GPU and torch finds none; use false",
         ),
         (
-            ["policy.sequence_packing.algorithm=concatenative"],
+            "policy.sequence_packing.algorithm=concatenative",
             "algorithm=concatenative is not supported by the embedded engine: use first_fit_decreasing",
         ),
-        (["nemo_grpo.engine.generator=vllm"], "generator=vllm"),
-        (["++policy.tokenizer.chat_template_kwargs={enable_thinking: false}"], "chat_template_kwargs="),
-        (["++policy.megatron_cfg.mtp_num_layers=1"], "mtp_num_layers=1 is not supported"),
-        (["++policy.megatron_cfg.env_vars={A: b}"], "env_vars="),
-        (["++grpo.malformed_thinking_advantage=-5.0"], "malformed_thinking_advantage=-5.0"),
+        ("nemo_grpo.engine.generator=vllm", "generator=vllm"),
+        ("++policy.tokenizer.chat_template_kwargs={enable_thinking: false}", "chat_template_kwargs="),
+        ("++policy.megatron_cfg.mtp_num_layers=1", "mtp_num_layers=1 is not supported"),
+        ("++policy.megatron_cfg.env_vars={A: b}", "env_vars="),
+        ("++grpo.malformed_thinking_advantage=-5.0", "malformed_thinking_advantage=-5.0"),
         (
-            ["policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
+            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true",
             "precision_aware_optimizer=true",
         ),
         (
-            ["policy.model_name=/nowhere/model", "nemo_grpo.warm_start=null"],
+            "policy.model_name=/nowhere/model; nemo_grpo.warm_start=null",
             "policy.model_name='/nowhere/model' is not",
         ),
-        (["policy.precision=float16"], "policy.precision=float16"),
-        (["policy.generation.stop_strings=[x]"], "stop_token_ids"),
-        (["nemo_grpo.warm_start.vocab_size=100"], "vocab_size=100 is too small"),
+        ("policy.precision=float16", "policy.precision=float16"),
+        ("policy.generation.stop_strings=[x]", "stop_token_ids"),
+        ("nemo_grpo.warm_start.vocab_size=100", "vocab_size=100 is too small"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_before_anything_is_made(recipe, overrides, message):
     with pytest.raises(UserError, match=message):
-        Trainer(recipe(*overrides))
+        Trainer(recipe(*overrides.split("; ")))
     assert not recipe().run_dir.exists()
 
 
 def test_validation_filters_as_training_where_nothing_else_is_said(recipe):
+    tokenizer = SimpleNamespace(eos_token_id=0)
     sampling = validation_sampling(
-        recipe("policy.generation.top_k=5", "policy.generation.top_p=0.9"), FakeTokenizer()
+        recipe("policy.generation.top_k=5", "policy.generation.top_p=0.9"), tokenizer
     )
     assert (sampling.top_k, sampling.top_p) == (5, 0.9)
     r = recipe("policy.generation.top_k=5", "++policy.generation.val_top_k=9")
-    assert validation_sampling(r, FakeTokenizer()).top_k == 9
+    assert validation_sampling(r, tokenizer).top_k == 9
 
 
-class FakeTokenizer:
-    eos_token_id = 0
+@pytest.fixture
+def model(finished, tmp_path):
+    """A copy of the warm start, to be damaged."""
+    return shutil.copytree(finished.source, tmp_path / "model")
 
 
-def test_a_model_without_tokenizer_is_refused(recipe, tmp_path):
-    trainer = Trainer(recipe("grpo.max_num_steps=1"))
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((trainer.source / name).read_bytes())
-    with pytest.raises(UserError, match="has no tokenizer"):
-        Trainer(recipe(f"policy.model_name={folder}", "nemo_grpo.warm_start=null", name="other"))
+def assert_refused(recipe, model, message, *overrides):
+    r = recipe(f"policy.model_name={model}", "nemo_grpo.warm_start=null", *overrides)
+    with pytest.raises(UserError, match=message):
+        Trainer(r)
+    assert not r.run_dir.exists()
+
+
+def test_a_model_without_tokenizer_is_refused(recipe, model):
+    for file in model.glob("*token*"):
+        file.unlink()
+    assert_refused(recipe, model, "has no tokenizer")
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])
-def test_a_model_with_weights_that_are_not_finite_is_refused(recipe, tmp_path, number):
-    folder = tmp_path / "model"
-    shutil.copytree(Trainer(recipe("grpo.max_num_steps=1")).source, folder)
-    tensors = load_file(folder / "model.safetensors")
+def test_a_model_with_weights_that_are_not_finite_is_refused(recipe, model, number):
+    tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = number
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    start = (f"policy.model_name={folder}", "nemo_grpo.warm_start=null")
-    with pytest.raises(UserError, match=r"model\.norm\.weight holds NaN or inf; give a sound checkpoint"):
-        Trainer(recipe(*start, name="other"))
-    assert not recipe(name="other").run_dir.exists()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert_refused(recipe, model, r"model\.norm\.weight holds NaN or inf; give a sound checkpoint")
 
 
-def test_a_tokenizer_of_a_larger_model_is_refused(recipe, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(Trainer(recipe("grpo.max_num_steps=1")).source, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_a_tokenizer_of_a_larger_model_is_refused(recipe, model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens([f"<extra {number}>" for number in range(400)])
-    tokenizer.save_pretrained(folder)
-    start = (f"policy.model_name={folder}", "nemo_grpo.warm_start=null")
-    with pytest.raises(UserError, match="put the model's own tokenizer into its folder"):
-        Trainer(recipe(*start, "nemo_grpo.prompt.template='<extra 399>{question}'", name="other"))
-    assert not recipe(name="other").run_dir.exists()
+    tokenizer.save_pretrained(model)
+    template = "nemo_grpo.prompt.template='<extra 399>{question}'"
+    assert_refused(recipe, model, "put the model's own tokenizer into its folder", template)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):
@@ -363,20 +289,12 @@ def test_prompts_that_do_not_fit_are_named(recipe):
         Trainer(recipe("policy.max_total_sequence_length=40")).train()
 
 
-def test_a_long_prompt_anywhere_in_the_files_is_refused_before_the_run(recipe, tmp_path):
-    questions = [f"What is {number} + 1?" for number in range(200)]
-    questions[170] = "What? " * 200
-    for name, chosen in (("train", questions), ("held-out", ["What is 1 + 1 + 1?"] * 16)):
-        rows = [{"id": f"{name}{i}", "question": text, "answer": "1"} for i, text in enumerate(chosen)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    start = Trainer(recipe("grpo.max_num_steps=1", name="start")).source
-    task = ("~nemo_grpo.task", "nemo_grpo.task.name=math",
-            f"nemo_grpo.task.train_files=[{tmp_path}/train.jsonl]",
-            f"nemo_grpo.task.validation_files=[{tmp_path}/held-out.jsonl]", f"policy.model_name={start}",
-            "nemo_grpo.warm_start=null", "grpo.max_val_samples=4")  # fmt: skip
-    with pytest.raises(UserError, match=r"problem 'train170' has a prompt of .* tokens"):
-        Trainer(recipe(*task))
-    assert not recipe(*task).run_dir.exists()
+def test_a_long_prompt_anywhere_in_the_files_is_refused_before_the_run(recipe, model, tmp_path):
+    problems = [Problem(f"train{i}", f"What is {i} + 1?", "1") for i in range(200)]
+    problems[170] = Problem("train170", "What? " * 200, "1")
+    held_out = [Problem(f"held-out{i}", "What is 1 + 1 + 1?", "1") for i in range(16)]
+    task = math_files(tmp_path, problems, held_out)
+    assert_refused(recipe, model, r"problem 'train170' has a prompt of .* tokens", task)
 
 
 def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
@@ -429,7 +347,7 @@ def commanded(line: list[str], interrupted_in: int = 0) -> tuple[int, str]:
 
 
 def command(tmp_path, cache, *extra):
-    return ["train", str(ROOT / "recipes/quickstart.yaml"), *arguments(tmp_path, cache, "cli"), *extra]
+    return ["train", str(QUICKSTART), *arguments(tmp_path, cache, "cli", *extra)]
 
 
 def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, cache):
@@ -505,7 +423,7 @@ def test_resume_refuses_another_algorithm_and_keeps_the_schedule_of_the_recipe(r
 
 
 def start_and_end(overrides: list[str]) -> None:
-    Trainer(load_recipe(ROOT / "recipes/quickstart.yaml", overrides), resume=True).run.close()
+    Trainer(load_recipe(QUICKSTART, overrides), resume=True).run.close()
 
 
 def test_two_processes_cannot_train_in_one_folder(recipe, tmp_path, cache):
@@ -564,28 +482,6 @@ def test_killed_before_the_first_checkpoint_starts_over_with_clean_rows(recipe):
     first.run.close()
     Trainer(recipe(), resume=True).train()
     assert [row["step"] for row in rows(first.run.path)] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("variant", ["dr_grpo", "clip_cov", "cw_grpo", "tr_grpo", "erpo", "gpg"])
-def test_variants_do_not_train_like_grpo(recipe, variant):
-    def weights(name):
-        fast = [
-            "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
-            "grpo.val_at_start=false",
-            "grpo.val_at_end=false",
-        ]
-        more = ["loss_fn.covariance_min=0.0", "loss_fn.clip_fraction=0.2"] if name == "clip_cov" else []
-        two = [
-            "policy.train_global_batch_size=8",
-            "policy.train_micro_batch_size=4",
-        ]  # the second update is off-policy
-        trainer = Trainer(
-            recipe(f"loss_fn.variant={name}", "grpo.max_num_steps=2", *fast, *two, *more, name=f"{name}-x")
-        )
-        trainer.train()
-        return torch.cat([tensor.flatten() for _, tensor in trainer.policy.named_tensors()])
-
-    assert not torch.equal(weights(variant), weights("grpo"))
 
 
 @pytest.mark.parametrize("distributed", ["true", "false"])

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import ROOT
 from ranks import run_ranks
-from small_models import small_config
-from test_train import ROOT, rows, without_time
-from transformers import AutoModelForCausalLM
+from small_runs import DP2, arguments, assert_same_rows, lines_of, resumed_exactly, rows, train
+from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import build_objective
 from nemo_grpo.engine import rollout
-from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.rollout import Group, Response, assemble
-from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.evaluate.responses import Recorded
 from nemo_grpo.evaluate.runner import _judge
-from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.episodes import Sampled
 from nemo_grpo.sampling.generate_distributed import from_first_rank
@@ -38,9 +35,7 @@ NUM_POLICY_TOKENS = 5 + 3
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = small_config()
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    return hf_model()
 
 
 def response(turns, reward):
@@ -56,8 +51,8 @@ def a_step():
 
 def update(model, variant, spoil):
     """(loss, gradient norm, weights) of one update; ``spoil`` changes the step under the tool's tokens."""
-    policy = MegatronPolicy(model.config, MegatronOptimizer(lr=1e-2, weight_decay=0.0, clip_grad=1e9))
-    policy.load_weights(dict(model.state_dict()), keep_reference=True)
+    settings = MegatronOptimizer(lr=1e-2, weight_decay=0.0, clip_grad=1e9)
+    policy = policy_of(model, settings)
     objective, step = build_objective(variant), a_step()
     prev, entropies = policy.score(step.sequences, micro_batch_size=2, temperature=1.0)
     reference = prev - 0.1
@@ -67,7 +62,7 @@ def update(model, variant, spoil):
             tensor[tool] = spoil
     prepared = objective.prepare(step.token_batch(prev, entropies, reference), seed=0)
     result = policy.update(objective, prepared, step.sequences, micro_batch_size=1, temperature=1.0)
-    return result, dict(policy.named_tensors())
+    return result, weights_of(policy)
 
 
 def test_loss_and_gradient_are_those_of_the_policys_tokens_by_hand(model):
@@ -96,76 +91,40 @@ def test_garbage_under_the_tools_tokens_changes_nothing(model, variant, spoil):
     spoilt, spoilt_weights = update(model, variant, spoil)
     assert spoilt.metrics["loss/total"] == clean.metrics["loss/total"]
     assert spoilt.grad_norm == clean.grad_norm > 0
-    for name, tensor in weights.items():
-        assert torch.equal(spoilt_weights[name], tensor), name
+    assert_equal(spoilt_weights, weights)
 
 
 # ---------------------------------------------------------------------- whole runs
 
-TINY = [
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "grpo.max_num_steps=4",
-    "grpo.val_period=2",
-    "grpo.max_val_samples=4",
-    "grpo.val_num_generations_per_prompt=2",
+SEARCH_QA = ROOT / "recipes/quickstart_search_qa.yaml"
+SMALL = [
     "policy.train_micro_batch_size=4",
     "policy.generation.max_new_tokens=64",
-    "checkpointing.save_period=2",
     "nemo_grpo.rewards={format: 1.0, answer: 1.0}",
     "nemo_grpo.task.hops=[1]",
     "nemo_grpo.warm_start.num_steps=60",
-    "nemo_grpo.warm_start.batch_size=16",
 ]
 
 
-def recipe(folder, cache, name, *overrides):
-    places = [f"nemo_grpo.runs_dir={folder}", f"nemo_grpo.run_name={name}"]
-    return load_recipe(
-        ROOT / "recipes/quickstart_search_qa.yaml",
-        [*TINY, *places, f"nemo_grpo.warm_start.cache_dir={cache}", *overrides],
-    )
-
-
-def test_a_run_searches_learns_and_resumes_exactly(tmp_path, cache):
-    whole = Trainer(recipe(tmp_path, cache, "whole"))
-    whole.train()
-    last = rows(whole.run.path)[-1]
+def test_a_run_searches_learns_and_resumes_exactly(recipe):
+    run = resumed_exactly(partial(recipe, *SMALL, of=SEARCH_QA)).run.path
+    last = rows(run)[-1]
     assert last["episode/num_searches"] > 0.5
     assert last["episode/num_turns"] > 1
     assert last["length/mean"] < last["episode/num_turns"] * 20  # the tool's tokens are not counted
     assert 0 <= last["validation/accuracy"] <= 1
-    samples = [json.loads(line) for line in (whole.run.path / "samples.jsonl").read_text().splitlines()]
+    samples = lines_of(run / "samples.jsonl")
     assert any("<information>[1] " in sample["response"] for sample in samples)
-    first = Trainer(recipe(tmp_path, cache, "broken"))
-    while first.state.step < 3:
-        first.run.append_metrics(first.train_step())
-        if first.state.step == 2:
-            first.save()
-    first.run.close()
-    resumed = Trainer(recipe(tmp_path, cache, "broken"), resume=True)
-    resumed.train()
-    expected = dict(whole.policy.named_tensors())
-    for name, tensor in resumed.policy.named_tensors():
-        assert torch.equal(tensor, expected[name]), name
-    assert without_time(resumed.run.path)[-2:] == without_time(whole.run.path)[-2:]
-
-
-def train(folder, cache, name, *overrides):
-    trainer = Trainer(recipe(folder, cache, name, "grpo.max_num_steps=2", "grpo.val_period=0", *overrides))
-    trainer.train()
-    return {key: tensor.clone() for key, tensor in trainer.policy.named_tensors()}
 
 
 def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, cache):
-    alone = run_ranks(1, train, tmp_path, cache, "alone")[0]
-    both = run_ranks(2, train, tmp_path, cache, "both", "cluster.gpus_per_node=2")
-    for weights in both:
-        for name, tensor in alone.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=2e-4, msg=name)
-    one, two = rows(tmp_path / "alone")[1], rows(tmp_path / "both")[1]
-    for key in ("reward/mean", "length/mean", "episode/num_turns", "episode/num_searches", "loss/total"):
-        assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+    steps = [*SMALL, "grpo.max_num_steps=2", "grpo.val_period=0"]
+    alone = run_ranks(1, train, arguments(tmp_path, cache, "alone", *steps), recipe=SEARCH_QA)[0]
+    line = arguments(tmp_path, cache, "both", *steps, *DP2)
+    for weights in run_ranks(2, train, line, recipe=SEARCH_QA):
+        torch.testing.assert_close(weights, alone, rtol=1e-4, atol=2e-4)
+    keys = ("reward/mean", "length/mean", "episode/num_turns", "episode/num_searches", "loss/total")
+    assert_same_rows(tmp_path / "alone", tmp_path / "both", *keys)
 
 
 def ask_twice():
@@ -202,13 +161,8 @@ def scores_of_two():
     one = Sampled(torch.tensor([1]), torch.zeros(1), torch.ones(1, dtype=torch.bool), False, "a")
     rollout.sample_responses = lambda *_: [one, one]
     problem = Problem("p", "q", "a")
-    (group,) = rollout.sample_groups(
-        None,
-        None,
-        Scorer(ByRank(), {"accuracy": 1.0}, Prompt()),
-        [problem],
-        Request([[1]], 2, SamplingParams(1), 0),
-    )
+    scorer, request = Scorer(ByRank(), {"accuracy": 1.0}, Prompt()), Request([[1]], 2, SamplingParams(1), 0)
+    (group,) = rollout.sample_groups(None, None, scorer, [problem], request)
     judged = _judge(ByRank(), problem, [Recorded("a", 1, False)])
     return [response.reward for response in group.responses], judged.scores, judged.extracted
 

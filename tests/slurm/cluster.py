@@ -77,13 +77,12 @@ def search_path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> float:
-    """Poll until the condition is true; returns the seconds that took, fails with ``what`` after too many."""
-    began = time.monotonic()
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll until the condition is true; fails with ``what`` after too many seconds."""
+    end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() - began < seconds, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
         time.sleep(0.1)
-    return time.monotonic() - began
 
 
 class Cluster:

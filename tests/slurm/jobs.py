@@ -56,20 +56,17 @@ class Job:
         path = self.logs / "attempts.tsv"
         return [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, condition: Callable[[], object], seconds: float, what: str) -> float:
+    def wait_for(self, condition: Callable[[], object], seconds: float, what: str) -> None:
         try:
-            return wait_for(condition, seconds, what)
+            wait_for(condition, seconds, what)
         except AssertionError as error:
-            raise AssertionError(
-                f"{error}; {self.state}; its output ends with\n{self.output[-3000:]}"
-            ) from None
+            end = self.output[-3000:]
+            raise AssertionError(f"{error}; {self.state}; its output ends with\n{end}") from None
 
-    def wait_for_output(self, text: str, seconds: float) -> float:
-        took = self.wait_for(
-            lambda: text in self.output or self.state in ENDED, seconds, f"{text!r} in the output"
-        )
+    def wait_for_output(self, text: str, seconds: float) -> None:
+        what = f"{text!r} in the output"
+        self.wait_for(lambda: text in self.output or self.state in ENDED, seconds, what)
         assert text in self.output, f"{self.state} without {text!r} in its output:\n{self.output[-3000:]}"
-        return took
 
     def wait(self, seconds: float) -> str:
         """Wait for the end; returns the state."""
@@ -107,3 +104,21 @@ def submit(
     rest = [a for a in arguments if not a.startswith("-")]
     command = ["sbatch", "--parsable", f"--job-name={name}", *options, str(ROOT / "slurm" / script), *rest]
     return Job(cluster, folder, cluster.run(*command, cwd=folder, **env).stdout.strip(), name)
+
+
+def submit_pipeline(
+    cluster: Cluster, folder: Path, recipe: Path, name: str, *overrides: str, **env: str
+) -> list[Job]:
+    """slurm/pipeline.sh: the jobs that train the recipe as ``name``, convert and evaluate on its problems."""
+    command = [
+        str(ROOT / "slurm/pipeline.sh"),
+        str(recipe),
+        "recipe",
+        *overrides,
+        f"nemo_grpo.run_name={name}",
+    ]
+    env = {"CONVERT_OPTIONS": "--cpus-per-task=2", "EVAL_OPTIONS": "--cpus-per-task=2", **env}
+    words = cluster.run(*command, cwd=folder, **env).stdout.replace(",", "").split()
+    numbers = dict(zip(words[-6::2], words[-5::2], strict=True))
+    names = {"train": name, "convert": f"{name}-convert", "evaluate": f"{name}-eval"}
+    return [Job(cluster, folder, numbers[stage], names[stage]) for stage in names]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
-import torch
 from cluster import ROOT
-from jobs import Job, preempt, submit
+from jobs import Job, preempt, submit, submit_pipeline
+from processes import nemo_grpo, output_of
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 MINUTE = 60
 TINY = """
@@ -62,39 +61,39 @@ def recipe(folder):
 @pytest.fixture(scope="module")
 def unbroken(folder, recipe):
     """The weights after a run outside Slurm."""
-    command = [sys.executable, "-m", "nemo_grpo.cli", "train", str(recipe), "nemo_grpo.run_name=unbroken"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of(nemo_grpo("train", recipe, "nemo_grpo.run_name=unbroken"))
     rows = [json.loads(line) for line in (folder / "unbroken/metrics.jsonl").read_text().splitlines()]
-    assert any(
-        row["advantage/abs_max"] > 0 for row in rows
-    )  # else nothing was learnt, and all would be equal
+    assert any(row["advantage/abs_max"] > 0 for row in rows)  # else all weights would be equal
     return load_file(folder / "unbroken/hf/model.safetensors")
 
 
 def assert_equal(weights, expected):
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert_close(weights, expected, rtol=0, atol=0)
+
+
+def submit_and_train(slurm, folder, recipe, name, *options):
+    """The job of a run on n3, once it has trained three steps."""
+    line = ("--nodelist=n3", "--time=20", *options, str(recipe), f"nemo_grpo.run_name={name}")
+    job = submit(slurm, folder, *line, script="embedded.sbatch", name=name, **ENVIRONMENT)
+    metrics = folder / name / "metrics.jsonl"
+    job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 4 * MINUTE, "three steps")
+    return job
+
+
+def assert_continued(job, cause):
+    """Two attempts: saved because of ``cause``, and to the end from there."""
+    first, second = job.attempts()
+    assert first[2:4] + first[6:] == [cause, "75", "retry"]
+    assert 3 <= int(first[5]) < 40
+    assert second[2:6] == ["finished", "0", first[5], "40"]
 
 
 def test_run_requeued_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_run(
     slurm, folder, recipe, unbroken
 ):
     """It is held still after a few steps, and its limit then brought near, so that any machine meets it."""
-    job = submit(
-        slurm,
-        folder,
-        "--nodelist=n3",
-        "--time=20",
-        "--signal=B:USR1@60",
-        str(recipe),
-        script="embedded.sbatch",
-        **ENVIRONMENT,
-    )
-    metrics = folder / "tiny/metrics.jsonl"
-    job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 4 * MINUTE, "three steps")
-    trainers = ("pkill", "-f", f"^[^ ]*python[^ ]* -m nemo_grpo.cli train --resume {recipe}$")
+    job = submit_and_train(slurm, folder, recipe, "requeued", "--signal=B:USR1@60")
+    trainers = ("pkill", "-f", "^[^ ]*python[^ ]* -m nemo_grpo.cli train --resume .*=requeued$")
     slurm.run(*trainers, "-STOP", node="n3")
     minutes = int(job.field("RunTime").split(":")[1])
     slurm.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes + 2}")
@@ -103,52 +102,27 @@ def test_run_requeued_at_its_time_limit_ends_with_the_weights_of_an_uninterrupte
     slurm.run(*trainers, "-CONT", node="n3")
     assert job.wait(4 * MINUTE) == "COMPLETED"
 
-    first, second = job.attempts()
-    assert first[2:4] == ["time limit", "75"]
-    assert 3 <= int(first[5]) < 40
-    assert second[2:6] == ["finished", "0", first[5], "40"]
-    assert_equal(load_file(folder / "tiny/hf/model.safetensors"), unbroken)
+    assert_continued(job, "time limit")
+    assert_equal(load_file(folder / "requeued/hf/model.safetensors"), unbroken)
 
 
 def test_preempted_run_requeues_and_ends_with_the_weights_of_an_uninterrupted_run(
     slurm, folder, recipe, unbroken
 ):
     """Slurm gives a preempted job its partition's GraceTime, beginning with a SIGTERM to the steps."""
-    name = "nemo_grpo.run_name=preempted"
-    job = submit(
-        slurm, folder, "--nodelist=n3", "--time=20", str(recipe), name,
-        script="embedded.sbatch", name="preempted", **ENVIRONMENT,
-    )  # fmt: skip
-    metrics = folder / "preempted/metrics.jsonl"
-    job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 4 * MINUTE, "three steps")
+    job = submit_and_train(slurm, folder, recipe, "preempted")
     urgent = preempt(slurm, folder, "n3")
     assert urgent.wait(2 * MINUTE) == "COMPLETED"
     assert job.wait(5 * MINUTE) == "COMPLETED"
-    first, second = job.attempts()
-    assert first[2:4] + first[6:] == ["preempted", "75", "retry"]
-    assert 3 <= int(first[5]) < 40
-    assert second[2:6] == ["finished", "0", first[5], "40"]
+    assert_continued(job, "preempted")
     assert_equal(load_file(folder / "preempted/hf/model.safetensors"), unbroken)
 
 
 def test_pipeline_trains_converts_and_evaluates(slurm, folder, recipe, unbroken):
-    done = slurm.run(
-        str(ROOT / "slurm/pipeline.sh"),
-        str(recipe),
-        "recipe",
-        "nemo_grpo.run_name=piped",
-        cwd=folder,
-        TRAIN_OPTIONS="--time=10 --signal=B:USR1@60",
-        CONVERT_OPTIONS="--cpus-per-task=2",
-        EVAL_OPTIONS="--cpus-per-task=2",
-        **ENVIRONMENT,
-    )
-    words = done.stdout.replace(",", "").split()
-    numbers = dict(zip(words[-6::2], words[-5::2], strict=True))
-    evaluation = Job(slurm, folder, numbers["evaluate"], "piped-eval")
+    options = {"TRAIN_OPTIONS": "--time=10 --signal=B:USR1@60", **ENVIRONMENT}
+    training, _, evaluation = submit_pipeline(slurm, folder, recipe, "piped", **options)
     assert evaluation.wait(5 * MINUTE) == "COMPLETED"
-
-    assert Job(slurm, folder, numbers["train"], "piped").state == "COMPLETED"
+    assert training.state == "COMPLETED"
     assert (folder / "piped/hf-latest").readlink().name == "hf-step_000040"
     assert_equal(load_file(folder / "piped/hf-latest/model.safetensors"), unbroken)
     summary = json.loads((folder / "piped/eval/recipe/summary.json").read_text())
@@ -156,37 +130,24 @@ def test_pipeline_trains_converts_and_evaluates(slurm, folder, recipe, unbroken)
 
 
 def test_stages_after_a_failed_training_are_dropped(slurm, folder, recipe):
-    done = slurm.run(
-        str(ROOT / "slurm/pipeline.sh"),
-        str(recipe),
-        "recipe",
-        "nemo_grpo.run_name=wrong",
-        cwd=folder,
-        **{
-            **ENVIRONMENT,
-            "PYTHON": sys.executable,
-            "TRAIN_OPTIONS": "--time=10 --nodelist=n1 --export=ALL,PYTHON=false",
-        },
-    )
-    words = done.stdout.replace(",", "").split()
-    numbers = dict(zip(words[-6::2], words[-5::2], strict=True))
-    train = Job(slurm, folder, numbers["train"], "wrong")
-    assert train.wait(MINUTE) == "FAILED"
-    assert train.exit_code == 69
-    assert Job(slurm, folder, numbers["evaluate"], "wrong-eval").wait(MINUTE) == "CANCELLED"
+    options = {"TRAIN_OPTIONS": "--time=10 --nodelist=n1 --export=ALL,PYTHON=false", **ENVIRONMENT}
+    training, _, evaluation = submit_pipeline(slurm, folder, recipe, "wrong", **options)
+    assert training.wait(MINUTE) == "FAILED"
+    assert training.exit_code == 69
+    assert evaluation.wait(MINUTE) == "CANCELLED"
 
 
 def test_launch_submits_and_status_follows_the_run(slurm, folder, recipe):
-    def nemo_grpo(*arguments):
+    def launch(*arguments):
         command = (sys.executable, "-m", "nemo_grpo.cli", "launch", *map(str, arguments))
         return slurm.run(*command, cwd=folder, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1").stdout
 
     overrides = ("nemo_grpo.run_name=launched", "grpo.max_num_steps=2")
-    said = nemo_grpo(recipe, "--time", "10", "--partition", "main", *overrides)
+    said = launch(recipe, "--time", "10", "--partition", "main", *overrides)
     job = Job(slurm, folder, said.split()[1], "launched")
     assert said.startswith(f"job {job.number} (launched)\n")
     assert job.wait(3 * MINUTE) == "COMPLETED"
-    said = nemo_grpo("status", "launched")
+    said = launch("status", "launched")
     assert said.startswith(f"job {job.number}: JobState COMPLETED")
     assert "attempt 0, ended" in said
     assert "finished, exit code 0, checkpoints 0 -> 2, stop" in said

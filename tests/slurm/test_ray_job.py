@@ -21,7 +21,7 @@ MINUTE = 60
 
 @pytest.fixture
 def start(slurm, tmp_path):
-    """Submit a two-node job of the stand-in driver; ends what is left of it."""
+    """Submit a two-node job of the stand-in driver; of an ended job no process is left."""
     if not slurm.has_namespaces:
         pytest.skip("namespaces are not allowed here, and two nodes of Ray need two addresses")
     started = []
@@ -50,6 +50,26 @@ def start(slurm, tmp_path):
     for job in started:
         job.cancel()
         job.wait(MINUTE)
+    assert left_over(slurm) == []
+
+
+def assert_saved_and_resumed(job, cause):
+    """Once it is told to stop, by ``cause``: two attempts, the second from where the first saved."""
+    job.wait_for_output("saved step", MINUTE)
+    saved = int(job.output.split("saved step ")[1].split()[0])
+    assert job.wait(3 * MINUTE) == "COMPLETED"
+    assert 0 < saved < 40
+    assert f"start from step {saved}" in job.output
+    attempts = [row[2:4] + row[6:] for row in job.attempts()]
+    assert attempts == [[cause, "75", "retry"], ["finished", "0", "stop"]]
+
+
+def hesitant_python(folder, hesitation):
+    """A Python whose start a line of shell may delay or prevent."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/bash\n{hesitation}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
 
 
 def left_over(slurm):
@@ -64,49 +84,30 @@ def test_preempted_job_saves_before_its_ray_ends_and_resumes(slurm, start, tmp_p
     job = start("--nodelist=n1,n2", STEPS="40", PACE="0.5")
     job.wait_for_output("start from step 0", 2 * MINUTE)
     urgent = preempt(slurm, tmp_path, "n2")
-    job.wait_for_output("saved step", MINUTE)
-    saved = int(job.output.split("saved step ")[1].split()[0])
     assert urgent.wait(2 * MINUTE) == "COMPLETED"
-    assert job.wait(3 * MINUTE) == "COMPLETED"
-    assert 0 < saved < 40
-    assert f"start from step {saved}" in job.output
-    assert [row[2:4] + row[6:] for row in job.attempts()] == [
-        ["preempted", "75", "retry"],
-        ["finished", "0", "stop"],
-    ]
-    assert left_over(slurm) == []
+    assert_saved_and_resumed(job, "preempted")
 
 
-def test_signal_before_the_time_limit_saves_requeues_and_resumes_on_both_nodes(slurm, start):
+def test_signal_before_the_time_limit_saves_requeues_and_resumes_on_both_nodes(start):
     job = start(STEPS="40", PACE="0.5")
     job.wait_for_output("start from step 0", 2 * MINUTE)
     job.signal(signal.SIGUSR1)
-    job.wait_for_output("saved step", MINUTE)
-    saved = int(job.output.split("saved step ")[1].split()[0])
-    assert job.wait(3 * MINUTE) == "COMPLETED"
-    assert 0 < saved < 40
-    assert f"start from step {saved}" in job.output
+    assert_saved_and_resumed(job, "time limit")
     assert job.output.count("workers [('n1', 8), ('n2', 8)]") == 2
-    assert [row[2:4] + row[6:] for row in job.attempts()] == [
-        ["time limit", "75", "retry"],
-        ["finished", "0", "stop"],
-    ]
     latest = job.logs.parent / "latest"
     assert latest.resolve() == job.logs / "attempt-1"
     assert "finished step 40" in (latest / "driver.log").read_text()
     assert {f"{name}.log" for name in ("preflight", "ray-head", "ray-worker-n2", "ray-ready")} <= {
         path.name for path in latest.iterdir()
     }
-    assert left_over(slurm) == []
 
 
-def test_failing_driver_ends_the_job_with_its_exit_code_and_is_not_repeated(slurm, start):
+def test_failing_driver_ends_the_job_with_its_exit_code_and_is_not_repeated(start):
     job = start(FAIL_AT="2")
     job.wait_for_output("the driver breaks", 2 * MINUTE)
     job.wait(MINUTE)
     assert (job.state, job.exit_code) == ("FAILED", 3)
     assert "the driver failed before its first checkpoint" in job.output
-    assert left_over(slurm) == []
     assert (job.logs / "attempt-0/ray-session/n2/raylet.out").exists()
 
 
@@ -122,40 +123,26 @@ def test_lost_part_ends_the_job_within_a_minute_with_its_last_lines(slurm, start
     assert (job.state, job.exit_code) == ("FAILED", code)
     assert f"{part} ended" in job.output
     assert f"{part}" in job.output.split("the end of ")[1]
-    assert left_over(slurm) == []
 
 
 def test_missing_worker_is_named_with_the_end_of_its_log(start, tmp_path):
-    hesitant = tmp_path / "python"
-    hesitant.write_text(
-        "#!/bin/bash\n"
-        "if [[ $SLURMD_NODENAME = n2 && $* = *ray.scripts* ]]; then echo 'waits for ever'; sleep 1000; fi\n"
-        f'exec {sys.executable} "$@"\n'
-    )
-    hesitant.chmod(0o755)
-    job = start(PYTHON=str(hesitant), RAY_SECONDS="10", MAX_RETRIES="0")
+    waits = "if [[ $SLURMD_NODENAME = n2 && $* = *ray.scripts* ]]; then echo 'waits for ever'; sleep 1000; fi"
+    job = start(PYTHON=hesitant_python(tmp_path, waits), RAY_SECONDS="10", MAX_RETRIES="0")
     job.wait(2 * MINUTE)
     assert (job.state, job.exit_code) == ("FAILED", 72)
     assert "n2: not registered after" in job.output
     assert "waits for ever" in job.output.split("missing: n2")[1]
 
 
-def test_ray_that_does_not_start_at_once_is_started_again(slurm, start, tmp_path):
-    hesitant = tmp_path / "python"
-    hesitant.write_text(
-        "#!/bin/bash\n"
-        f"failed={tmp_path}/failed-$SLURMD_NODENAME\n"
-        "if [[ $* = *ray.scripts* && ! -e $failed ]]; then touch $failed; exit 1; fi\n"
-        f'exec {sys.executable} "$@"\n'
-    )
-    hesitant.chmod(0o755)
-    job = start(PYTHON=str(hesitant))
+def test_ray_that_does_not_start_at_once_is_started_again(start, tmp_path):
+    failed = f"{tmp_path}/failed-$SLURMD_NODENAME"
+    fails_once = f"if [[ $* = *ray.scripts* && ! -e {failed} ]]; then touch {failed}; exit 1; fi"
+    job = start(PYTHON=hesitant_python(tmp_path, fails_once))
     assert job.wait(3 * MINUTE) == "COMPLETED"
     assert sorted(path.name for path in tmp_path.glob("failed-*")) == ["failed-n1", "failed-n2"]
     assert job.field("Restarts") == "0"
     for name in ("ray-head", "ray-worker-n2"):
         assert "in try 1 of 3" in (job.logs / f"attempt-0/{name}.log").read_text()
-    assert left_over(slurm) == []
 
 
 def test_running_job_rejects_other_clients_and_a_cancelled_job_is_not_requeued(slurm, start):
@@ -169,7 +156,6 @@ def test_running_job_rejects_other_clients_and_a_cancelled_job_is_not_requeued(s
     job.cancel()
     assert job.wait(MINUTE) == "CANCELLED"
     assert job.field("Restarts") == "0"
-    assert left_over(slurm) == []
 
 
 def test_job_moves_to_another_node_when_slurmd_dies(slurm, start):

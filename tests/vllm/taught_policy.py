@@ -1,17 +1,28 @@
-"""A warm start's policy, made without megatron-core, which vLLM's environment does not have."""
+"""A warm start's policy, made without megatron-core, which vLLM's environment does not have; vLLM on it."""
 
 from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.warm_start import build_model
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.rehearsal.model import teach
+from nemo_grpo.sampling.generate_vllm import VLLMGenerator
+from nemo_grpo.sampling.requests import Rollout, SamplingParams
 from nemo_grpo.tasks import Prompt, Task
 from nemo_grpo.tasks.base import stream
+
+SMALL = WarmStart(
+    vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    intermediate_size=96, max_position_embeddings=512, num_steps=40, batch_size=16, lr=3e-3, seed=0,
+)  # fmt: skip
+"""Heads of 32, the least that vLLM takes on a CPU."""
 
 
 def taught(config: WarmStart, task: Task, prompt: Prompt, folder: Path) -> Path:
@@ -29,3 +40,22 @@ def taught(config: WarmStart, task: Task, prompt: Prompt, folder: Path) -> Path:
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def greedy(tokenizer: Any, max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
+
+
+def vllm_of(folder: Path, max_model_len: int = 128, cache_bytes: int = 64 << 20) -> VLLMGenerator:
+    return VLLMGenerator(folder, "float32", max_model_len=max_model_len, cache_bytes=cache_bytes)
+
+
+def rows(rollout: Rollout) -> list[list[int]]:
+    """The responses' tokens."""
+    return [tokens[:n].tolist() for tokens, n in zip(rollout.tokens, rollout.lengths.tolist(), strict=True)]
+
+
+def assert_same(found: Rollout, expected: Rollout, atol: float, rtol: float = 0.0) -> None:
+    """The same tokens and, within the tolerances, the same logprobs."""
+    assert rows(found) == rows(expected)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=rtol, atol=atol)

@@ -19,6 +19,7 @@ pytestmark = [
     ),
 ]
 NUM_TOKENS = 24
+SCRIPT = Path(__file__).with_name("vision_model.py")
 
 
 def python(*arguments):
@@ -32,6 +33,13 @@ def python(*arguments):
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision") / "model"
+    python(SCRIPT, "make", folder)
+    return folder
+
+
 def problem(folder, number, question, *colors):
     """A line with pictures of different sizes."""
     names = [f"{number}-{i}.png" for i in range(len(colors))]
@@ -41,8 +49,7 @@ def problem(folder, number, question, *colors):
     return json.dumps(line) + "\n"
 
 
-def test_responses_to_images_are_those_of_transformers(tmp_path):
-    python(ROOT / "tests/vllm/vision_model.py", "make", tmp_path / "model")
+def test_responses_to_images_are_those_of_transformers(model, tmp_path):
     lines = [
         problem(tmp_path, 0, "What?", "red"),
         problem(tmp_path, 1, "What?", "blue"),  # the same prompt tokens, another picture
@@ -50,20 +57,18 @@ def test_responses_to_images_are_those_of_transformers(tmp_path):
     ]
     (tmp_path / "seen.jsonl").write_text("".join(lines))
     python(
-        "-m", "nemo_grpo.cli", "eval", "--model", tmp_path / "model", "--benchmarks", tmp_path / "seen.jsonl",
+        "-m", "nemo_grpo.cli", "eval", "--model", model, "--benchmarks", tmp_path / "seen.jsonl",
         "--task", "vision_counting", "--generator", "vllm", "--k", 1, "--temperature", 0, "--cache-gib", 0.05,
         "--max-tokens", NUM_TOKENS, "--dtype", "float32", "--out", tmp_path / "out",
     )  # fmt: skip
     ours = [json.loads(line) for line in (tmp_path / "out/samples-seen.jsonl").read_text().splitlines()]
-    script = (ROOT / "tests/vllm/vision_model.py", "greedy", tmp_path / "model", tmp_path / "seen.jsonl")
-    theirs = json.loads(python(*script, NUM_TOKENS).splitlines()[-1])
+    said = python(SCRIPT, "greedy", model, tmp_path / "seen.jsonl", NUM_TOKENS)
+    theirs = json.loads(said.splitlines()[-1])
     assert [sample["greedy_completion"] for sample in ours] == theirs
     assert len(set(theirs)) == 3
     assert ours[2]["prompt"].count("<|image_pad|>") == 2
 
 
-def test_an_export_answers_text_alone_as_transformers_does(tmp_path):
-    script = ROOT / "tests/vllm/vision_model.py"
-    python(script, "make", tmp_path / "model")
-    difference = python(script, "text", tmp_path / "model", tmp_path, NUM_TOKENS).splitlines()[-1]
+def test_an_export_answers_text_alone_as_transformers_does(model, tmp_path):
+    difference = python(SCRIPT, "text", model, tmp_path, NUM_TOKENS).splitlines()[-1]
     assert float(difference) < 1e-5

@@ -2,19 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
 from openai_server import serving
-from taught_policy import taught
+from processes import output_of, python
+from taught_policy import SMALL, greedy, taught
 
 from nemo_grpo.evaluate import evaluate
 from nemo_grpo.hf_folder import load_tokenizer
-from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
-from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.tasks import Prompt, parse_task
 
 pytestmark = pytest.mark.vllm
@@ -55,17 +52,14 @@ def problems(sums):
 
 @pytest.fixture(scope="module")
 def export(sums, tmp_path_factory):
-    settings = WarmStart(
-        vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=96, max_position_embeddings=512, num_steps=120, batch_size=16, lr=3e-3, seed=0,
-    )  # fmt: skip
+    settings = SMALL.model_copy(update={"num_steps": 120})
     return taught(settings, sums, Prompt(), tmp_path_factory.mktemp("sums"))
 
 
 @pytest.fixture(scope="module")
 def expected(sums, problems, export):
     tokenizer, generator = load_tokenizer(export), DecoderGenerator(export)
-    sampling = SamplingParams(LIMIT, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
+    sampling = greedy(tokenizer, LIMIT)
     metrics = evaluate(generator, tokenizer, sums, Prompt(), problems, 1, sampling, 0).metrics()
     assert (len(problems), metrics["format"]) == (NUM_PROBLEMS, 1)
     assert 0.1 < metrics["greedy"] < 1
@@ -88,19 +82,13 @@ def harness(problems, tmp_path):
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
     def run(kind, **arguments):
-        command = [
-            sys.executable, "-m", "lm_eval", "run", "--model", kind, "--tasks", "sums",
+        process = python(
+            "-m", "lm_eval", "run", "--model", kind, "--tasks", "sums",
             "--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()),
             "--include_path", tmp_path, "--apply_chat_template", "--output_path", tmp_path / "out",
-        ]  # fmt: skip
-        done = subprocess.run(
-            [*map(str, command)],
-            env=os.environ | places | offline,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+            **places, **offline,
+        )  # fmt: skip
+        output_of(process)
         (file,) = (tmp_path / "out").rglob("results_*.json")
         found = json.loads(file.read_text())["results"]["sums"]
         return found["exact_match,answer"], found["exact_match_stderr,answer"]

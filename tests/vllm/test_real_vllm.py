@@ -1,43 +1,32 @@
 """The vLLM generator with the real vLLM, against the engine's decoder; one engine for all, as vLLM has it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import ROOT, output_of, python
+from taught_policy import assert_same, greedy, rows, vllm_of
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
-from nemo_grpo.sampling.generate_vllm import VLLMGenerator, vllm_device
+from nemo_grpo.sampling.generate_vllm import vllm_device
 from nemo_grpo.sampling.requests import Request, SamplingParams, Turn
 
 pytestmark = pytest.mark.vllm
 
-TASK = {"name": "arithmetic", "num_digits": 2}
 MAX_MODEL_LEN = 128
 
 
 @pytest.fixture(scope="module")
 def vllm(model):
-    return VLLMGenerator(model, "float32", max_model_len=MAX_MODEL_LEN, cache_bytes=64 << 20)
-
-
-def rows(rollout):
-    return [tokens[:n].tolist() for tokens, n in zip(rollout.tokens, rollout.lengths.tolist(), strict=True)]
+    return vllm_of(model, MAX_MODEL_LEN)
 
 
 def test_greedy_responses_and_logprobs_are_the_decoders(model, vllm, tokenizer, prompts):
-    greedy = SamplingParams(24, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
-    ours, theirs = (
-        DecoderGenerator(model).generate(Request(prompts, 1, greedy, 0)),
-        vllm.generate(Request(prompts, 1, greedy, 0)),
-    )
-    assert rows(theirs) == rows(ours)
+    request = Request(prompts, 1, greedy(tokenizer, 24), 0)
+    ours, theirs = DecoderGenerator(model).generate(request), vllm.generate(request)
+    assert_same(theirs, ours, atol=1e-4)
     assert torch.equal(theirs.truncated, ours.truncated)
-    torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=1e-4, rtol=0)
 
 
 def test_a_seed_stays_with_its_prompt_whatever_is_beside_it(vllm, tokenizer, prompts):
@@ -45,10 +34,8 @@ def test_a_seed_stays_with_its_prompt_whatever_is_beside_it(vllm, tokenizer, pro
     sampling = SamplingParams(12, 0.8, stop_token_ids=(tokenizer.eos_token_id,))
     many = [prompts[i % 32] + [5] * (MAX_MODEL_LEN - 12 - len(prompts[i % 32])) for i in range(64)]
     distinct = many[:32]
-    forwards, backwards = (
-        vllm.generate(Request(many, 2, sampling, 3)),
-        vllm.generate(Request(distinct[::-1], 2, sampling, 3)),
-    )
+    forwards = vllm.generate(Request(many, 2, sampling, 3))
+    backwards = vllm.generate(Request(distinct[::-1], 2, sampling, 3))
     pairs = [rows(backwards)[2 * i : 2 * i + 2] for i in range(32)]
     assert [response for pair in pairs[::-1] for response in pair] == rows(forwards)[:64]
     assert rows(vllm.generate(Request(distinct, 2, sampling, 4))) != rows(forwards)[:64]
@@ -57,11 +44,9 @@ def test_a_seed_stays_with_its_prompt_whatever_is_beside_it(vllm, tokenizer, pro
 def test_a_turn_ends_at_a_special_token(vllm, tokenizer, prompts):
     end = SimpleNamespace(texts=(tokenizer.eos_token,))
     rollout = vllm.generate(Request(prompts, 4, SamplingParams(24), 5, Turn([24] * len(prompts), end)))
-    ended = [tokenizer.eos_token_id in row for row in rows(rollout)]
+    end_token, ended = tokenizer.eos_token_id, [tokenizer.eos_token_id in row for row in rows(rollout)]
     assert any(ended)
-    assert [row.index(tokenizer.eos_token_id) for row in rows(rollout) if tokenizer.eos_token_id in row] == [
-        len(row) - 1 for row, is_ended in zip(rows(rollout), ended, strict=True) if is_ended
-    ]
+    assert all(row.index(end_token) == len(row) - 1 for row in rows(rollout) if end_token in row)
     assert rollout.truncated.tolist() == [not is_ended for is_ended in ended]
 
 
@@ -81,27 +66,20 @@ def test_the_other_device_is_refused():
         vllm_device(other)
 
 
-def evaluate(model, out, *arguments):
-    """In a process of its own: vLLM has one engine in each."""
-    root = Path(__file__).parents[2]
-    command = [
-        sys.executable, "-c", "from nemo_grpo.cli import main; main()", "eval", "--model", model,
-        "--recipe", root / "recipes/quickstart.yaml", "--k", "2", "--num-problems", "4", "--out", out,
-        "nemo_grpo.engine.generator=vllm", *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=500)
-
-
 def test_a_recipes_own_problems_are_evaluated_and_vllm_is_quiet(model, tmp_path):
-    result = evaluate(model, tmp_path / "out", "policy.generation.max_new_tokens=16")
-    assert result.returncode == 0, result.stderr
-    assert "avg@2" in result.stdout
+    """In a process of its own: vLLM has one engine in each."""
+    process = python(
+        "-c", "from nemo_grpo.cli import main; main()", "eval", "--model", model,
+        "--recipe", ROOT / "recipes/quickstart.yaml", "--k", "2", "--num-problems", "4",
+        "--out", tmp_path / "out", "nemo_grpo.engine.generator=vllm", "policy.generation.max_new_tokens=16",
+    )  # fmt: skip
+    said = output_of(process)
+    assert "avg@2" in said
     assert '"generator": "vllm"' in (tmp_path / "out/summary.json").read_text()
-    assert "MainProcess" not in result.stdout + result.stderr  # vLLM's log begins so
+    assert "MainProcess" not in said  # vLLM's log begins so
 
 
 def test_a_cache_that_does_not_hold_one_response_is_one_line(model):
     with pytest.raises(UserError, match="vLLM cannot load") as error:
-        VLLMGenerator(model, "float32", max_model_len=MAX_MODEL_LEN, cache_bytes=1 << 50)
+        vllm_of(model, MAX_MODEL_LEN, cache_bytes=1 << 50)
     assert "\n" not in str(error.value)

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from taught_policy import taught
+from taught_policy import greedy, taught, vllm_of
 
 from nemo_grpo.hf_folder import load_tokenizer
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
-from nemo_grpo.sampling.generate_vllm import VLLMGenerator
-from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import encode_prompt
 
 pytestmark = pytest.mark.vllm
@@ -25,13 +24,9 @@ def test_greedy_conversations_are_the_decoders(tmp_path):
     model = taught(own.warm_start, task, own.prompt, tmp_path)
     tokenizer = load_tokenizer(model)
     prompts = [encode_prompt(tokenizer, own.prompt, problem) for problem in task.validation_problems(32)]
-    greedy = SamplingParams(96, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
-    generators = (
-        VLLMGenerator(model, "float32", max_model_len=256, cache_bytes=64 << 20),
-        DecoderGenerator(model),
-    )
+    generators = vllm_of(model, max_model_len=256), DecoderGenerator(model)
     found, expected = (
-        sample_responses(generator, tokenizer, task, Request(prompts, 1, greedy, 3))
+        sample_responses(generator, tokenizer, task, Request(prompts, 1, greedy(tokenizer, 96), 3))
         for generator in generators
     )
     assert sum(not sample.token_mask.all() for sample in expected) >= 8  # passages were read

@@ -4,9 +4,10 @@ import urllib.error
 
 import pytest
 from openai_server import post, serving
+from taught_policy import greedy
 
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
-from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.sampling.requests import Request
 
 pytestmark = pytest.mark.vllm
 
@@ -20,8 +21,8 @@ def ask(model):
 
 
 def test_greedy_completions_are_the_decoders(ask, model, tokenizer, prompts):
-    greedy = SamplingParams(LIMIT, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
-    expected = DecoderGenerator(model).generate(Request(prompts[:8], 1, greedy, 0))
+    request = Request(prompts[:8], 1, greedy(tokenizer, LIMIT), 0)
+    expected = DecoderGenerator(model).generate(request)
     for i, prompt in enumerate(prompts[:8]):
         (choice,) = ask("completions", prompt=prompt, temperature=0, max_tokens=LIMIT)
         text = tokenizer.decode(expected.tokens[i, : expected.lengths[i]], skip_special_tokens=True)

@@ -8,19 +8,20 @@ import torch
 from conv_models import save_adapters, save_model
 from small_models import FAMILIES
 from smollm2_model import model_folder, prompts_of
+from taught_policy import assert_same, rows, vllm_of
 
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
-from nemo_grpo.sampling.generate_vllm import VLLMGenerator, readable_modules
+from nemo_grpo.sampling.generate_vllm import readable_modules
 from nemo_grpo.sampling.requests import Request, SamplingParams
 
 pytestmark = pytest.mark.vllm
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 384, "max_position_embeddings": 256}
-MAX_MODEL_LEN, CACHE_BYTES, LIMIT, END = 96, 64 << 20, 24, 2
+MAX_MODEL_LEN, LIMIT, END = 96, 24, 2
 GREEDY = SamplingParams(LIMIT, greedy=True, stop_token_ids=(END,))
 LAYERS, RANK, ALPHA = 4, 8, 16
 LINEARS = {  # Megatron's layer -> (out, in)
@@ -61,10 +62,6 @@ def prompts():
     return [torch.randint(3, SIZES["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
 
 
-def rows(rollout):
-    return [tokens[:n].tolist() for tokens, n in zip(rollout.tokens, rollout.lengths.tolist(), strict=True)]
-
-
 TEXT = [family for family in FAMILIES if not family.startswith(("qwen2.5-vl", "deepseek", "moonlight"))]
 """vLLM wants Qwen2.5-VL with a processor: test_images makes one, and compares its export. Latent attention
 was not tried there."""
@@ -77,19 +74,16 @@ def test_an_export_is_the_model_that_transformers_loads(base_of, family, tmp_pat
     base = base_of(family)
     hf_to_megatron(base, tmp_path / "megatron")
     export = megatron_to_hf(tmp_path / "megatron", base, tmp_path / "export")
-    theirs = VLLMGenerator(export, "float32", max_model_len=MAX_MODEL_LEN, cache_bytes=CACHE_BYTES)
+    theirs = vllm_of(export, MAX_MODEL_LEN)
     ours = HFGenerator(export)
-    found, expected = (generator.generate(Request(prompts(), 1, GREEDY, 0)) for generator in (theirs, ours))
-    assert rows(found) == rows(expected)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=RELATIVE.get(family, 0), atol=1e-5)
+    request, rtol = Request(prompts(), 1, GREEDY, 0), RELATIVE.get(family, 0)
+    assert_same(theirs.generate(request), ours.generate(request), 1e-5, rtol)
     drawn = theirs.generate(Request(prompts(), 2, SamplingParams(LIMIT, stop_token_ids=(END,)), 3))
     for i, response in enumerate(rows(drawn)):
         prompt = prompts()[i // 2]
         logits = ours.logits([prompt + response])[0, len(prompt) - 1 : -1].float()
         logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-        torch.testing.assert_close(
-            drawn.logprobs[i, : len(response)], logprobs, rtol=RELATIVE.get(family, 0), atol=1e-5
-        )
+        torch.testing.assert_close(drawn.logprobs[i, : len(response)], logprobs, rtol=rtol, atol=1e-5)
 
 
 def test_adapters_on_their_base_are_the_merged_model(base_of, tmp_path):
@@ -108,13 +102,13 @@ def test_adapters_on_their_base_are_the_merged_model(base_of, tmp_path):
     request = Request(prompts(), 1, GREEDY, 0)
     expected = HFGenerator(merged).generate(request)
     assert rows(expected) != rows(HFGenerator(base).generate(request))
-    ours = VLLMGenerator(merged, "float32", max_model_len=MAX_MODEL_LEN, cache_bytes=CACHE_BYTES)
+    ours = vllm_of(merged, MAX_MODEL_LEN)
     assert rows(ours.generate(request)) == rows(expected)
     del ours
     gc.collect()
     with readable_modules():
         engine = LLM(
-            str(base), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=CACHE_BYTES,
+            str(base), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=64 << 20,
             enable_lora=True, max_model_len=MAX_MODEL_LEN, max_lora_rank=RANK, generation_config="vllm",
         )  # fmt: skip
     answers = engine.generate(
@@ -129,7 +123,5 @@ def test_adapters_on_their_base_are_the_merged_model(base_of, tmp_path):
 def test_a_pretrained_model_answers_as_the_decoder_does():
     folder = model_folder()
     request = Request(prompts_of(folder, 8), 1, GREEDY, seed=0)
-    theirs = VLLMGenerator(folder, "float32", max_model_len=160, cache_bytes=256 << 20).generate(request)
-    ours = DecoderGenerator(folder).generate(request)
-    assert rows(theirs) == rows(ours)
-    torch.testing.assert_close(theirs.logprobs, ours.logprobs, atol=1e-4, rtol=0)
+    theirs = vllm_of(folder, 160, cache_bytes=256 << 20).generate(request)
+    assert_same(theirs, DecoderGenerator(folder).generate(request), atol=1e-4)

@@ -60,13 +60,9 @@ def make(folder):
         rope_parameters={"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4},
     )  # fmt: skip
     vision = dict(
-        depth=2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_heads=2,
-        out_hidden_size=64,
+        depth=2, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=64,
         fullatt_block_indexes=[1],
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     model = Qwen2_5_VLForConditionalGeneration(config).float()

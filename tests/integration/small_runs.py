@@ -1,0 +1,123 @@
+"""Whole runs of a very small policy: their recipes, what they write, how one resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import ROOT
+from toy_policies import assert_equal, weights_of
+
+from nemo_grpo.engine.supervised import SupervisedTrainer
+from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.jsonl import write_problems
+
+QUICKSTART = ROOT / "recipes/quickstart.yaml"
+# A warm start just long enough that some responses have the right format, and therefore groups carry signal.
+TINY = [
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.max_num_steps=4",
+    "grpo.val_period=2",
+    "policy.train_micro_batch_size=8",
+    "policy.generation.max_new_tokens=28",
+    "checkpointing.save_period=2",
+    "logger.tensorboard_enabled=false",
+    "nemo_grpo.rewards={format: 1.0, accuracy: 1.0}",
+    "grpo.max_val_samples=4",
+    "grpo.val_num_generations_per_prompt=2",
+    "nemo_grpo.warm_start.num_steps=100",
+    "nemo_grpo.warm_start.batch_size=16",
+    "nemo_grpo.warm_start.intermediate_size=256",
+    "nemo_grpo.warm_start.max_position_embeddings=256",  # whatever length a test gives the sequences
+]
+NO_VALIDATION = ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"]
+DP2 = ["cluster.gpus_per_node=2"]
+TP2_PP2 = [
+    "policy.megatron_cfg.tensor_model_parallel_size=2",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    "cluster.gpus_per_node=4",
+]
+
+
+def arguments(folder: Path, cache: Path, name: str, *overrides: str) -> list[str]:
+    """Overrides of a tiny run in ``folder/name``."""
+    places = (
+        f"nemo_grpo.runs_dir={folder}",
+        f"nemo_grpo.run_name={name}",
+        f"nemo_grpo.warm_start.cache_dir={cache}",
+    )
+    return [*TINY, *places, *overrides]
+
+
+def math_files(folder: Path, problems: list[Problem], held_out: list[Problem], more: str = "") -> str:
+    """The override by which a run trains on these problems, from files in the folder."""
+    for name, part in (("train", problems), ("held-out", held_out)):
+        write_problems(folder / f"{name}.jsonl", part)
+    files = f"train_files: [{folder}/train.jsonl], validation_files: [{folder}/held-out.jsonl]"
+    return f"nemo_grpo.task={{_override_: true, name: math, {files}{more}}}"
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """What the run's metrics.jsonl holds."""
+    return lines_of(run / "metrics.jsonl")
+
+
+def without_time(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in rows(run)]
+
+
+def train(overrides: list[str], resume: bool = False, recipe: Path = QUICKSTART) -> dict[str, torch.Tensor]:
+    """The weights after a run in this process."""
+    loaded = load_recipe(recipe, overrides)
+    kind = SupervisedTrainer if loaded.loss_fn.learns_from_demonstrations else Trainer
+    trainer = kind(loaded, resume=resume)
+    trainer.train()
+    return weights_of(trainer.policy)
+
+
+def assert_same_rows(one: Path, other: Path, *keys: str) -> None:
+    """These metrics of all updates, as the order of sums allows."""
+    for have, want in zip(rows(other)[1:], rows(one)[1:], strict=True):
+        for key in keys:
+            assert have[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
+
+
+def resumed_exactly(make: Callable[..., Recipe]) -> Trainer:
+    """A run that dies in its third step, amid a line of metrics, and ends like ``whole``, which does not.
+
+    Args: make: the recipe of a run of four steps by ``name``.
+    """
+    whole = Trainer(make(name="whole"))
+    whole.train()
+    first = Trainer(make(name="broken"))
+    while first.state.step < 3:  # beyond the checkpoint of step 2, as a killed run would be
+        first.run.append_metrics(first.train_step())
+        if first.state.step == 2:
+            first.save()
+    first.run.close()
+    with (first.run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # the line that was being written when the run was killed
+    resumed = Trainer(make(name="broken"), resume=True)
+    assert resumed.state.step == 2
+    resumed.train()
+    assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
+    assert without_time(resumed.run.path)[-2:] == without_time(whole.run.path)[-2:]
+    assert [row["step"] for row in rows(resumed.run.path)] == [1, 2, 3, 4]
+    return resumed
+
+
+def has_trained(run: Path, num_lines: int) -> bool:
+    """Whether its metrics have so many lines."""
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and metrics.read_text().count("\n") >= num_lines
