@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoints_conv.families import deepseek_v3, gemma3, llama, mistral, qwen2, qwen2_vl, qwen3, qwen3_moe
+from checkpoints_conv.families import (
+    deepseek_v3,
+    gemma3,
+    llama,
+    mistral,
+    qwen2,
+    qwen2_vl,
+    qwen3,
+    qwen3_moe,
+)
 from checkpoints_conv.families.declaration import Declaration
 from checkpoints_conv.families.family import Family
 from checkpoints_conv.families.spec import ModelSpec
