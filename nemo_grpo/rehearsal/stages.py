@@ -140,8 +140,7 @@ def last_step(recipe: Recipe) -> int:
 
 def metrics(recipe: Recipe) -> list[dict[str, float]]:
     """The run's metrics.jsonl; a line that is being written is left out."""
-    path = recipe.run_dir / METRICS_FILE
-    return list(json_lines(path)) if path.is_file() else []
+    return list(json_lines(recipe.run_dir / METRICS_FILE))
 
 
 def tail(path: Path, lines: int = LAST_LINES) -> str:

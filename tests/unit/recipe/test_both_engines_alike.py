@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_both_engines_train_and_validate_alike(cluster: str, embedded: str, may_
     assert ours.pop("nemo_grpo.rewards.format") == 0.0  # NeMo-RL's environment leaves out what weighs 0
     assert {key for key in differing(theirs, ours) if not key.startswith(OF_THE_ENGINE)} == may_differ
     assert {"policy.megatron_cfg.optimizer.lr", "policy.precision", "grpo.max_val_samples"} <= theirs.keys()
+
+
+def test_stages_of_cluster_smollm2_end_where_the_makefile_and_the_next_stage_look() -> None:
+    makefile = (RECIPES.parent / "Makefile").read_text(encoding="utf-8")
+    ends = {name: int(step) for name, step in re.findall(r"(cluster-smollm2[\w-]*):(\d+)", makefile)}
+    stages = {
+        name: load_recipe(RECIPES / f"{name}.yaml") for name in ("cluster-smollm2-sft", "cluster-smollm2")
+    }
+    assert ends == {name: recipe.grpo.max_num_steps for name, recipe in stages.items()}
+    first, second = stages.values()
+    assert second.policy.model_name == f"{first.run_dir}/hf/step_{first.grpo.max_num_steps}"
 
 
 def test_task_objective_and_optimizer_are_the_quickstarts() -> None:
