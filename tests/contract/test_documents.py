@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,16 @@ LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
+PROGRAMS = {
+    *("nemo-grpo", "make", "python", "pip", "sbatch", "srun", "bash", "git", "hf", "lm_eval", "pre-commit"),
+    *("export", "until"),
+}
+"""What a line of a shell block may begin with."""
+ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
+SBATCH_OPTIONS = {"--nodes", "--time", "--gpus-per-node", "--partition", "--array", "--account", "--signal"}
+"""Of those that Slurm has, the ones that the documents use."""
+
+
 def by_name(path: Path) -> str:
     return path.name
 
@@ -32,24 +43,47 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def commands(document: Path) -> Iterator[list[str]]:
-    """Every command line, in blocks and within sentences, as words."""
+    """Every command line, in blocks and within sentences, as words; the first is the program's name."""
     text = document.read_text(encoding="utf-8")
-    lines = [
-        line for language in ("", "bash") for block in blocks(document, language) for line in joined(block)
-    ]
+    lines = [line for block in shell_blocks(document) for line in joined(block)]
     for line in [*lines, *(re.sub(r"\s+", " ", span) for span in SPAN.findall(text))]:
-        try:
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-        except ValueError:
-            continue  # output, such as a drawing
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        while words and ASSIGNMENT.fullmatch(words[0]):
             words.pop(0)
-        if words and Path(words[0]).name in ("nemo-grpo", "make"):
+        if words:
             yield [Path(words[0]).name, *words[1:]]
+
+
+def shell_blocks(document: Path) -> list[str]:
+    """Blocks of bash, and those without a language whose first line is a command."""
+    return [
+        *blocks(document, "bash"),
+        *(block for block in blocks(document, "") if begins_with_a_program(code_lines(block)[0])),
+    ]
+
+
+def code_lines(block: str) -> list[str]:
+    """Lines that are neither empty nor a comment."""
+    return [line for line in joined(block) if line.strip() and not line.lstrip().startswith("#")]
+
+
+def begins_with_a_program(line: str) -> bool:
+    words = [word for word in line.split() if not ASSIGNMENT.fullmatch(word)]
+    return bool(words) and Path(words[0]).name in PROGRAMS
 
 
 def joined(block: str) -> list[str]:
     return block.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_every_line_of_a_shell_block_is_a_command_or_a_comment(document: Path) -> None:
+    for block in shell_blocks(document):
+        for line in joined(block):
+            code, _, comment = line.partition(" # ")
+            assert not code.strip() or code.lstrip().startswith("#") or begins_with_a_program(code), line
+            swallowed = re.search(r"\b(nemo-grpo|sbatch|srun|pip install|make) [\w-]", comment)
+            assert swallowed is None, f"a command stands behind a #: {line}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
@@ -60,7 +94,11 @@ def test_every_command_parses(document: Path) -> None:
         if name == "make":
             assert {word for word in words if "=" not in word} <= targets, (name, words)
             continue
-        if not words or "..." in words:
+        if name == "sbatch":
+            check_sbatch(words)
+        if name == "pip":
+            check_extras(words)
+        if name != "nemo-grpo" or not words or "..." in words:
             continue
         command = root
         while words and (below := getattr(command, "commands", {}).get(words[0])):
@@ -71,6 +109,21 @@ def test_every_command_parses(document: Path) -> None:
         for word in words:
             if word.startswith("-") and not re.fullmatch(r"-[\d.]+", word):
                 assert word.partition("=")[0] in options, f"{command.name} has no {word}"
+
+
+def check_sbatch(words: list[str]) -> None:
+    """Options that Slurm has, then one of our scripts."""
+    options = [word.partition("=")[0] for word in words[: next(i for i, w in enumerate(words) if "/" in w)]]
+    assert set(options) <= SBATCH_OPTIONS, options
+    assert (ROOT / words[len(options)]).is_file(), words
+
+
+def check_extras(words: list[str]) -> None:
+    """The extras of this package that pip is told to install."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        for extra in re.findall(r"nemo-grpo\[([\w,]+)\]", word):
+            assert set(extra.split(",")) <= set(known), word
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
