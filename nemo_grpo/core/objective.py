@@ -65,6 +65,7 @@ class Objective:
             advantages follow from rewards alone, and a step's only update can score in its own forward pass.
         whole_groups_per_loss_call: the loss needs exactly one complete group per call (CW-GRPO's
             author_compat).
+        learns_without_advantages: ``terms`` has a gradient where the advantage is 0, the KL penalty's aside.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Objective:
     needs_reference: bool = False
     needs_prev_logprobs: bool = True
     whole_groups_per_loss_call: bool = False
+    learns_without_advantages: bool = False
 
     def prepare(self, batch: TokenBatch, *, seed: int = 0) -> PreparedBatch:
         """Compute everything that spans sequences: once per step, on whole groups, without gradient.
@@ -147,6 +149,14 @@ class Objective:
             metrics |= further(prepared, metrics)
         shares = metric_shares(metrics, counts, global_valid_toks, global_valid_seqs)
         return loss, shares | {"loss/total": loss.detach()}
+
+    def rows_with_gradient(self, prepared: PreparedBatch) -> Tensor:
+        """[B] bool: False for rows that cannot move the policy.
+
+        Without a KL penalty a term w rho A has no gradient where A is 0, as in a group of equal rewards.
+        """
+        follows = self.kl_penalty == 0 and not self.learns_without_advantages
+        return (prepared.advantages if follows else prepared.batch.mask).any(1)
 
     def token_terms(self, prepared: PreparedBatch) -> tuple[TokenTerms, dict[str, Tensor]]:
         """The corrected terms of any rows, and every metric that goes with them, [B, T] or [B]."""

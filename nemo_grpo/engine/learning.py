@@ -118,11 +118,10 @@ class Learner:
         """One optimizer step per train_global_batch_size rows; none where nothing has a gradient."""
         policy = self.recipe.policy
         results = []
-        num_rows = len(step.rewards)
+        num_rows, learns = len(step.rewards), self.objective.rows_with_gradient(prepared)
         for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
             # Where the gradient is 0 there is no update: Adam's momentum and weight decay would make one.
-            source = prepared.advantages if self.objective.kl_penalty == 0 else prepared.batch.mask
-            if not source[rows].any():
+            if not learns[rows].any():
                 continue
             sequences = step.sequences.select(rows)
             results.append(

@@ -34,6 +34,8 @@ class VariantConfig(BaseModel):
     """`shape` subtracts the reference policy's logprobs from the policy's, with or without a KL penalty."""
     learns_from_demonstrations: ClassVar[bool] = False
     """A step is the task's demonstrations, one per prompt; nothing is sampled."""
+    learns_without_advantages: ClassVar[bool] = False
+    """`terms` has a gradient where the advantage is 0, such as an entropy bonus; the KL penalty aside."""
     whole_groups_key: ClassVar[str | None] = None
     """Boolean parameter under which every loss call needs exactly one whole group."""
     sampling_keys: ClassVar[tuple[str, ...]] = ()
@@ -144,6 +146,7 @@ class VariantConfig(BaseModel):
             needs_reference=self.needs_reference,
             needs_prev_logprobs=self.needs_prev_logprobs,
             whole_groups_per_loss_call=self.needs_whole_groups,
+            learns_without_advantages=self.learns_without_advantages,
         )
 
 

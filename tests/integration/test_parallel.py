@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from ranks import run_ranks, slow_but
 from small_models import TRAINED
 from toy_policies import (
     LAYOUTS,
+    PARAMETERS,
     UNSHARDED,
     assert_same,
     hf_model,
@@ -24,6 +26,7 @@ from toy_policies import (
 from nemo_grpo import build_objective
 from nemo_grpo.engine.megatron.microbatches import plan_bins
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.variants import VARIANTS
 
 
 @cache
@@ -110,3 +113,48 @@ def test_bins_hold_whole_prompts_as_far_as_they_fit():
     assert two == ([[0, 1, 2, 3, 4]], [[5, 6, 7, 8]])
     with pytest.raises(ValueError, match="13 tokens is longer than capacity=12"):
         bins(12)
+
+
+def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None) -> dict[str, Any]:
+    """One update per variant; of three groups the second has no signal.
+
+    Returns: per variant (outcome, metrics, forward-only or not -> rows).
+    """
+    model, (sequences, _) = hf_model("qwen3"), rollout()
+    how = {"micro_batch_size": 2, "temperature": 0.9, "mb_tokens": mb_tokens}
+    rewards = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 0, 1])
+    found: dict[str, Any] = {}
+    for variant, config in VARIANTS.items():
+        policy, passes = policy_of(model, layout=layout), {False: [], True: []}
+        scores = policy.score(sequences, **how)
+        without_kl = {"reference_policy_kl_penalty": 0.0}
+        without_kl = without_kl if "reference_policy_kl_penalty" in config.model_fields else {}
+        objective = build_objective(variant, **PARAMETERS.get(variant, {}), **without_kl)
+        objective = replace(objective, learns_without_advantages=not leave_out)
+        further = {"entropies": scores.entropies, "reference_policy_logprobs": scores.logprobs - 0.05}
+        prepared = objective.prepare(token_batch(sequences, rewards, scores.logprobs, **further))
+        run = policy._run
+
+        def counted(sequences, plan, *args, run=run, passes=passes, forward_only, **kwargs):
+            passes[forward_only] += [row for micro in plan for row in micro.rows.tolist()]
+            run(sequences, plan, *args, forward_only=forward_only, **kwargs)
+
+        policy._run = counted
+        result = policy.update(objective, prepared, sequences, **how)
+        found[variant] = outcome(result, scores.logprobs, policy), result.metrics, passes
+    return found
+
+
+@pytest.mark.parametrize("name", slow_but(["one", "dp2", "tp2-pp2"], "one", "dp2"))
+@pytest.mark.parametrize("mb_tokens", [None, 30])
+def test_rows_without_a_gradient_are_only_scored_and_change_nothing(mb_tokens, name):
+    world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
+    every = run_ranks(world_size, learned_from, layout, False, mb_tokens)
+    some = run_ranks(world_size, learned_from, layout, True, mb_tokens)
+    for variant in VARIANTS:
+        for expected, found in zip(every, some, strict=True):
+            assert_same({variant: found[variant][0]}, {variant: expected[variant][0]})
+            assert found[variant][1] == pytest.approx(expected[variant][1], rel=1e-5, abs=1e-6), variant
+        learned, scored = ({row for rank in some for row in rank[variant][2][k]} for k in (False, True))
+        assert {4, 5} <= scored < {1, 4, 5, 9}, variant  # Clip-Cov may drop every token of row 1
+        assert learned == {*range(9)} - scored, variant

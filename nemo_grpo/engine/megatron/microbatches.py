@@ -35,6 +35,19 @@ def own_share() -> tuple[int, int]:
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
+def by_gradient(has_gradient: Tensor, share: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(rows for a forward and a backward pass, rows for a forward pass alone).
+
+    Every data-parallel rank needs a row with a backward pass: with too few, every row gets one.
+
+    Args: has_gradient: [B] bool, on the host.  share: (rank, number of ranks).
+    """
+    _, num_ranks = share
+    if has_gradient.sum() < num_ranks:
+        has_gradient = torch.ones_like(has_gradient)
+    return has_gradient.nonzero().flatten(), (~has_gradient).nonzero().flatten()
+
+
 def plan_rows(lengths: Tensor, size: int, share: tuple[int, int] = (0, 1)) -> list[Tensor]:
     """This rank's rows, ``size`` of similar length at a time.
 

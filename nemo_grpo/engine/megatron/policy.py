@@ -19,7 +19,14 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
-from nemo_grpo.engine.megatron.microbatches import Microbatch, own_share, plan_bins, plan_groups, plan_rows
+from nemo_grpo.engine.megatron.microbatches import (
+    Microbatch,
+    by_gradient,
+    own_share,
+    plan_bins,
+    plan_groups,
+    plan_rows,
+)
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
@@ -155,8 +162,12 @@ class MegatronPolicy:
               scoring: no `score` has been made since the last update. The current logprobs are then the
                   previous ones too (their ratio is 1, its gradient is not 0), and the result has `Scores`.
         """
-        groups = prepared.batch.group_ids if objective.whole_groups_per_loss_call else None
-        plan = self._plan(sequences, micro_batch_size, mb_tokens, groups)
+        if objective.whole_groups_per_loss_call:
+            groups = plan_groups(prepared.batch.group_ids, own_share())
+            plan, rest = self._microbatches(sequences, groups, mb_tokens), []
+        else:
+            rows = by_gradient(objective.rows_with_gradient(prepared), own_share())
+            plan, rest = (self._plan(sequences, micro_batch_size, mb_tokens, part) for part in rows)
         prepared = prepared.to(self.device)  # whole, once: the loss of a microbatch then waits for no copy
         valid_toks, valid_seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
         # The schedule divides by the number of microbatches and DDP averages over data-parallel ranks; our
@@ -176,10 +187,13 @@ class MegatronPolicy:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(sequences, plan, loss, temperature, with_entropies=scoring, forward_only=False)
+        if rest:  # for the metrics
+            with torch.no_grad():
+                self._run(sequences, rest, loss, temperature, with_entropies=scoring, forward_only=True)
         metrics = self._add_up(shares)
         lr = self.optimizer.param_groups[0]["lr"]
         grad_norm, stepped = self._step_if_finite(metrics)
-        scores = self._collect(sequences, plan, True) if scoring else None
+        scores = self._collect(sequences, plan + rest, True) if scoring else None
         return UpdateResult(metrics, grad_norm, lr, skipped=not stepped, scores=scores)
 
     def _step_if_finite(self, metrics: dict[str, float]) -> tuple[float, bool]:
@@ -193,15 +207,22 @@ class MegatronPolicy:
         return grad_norm, True
 
     def _plan(
-        self, sequences: Sequences, size: int, mb_tokens: int | None, groups: Tensor | None = None
+        self, sequences: Sequences, size: int, mb_tokens: int | None, rows: Tensor | None = None
     ) -> list[Microbatch]:
-        """This rank's microbatches; ``groups``: one whole group each."""
-        if groups is not None:
-            plan = plan_groups(groups, own_share())
-        elif mb_tokens is None:
-            plan = plan_rows(sequences.lengths, size, own_share())
+        """This rank's microbatches, of all rows if none are given."""
+        rows = torch.arange(len(sequences.lengths)) if rows is None else rows
+        if not len(rows):
+            return []
+        part = sequences.select(rows)
+        if mb_tokens is None:
+            plan = plan_rows(part.lengths, size, own_share())
         else:
-            plan = plan_bins(sequences, mb_tokens, own_share(), share_prompts=self.share_prompts)
+            plan = plan_bins(part, mb_tokens, own_share(), share_prompts=self.share_prompts)
+        return self._microbatches(sequences, [rows[own] for own in plan], mb_tokens)
+
+    def _microbatches(
+        self, sequences: Sequences, plan: list[Tensor], mb_tokens: int | None
+    ) -> list[Microbatch]:
         return [self._microbatch(sequences, rows, is_packed=mb_tokens is not None) for rows in plan]
 
     def _microbatch(self, sequences: Sequences, rows: Tensor, *, is_packed: bool) -> Microbatch:
