@@ -42,3 +42,15 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{key}.")
         else:
             yield key, value
+
+
+def scalars(value: Any) -> Iterator[Any]:
+    """The scalars in a value: itself, or those of a list and of what its elements hold."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from (key, *scalars(below))
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from scalars(below)
+    else:
+        yield value

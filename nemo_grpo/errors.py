@@ -1,9 +1,10 @@
-"""The one exception type for mistakes that a user can correct, and the search for the name that was meant."""
+"""The one exception type for mistakes that a user can correct, and what their messages are made of."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 EXIT_USAGE = 2
 """Exit code of every command when its input is refused; nothing has been created or changed then."""
@@ -16,6 +17,41 @@ class UserError(ValueError):
 def first_line(error: Exception) -> str:
     """What another library's error says, without its further lines and full stop; else the error's name."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+UNREADABLE = (OSError, ValueError, ArithmeticError, RecursionError, MemoryError)
+"""What parsers raise, and pydantic, for input that is not what it should be."""
+
+
+@contextmanager
+def reading(what: object, expected: str, remedy: str, *further: type[Exception]) -> Iterator[None]:
+    """Input that is not what it should be, as a `UserError`.
+
+    Args:   what: the file, or other input.  expected: what it should be, such as ``valid YAML``.
+            further: the parser's own exceptions, besides `UNREADABLE`.
+    Raises: UserError: ``what is not expected (reason); remedy``.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{what} cannot be read ({error.strerror or first_line(error)}); {remedy}") from None
+    except (*UNREADABLE, *further) as error:
+        raise UserError(f"{what} is not {expected} ({_reason(error)}); {remedy}") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it does not fit in memory"
+    if hasattr(error, "problem_mark"):  # YAML's, which shows the place in several lines
+        return " ".join(str(error).split())[:200]
+    if details := getattr(error, "errors", None):  # pydantic's
+        first = details()[0]
+        return f"{'.'.join(map(str, first['loc']))}={first['input']!r:.60}: {first['msg']}"
+    return first_line(error)
 
 
 def as_yaml(value: object) -> str:

@@ -67,6 +67,10 @@ def receive_files(files: Mapping[str, str]) -> None:
 
 
 def _module(name: str, key: str, reference: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(
+            f"{key}={reference}: {name!r} is no module; write my_file.py:Name or package.module:Name"
+        )
     try:
         return importlib.import_module(name)
     except ImportError as error:

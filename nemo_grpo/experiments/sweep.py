@@ -26,7 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_grpo import shipped
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UNREADABLE, UserError, did_you_mean
 from nemo_grpo.experiments.plan import Setting, override_key
 
 FOLDER = Path("recipes") / "sweeps"
@@ -75,7 +75,7 @@ def is_sweep(path: Path) -> bool:
     """True for a YAML file whose only section is ``sweep``."""
     try:
         tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (*UNREADABLE, yaml.YAMLError):  # if it is none, the reader of recipes says what is wrong
         return False
     return isinstance(tree, dict) and list(tree) == [SECTION]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UserError, did_you_mean, reading
 
 MIB = 1024**2
 THIS = "this"
@@ -55,10 +55,8 @@ def read_hardware(path: Path) -> dict[str, Hardware]:
 
     Raises: UserError: no such file, an unknown attribute, one that is missing or not positive.
     """
-    try:
+    with reading(f"--hardware {path}", "valid YAML", f"write name: {{{', '.join(_NAMES)}}}", yaml.YAMLError):
         tree = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--hardware {path}: {error}") from error
     if not isinstance(tree, Mapping) or not all(isinstance(entry, Mapping) for entry in tree.values()):
         raise UserError(f"--hardware {path}: expected name: {{{', '.join(_NAMES)}}}")
     return {str(name).lower(): _entry(f"--hardware {path}: {name}", entry) for name, entry in tree.items()}
@@ -79,7 +77,7 @@ def _entry(where: str, entry: Mapping[str, Any]) -> Hardware:
             raise UserError(f"{where}.{key}: unknown{did_you_mean(key, _NAMES)}")
         try:
             values[key] = int(value) if key == "nvlink_domain" else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise UserError(f"{where}.{key}={value} is not a number; write it like 3.35e12") from None
         if not values[key] > 0:
             raise UserError(f"{where}.{key}={value} must be above 0")

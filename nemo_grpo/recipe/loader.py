@@ -21,15 +21,25 @@ from omegaconf.errors import (
 )
 
 from nemo_grpo import shipped
-from nemo_grpo.dotted import parents, set_value, value_of
-from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.dotted import leaves, parents, scalars, set_value, value_of
+from nemo_grpo.errors import UNREADABLE, UserError, first_line, reading
 from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
 
 Tree = dict[str, Any]
 
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+_PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
+
+
+def _product(*values: Any) -> Any:
+    if any(isinstance(value, str) for value in values):  # a text times an integer is a longer text
+        raise TypeError(f"mul takes numbers, not {values}")
+    return math.prod(values)
+
+
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": lambda *values: sum(values),
-    "mul": lambda *values: math.prod(values),
+    "mul": _product,
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
 }
@@ -84,20 +94,11 @@ def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
 def _read_yaml(path: Path) -> Tree:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a recipe file")
-    try:
-        config = _parsed(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({getattr(error, 'strerror', None) or error}); give a recipe file"
-        ) from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: {first_line(error)}") from None
-    tree = OmegaConf.to_container(config, resolve=False)
+    with reading(path, "valid YAML", "give a recipe file", *_PARSER_ERRORS):
+        tree = OmegaConf.to_container(_parsed(path.read_text(encoding="utf-8")), resolve=False)
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
-    return {str(key): value for key, value in tree.items()}
+    return _with_plain_values(tree, str(path))
 
 
 @lru_cache(maxsize=64)
@@ -143,12 +144,10 @@ def parse_override(override: str) -> tuple[str, Any]:
     key, separator, text = override.removeprefix("++").partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
-    try:
+    with reading(f"override {shown(override)}: the value", "valid YAML", "quote it", *_PARSER_ERRORS):
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"override {override!r}: the value is not valid YAML ({first_line(error)})") from None
     assert isinstance(value, dict)
-    return key, value["value"]
+    return key, _with_plain_values(value, "the override")["value"]
 
 
 def _set(tree: Tree, key: str, value: Any) -> None:
@@ -187,7 +186,31 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
         ) from None
     except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
         raise UserError(f"{error.full_key}: {first_line(error)}; correct the ${{...}} of this key") from None
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, *UNREADABLE) as error:
         raise UserError(first_line(error)) from None
     assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    return _with_plain_values(resolved, "the recipe")
+
+
+def _with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:
+    """The tree, whose numbers and texts every library that reads a recipe can hold.
+
+    Raises: UserError: an integer above 64 bits, a number that is infinite or 0 as float32, a NUL character.
+    """
+    for key, value in leaves(tree):
+        for scalar in (key, *scalars(value)):
+            if rule := _unusable(scalar):
+                raise UserError(f"{where}: {key.split(chr(0))[0]:.100}: {rule}")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _unusable(scalar: Any) -> str | None:
+    """What is wrong with a number or a text."""
+    if isinstance(scalar, int) and scalar.bit_length() > 63:
+        return f"an integer of {scalar.bit_length()} bits; the largest is {2**63 - 1}"
+    is_number = isinstance(scalar, float) and math.isfinite(scalar) and scalar != 0
+    if is_number and not FLOAT32_MIN <= abs(scalar) <= FLOAT32_MAX:
+        return f"{scalar} is {'0' if abs(scalar) < 1 else 'infinite'} in the float32 of all computations"
+    if isinstance(scalar, str) and "\0" in scalar:
+        return "a text with a NUL character; remove it"
+    return None

@@ -14,6 +14,9 @@ from nemo_grpo.recipe.megatron_sections import section_rule
 from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
 from nemo_grpo.tasks.rewards.own_reward import parameters_of
 
+MAX_REWARD = 1e6
+"""Largest weight of a reward component."""
+
 
 class OwnSection(BaseModel):
     """A part of the recipe that this package defines."""
@@ -162,6 +165,11 @@ class NemoGRPOSection(OwnSection):
     def _reward_components_exist(cls, rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         task: TaskConfig | None = info.data.get("task")  # None: refused itself
         for name, weight in rewards.items():
+            if not -MAX_REWARD <= weight <= MAX_REWARD:
+                raise UserError(
+                    f"nemo_grpo.rewards.{name}={weight}: float32 has 7 digits, so the other components would "
+                    f"vanish beside it; use {-MAX_REWARD:g} to {MAX_REWARD:g}"
+                )
             if is_reference(name):
                 parameters_of(name)
             elif task is not None and name not in task.reward_components:

@@ -51,7 +51,7 @@ class GRPOSection(Section):
     """G, responses per prompt, at least 2; for sft 1, the demonstration."""
     max_num_steps: int = Field(gt=0)
     """Steps to train."""
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of data order, sampling and every random choice of a loss."""
     val_period: int = Field(default=10, ge=0)
     """Validate every this many steps; 0: never during training."""
@@ -122,8 +122,8 @@ class Generation(Section):
     """NeMo-RL's generation engine; the embedded engine's is nemo_grpo.engine.generator."""
     max_new_tokens: int = Field(gt=0)
     """Longest response, tokens."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature of the rollouts; logprobs use the same one."""
+    temperature: float = Field(default=1.0, ge=0.01)
+    """Sampling temperature of the rollouts; logprobs use the same one, and vLLM samples at 0.01 or more."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the rollouts; 1: all tokens."""
     top_k: int | None = Field(default=None, gt=0)

@@ -103,6 +103,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "set nemo_grpo.task.think_is_open=true", "nemo_grpo.task.think_is_open=true"),
     ("_reward_components_exist", "small logic", "nemo_grpo.rewards.iou=1", "rewards.iou=1.0: task",
      "~nemo_grpo.rewards.iou"),
+    ("_reward_components_exist", "embedded", "nemo_grpo.rewards.accuracy=1.0e30", "would vanish beside it",
+     "nemo_grpo.rewards.accuracy=1.0e6"),
     ("_reward_components_exist", "embedded", "nemo_grpo.rewards.accuracy=0.0", "every reward is 0",
      "nemo_grpo.rewards.format=1.0"),
     # one section

@@ -2,9 +2,11 @@
 
 A worker is a plain subprocess: no fork of a threaded process, no import of the caller's main module, so that
 engine, evaluation, notebooks and Ray actors can all have one. A request that takes too much time or memory,
-or that crashes the worker, has no reply; the next one gets a new worker. Workers exit with their parent: at
-the end of their input, or by their own time limit. Pools of multiprocessing, and pebble's on top of it, give
-less: they import the caller's main module or fork its threads, and a daemonic caller may not have one.
+or that crashes the worker, has no reply; the next one gets a new worker. No verdict depends on the machine's
+load: the limit is on CPU time, and a worker stands still only if it could have run. Workers exit with their
+parent: at the end of their input, or by their own time limit. Pools of multiprocessing, and pebble's on top
+of it, give less: they import the caller's main module or fork its threads, and a daemonic caller may not have
+one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,8 @@ class WorkerPool:
 
         Args: job: a name of `worker.JOBS` and its arguments.  unready: what to say if no worker starts.
               cpu_seconds: CPU time of one response, which does not depend on the machine's load.
-              wall_seconds: limit for the rest, such as a worker that was stopped.
+              wall_seconds: limit for the rest, such as a worker that was stopped: the time in which a worker
+                could have run, without that in which it waited for a core. A new worker tries once more.
               prints: what a worker prints is shown on stderr.
         """
         self.job, self.unready, self.prints = job, unready, prints
@@ -64,23 +68,33 @@ class WorkerPool:
     def ask(self, request: tuple[Any, ...], num_responses: int = 1) -> bytes | None:
         """A worker's reply, or None if it died or was too slow. A reply is bytes: no worker can harm by it.
 
+        A second worker is asked if the first stood still, which need not be the request's fault.
+
         Args:   request: the job's arguments.  num_responses: in it; each has `cpu_seconds`.
         Raises: RuntimeError: no worker can be started.
         """
+        for is_last in (False, True):
+            worker, reply = self._ask_one((request, num_responses))
+            if not worker.stood_still or is_last:
+                break
+        with self._lock:
+            self.num_killed += reply is None
+        return reply
+
+    def _ask_one(self, message: tuple[Any, int]) -> tuple[_Worker, bytes | None]:
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         worker = worker or _Worker(self)
         with self._lock:
             self._busy.add(worker)
-        reply = worker.ask((request, num_responses), self.wall_seconds)
+        reply = worker.ask(message, self.wall_seconds)
         with self._lock:
             self._busy.discard(worker)
             if reply is not None and worker.num_requests < REQUESTS_PER_WORKER:
                 self._idle.append(worker)
-                return reply
-            self.num_killed += reply is None
+                return worker, reply
         worker.end()
-        return reply
+        return worker, reply
 
     def close(self) -> None:
         """End all workers; the pool may be used again."""
@@ -98,10 +112,14 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process and the connection to it."""
+    """One process and the connection to it.
+
+    Attributes: stood_still: the last request had no reply though the worker could have run.
+    """
 
     def __init__(self, pool: WorkerPool) -> None:
         self.num_requests = -1  # its job is none
+        self.stood_still = False
         self._connection, theirs = multiprocessing.Pipe()
         output = 2 if pool.prints else subprocess.DEVNULL
         with theirs:
@@ -122,9 +140,25 @@ class _Worker:
         self.num_requests += 1
         try:
             self._connection.send(message)
-            return (self._connection.recv_bytes() or None) if self._connection.poll(seconds) else None
+            self.stood_still = not self._replies_within(seconds)
+            return None if self.stood_still else self._connection.recv_bytes() or None
         except (EOFError, OSError):
             return None
+
+    def _replies_within(self, seconds: float) -> bool:
+        """Whether something came, or the worker's end, within these seconds of time in which it could run."""
+        start, waited = time.monotonic(), self._seconds_without_core()
+        while (left := seconds - (time.monotonic() - start) + self._seconds_without_core() - waited) > 0:
+            if self._connection.poll(left):
+                return True
+        return False
+
+    def _seconds_without_core(self) -> float:
+        """Time in which the worker was ready to run and had no core; 0 where the kernel does not say."""
+        try:
+            return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
 
     def kill(self) -> None:
         """End the process at once, if it still runs."""

@@ -149,7 +149,7 @@ def test_unknown_keys_name_the_nearest(tree: dict[str, Any], override: str, mess
         ("grpo.max_num_steps=0", "grpo.max_num_steps=0 must be greater than 0"),
         ("grpo.use_dynamic_sampling=1", "must be true or false"),
         ("policy.megatron_cfg.optimizer.lr='1e-6'", 'lr="1e-6" is a text; it must be a number'),
-        ("policy.generation.temperature=0", "temperature=0 must be greater than 0"),
+        ("policy.generation.temperature=0", "temperature=0 must be at least 0.01"),
         ("policy.generation.temperature=.inf", "be a finite number"),
         ("policy.precision=fp32", "must be one of 'float32', 'bfloat16' or 'float16'"),
         ("policy.generation.stop_strings=x", "must be a list"),

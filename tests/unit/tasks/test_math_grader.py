@@ -1,6 +1,7 @@
 """The workers that compare mathematical answers: they die without harm, and with their parent."""
 
 import multiprocessing
+import os
 import resource
 import signal
 import subprocess
@@ -8,15 +9,32 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import psutil
 import pytest
 
+from nemo_grpo import extensions
 from nemo_grpo.evaluate.passk import Majority, majority_at_k
 from nemo_grpo.tasks.rewards import worker_pool
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 
 BOMB = "9^{9^{9^9}}"
+BUSY = """
+import time
+
+def busy(response):
+    end = time.process_time() + float(response)
+    while time.process_time() < end:
+        pass
+    return 1.0
+"""
+
+
+def own_function(reference, **limits):
+    """A pool whose workers run a function of a file."""
+    job = ("own_function", sys.path, extensions.texts_of([reference]), reference)
+    return worker_pool.WorkerPool(job, "no worker", **limits)
 
 
 @pytest.fixture
@@ -88,17 +106,47 @@ def test_a_pair_of_a_vote_without_verdict_is_compared_once(grader):
     assert grader.same(BOMB, BOMB)
 
 
-def test_stopped_worker_is_replaced_after_the_wall_limit():
+def test_stopped_worker_is_replaced_after_the_wall_limit_and_its_request_asked_again():
     grader = MathGrader(wall_seconds=1.0)
     before = set(workers())
     started_by(grader).suspend()
     start = time.monotonic()
-    assert not grader.equal("1/4", "0.25")
+    assert grader.equal("1/4", "0.25")
     assert time.monotonic() - start > 0.9
-    grader.wall_seconds = 60.0
-    assert grader.equal("1/8", "0.125")
+    assert grader.num_killed == 0
     grader.close()
     assert set(workers()) == before
+
+
+def test_request_at_which_every_worker_stands_still_has_no_reply_after_two(tmp_path):
+    (tmp_path / "own.py").write_text("import time\n\ndef still(response):\n    time.sleep(60)\n")
+    with closing(own_function(f"{tmp_path}/own.py:still", wall_seconds=0.5)) as pool:
+        start = time.monotonic()
+        assert pool.ask(({"response": ""}, None)) is None
+        assert time.monotonic() - start > 0.9
+        assert pool.num_killed == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinities")
+def test_wall_limit_leaves_out_the_time_without_a_core(tmp_path):
+    """Half a second of work takes two seconds beside four others on one core; the limit is one second."""
+    cores = os.sched_getaffinity(0)
+    (tmp_path / "own.py").write_text(BUSY)
+    with closing(own_function(f"{tmp_path}/own.py:busy", wall_seconds=1.0)) as pool:
+        assert pool.ask(({"response": "0"}, None)) == b'{"values": [1.0]}'
+        (worker,) = pool._idle
+        os.sched_setaffinity(worker._process.pid, {min(cores)})
+        burning = f"import os; os.sched_setaffinity(0, [{min(cores)}])\nwhile True: pass"
+        others = [subprocess.Popen([sys.executable, "-c", burning]) for _ in range(4)]
+        try:
+            start = time.monotonic()
+            assert pool.ask(({"response": "0.5"}, None)) == b'{"values": [1.0]}'
+            assert time.monotonic() - start > 1.0
+            assert pool.num_killed == 0
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
 
 def test_killed_worker_is_replaced(grader):

@@ -1,0 +1,66 @@
+"""Recipes that no editor writes: a message for each, and neither a traceback nor a long wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.experiments.sweep import is_sweep
+from nemo_grpo.recipe import load_recipe
+
+NINES = "9" * 5000
+FILES = {
+    "digits": (f"grpo: {{seed: {NINES}}}", "4300 digits"),
+    "bits": (f"grpo: {{seed: 0x{'f' * 5000}}}", "grpo.seed: an integer of 20000 bits"),
+    "key": (f"policy: {{hf_config_overrides: {{0x{'f' * 5000}: 1}}}}", "not valid YAML"),
+    "sexagesimal": (f"grpo: {{seed: {':'.join(['59'] * 3000)}}}", "an integer of"),
+    "lists": (f"data: {{x: {'[' * 5000}{']' * 5000}}}", "nested too deeply"),
+    "sections": (f"data: {'{a: ' * 3000}1{'}' * 3000}", "nested too deeply"),
+    "interpolations": (f"grpo: {{seed: '{'${' * 500}a{'}' * 500}'}}", "nested|recursion"),
+    "nul": ("grpo: {seed: 1\0}", "not valid YAML.*x0000"),
+    "escaped nul": ('nemo_grpo: {run_name: "a\\0b"}', "nemo_grpo.run_name: a text with a NUL"),
+    "date": ("grpo: {seed: 2001-99-99}", "is a text; it must be an integer"),
+    "tag": ("grpo: {seed: !!python/object/apply:os.system [x]}", "not valid YAML.*os.system"),
+    "no mapping": ("3", "cannot be read"),
+    "long text": ("nemo_grpo: {run_name: '${mul:aaaaaaaaaa,1000000000}'}", "mul takes numbers"),
+    "long number": (f"grpo: {{seed: '${{mul:{NINES[:4000]},{NINES[:4000]}}}'}}", "grpo.seed: an integer of"),
+    "seed": ("grpo: {seed: 1e23}", "seed=1e.23 is a float; it must be an integer"),
+    "64 bits": ("grpo: {seed: 5000000000}", "seed=5000000000 must be less than 4294967296"),
+    "reward": ("nemo_grpo: {rewards: {accuracy: 1.0e308}}", "accuracy: 1e.308 is infinite in the float32"),
+    "temperature": (
+        "policy: {generation: {temperature: 1.0e-300}}",
+        "temperature: 1e-300 is 0 in the float32",
+    ),
+    "cold": ("policy: {generation: {temperature: 0.001}}", "temperature=0.001 must be at least 0.01"),
+    "relative": ("loss_fn: {variant: '.x:y'}", "variant=.x:y: '.x' is no module"),
+    "nowhere": ("loss_fn: {variant: ':y'}", "variant=:y: '' is no module"),
+    "task": ("nemo_grpo: {task: {name: '.x:y'}}", "'.x' is no module"),
+    "own reward": ("nemo_grpo: {rewards: {'.x:y': 1}}", "'.x' is no module"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES)
+def test_hostile_recipe_is_refused_with_a_message(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"defaults: nemo_grpo://quickstart.yaml\n{text}\n")
+    if text == "3":
+        path.write_text(text)
+    assert not is_sweep(path)
+    with pytest.raises(UserError, match=message):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"grpo.seed={NINES}", "4300 digits"),
+        (f"data.x={'[' * 5000}", "nested too deeply|not valid YAML"),
+        ("nemo_grpo.run_name=a\0b", "not valid YAML"),
+        ("policy.generation.temperature=1.0e-300", "is 0 in the float32"),
+    ],
+)
+def test_hostile_override_is_refused_with_a_message(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe("quickstart", [override])
