@@ -22,12 +22,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush, flush_tree, make_readable, sha256_of
+from nemo_grpo.files import flush, flush_tree, make_readable, write_sha256
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-SHA256SUMS = "SHA256SUMS"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -254,28 +253,6 @@ def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iter
         finally:
             stop.set()
         future.result()
-
-
-def write_sha256(folder: Path) -> None:
-    """Write ``SHA256SUMS`` over all files below a folder, in the form of the sha256sum command."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SHA256SUMS)
-    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files]
-    (folder / SHA256SUMS).write_text("".join(lines))
-
-
-def check_sha256(folder: Path) -> int:
-    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list.
-
-    Raises: UserError: a file is missing or differs.
-    """
-    path = folder / SHA256SUMS
-    if not path.exists():
-        return 0
-    lines = [line.partition("  ") for line in path.read_text().splitlines() if line]
-    for expected, _, name in lines:
-        if not (folder / name).is_file() or sha256_of(folder / name) != expected:
-            raise UserError(f"{folder / name} does not match {path}; copy or download it again")
-    return len(lines)
 
 
 def _fingerprint(source: Path) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
-from checkpoints_conv.job import SHA256SUMS
 from checkpoints_conv.run_config import RUN_CONFIG
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import SHA256SUMS
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.pieces import Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
-from checkpoints_conv.job import check_sha256, run_parallel
+from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import Place, locate
 from nemo_grpo.core.lazy import torch
+from nemo_grpo.files import check_sha256
 from nemo_grpo.progress import progress
 
 

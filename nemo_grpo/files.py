@@ -6,6 +6,10 @@ import hashlib
 import os
 from pathlib import Path
 
+from nemo_grpo.errors import UserError, reading
+
+SHA256SUMS = "SHA256SUMS"
+
 
 def write_atomically(path: Path, text: str) -> None:
     """A kill or a full disk leaves the file as it was, or complete."""
@@ -46,3 +50,26 @@ def sha256_of(path: Path) -> str:
     """Hexadecimal digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sha256(folder: Path) -> None:
+    """Write ``SHA256SUMS`` over all files below a folder, in the form of the sha256sum command."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SHA256SUMS)
+    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files]
+    (folder / SHA256SUMS).write_text("".join(lines))
+
+
+def check_sha256(folder: Path) -> int:
+    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list.
+
+    Raises: UserError: a file is missing or differs.
+    """
+    path = folder / SHA256SUMS
+    if not path.exists():
+        return 0
+    with reading(path, "a list of hashes", "copy or download it again"):
+        lines = [line.partition("  ") for line in path.read_text().splitlines() if line]
+    for expected, _, name in lines:
+        if not (folder / name).is_file() or sha256_of(folder / name) != expected:
+            raise UserError(f"{folder / name} does not match {path}; copy or download it again")
+    return len(lines)

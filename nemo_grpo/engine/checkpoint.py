@@ -5,9 +5,11 @@ Layout (NeMo-RL's, so that the same converter reads both):
     checkpoints/step_000120/policy/weights/iter_0000000/   torch_dist: model, optimizer, schedule
     checkpoints/step_000120/policy/tokenizer/              tokenizer and config.json
     checkpoints/step_000120/training_info.json             step, data position, metrics
+    checkpoints/step_000120/SHA256SUMS                     of all these files
     checkpoints/latest                                     name of the newest, written last
 
-A checkpoint is written under a temporary name, flushed to disk, and renamed.
+A checkpoint is written under a temporary name, flushed to disk, and renamed. Before a run resumes from it,
+its files are compared with their hashes.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush_tree, write_atomically
+from nemo_grpo.errors import UserError, reading
+from nemo_grpo.files import SHA256SUMS, check_sha256, flush_tree, write_atomically, write_sha256
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ WEIGHTS = Path("policy/weights/iter_0000000")
 TOKENIZER = Path("policy/tokenizer")
 INFO = "training_info.json"
 LATEST = "latest"
-_TEMPORARY = "tmp_"
+_TEMPORARY, _DAMAGED = "tmp_", "damaged_"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
         (temporary / INFO).write_text(json.dumps(info, indent=2))
+        write_sha256(temporary)
         flush_tree(temporary)
         if final.exists():
             self._remove(final)
@@ -94,6 +97,37 @@ class CheckpointStore:
         """The newest complete checkpoint, or None; after a kill `LATEST` may still name the one before."""
         complete = self._complete()
         return complete[-1] if complete else None
+
+    def newest_whole(self) -> Path | None:
+        """The newest checkpoint whose files are as they were written; None if there is none at all.
+
+        Newer ones that are damaged get another name. Every process of the run calls it.
+
+        Raises: UserError: there are checkpoints, and every one is damaged.
+        """
+        if self.leads:
+            self._set_damaged_aside()
+        self.barrier()
+        return self.latest()
+
+    def _set_damaged_aside(self) -> None:
+        damaged: dict[Path, UserError] = {}
+        for path in reversed(self._complete()):
+            try:
+                _check(path)
+                break
+            except UserError as error:
+                damaged[path] = error
+        else:
+            if damaged:
+                reasons = "; ".join(map(str, damaged.values()))
+                raise UserError(
+                    f"no checkpoint of {self.folder} is whole ({reasons}); restore one, or start another "
+                    "nemo_grpo.run_name"
+                )
+        for path, error in damaged.items():
+            log.error("%s is damaged and set aside as %s%s: %s", path.name, _DAMAGED, path.name, error)
+            path.rename(path.with_name(f"{_DAMAGED}{path.name}"))
 
     def _complete(self) -> list[Path]:
         found = (path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
@@ -130,6 +164,14 @@ def _delete(path: Path) -> None:
         log.warning("%s stays for now: %s", path, error)
 
 
+def _check(checkpoint: Path) -> None:
+    """Raises: UserError: a file is missing or not as it was written."""
+    if not check_sha256(checkpoint):
+        log.warning("%s has no %s: its files cannot be checked", checkpoint, SHA256SUMS)
+    if read_info(checkpoint).get("step") != int(checkpoint.name.removeprefix("step_")):
+        raise UserError(f"{checkpoint / INFO} is of another step; restore the folder")
+
+
 def _name(step: int) -> str:
     return f"step_{step:06d}"
 
@@ -137,12 +179,8 @@ def _name(step: int) -> str:
 def read_info(checkpoint: Path) -> dict[str, Any]:
     """The checkpoint's training_info.json.
 
-    Raises: UserError: it is missing or not JSON.
+    Raises: UserError: it is missing or not a mapping in JSON.
     """
-    path = checkpoint / INFO
-    try:
+    path, remedy = checkpoint / INFO, "the checkpoint is damaged, remove its folder and resume again"
+    with reading(path, "a mapping in JSON", remedy, TypeError):
         return dict(json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{path}: {error}; the checkpoint is incomplete, remove its folder and resume again"
-        ) from None

@@ -86,7 +86,7 @@ class Trainer:
         self.state = TrainingState()
         self.validated: dict[str, float] = {}
         self._check_prompts()
-        checkpoint = self.store.latest() if resume else None
+        checkpoint = self.store.newest_whole() if resume else None
         if checkpoint is not None:
             self._restore(checkpoint)
         from_step = -1 if checkpoint is None else self.state.step

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoints_conv.formats.pieces import close_all, open_all
 from checkpoints_conv.formats.torch_dist import LATEST, TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
-from checkpoints_conv.job import check_sha256
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
+from nemo_grpo.files import check_sha256
 
 
 def test_truncated_safetensors_is_refused(tmp_path):

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -34,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError, cli
 from nemo_grpo.diagnostics import report
+from nemo_grpo.engine.checkpoint import WEIGHTS
 from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.run_command import run_recipe
 from nemo_grpo.engine.setup import validation_sampling
@@ -495,3 +497,41 @@ def test_a_checkpoint_before_the_first_update_resumes(recipe, distributed):
     longer = Trainer(recipe(*nothing_to_learn, "grpo.max_num_steps=3"), resume=True)
     assert longer.state.no_signal == 2
     longer.run.close()
+
+
+def test_resume_from_a_damaged_checkpoint_goes_back_to_the_last_whole_one(recipe, caplog):
+    whole = Trainer(recipe("checkpointing.save_period=1", name="whole"))
+    whole.train()
+    first = Trainer(recipe("checkpointing.save_period=1", "checkpointing.keep_top_k=null", name="broken"))
+    first.train()
+    newest = first.store.latest()
+    file = max((newest / WEIGHTS).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    resumed = Trainer(first.recipe, resume=True)
+    assert resumed.state.step == 3
+    assert "step_000004 is damaged and set aside" in caplog.text
+    resumed.train()
+    assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
+
+
+class Gadget:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("place", ["metadata", "object"])
+def test_checkpoint_with_pickled_code_is_refused_and_nothing_runs(recipe, tmp_path, monkeypatch, place):
+    first = Trainer(recipe("grpo.max_num_steps=1"))
+    first.train()
+    weights = first.store.latest() / WEIGHTS
+    if place == "metadata":
+        (weights / ".metadata").write_bytes(pickle.dumps(Gadget()))
+    else:
+        torch.save(Gadget(), weights / "common.pt")
+    (first.store.latest() / "SHA256SUMS").unlink()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="was not read"):
+        Trainer(recipe("grpo.max_num_steps=2"), resume=True)
+    assert not (tmp_path / "executed").exists()

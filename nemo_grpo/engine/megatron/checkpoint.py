@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
+import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from nemo_grpo.engine.megatron import parallel, writer
 from nemo_grpo.engine.megatron.optimizer import SHARDING
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +62,15 @@ def begin_save(policy: MegatronPolicy, folder: Path, iteration: int, *, behind: 
 def load_policy(policy: MegatronPolicy, folder: Path) -> None:
     """Read what `begin_save` wrote, at this policy's layout. The policy must have its optimizer already.
 
-    Raises: UserError: it was written with other LoRA settings.
+    Raises: UserError: it was written with other LoRA settings, is damaged, or holds pickled code.
     """
+    with closing(TorchDistReader(folder)):  # refuses metadata that would run code
+        pass
+    with _data_alone():
+        _load_policy(policy, folder)
+
+
+def _load_policy(policy: MegatronPolicy, folder: Path) -> None:
     saved = dist_checkpointing.load_common_state_dict(str(folder)).get("lora")
     if saved != _lora_of(policy):
         raise UserError(
@@ -75,6 +87,26 @@ def load_policy(policy: MegatronPolicy, folder: Path) -> None:
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
     loaded["model"] |= dict.fromkeys(absent)  # None: the layer keeps what it has
     policy.load_state_dict(loaded)
+
+
+@contextmanager
+def _data_alone() -> Iterator[None]:
+    """Within the block ``torch.load`` runs no pickled code; torch's own reader of checkpoints asks it to."""
+    load = torch.load
+
+    def restricted(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "weights_only": True})
+
+    torch.load = restricted
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):  # FP8's scaling history
+            yield
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"the checkpoint holds something besides data and was not read: {first_line(error)}"
+        ) from None
+    finally:
+        torch.load = load
 
 
 def _absent_extra_states(model: dict[str, Any], folder: Path) -> list[str]:

@@ -103,3 +103,51 @@ def test_resuming_with_an_empty_checkpoint_folder_is_refused_while_the_old_one_h
         check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")
     shutil.move(tmp_path / "old", tmp_path / "new")
     check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: flip_a_bit(path / "weights"), "weights does not match"),
+        (lambda path: (path / "weights").unlink(), "weights does not match"),
+        (lambda path: (path / "training_info.json").write_text("[]"), "training_info.json does not match"),
+        (lambda path: (path / "SHA256SUMS").write_bytes(b"\xff\0"), "is not a list of hashes"),
+        (
+            lambda path: shutil.copytree(path.with_name("step_000001"), path, dirs_exist_ok=True),
+            "is of another step",
+        ),
+    ],
+)
+def test_damaged_checkpoint_is_set_aside_for_the_newest_whole_one(tmp_path, caplog, damage, said):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step)
+    damage(tmp_path / "step_000003")
+    assert store.newest_whole() == tmp_path / "step_000002"
+    assert said in caplog.text
+    assert "set aside as damaged_step_000003" in caplog.text
+    assert names_in(tmp_path) == ["damaged_step_000003", "latest", "step_000001", "step_000002"]
+    assert CheckpointStore(tmp_path / "empty").newest_whole() is None
+
+
+def test_run_without_a_whole_checkpoint_is_refused_and_left_alone(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        flip_a_bit(save(store, step) / "weights")
+    before = names_in(tmp_path)
+    with pytest.raises(UserError, match=r"no checkpoint of .* is whole .*step_000002.*step_000001"):
+        store.newest_whole()
+    assert names_in(tmp_path) == before
+
+
+def test_checkpoint_of_an_older_version_has_no_hashes_and_resumes_with_a_warning(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    (save(store, 1) / "SHA256SUMS").unlink()
+    assert store.newest_whole() == tmp_path / "step_000001"
+    assert "its files cannot be checked" in caplog.text
