@@ -88,7 +88,8 @@ def unsaid(family: Family) -> list[str]:
     rope, found = family.spec.rope, []
     said = {"default", "llama3"}
     said |= {"linear"} if "rope_scaling_factor" in family.settings else set()
-    said |= {"yarn"} if "rotary_scaling_factor" in family.settings else set()
+    yarn = {"rotary_scaling_factor", "yarn_rotary_scaling_factor"}
+    said |= {"yarn"} if yarn & family.settings.keys() else set()
     if rope["rope_type"] not in said:
         found.append(f"rope_type {rope['rope_type']}")
     if rope["rope_type"] == "llama3":

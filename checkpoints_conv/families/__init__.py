@@ -12,6 +12,8 @@ from typing import Any
 from checkpoints_conv.families import (
     deepseek_v3,
     gemma3,
+    glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     qwen2,
@@ -22,6 +24,7 @@ from checkpoints_conv.families import (
 from checkpoints_conv.families.declaration import Declaration
 from checkpoints_conv.families.family import Family
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.families.values import checked
 from nemo_grpo.errors import UserError
 
 __all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec"]
@@ -36,6 +39,8 @@ FAMILIES: tuple[Declaration, ...] = (
     qwen2_vl.QWEN2_5_VL,
     gemma3.FAMILY,
     deepseek_v3.FAMILY,
+    glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
 )
 CONVERTED = tuple(family for family in FAMILIES if family.table)
 COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
@@ -57,15 +62,17 @@ def family_for(config: dict[str, Any]) -> Family:
 
     Raises: UserError: see `read_spec`.
     """
-    declaration = _declared(config, "the model", CONVERTED)
+    declaration, config = _declared(config, "the model", CONVERTED), checked(config, "the model")
     spec = declaration.read(config, "the model")
     assert declaration.table is not None
     settings = declaration.settings(config) if declaration.settings else {}
-    return Family(config, spec, declaration.table(spec), settings)
+    table = declaration.table(spec)
+    return Family(config, spec, table, settings, stacks_layers=declaration.stacks_layers)
 
 
 def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:
     """By the architecture, or by the model type where the config names none."""
+    config = checked(config, name)
     key = "architecture" if config.get("architectures") else "model_type"
     wanted = config["architectures"][0] if key == "architecture" else config.get(key)
     for declaration in among:

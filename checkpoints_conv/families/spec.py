@@ -16,6 +16,8 @@ class ModelSpec:
                 ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
                 has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
                 has_post_norms: norms behind attention and feed-forward layer, too.
+                has_all_biases: biases on the output projection, the router and the experts, too.
+                has_sinks: a number for each head that takes part in its softmax.
                 num_shared_experts: experts of ffn_size that every token passes.
                 num_dense_layers, dense_ffn_size: layers before the first with experts, and their width.
                 query_rank, key_value_rank: widths of multi-head latent attention (DeepSeek-V2, 2405.04434);
@@ -42,6 +44,8 @@ class ModelSpec:
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     has_post_norms: bool = False
+    has_all_biases: bool = False
+    has_sinks: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
     num_shared_experts: int = 0

@@ -55,7 +55,8 @@ class Counts:
 def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
     """(weights that TP divides, weights on every rank) of one layer's attention.
 
-    Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h, and [2 head_dim if q and k are normed].
+    Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h + [heads of sinks], and [2 head_dim if q and k
+    are normed] + [h if the output is biased].
     Latent attention: the matrices up from both ranks and the output are divided, those down to them and
     their norms are not; queries without a rank come from h. (megatron/core: attention.py,
     multi_latent_attention.py.)
@@ -69,7 +70,9 @@ def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
         return up + heads * width * h, down + shape.query_rank + shape.key_value_rank
     qkv = shape.query_size + 2 * shape.key_value_size
     norms = 2 * shape.head_dim if shape.has_qk_norm else 0
-    return h * qkv + (qkv if shape.has_qkv_bias else 0) + shape.query_size * h, norms
+    norms += h if shape.has_all_biases else 0
+    sinks = shape.num_attention_heads if shape.has_sinks else 0
+    return h * qkv + (qkv if shape.has_qkv_bias else 0) + shape.query_size * h + sinks, norms
 
 
 def layer_counts(shape: ModelSpec, layout: Layout, *, is_dense: bool = False) -> Counts:
@@ -77,8 +80,8 @@ def layer_counts(shape: ModelSpec, layout: Layout, *, is_dense: bool = False) ->
 
     linear     = (attention + [3 h f if dense] + [3 h f per shared expert]) / TP
     replicated = attention's + 2 h + [2 h if post norms] + [E h if experts]
-                 + [E for a correction bias beside shared experts]
-    expert     = E / EP x 3 h f / ETP
+                 + [E for a bias of the router]
+    expert     = E / EP x (3 h f + [2 f + h of biases]) / ETP
 
     Args: is_dense: one of the dense layers of a model with experts.
     """
@@ -88,9 +91,10 @@ def layer_counts(shape: ModelSpec, layout: Layout, *, is_dense: bool = False) ->
     if not shape.num_experts or is_dense:
         width = shape.dense_ffn_size if is_dense else f
         return Counts(linear=(divided + 3 * h * width) // layout.tensor, replicated=replicated)
-    experts = shape.num_experts // layout.expert * 3 * h * f // layout.expert_tensor
+    biases = 2 * f + h if shape.has_all_biases else 0
+    experts = shape.num_experts // layout.expert * (3 * h * f + biases) // layout.expert_tensor
     divided += shape.num_shared_experts * 3 * h * f
-    router = shape.num_experts * (h + (1 if shape.num_shared_experts else 0))
+    router = shape.num_experts * (h + (1 if shape.num_shared_experts or shape.has_all_biases else 0))
     return Counts(divided // layout.tensor, 0, replicated + router, experts)
 
 
