@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ class Declaration:
     Attributes:
         architecture, model_type: how its config.json names it.
         has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that says so.
-        has_post_norms, has_all_biases, has_sinks, is_bridged: as in `ModelSpec`.
+        has_post_norms, has_all_biases, has_sinks, has_output_gate, is_bridged: as in `ModelSpec`.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
         ties_by_default: embeddings are tied where config.json does not say.
@@ -32,6 +33,7 @@ class Declaration:
         sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
         vision_parameters: of these sizes, the parameters of the vision tower.
         settings: config.json -> Megatron-Bridge's provider where it is not a dense decoder's.
+        linear_layers, linear_sizes: the decoder's part of config.json -> as in `ModelSpec`.
     """
 
     architecture: str
@@ -41,6 +43,7 @@ class Declaration:
     has_post_norms: bool = False
     has_all_biases: bool = False
     has_sinks: bool = False
+    has_output_gate: bool = False
     is_computed: bool = True
     ties_by_default: bool = False
     expert_width: str = "moe_intermediate_size"
@@ -49,6 +52,8 @@ class Declaration:
     sizes: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
     vision_parameters: Callable[[Mapping[str, int]], int] | None = None
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
+    linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
     is_bridged: bool = True
 
     def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
@@ -59,7 +64,7 @@ class Declaration:
         config = checked(config, name)
         text = config.get("text_config") or config
         self._check(text, name)
-        try:
+        with complete(name):
             heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
             groups = int(text.get("num_key_value_heads") or heads)
             experts = int(next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0))
@@ -86,9 +91,13 @@ class Declaration:
                 has_post_norms=self.has_post_norms,
                 has_all_biases=self.has_all_biases,
                 has_sinks=self.has_sinks,
+                has_output_gate=self.has_output_gate,
+                linear_layers=self.linear_layers(text) if self.linear_layers else (),
+                linear_sizes=self.linear_sizes(text) if self.linear_sizes else (0, 0),
                 num_experts=experts,
                 num_experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
-                num_shared_experts=int(text.get("n_shared_experts") or 0),
+                num_shared_experts=_num_shared(text, name),
+                has_shared_gate="shared_expert_intermediate_size" in text,
                 num_dense_layers=num_dense,
                 dense_ffn_size=int(text["intermediate_size"]) if num_dense else 0,
                 query_rank=int(text.get("q_lora_rank") or 0),
@@ -102,10 +111,6 @@ class Declaration:
                 sizes=sizes,
                 is_bridged=self.is_bridged,
             )
-        except KeyError as error:
-            raise UserError(
-                f"config.json of {name} has no {error.args[0]}; is it a language model's config?"
-            ) from None
         return spec
 
     def _check(self, text: Mapping[str, Any], name: str) -> None:
@@ -121,6 +126,31 @@ class Declaration:
                 f"config.json of {name} has mlp_only_layers={dense}, decoder_sparse_step={every}; only "
                 "models whose layers all have experts ([] and 1) are supported"
             )
+
+
+@contextmanager
+def complete(name: str) -> Iterator[None]:
+    """A key that config.json lacks, as a message.
+
+    Raises: UserError: instead of a KeyError.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(
+            f"config.json of {name} has no {error.args[0]}; is it a language model's config?"
+        ) from None
+
+
+def _num_shared(text: Mapping[str, Any], name: str) -> int:
+    """Shared experts, each as wide as a routed one."""
+    width, each = text.get("shared_expert_intermediate_size", 0), text.get("moe_intermediate_size", 1)
+    if width % each:
+        raise UserError(
+            f"config.json of {name}: shared_expert_intermediate_size={width} is no multiple of "
+            f"moe_intermediate_size={each}, which is not supported"
+        )
+    return int(text.get("n_shared_experts", width // each))
 
 
 def _says(declared: bool | str, text: Mapping[str, Any]) -> bool:

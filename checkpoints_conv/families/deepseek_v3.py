@@ -155,8 +155,9 @@ def refuse_others(config: Mapping[str, Any], fixed: Mapping[str, Any], model: st
     """
     for key, value in fixed.items():
         if config.get(key, value) != value:
+            found = str(config[key])[:80]
             raise UserError(
-                f"config.json: {key}={config[key]} is not {model}'s {value}; Megatron-Bridge builds no other"
+                f"config.json: {key}={found} is not {model}'s {value}; Megatron-Bridge builds no other"
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_grpo.errors import UserError
 
-MAX_TENSORS = 2_000_000
+MAX_TENSORS = 65_536
 """Layers times experts; a table of more would not fit into memory."""
 
 
@@ -36,7 +36,7 @@ def _is_number(value: Any) -> bool:
 
 
 _SIZE, _COUNT, _FEW, _LENGTH = _whole(1, 1 << 24), _whole(0, 1 << 24), _whole(0, 10_000), _whole(1, 1 << 31)
-_LAYERS = _whole(1, 10_000)
+_LAYERS = _whole(1, 1000)
 _NUMBER = _Kind("a finite number", _is_number)
 _POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 _SHARE = _Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)

@@ -187,6 +187,7 @@ OF_MODEL = {
     ],
     "glm-4.5": [({"n_shared_experts": 2}, "n_shared_experts=2 is not GLM-4.5's 1; Megatron-Bridge builds")],
     "gpt-oss": [
+        ({"sliding_window": None}, "has no sliding_window"),
         ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not gpt-oss's 7.0"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types="),
         (
