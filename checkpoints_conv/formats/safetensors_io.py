@@ -19,7 +19,7 @@ from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_v
 from checkpoints_conv.formats.model_folder import INDEX, check_weights, weight_files, weight_map
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
 from checkpoints_conv.formats.places import grouped, is_numbered, whole_shape
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,12 +223,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise damaged(file, f"a header of {length} bytes does not fit in {size} bytes")
-        try:
+        further = TypeError, AttributeError, KeyError
+        with reading(file, "a safetensors file", "it may be truncated; copy or download it again", *further):
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(file, f"its header cannot be read ({error})") from None
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if stored.offset != end:
@@ -240,8 +239,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(file: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    stored = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), base + begin)
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
+    if not all(type(number) is int and 0 <= number < 1 << 60 for number in (begin, end, *shape)):
+        raise ValueError(f"data_offsets {[begin, end]!r:.60} and shape {shape!r:.60} are no lists of sizes")
+    stored = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(shape), base + begin)
     if end - begin != stored.num_bytes:
         raise ValueError(f"data_offsets {[begin, end]} for {entry['dtype']} {entry['shape']}")
     return stored
