@@ -182,7 +182,7 @@ def max_num_epochs_is_positive(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def max_rollout_turns_covers_the_task(recipe: Recipe) -> Iterator[str]:
     turns, task = value_of(recipe, "grpo.max_rollout_turns", 1), recipe.nemo_grpo.task
-    if turns < task.num_turns:
+    if task is not None and turns < task.num_turns:
         yield (
             f"grpo.max_rollout_turns={turns}: a response to {task.name} takes up to {task.num_turns} turns, "
             f"and would end before its answer; use {task.num_turns}"
@@ -192,7 +192,9 @@ def max_rollout_turns_covers_the_task(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def overlong_penalty_needs_responses_of_one_turn(recipe: Recipe) -> Iterator[str]:
     task, shaping = recipe.nemo_grpo.task, recipe.grpo.reward_shaping
-    if shaping.enabled and shaping.stop_properly_penalty_coef is None and task.stop_texts:
+    if task is None or not task.stop_texts:
+        return
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
         yield (
             "grpo.reward_shaping.enabled=true: NeMo-RL measures only the first turn of a response, but one "
             f"to {task.name} has several; set it to false"
@@ -202,7 +204,9 @@ def overlong_penalty_needs_responses_of_one_turn(recipe: Recipe) -> Iterator[str
 @rule(Scope.CLUSTER)
 def vllm_stops_at_the_end_of_a_turn(recipe: Recipe) -> Iterator[str]:
     stops, task = recipe.policy.generation.stop_strings, recipe.nemo_grpo.task
-    if task.stop_texts and value_of(recipe, f"{VLLM}.skip_tokenizer_init", not stops):
+    if task is None or not task.stop_texts:
+        return
+    if value_of(recipe, f"{VLLM}.skip_tokenizer_init", not stops):
         yield (
             f"{GENERATION}.stop_strings={stops or 'null'}: NeMo-RL starts vLLM without a tokenizer, which "
             f"then cannot see where a turn of {task.name} ends; set it to [{', '.join(task.stop_texts)}], "
