@@ -11,8 +11,10 @@ import yaml
 from nemo_grpo.dotted import set_value, value_of
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge
+from nemo_grpo.rehearsal import host_data
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.tasks import TaskConfig
+from nemo_grpo.tasks.mathematics import MathConfig
 
 NUM_STEPS = 3
 """Two steps, a stop, and one step after the resume."""
@@ -86,11 +88,12 @@ def changes(
     yield from _ranks(recipe, layout)
     yield from _without_a_gpu(recipe)
     yield from _rollouts(recipe, model, uses_vllm)
-    section = {**task.model_dump(mode="json"), "_override_": True}
-    yield Change("nemo_grpo.task", section)
+    yield from _data(recipe, task)
+    run_dir = runs_dir / recipe.nemo_grpo.run_name
+    yield Change("nemo_grpo.run_name", recipe.nemo_grpo.run_name)
     yield Change("nemo_grpo.runs_dir", str(runs_dir))
-    yield Change("checkpointing.checkpoint_dir", f"{runs_dir}/${{nemo_grpo.run_name}}/checkpoints")
-    yield Change("logger.log_dir", f"{runs_dir}/${{nemo_grpo.run_name}}/logs")
+    yield Change("checkpointing.checkpoint_dir", str(run_dir / "checkpoints"))
+    yield Change("logger.log_dir", str(run_dir / "logs"))
     for service in ("wandb", "mlflow", "swanlab"):
         if value_of(recipe, f"logger.{service}_enabled"):
             yield Change(f"logger.{service}_enabled", False, "no network")
@@ -113,6 +116,18 @@ def full_size_changes(recipe: Recipe, uses_vllm: bool) -> Iterator[Change]:
     yield Change("policy.model_name", str(model.folder))
     yield Change("nemo_grpo.runs_dir", str(runs_dir))
     yield Change("logger.monitor_gpus", False)
+
+
+def _data(recipe: Recipe, task: TaskConfig) -> Iterator[Change]:
+    if recipe.nemo_grpo.task is not None:
+        yield Change("nemo_grpo.task", {**task.model_dump(mode="json"), "_override_": True})
+        return
+    assert isinstance(task, MathConfig)
+    for split in ("train", "validation"):
+        yield Change(f"data.{split}", host_data.section(recipe, task, split))
+    for name in recipe.env:
+        if value_of(recipe.env[name], "num_workers") is not None:
+            yield Change(f"env.{name}.num_workers", 1)
 
 
 def num_steps(recipe: Recipe) -> int:
@@ -138,6 +153,8 @@ def _loop(recipe: Recipe) -> Iterator[Change]:
         yield Change("grpo.stop_at_validation_metric", None, "three steps")
         yield Change("grpo.stop_at_validation_threshold", None, "three steps")
     yield Change("checkpointing.save_period", num_steps(recipe))
+    if not recipe.checkpointing.enabled:
+        yield Change("checkpointing.enabled", True, "a rehearsal stops and resumes")
     if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
         yield Change("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
     yield Change(f"{MEGATRON}.optimizer.lr", LEARNING_RATE)
