@@ -50,7 +50,7 @@ def prompt_of(recipe: Recipe, nemo_rl: Path) -> Prompt:
     """
     _, data = data_sets(recipe)[0]
     template = _text(data.get("prompt_file"), nemo_rl)
-    shown = SLOT if template is None else template.replace("{}", SLOT).replace("{{", "{").replace("}}", "}")
+    shown = SLOT if template is None else template.format(SLOT)  # as NeMo-RL's processors fill it
     return Prompt(system=_text(data.get("system_prompt_file"), nemo_rl), template=shown)
 
 

@@ -31,7 +31,7 @@ class Problems:
     """Source of a rehearsal's problems.
 
     Attributes: task: the recipe's ``nemo_grpo.task`` with these files, or what stands for NeMo-RL's data.
-                prompt: the recipe's.  origin: one clause for the report.  are_real: they are the recipe's own.
+                prompt: the recipe's.  origin: a clause for the report.  are_real: they are the recipe's own.
     """
 
     task: TaskConfig
