@@ -71,7 +71,7 @@ class Trainer:
         self.generator = setup.build_generator(recipe, self.source)
         self.sampling = setup.training_sampling(recipe, self.tokenizer)
         self.learner = Learner(recipe, self.objective, self.policy)
-        self.problems = self.task.validation_problems(recipe.grpo.max_val_samples)
+        self.problems = self.task.validation_problems(recipe.grpo.num_val_problems)
         checkpointing = recipe.checkpointing
         self.store = CheckpointStore(
             recipe.checkpoint_dir,

@@ -150,10 +150,10 @@ def sft_section(recipe: Recipe) -> dict[str, Any]:
     unit = micro * recipe.data_parallel_size
     return {
         "max_num_steps": grpo.max_num_steps,
-        "max_num_epochs": value_of(recipe, "grpo.max_num_epochs", 1),
+        "max_num_epochs": grpo.max_num_epochs,
         "val_period": grpo.val_period,
         "val_batches": ALL_BATCHES,
-        "val_global_batch_size": -(-grpo.max_val_samples // unit) * unit,
+        "val_global_batch_size": -(-grpo.num_val_problems // unit) * unit,
         "val_micro_batch_size": micro,
         "val_at_start": grpo.val_at_start,
         "val_at_end": grpo.val_at_end,

@@ -101,9 +101,9 @@ def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
     """NeMo-RL's data sets: (key of the recipe, settings with those of ``data.default``)."""
     found = []
     for split in ("train", "validation"):
-        sets = recipe.data.get(split) or []
+        sets = getattr(recipe.data, split) or []
         for one in [sets] if isinstance(sets, dict) else sets:
-            found.append((f"data.{split}", {**(recipe.data.get("default") or {}), **one}))
+            found.append((f"data.{split}", {**(recipe.data.default or {}), **one}))
     return found
 
 
@@ -111,10 +111,10 @@ def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
 def environments_of_the_data_are_configured(recipe: Recipe) -> Iterator[str]:
     for key, data in data_sets(recipe) if recipe.nemo_grpo.task is None else ():
         name = data.get("env_name")
-        if name not in recipe.env:
+        if name not in recipe.env.settings:
             yield (
                 f"{key}.env_name={as_yaml(name)}: NeMo-RL looks its settings up in env, which has "
-                f"{', '.join(recipe.env) or 'none'}; add env.{name}, or name one of these"
+                f"{', '.join(recipe.env.settings) or 'none'}; add env.{name}, or name one of these"
             )
 
 

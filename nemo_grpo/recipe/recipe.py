@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, field_validator
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.extensions import texts_of
 from nemo_grpo.recipe.loader import Tree
+from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.recipe.own import NemoGRPOSection
-from nemo_grpo.recipe.sections import GENERATION, Checkpointing, Cluster, GRPOSection, Logger, Policy
+from nemo_grpo.recipe.policy_sections import Policy
+from nemo_grpo.recipe.sections import Checkpointing, Cluster, Data, Environments, GRPOSection, Logger
 from nemo_grpo.tasks import TaskConfig
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import VariantConfig
@@ -31,9 +33,9 @@ class Recipe(BaseModel):
     """The variant and its parameters; ``loss_fn.build()`` makes the objective."""
     policy: Policy
     """Model, batches, engines."""
-    data: dict[str, Any] = {}
+    data: Data = Field(default_factory=Data)
     """NeMo-RL's data sets; they are used where nemo_grpo.task is not given."""
-    env: dict[str, Any] = {}
+    env: Environments = Field(default_factory=Environments)
     """NeMo-RL's environments; they are used where nemo_grpo.task is not given."""
     checkpointing: Checkpointing = Field(default_factory=Checkpointing)
     """Checkpoints."""
@@ -41,6 +43,10 @@ class Recipe(BaseModel):
     """Logs."""
     cluster: Cluster = Field(default_factory=Cluster)
     """Ranks."""
+    data_plane: Switch = Field(default_factory=Switch)
+    """NeMo-RL's transport of batches outside the driver."""
+    reward_penalties: dict[str, Any] = {}
+    """NeMo-RL's penalties in NeMo-Gym's environments."""
     nemo_grpo: NemoGRPOSection
     """Settings that NeMo-RL's config lacks."""
     _replaced: tuple[str, ...] = PrivateAttr(())
@@ -63,18 +69,17 @@ class Recipe(BaseModel):
     @property
     def num_rollout_gpus(self) -> int:
         """GPUs that only sample; 0 if rollouts and training share GPUs."""
-        colocated = f"{GENERATION}.colocated"
-        if self.nemo_grpo.target == "embedded" or value_of(self, f"{colocated}.enabled", True):
+        colocated = self.policy.generation.colocated
+        if self.nemo_grpo.target == "embedded" or colocated.enabled:
             return 0
         if self.cluster.num_nodes == 1:
-            return int(value_of(self, f"{colocated}.resources.gpus_per_node", 0))
-        return int(value_of(self, f"{colocated}.resources.num_nodes", 0)) * self.cluster.gpus_per_node
+            return colocated.resources.gpus_per_node or 0
+        return (colocated.resources.num_nodes or 0) * self.cluster.gpus_per_node
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that share one replica of the model: TP x PP x CP."""
-        m = self.policy.megatron_cfg
-        return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+        return math.prod(self.policy.layout.sizes)
 
     @property
     def data_parallel_size(self) -> int:

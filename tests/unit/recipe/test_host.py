@@ -71,8 +71,8 @@ def test_one_line_adds_a_variant_whose_own_keys_keep_the_recipes_values():
     mine = recipe(variant="tr_grpo")
     assert (mine.loss_fn.variant, mine.loss_fn.reference_policy_kl_penalty) == ("tr_grpo", 0.02)
     assert (mine.loss_fn.ratio_clip_max, mine.loss_fn.tau) == (0.2, 9.0)
-    assert mine.data == STOCK["data"]
-    assert mine.env == STOCK["env"]
+    assert (mine.data.train, mine.data.default) == (STOCK["data"]["train"], STOCK["data"]["default"])
+    assert mine.env.settings == STOCK["env"]
 
 
 def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so():
