@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_DEPTH = 20
+_PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)
 SIDE_FILES = (
     *("config.json", "generation_config.json", "params.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "chat_template*.json", "*.jinja"),
@@ -41,7 +43,7 @@ def weight_map(folder: Path) -> dict[str, str]:
     with reading(index, "a safetensors index", "download it again", TypeError, AttributeError, KeyError):
         found = dict(json.loads(index.read_text())["weight_map"].items())
         for name, file in found.items():
-            if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
                 raise ValueError(f"{name} is in {file!r:.60}, which is no file beside it")
     return found
 

@@ -217,17 +217,18 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises: UserError: the file is truncated or its header is no safetensors header.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
+    further = TypeError, AttributeError, KeyError
+    with (
+        reading(file, "a safetensors file", "it may be truncated; copy or download it again", *further),
+        file.open("rb") as stream,
+    ):
+        size, start = file.stat().st_size, stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise damaged(file, f"a header of {length} bytes does not fit in {size} bytes")
-        further = TypeError, AttributeError, KeyError
-        with reading(file, "a safetensors file", "it may be truncated; copy or download it again", *further):
-            header: dict[str, Any] = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
+        header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if stored.offset != end:

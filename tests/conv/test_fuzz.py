@@ -50,7 +50,9 @@ SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.sampled_from([-1, 0, 1, 3, 10**9, 1 << 40, 10**30, 10**400, -(10**30), 0.5, 4.0, 1e30, 1e308, -1.5]),
-    st.sampled_from([float("nan"), float("inf"), "", "x", "8", "nan", "../x", "/etc/passwd", "\0", "é" * 99]),
+    st.sampled_from(
+        [float("nan"), float("inf"), "", "x", "8", "nan", "../x", "/etc/passwd", "\0", "é" * 300]
+    ),
 )
 VALUES = st.one_of(
     SCALARS,
@@ -178,10 +180,14 @@ def test_lengths_of_safetensors(tmp_path):
 def test_indices(tmp_path):
     header = b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     write_safetensors(tmp_path / "a.safetensors", header, b"1")
+    (tmp_path / "b.safetensors").mkdir()
     good = {"metadata": {}, "weight_map": {"x": "a.safetensors"}}
 
     @FUZZ
-    @given(st.sampled_from(list(paths_in(good))), VALUES)
+    @given(
+        st.sampled_from(list(paths_in(good))),
+        VALUES | st.sampled_from(["b.safetensors", ".", "c.safetensors"]),
+    )
     def check(place, value):
         (tmp_path / INDEX).write_text(json.dumps(with_value(good, place, value)))
         with only_messages():
