@@ -12,6 +12,7 @@ from nemo_grpo.core.objective import Objective
 from nemo_grpo.errors import UserError, as_yaml, did_you_mean
 from nemo_grpo.extensions import is_reference, load_class
 from nemo_grpo.variants.base import VariantConfig
+from nemo_grpo.variants.cispo import CISPO
 from nemo_grpo.variants.clip_cov import ClipCov
 from nemo_grpo.variants.cw_grpo import CWGRPO
 from nemo_grpo.variants.dapo import DAPO
@@ -19,6 +20,7 @@ from nemo_grpo.variants.dr_grpo import DrGRPO
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.gpg import GPG
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.gspo import GSPO
 from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
 
@@ -26,6 +28,8 @@ VARIANTS: dict[str, type[VariantConfig]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
     "clip_cov": ClipCov,
     "cw_grpo": CWGRPO,
     "tr_grpo": TRGRPO,
@@ -43,6 +47,7 @@ _STOCK_LOSS_KEYS = {
     "token_level_loss": "use loss_fn.aggregation=token_mean or sequence_mean",
     "disable_ppo_ratio": "for plain policy gradient use loss_fn.variant="
     + " or ".join(name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields),
+    "use_cispo": "use loss_fn.variant=cispo",
     "use_kl_in_reward": "the KL penalty is a term of the loss in every variant; leave this key out",
 }
 """Keys of NeMo-RL's own loss that no variant supports -> the remedy."""
@@ -91,6 +96,8 @@ def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
             )
         return f"loss_fn.{key} is not a parameter of {name}{hint}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("literal_error", "none_required"):  # a key that the variant fixes says why
+        message += f" ({config.model_fields[key].description})"
     return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn: {message}"
 
 

@@ -36,6 +36,9 @@ class VariantConfig(BaseModel):
     """A step is the task's demonstrations, one per prompt; nothing is sampled."""
     learns_without_advantages: ClassVar[bool] = False
     """`terms` has a gradient where the advantage is 0, such as an entropy bonus; the KL penalty aside."""
+    stops_gradient: ClassVar[bool] = False
+    """`terms` multiplies by something of the current policy under ``detach()``: the gradient is not the
+    derivative of the value."""
     whole_groups_key: ClassVar[str | None] = None
     """Boolean parameter under which every loss call needs exactly one whole group."""
     sampling_keys: ClassVar[tuple[str, ...]] = ()

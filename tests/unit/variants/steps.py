@@ -29,6 +29,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "tr_grpo": {"reference_policy_kl_penalty": 0.1},
     "erpo": {"num_buckets": 2},
     "gpg": {},
+    "gspo": {"ratio_clip_min": 0.05, "ratio_clip_max": 0.1},
+    "cispo": {"ratio_clip_min": 0.1, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.1},
 }
 """One setting per variant under which every part of it acts on small examples."""
 
@@ -46,6 +48,8 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("tr_grpo", {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.1}),
     ("gpg", {"aggregation": "group_token_mean", "use_alpha": False}),
     ("gpg", {"reference_policy_kl_penalty": 0.1}),
+    ("gspo", {"use_importance_sampling_correction": True}),
+    ("cispo", {"aggregation": "group_token_mean"}),
     ("sft", {}),
 ]  # fmt: skip
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from steps import ALL, IDS, counts, random_step
+from steps import ALL, IDS, PARAMETERS, counts, random_step
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 
-FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg"}
+FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo"}
 
 
 def step() -> TokenBatch:
@@ -36,7 +36,7 @@ def test_the_variants_that_need_none():
 
 @pytest.mark.parametrize("name", sorted(FROM_REWARDS_ALONE))
 def test_on_policy_loss_and_gradient_are_those_of_equal_prev_logprobs(name):
-    built, batch = build_objective(name, **(dict(ALL)[name] if name != "tr_grpo" else {})), step()
+    built, batch = build_objective(name, **(PARAMETERS[name] if name != "tr_grpo" else {})), step()
 
     def loss(prev: torch.Tensor, on_policy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         current = batch.next_token_logprobs.detach().clone().requires_grad_()
