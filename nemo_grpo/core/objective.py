@@ -16,6 +16,7 @@ from nemo_grpo.core.checks import require
 from nemo_grpo.core.importance import ImportanceCorrection
 from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.metrics import step_metrics
+from nemo_grpo.core.surrogates import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class TokenTerms:
 Shape = Callable[[TokenBatch, int], Shaped]
 Terms = Callable[[PreparedBatch], TokenTerms]
 FurtherMetrics = Callable[[PreparedBatch, "dict[str, Tensor]"], "dict[str, Tensor]"]
+
+
+def _far_below(batch: TokenBatch) -> Tensor:
+    """[B, T]: 1 for tokens whose KL estimate is clamped, because the reference is that much likelier."""
+    assert batch.reference_policy_logprobs is not None
+    gap = batch.reference_policy_logprobs - batch.kl_logprobs.detach()
+    return (gap > MAX_LOG_RATIO).to(gap.dtype)
 
 
 @dataclass(frozen=True)
@@ -167,5 +175,5 @@ class Objective:
             terms = replace(terms, policy=weights * terms.policy)
             metrics |= {"loss/policy": -terms.policy.detach()} | about
         if terms.kl is not None:
-            metrics["kl/reference"] = terms.kl.detach()
+            metrics |= {"kl/reference": terms.kl.detach(), "kl/clamped_fraction": _far_below(prepared.batch)}
         return terms, metrics

@@ -14,7 +14,12 @@ from nemo_grpo.core.importance import ImportanceCorrection, Truncation
 from nemo_grpo.core.kl import KLType, kl_estimate, with_score_function
 from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
-from nemo_grpo.core.surrogates import clipped_policy_gradient, importance_ratio, sequence_importance_ratio
+from nemo_grpo.core.surrogates import (
+    MAX_LOG_RATIO,
+    clipped_policy_gradient,
+    importance_ratio,
+    sequence_importance_ratio,
+)
 
 
 class VariantConfig(BaseModel):
@@ -280,4 +285,9 @@ class RatioConfig(GroupRewardConfig, KLConfig):
 def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
     """[B, T] diagnostics of how far the policy moved within the step; ``ratio``: of tokens or responses."""
     moved = batch.next_token_logprobs.detach() - batch.prev_logprobs
-    return {"ratio/mean": ratio.detach(), "kl/previous": moved.exp().sub_(1).sub_(moved)}
+    bounded = moved.clamp(max=MAX_LOG_RATIO)
+    return {
+        "ratio/mean": ratio.detach(),
+        "ratio/clamped_fraction": (moved.abs() > MAX_LOG_RATIO).to(moved.dtype),
+        "kl/previous": bounded.exp().sub_(1).sub_(bounded),
+    }
