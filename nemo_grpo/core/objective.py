@@ -69,8 +69,8 @@ class Objective:
         kl_penalty: beta, the factor of the KL term.
         correction: reweighting of the policy term by policy over sampler, or None.
         needs_entropy, needs_reference: which optional tensors of `TokenBatch` are required.
-        needs_prev_logprobs: ``shape`` reads logprobs or entropies from the scoring pass. If it does not,
-            advantages follow from rewards alone, and a step's only update can score in its own forward pass.
+        needs_scores: ``shape`` reads logprobs or entropies from the scoring pass. If it does not, advantages
+            follow from rewards alone, and a step's only update can score in its own forward pass.
         whole_groups_per_loss_call: the loss needs exactly one complete group per call (CW-GRPO's
             author_compat).
         learns_without_advantages: ``terms`` has a gradient where the advantage is 0, the KL penalty's aside.
@@ -85,7 +85,7 @@ class Objective:
     correction: ImportanceCorrection | None = None
     needs_entropy: bool = False
     needs_reference: bool = False
-    needs_prev_logprobs: bool = True
+    needs_scores: bool = True
     whole_groups_per_loss_call: bool = False
     learns_without_advantages: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,10 +79,26 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
     Raises: UserError: there is none; the message begins with ``key``.
     """
     if is_reference(name):
-        return load_class(name, VariantConfig, key)
+        try:
+            return load_class(name, VariantConfig, key)
+        except UserError as error:
+            raise UserError(_without_annotation(str(error)) or str(error)) from None
     if name not in OBJECTIVES:
         raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
     return OBJECTIVES[name]
+
+
+def _without_annotation(message: str) -> str:
+    """What pydantic says of ``nmae = value`` in a class, in one line with the nearest name; else empty."""
+    before, told, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
+    if not told:
+        return ""
+    name, place = after.partition(" ")[0], after.rpartition("(")[2]
+    known = [known for known in vars(VariantConfig) if not known.startswith("_")]
+    hint = did_you_mean(name, known) if difflib.get_close_matches(name, known) else ""
+    return (
+        f"{before}{name} is nothing that a variant has{hint}; a parameter is `{name}: type = value` ({place}"
+    )
 
 
 def _explain(name: str, config: type[VariantConfig], error: Any) -> str:

@@ -115,9 +115,19 @@ class VariantConfig(BaseModel):
         )
 
     @property
+    def needs_scores(self) -> bool:
+        """True if `shape` waits for the scoring pass, for its logprobs or its entropies."""
+        return self.needs_prev_logprobs or self.needs_entropy
+
+    @property
     def needs_reference(self) -> bool:
         """True if the reference policy's logprobs are needed."""
         return self.compares_with_reference
+
+    @property
+    def has_stop_gradient(self) -> bool:
+        """True if the gradient is the derivative only with what ``detach()`` gives held at its value."""
+        return self.stops_gradient
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -152,7 +162,7 @@ class VariantConfig(BaseModel):
             correction=self.importance_correction(),
             needs_entropy=self.needs_entropy,
             needs_reference=self.needs_reference,
-            needs_prev_logprobs=self.needs_prev_logprobs,
+            needs_scores=self.needs_scores,
             whole_groups_per_loss_call=self.needs_whole_groups,
             learns_without_advantages=self.learns_without_advantages,
         )
@@ -195,6 +205,11 @@ class KLConfig(VariantConfig):
     def needs_reference(self) -> bool:
         """True with a KL penalty, or for the advantages."""
         return self.compares_with_reference or self.reference_policy_kl_penalty > 0
+
+    @property
+    def has_stop_gradient(self) -> bool:
+        """True with a stop-gradient in the policy term or in the penalty."""
+        return self.stops_gradient or (self.needs_reference and self.kl_score_function_gradient)
 
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
         """[B, T] KL estimate, or None without a penalty."""

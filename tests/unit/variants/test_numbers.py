@@ -8,10 +8,10 @@ from dataclasses import replace
 import oracles
 import pytest
 import torch
-from steps import counts, loss_and_gradient, random_step
 from test_equations import as_lists
 
 from nemo_grpo import TokenBatch, UserError, build_objective
+from nemo_grpo.variants.checking.steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from steps import ALL, IDS, PARAMETERS, counts, random_step
+from steps import ALL, IDS, PARAMETERS
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo.variants.checking.steps import counts, random_step
 
 FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo"}
 
@@ -27,7 +28,7 @@ def test_a_variant_says_whether_its_advantages_need_prev_logprobs(name, paramete
     same = torch.equal(one.advantages, other.advantages)
     if one.token_weights is not None:
         same = same and torch.equal(one.token_weights, other.token_weights)
-    assert same == (not built.needs_prev_logprobs)
+    assert same == (not built.needs_scores)
 
 
 def test_the_variants_that_need_none():

@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from steps import loss_and_gradient, steps
+from steps import steps
 from torch import Tensor
 
 from nemo_grpo import TokenBatch, build_objective
+from nemo_grpo.variants.checking.steps import loss_and_gradient
 
 
 def trl_gspo(logprobs: Tensor, old: Tensor, mask: Tensor, a: Tensor, epsilon: float, high: float) -> Tensor:
