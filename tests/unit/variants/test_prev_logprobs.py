@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from steps import ALL, IDS, PARAMETERS
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo.engine.learning import Learner
+from nemo_grpo.plan.workload import scoring_passes
 from nemo_grpo.variants.checking.steps import counts, random_step
+from nemo_grpo.variants.grpo import GRPO
 
 FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo"}
 
@@ -54,3 +59,29 @@ def test_on_policy_loss_and_gradient_are_those_of_equal_prev_logprobs(name):
     assert torch.equal(scored[0], unscored[0])
     assert torch.equal(scored[1], unscored[1])
     assert scored[1].abs().max() > 0
+
+
+class EntropyAlone(GRPO):
+    """Reads entropies, and nothing else of the scoring pass."""
+
+    needs_entropy: ClassVar[bool] = True
+
+
+def test_entropies_wait_for_the_scoring_pass_as_logprobs_do(monkeypatch):
+    """The engine scores before the update, and the planner counts the pass."""
+    config = EntropyAlone()
+    assert not config.needs_prev_logprobs
+    recipe = SimpleNamespace(
+        loss_fn=config, num_updates_per_step=1, nemo_grpo=SimpleNamespace(target="embedded")
+    )
+    assert scoring_passes(recipe) == 1
+
+    class Scored(Exception):
+        pass
+
+    def score(*_):
+        raise Scored
+
+    monkeypatch.setattr(Learner, "score", score)
+    with pytest.raises(Scored):
+        Learner(recipe, config.build(), None).learn(None, None, None)
