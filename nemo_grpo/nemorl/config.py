@@ -81,7 +81,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         )
     if compat.version() == compat.V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
-    for note in recipe.replaced:
+    for note in recipe.notes:
         log.info("%s", note)
     given = resolve(apply_overrides(load_tree(path), overrides))
     if recipe.nemo_grpo.task is None:

@@ -67,7 +67,7 @@ def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[st
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def validation_batches_divide_the_problems(recipe: Recipe) -> Iterator[str]:
     g, batch, problems = recipe.grpo, recipe.grpo.val_batch_size, recipe.grpo.max_val_samples
     if batch is None or problems is None:  # number_of_validation_problems_is_set
@@ -91,7 +91,7 @@ def fp8_kv_cache_needs_fp8_weights(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def fp8_needs_importance_sampling_correction(recipe: Recipe) -> Iterator[str]:
     if uses_fp8(recipe) and not recipe.loss_fn.use_importance_sampling_correction:
         yield (

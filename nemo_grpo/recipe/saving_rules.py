@@ -46,7 +46,7 @@ def output_folders_are_set(recipe: Recipe) -> Iterator[str]:
             yield f"{key}=null: NeMo-RL needs a folder; name one that every node sees"
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def checkpoints_are_saved_at_validations(recipe: Recipe) -> Iterator[str]:
     metric, save = recipe.checkpointing.metric_name, recipe.checkpointing.save_period
     val = recipe.grpo.val_period

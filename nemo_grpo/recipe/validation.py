@@ -83,15 +83,16 @@ def _validated(tree: Tree) -> Recipe:
     errors += messages(Scope.ALL, recipe)
     if recipe.nemo_grpo.target == "cluster":
         errors += messages(Scope.CLUSTER, recipe)
+        (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
     if errors:
         raise RecipeErrors(errors)
-    recipe._replaced = tuple(notes)
+    recipe._notes = tuple(notes)
     return recipe
 
 
 def advice(recipe: Recipe) -> list[str]:
     """Settings that a variant replaces, or that are probably not meant, one sentence each."""
-    return [*recipe.replaced, *messages(Scope.ADVICE, recipe)]
+    return [*recipe.notes, *messages(Scope.ADVICE, recipe)]
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
