@@ -11,14 +11,11 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.uses import BASE, SFT, VISION_BASE
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 
 log = logging.getLogger(__name__)
-
-SFT = "nemo_rl.algorithms.sft"
-BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
-"""NeMo-RL's base configurations, for text and for images."""
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "grpo.val_num_generations_per_prompt": (1,),
@@ -202,9 +199,7 @@ def base_folder() -> Path:
 
     Raises: UserError: nemo_rl was installed without them.
     """
-    import nemo_rl
-
-    folder = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs"
+    folder = compat.package_folder().parent / "examples" / "configs"
     if not (folder / BASE).is_file():
         raise UserError(
             f"{folder / BASE} is missing: NeMo-RL's own base configuration is needed; run in NeMo-RL's "

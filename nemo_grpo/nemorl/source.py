@@ -1,0 +1,356 @@
+"""Reads what a source tree defines and calls, by its syntax: nothing is imported or run.
+
+A description is plain data, fit for JSON:
+
+    function   {"kind": "function", "parameters": ["data", "timer=", "*", "mbs=", "**more"]}
+    class      {"kind": "class", "bases": [...]}, and what was asked for
+    value      {"kind": "value"}, {"kind": "mapping"}: a name that is assigned
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Parameter = inspect.Parameter
+
+SPECIAL = {"staticmethod", "classmethod", "property"}
+
+
+class Found(NamedTuple):
+    """A definition, and the module that holds it."""
+
+    node: ast.AST
+    module: str
+
+
+class Tree:
+    """The Python modules below a folder.
+
+    Args: root: the folder that holds the package.  package: its name.  parse: one that remembers, if many
+        trees are read.
+    """
+
+    def __init__(self, root: Path, package: str, parse: Callable[[str], ast.Module] = ast.parse) -> None:
+        self.root, self.package, self._parse = root, package, parse
+        self._texts: dict[str, str] = {}
+        self._parsed: dict[str, ast.Module] = {}
+
+    def path_of(self, module: str) -> Path | None:
+        """A module's file; None: there is none."""
+        base = self.root / module.replace(".", "/")
+        return next(
+            (path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None
+        )
+
+    def text(self, module: str) -> str:
+        """A module's source; empty if there is none."""
+        if module not in self._texts:
+            path = self.path_of(module)
+            self._texts[module] = path.read_text(encoding="utf-8", errors="replace") if path else ""
+        return self._texts[module]
+
+    def parsed(self, module: str) -> ast.Module:
+        """A module's syntax; empty if there is none."""
+        if module not in self._parsed:
+            self._parsed[module] = self._parse(self.text(module))
+        return self._parsed[module]
+
+    def modules(self, prefix: str, *words: str) -> Iterator[str]:
+        """Names of the modules from a prefix on whose text has every word."""
+        for path in sorted((self.root / self.package).rglob("*.py")):
+            parts = path.relative_to(self.root).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            if f"{module}.".startswith(f"{prefix}.") and all(word in self.text(module) for word in words):
+                yield module
+
+    def find(self, name: str) -> Found | None:
+        """The definition behind ``module:name`` or ``module:outer.name``, through imports and bases."""
+        module, _, path = name.partition(":")
+        first, *rest = path.split(".")
+        found = self._in_module(module, first)
+        for part in rest:
+            found = self._within(found, part) if found else None
+        return found
+
+    def _in_module(self, module: str, name: str) -> Found | None:
+        if not self.text(module):
+            return None
+        imported = None
+        for node in _statements(self.parsed(module).body):
+            if name in _bound(node):
+                return Found(node, module)
+            if isinstance(node, ast.ImportFrom) and (source := self._source(module, node)):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        imported = f"{source}:{alias.name}"
+        if imported is None or not imported.startswith(self.package):
+            return None
+        return self.find(imported)
+
+    def _source(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        path = self.path_of(module)
+        is_package = path is not None and path.name == "__init__.py"
+        above = module.split(".")[: len(module.split(".")) - node.level + is_package]
+        return ".".join([*above, *([node.module] if node.module else [])])
+
+    def _within(self, found: Found, name: str) -> Found | None:
+        node, module = found
+        if isinstance(node, ast.ClassDef):
+            for holder in self.classes(found):
+                assert isinstance(holder.node, ast.ClassDef)
+                for inner in _statements(holder.node.body):
+                    if name in _bound(inner):
+                        return Found(inner, holder.module)
+                for inner in ast.walk(holder.node):
+                    if _sets_on_self(inner, name):
+                        return Found(inner, holder.module)
+            return None
+        inner_nodes = (
+            inner
+            for inner in ast.walk(node)
+            if isinstance(inner, Function | ast.ClassDef) and inner is not node
+        )
+        return next((Found(inner, module) for inner in inner_nodes if inner.name == name), None)
+
+    def classes(self, found: Found) -> Iterator[Found]:
+        """A class and its bases of this package, in order of search."""
+        yield found
+        assert isinstance(found.node, ast.ClassDef)
+        for base in found.node.bases:
+            name = ast.unparse(base).partition("[")[0]
+            above = self._in_module(found.module, name) if name.isidentifier() else None
+            if above is not None and isinstance(above.node, ast.ClassDef):
+                yield from self.classes(above)
+
+    def parameters(self, found: Found) -> list[str] | None:
+        """What a function or a class takes, without ``self``; None: it cannot be known."""
+        node = found.node
+        if isinstance(node, ast.ClassDef):
+            made = self._within(found, "__init__")
+            return self.parameters(made) if made else self._fields(found)
+        if not isinstance(node, Function):
+            return None
+        listed = _listed(node.args)
+        is_method = listed[:1] in (["self"], ["cls"]) and "staticmethod" not in _decorators(node)
+        return listed[1:] if is_method else listed
+
+    def _fields(self, found: Found) -> list[str] | None:
+        """Fields of a dataclass, named tuple, typed dictionary or pydantic model, as keywords."""
+        fields: dict[str, str] = {}
+        for holder in reversed(list(self.classes(found))):
+            assert isinstance(holder.node, ast.ClassDef)
+            for node in holder.node.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    optional = node.value is not None or "NotRequired" in ast.unparse(node.annotation)
+                    fields[node.target.id] = f"{node.target.id}{'=' * optional}"
+        return list(fields.values()) or None
+
+    def abstract(self, found: Found) -> list[str]:
+        """Methods that a subclass must define."""
+        seen: dict[str, bool] = {}
+        for holder in self.classes(found):
+            assert isinstance(holder.node, ast.ClassDef)
+            for node in holder.node.body:
+                if isinstance(node, Function):
+                    seen.setdefault(node.name, "abstractmethod" in _decorators(node))
+        return sorted(name for name, is_abstract in seen.items() if is_abstract)
+
+    def members(self, found: Found) -> list[str]:
+        """Names that a class's own body binds."""
+        assert isinstance(found.node, ast.ClassDef)
+        return sorted(set().union(*map(_bound, found.node.body)))
+
+    def importers(self, name: str) -> list[str]:
+        """Modules that define or import ``module:name`` by that name."""
+        module, _, attribute = name.partition(":")
+        found = {module}
+        for other in self.modules(self.package, attribute, module.rpartition(".")[2]):
+            for node in ast.walk(self.parsed(other)):
+                if isinstance(node, ast.ImportFrom) and self._source(other, node) == module:
+                    found |= {other for alias in node.names if alias.name == attribute}
+        return sorted(found)
+
+    def calls(self, called: str, within: str, guard: str = "") -> list[str]:
+        """Argument lists of all calls of ``name`` or ``receiver.name``, each once.
+
+        Args: guard: see `Hook`.
+        """
+        receiver, _, name = called.rpartition(".")
+        shapes = set()
+        for module in self.modules(within, name, guard):
+            tree = self.parsed(module)
+            for scope in _guarded(tree, guard) if guard else (tree,):
+                nodes = (node for node in ast.walk(scope) if isinstance(node, ast.Call))
+                shapes |= {shape(node) for node in nodes if _is_called(node.func, receiver, name)}
+        return sorted(shapes)
+
+    def code(self, found: Found) -> str:
+        """Digest of a definition without comments, blank lines and its docstring."""
+        node = found.node
+        assert isinstance(node, Function | ast.ClassDef)
+        lines = self.text(found.module).splitlines()[node.lineno - 1 : node.end_lineno]
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+            assert first.end_lineno is not None
+            del lines[first.lineno - node.lineno : first.end_lineno - node.lineno + 1]
+        kept = (re.sub(r"\s*#.*", "", line).strip() for line in lines)
+        return hashlib.sha256("\n".join(filter(None, kept)).encode()).hexdigest()[:12]
+
+
+def kind(found: Found) -> str:
+    """What a definition is."""
+    node = found.node
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    if isinstance(node, Function):
+        special = sorted(SPECIAL & set(_decorators(node)))
+        return " ".join(["async"] * isinstance(node, ast.AsyncFunctionDef) + special + ["function"])
+    value = getattr(node, "value", None)
+    return "mapping" if isinstance(value, ast.Dict) else "value"
+
+
+def keys(found: Found) -> list[str]:
+    """Constant keys of a mapping."""
+    value = getattr(found.node, "value", None)
+    nodes = value.keys if isinstance(value, ast.Dict) else []
+    return sorted(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+
+
+def returned(found: Found) -> list[str]:
+    """Names in the longest tuple that a function returns; ``_`` for what is no name."""
+    tuples = [
+        node.value.elts
+        for node in ast.walk(found.node)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)
+    ]
+    longest = max(tuples, key=len, default=[])
+    return [element.id if isinstance(element, ast.Name) else "_" for element in longest]
+
+
+def subscripts(tree: ast.AST, name: str) -> set[str]:
+    """Constant texts by which ``name[...]`` is read."""
+    return {
+        node.slice.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Load)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
+    }
+
+
+def shape(call: ast.Call) -> str:
+    """A call's arguments without their values, such as ``(_, *, prefix=_, **)``."""
+    parts = ["*" if isinstance(argument, ast.Starred) else "_" for argument in call.args]
+    named = sorted(f"{keyword.arg}=_" for keyword in call.keywords if keyword.arg)
+    return f"({', '.join([*parts, *named, *(['**'] * any(not k.arg for k in call.keywords))])})"
+
+
+def misfit(parameters: list[str], call: str) -> str:
+    """Why a call of a `shape` does not fit; empty if it does. What ``*`` and ``**`` hold fits."""
+    words = [word.strip() for word in call.strip("()").split(",") if word.strip()]
+    named = {word.partition("=")[0]: None for word in words if "=" in word}
+    num_given = words.count("_")
+    signature = inspect.Signature(list(_signed(parameters)))
+    is_open = any(word.startswith("*") for word in words)
+    try:
+        (signature.bind_partial if is_open else signature.bind)(*[None] * num_given, **named)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _signed(parameters: list[str]) -> Iterator[Parameter]:
+    """`Tree.parameters` as Python's own."""
+    by = Parameter.POSITIONAL_ONLY if "/" in parameters else Parameter.POSITIONAL_OR_KEYWORD
+    for word in parameters:
+        name, is_optional = word.rstrip("="), word.endswith("=")
+        if name == "*":
+            by = Parameter.KEYWORD_ONLY
+        elif name == "/":
+            by = Parameter.POSITIONAL_OR_KEYWORD
+        elif name.startswith("**"):
+            yield Parameter(name[2:], Parameter.VAR_KEYWORD)
+        elif name.startswith("*"):
+            yield Parameter(name[1:], Parameter.VAR_POSITIONAL)
+            by = Parameter.KEYWORD_ONLY
+        else:
+            yield Parameter(name, by, default=None if is_optional else Parameter.empty)
+
+
+def _listed(arguments: ast.arguments) -> list[str]:
+    plain = [*arguments.posonlyargs, *arguments.args]
+    first_default = len(plain) - len(arguments.defaults)
+    words = [f"{a.arg}{'=' * (place >= first_default)}" for place, a in enumerate(plain)]
+    if arguments.posonlyargs:
+        words.insert(len(arguments.posonlyargs), "/")
+    if arguments.vararg:
+        words.append(f"*{arguments.vararg.arg}")
+    elif arguments.kwonlyargs:
+        words.append("*")
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    words += [f"{a.arg}{'=' * (default is not None)}" for a, default in pairs]
+    return words + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """A body's statements, also those under ``if``, ``try`` and ``with``."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from _statements(getattr(node, part, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    if isinstance(node, Function | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _sets_on_self(node: ast.AST, name: str) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return any(
+        isinstance(target, ast.Attribute)
+        and target.attr == name
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+        for target in targets
+    )
+
+
+def _decorators(node: Function) -> list[str]:
+    return [re.split(r"[.(]", ast.unparse(decorator))[0 if "(" in ast.unparse(decorator) else -1]
+            for decorator in node.decorator_list]  # fmt: skip
+
+
+def _is_called(function: ast.expr, receiver: str, name: str) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id == name and not receiver
+    if not (isinstance(function, ast.Attribute) and function.attr == name):
+        return False
+    if not receiver:
+        return True
+    before = ast.unparse(function.value)
+    return before.endswith(receiver)
+
+
+def _guarded(tree: ast.AST, guard: str) -> Iterator[ast.AST]:
+    """Bodies of every ``if`` whose condition names ``guard``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and guard in {getattr(n, "id", "") for n in ast.walk(node.test)}:
+            yield ast.Module(node.body, [])
