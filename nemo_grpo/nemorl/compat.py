@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import hooks
 from nemo_grpo.nemorl.doctor import Diagnosis, diagnose_tree
-from nemo_grpo.nemorl.uses import ON_WORKERS, USES
+from nemo_grpo.nemorl.uses import ELSEWHERE, USES
 from nemo_grpo.nemorl.versions import EVERY_RUN, HEAD, TESTED, V0_7_0, tested
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def check() -> str:
     Raises:  UserError: names are missing, or no longer fit.
     """
     like = version()
-    needed = (use for use in USES if use.part not in ON_WORKERS and like in use.versions)
+    needed = (use for use in USES if use.part not in ELSEWHERE and like in use.versions)
     missing = [use.name for use in needed if "." not in use.name.partition(":")[2] and not has_name(use.name)]
     if missing:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What this package calls and reads of NeMo-RL; `hooks` has what it replaces.
+"""What this package calls and reads of NeMo-RL, and what a rehearsal replaces; `hooks` has the rest.
 
 `doctor` compares both with a NeMo-RL tree, `compat.check` with the one that is installed.
 """
@@ -18,7 +18,7 @@ from nemo_grpo.nemorl.hooks import (
     MEGATRON_WORKER,
     POLICY,
 )
-from nemo_grpo.nemorl.versions import BOTH, ENTROPIES, EVERY_RUN, HEAD, IMAGES, STAGES, SUPERVISED
+from nemo_grpo.nemorl.versions import BOTH, ENTROPIES, EVERY_RUN, HEAD, IMAGES, REHEARSAL, STAGES, SUPERVISED
 
 SFT = "nemo_rl.algorithms.sft"
 _ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
@@ -29,7 +29,8 @@ BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations in ``examples/configs``, for text and for images."""
 
 
-ON_WORKERS = (ENTROPIES, STAGES)
+ELSEWHERE = (ENTROPIES, STAGES, REHEARSAL)
+"""Parts whose names the driver does not import; some need megatron-core or vLLM."""
 
 
 class Use(NamedTuple):
@@ -43,7 +44,7 @@ class Use(NamedTuple):
         returns: we unpack the result by position.
         ours: our subclass; it must define every abstract method.
         code: ours repeats what its code does, so that the code is compared, too.
-        part: what needs it; `ON_WORKERS` are imported there only, which needs megatron-core.
+        part: what needs it.
     """
 
     name: str
@@ -136,6 +137,18 @@ USES: tuple[Use, ...] = (
     Use("nemo_rl.distributed.model_utils:allgather_cp_sharded_tensor", "(_, _, _)", part=ENTROPIES),
     Use("nemo_rl.models.megatron.pipeline_parallel:broadcast_tensors_from_last_stage", "(_)", part=ENTROPIES),
     Use("nemo_rl.models.policy.utils:get_runtime_env_for_policy_worker", "(_)", part=STAGES),
+    Use("nemo_rl.utils.nvml:get_device_uuid", part=REHEARSAL),
+    Use("nemo_rl.utils.nvml:get_free_memory_bytes", part=REHEARSAL),
+    Use("nemo_rl.models.policy.utils:get_handle_from_tensor", part=REHEARSAL),
+    Use("nemo_rl.models.policy.utils:rebuild_cuda_tensor_from_ipc", part=REHEARSAL),
+    Use("nemo_rl.models.generation.vllm.patches:_apply_vllm_patches", part=REHEARSAL),
+    Use("nemo_rl.models.generation.vllm.quantization.fp8:is_fp8_model", part=REHEARSAL),
+    Use("nemo_rl.models.generation.vllm.vllm_backend:VllmInternalWorkerExtension", part=REHEARSAL),
+    Use(
+        "nemo_rl.models.megatron.community_import:export_model_from_megatron",
+        "(_, _, _, _, overwrite=_)",
+        part=REHEARSAL,
+    ),
 )
 
 TEXTS: dict[str, tuple[str, ...]] = {

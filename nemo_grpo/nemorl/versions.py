@@ -14,6 +14,7 @@ ENTROPIES = "variants with entropies"
 STAGES = "pipeline stages at a temperature other than 1"
 SUPERVISED = "supervised training"
 IMAGES = "tasks with images"
+REHEARSAL = "rehearsals"
 """What of this package needs a name of NeMo-RL."""
 
 
