@@ -1,6 +1,6 @@
-"""The NeMo-RL version, and every NeMo-RL name that we use.
+"""The installed NeMo-RL: whether it fits, which tested version it is like, and its names by import.
 
-A name that has moved is an error here, before any GPU is allocated.
+A name that has moved is an error here, before any GPU is allocated; `hooks` and `uses` list them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def check() -> str:
     Raises:  UserError: names are missing, or no longer fit.
     """
     like = version()
-    needed = (use for use in USES if use.part not in ELSEWHERE and like in use.versions)
-    missing = [use.name for use in needed if "." not in use.name.partition(":")[2] and not has_name(use.name)]
+    needed = (use.name for use in USES if use.part not in ELSEWHERE and use.is_required and not use.code)
+    missing = [name for name in needed if not has_name(name)]
     if missing:
         raise UserError(
             f"nemo_rl at {package_folder()} looks like {TESTED[like]} but lacks {', '.join(missing)}; use a "

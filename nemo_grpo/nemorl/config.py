@@ -11,6 +11,7 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.hooks import HOOKS
 from nemo_grpo.nemorl.uses import BASE, SFT, VISION_BASE
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
@@ -154,10 +155,10 @@ def early_stop_metric(name: str) -> str:
 
     Raises: UserError: this NeMo-RL has no early stop.
     """
-    if compat.version() == compat.V0_7_0:
+    if not compat.has_name(HOOKS["threshold"].target):
         raise UserError(
-            f"grpo.stop_at_validation_metric={name}: NeMo-RL {compat.V0_7_0} has no early stop and "
-            "would train on; leave it and stop_at_validation_threshold out"
+            f"grpo.stop_at_validation_metric={name}: this NeMo-RL has no early stop and would train on; "
+            "leave it and stop_at_validation_threshold out"
         )
     return name.removeprefix("val:").removeprefix("validation/")
 

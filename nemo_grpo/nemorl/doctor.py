@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import source
 from nemo_grpo.nemorl.hooks import HOOKS, Hook
+from nemo_grpo.nemorl.signatures import misfit
 from nemo_grpo.nemorl.source import Tree
 from nemo_grpo.nemorl.uses import FILES, METRICS_READ, TEXTS, USES, Use
 from nemo_grpo.nemorl.versions import EVERY_RUN, TESTED
@@ -112,7 +113,7 @@ def diagnose(now: Interface) -> Diagnosis:
     return min(map(against, TESTED), key=lambda d: (len(d.differences), d.like))
 
 
-def _replaced(touch: Hook | Use, now: Interface) -> bool:
+def _replaced(touch: Hook | Use, now: Interface) -> TypeGuard[Hook]:
     """True for a hook that another one stands in for in this interface."""
     return isinstance(touch, Hook) and touch.instead in now
 
@@ -146,8 +147,7 @@ def _use(tree: Tree, use: Use) -> dict[str, Any] | None:
     if use.code:
         return description | {"code": tree.code(found)}
     if description["kind"] == "class":
-        assert hasattr(found.node, "bases")
-        description["bases"] = [source.ast.unparse(base) for base in found.node.bases]
+        description["bases"] = source.bases(found)
         if "Protocol" in description["bases"]:
             description["members"] = tree.members(found)
     if use.ours:
@@ -174,8 +174,9 @@ def _finding(key: str, then: Description | None, interface: Interface) -> Findin
     name, why = (touch.target, f"{touch.how}: {touch.why}") if isinstance(touch, Hook) else (key, "")
     finding = Finding(name, why, touch.part if touch else EVERY_RUN, "there")
     if now is None:
-        breaks = touch is None or (touch.is_required and not _replaced(touch, interface))
-        return finding._replace(state="gone", breaks=breaks)
+        if touch is not None and _replaced(touch, interface):
+            return finding._replace(state="gone", how=f"{HOOKS[touch.instead].target} is used instead")
+        return finding._replace(state="gone", breaks=touch is None or touch.is_required)
     faults = list(_breaks(touch, then or {}, now))
     if then == now and not faults:
         return finding
@@ -202,7 +203,7 @@ def _breaks(touch: Hook | Use | None, then: Description, now: Description) -> It
             yield f"{touch.ours.partition(':')[2]} does not define {method}"
     parameters = now.get("parameters")
     if touch.call and parameters is not None:
-        if why := source.misfit(parameters, touch.call):
+        if why := misfit(parameters, touch.call):
             yield f"our call {touch.call}: {why}"
         count = touch.call.count("_,") + touch.call.endswith("_)") if "=" not in touch.call else 0
         yield from _moved("parameters", (then.get("parameters") or [])[:count], parameters[:count])
@@ -211,7 +212,7 @@ def _breaks(touch: Hook | Use | None, then: Description, now: Description) -> It
 def _hook_breaks(hook: Hook, then: Description, now: Description) -> Iterator[str]:
     ours = _ours(hook) or now["parameters"]
     for call in now.get("calls", ()):
-        if why := source.misfit(ours, call):
+        if why := misfit(ours, call):
             yield f"NeMo-RL calls {call}, which {hook.ours.partition(':')[2]} does not take: {why}"
     if then.get("calls") and not now.get("calls"):
         yield "NeMo-RL calls it nowhere"

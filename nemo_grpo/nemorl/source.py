@@ -1,24 +1,23 @@
 """Reads what a source tree defines and calls, by its syntax: nothing is imported or run.
 
-A description is plain data, fit for JSON:
-
-    function   {"kind": "function", "parameters": ["data", "timer=", "*", "mbs=", "**more"]}
-    class      {"kind": "class", "bases": [...]}, and what was asked for
-    value      {"kind": "value"}, {"kind": "mapping"}: a name that is assigned
+`Tree` finds a definition by ``module:name``, through imports and base classes;
+`signatures` compares arguments.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl.signatures import listed, shape
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Parameter = inspect.Parameter
 
 SPECIAL = {"staticmethod", "classmethod", "property"}
 
@@ -57,9 +56,19 @@ class Tree:
         return self._texts[module]
 
     def parsed(self, module: str) -> ast.Module:
-        """A module's syntax; empty if there is none."""
+        """A module's syntax; empty if there is none.
+
+        Raises: UserError: it is written for a newer Python than this one.
+        """
         if module not in self._parsed:
-            self._parsed[module] = self._parse(self.text(module))
+            try:
+                self._parsed[module] = self._parse(self.text(module))
+            except SyntaxError as error:
+                raise UserError(
+                    f"{self.path_of(module)}, line {error.lineno}, is not Python "
+                    f"{sys.version_info.major}.{sys.version_info.minor} ({error.msg}); run this "
+                    "with the Python that the package is for"
+                ) from None
         return self._parsed[module]
 
     def modules(self, prefix: str, *words: str) -> Iterator[str]:
@@ -139,9 +148,9 @@ class Tree:
             return self.parameters(made) if made else self._fields(found)
         if not isinstance(node, Function):
             return None
-        listed = _listed(node.args)
-        is_method = listed[:1] in (["self"], ["cls"]) and "staticmethod" not in _decorators(node)
-        return listed[1:] if is_method else listed
+        words = listed(node.args)
+        is_method = words[:1] in (["self"], ["cls"]) and "staticmethod" not in _decorators(node)
+        return words[1:] if is_method else words
 
     def _fields(self, found: Found) -> list[str] | None:
         """Fields of a dataclass, named tuple, typed dictionary or pydantic model, as keywords."""
@@ -218,6 +227,12 @@ def kind(found: Found) -> str:
     return "mapping" if isinstance(value, ast.Dict) else "value"
 
 
+def bases(found: Found) -> list[str]:
+    """A class's bases, as they are written."""
+    assert isinstance(found.node, ast.ClassDef)
+    return [ast.unparse(base) for base in found.node.bases]
+
+
 def keys(found: Found) -> list[str]:
     """Constant keys of a mapping."""
     value = getattr(found.node, "value", None)
@@ -250,60 +265,6 @@ def subscripts(tree: ast.AST, name: str) -> set[str]:
     }
 
 
-def shape(call: ast.Call) -> str:
-    """A call's arguments without their values, such as ``(_, *, prefix=_, **)``."""
-    parts = ["*" if isinstance(argument, ast.Starred) else "_" for argument in call.args]
-    named = sorted(f"{keyword.arg}=_" for keyword in call.keywords if keyword.arg)
-    return f"({', '.join([*parts, *named, *(['**'] * any(not k.arg for k in call.keywords))])})"
-
-
-def misfit(parameters: list[str], call: str) -> str:
-    """Why a call of a `shape` does not fit; empty if it does. What ``*`` and ``**`` hold fits."""
-    words = [word.strip() for word in call.strip("()").split(",") if word.strip()]
-    named = {word.partition("=")[0]: None for word in words if "=" in word}
-    num_given = words.count("_")
-    signature = inspect.Signature(list(_signed(parameters)))
-    is_open = any(word.startswith("*") for word in words)
-    try:
-        (signature.bind_partial if is_open else signature.bind)(*[None] * num_given, **named)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def _signed(parameters: list[str]) -> Iterator[Parameter]:
-    """`Tree.parameters` as Python's own."""
-    by = Parameter.POSITIONAL_ONLY if "/" in parameters else Parameter.POSITIONAL_OR_KEYWORD
-    for word in parameters:
-        name, is_optional = word.rstrip("="), word.endswith("=")
-        if name == "*":
-            by = Parameter.KEYWORD_ONLY
-        elif name == "/":
-            by = Parameter.POSITIONAL_OR_KEYWORD
-        elif name.startswith("**"):
-            yield Parameter(name[2:], Parameter.VAR_KEYWORD)
-        elif name.startswith("*"):
-            yield Parameter(name[1:], Parameter.VAR_POSITIONAL)
-            by = Parameter.KEYWORD_ONLY
-        else:
-            yield Parameter(name, by, default=None if is_optional else Parameter.empty)
-
-
-def _listed(arguments: ast.arguments) -> list[str]:
-    plain = [*arguments.posonlyargs, *arguments.args]
-    first_default = len(plain) - len(arguments.defaults)
-    words = [f"{a.arg}{'=' * (place >= first_default)}" for place, a in enumerate(plain)]
-    if arguments.posonlyargs:
-        words.insert(len(arguments.posonlyargs), "/")
-    if arguments.vararg:
-        words.append(f"*{arguments.vararg.arg}")
-    elif arguments.kwonlyargs:
-        words.append("*")
-    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    words += [f"{a.arg}{'=' * (default is not None)}" for a, default in pairs]
-    return words + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
-
-
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """A body's statements, also those under ``if``, ``try`` and ``with``."""
     for node in body:
@@ -334,8 +295,11 @@ def _sets_on_self(node: ast.AST, name: str) -> bool:
 
 
 def _decorators(node: Function) -> list[str]:
-    return [re.split(r"[.(]", ast.unparse(decorator))[0 if "(" in ast.unparse(decorator) else -1]
-            for decorator in node.decorator_list]  # fmt: skip
+    """Last names: ``abstractmethod`` of ``@abc.abstractmethod``, ``wrap`` of ``@wrap("name")``."""
+    calls = (
+        decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list
+    )
+    return [ast.unparse(decorator).rpartition(".")[2] for decorator in calls]
 
 
 def _is_called(function: ast.expr, receiver: str, name: str) -> bool:

@@ -14,6 +14,7 @@ from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat, doctor, hooks, source, uses
 from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.sft import OF_SETUP
+from nemo_grpo.nemorl.signatures import misfit, shape
 from nemo_grpo.nemorl.versions import TESTED
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants.base import RatioConfig
@@ -111,7 +112,7 @@ def test_every_call_of_a_name_is_recorded_as_it_is_made():
         for node in ast.walk(tree):
             if name := called_name(node):
                 seen.add(name)
-                assert source.misfit(as_parameters(calls[name]), source.shape(node)) == "", (path.name, name)
+                assert misfit(as_parameters(calls[name]), shape(node)) == "", (path.name, name)
     assert set(calls) - seen <= THROUGH_VARIABLES
 
 

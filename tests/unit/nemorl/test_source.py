@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import source
-from nemo_grpo.nemorl.source import Tree, misfit
+from nemo_grpo.nemorl.signatures import misfit
+from nemo_grpo.nemorl.source import Tree
 
 FILES = {
     "__init__.py": "",
@@ -149,6 +151,7 @@ def test_a_call_fits_or_says_why(call, why):
 def test_a_name_that_is_not_taken_is_named():
     assert misfit(["a", "*", "b="], "(_, c=_)") == "got an unexpected keyword argument 'c'"
     assert misfit(["a"], "(_, _)") == "too many positional arguments"
+    assert "positional" in misfit(["a", "/"], "(a=_)")
 
 
 def test_records_hold_names_and_digests_only():
@@ -156,3 +159,9 @@ def test_records_hold_names_and_digests_only():
         texts = json.dumps(json.loads(path.read_text()))
         assert "def " not in texts
         assert "\\n" not in texts
+
+
+def test_syntax_of_a_newer_python_is_refused_with_its_line(tree, tmp_path):
+    (tmp_path / "pkg" / "newer.py").write_text("x = 1\nunless x:\n    pass\n")
+    with pytest.raises(UserError, match=r"newer\.py, line 2, is not Python 3"):
+        tree.find("pkg.newer:x")
