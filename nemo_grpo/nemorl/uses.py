@@ -18,7 +18,17 @@ from nemo_grpo.nemorl.hooks import (
     MEGATRON_WORKER,
     POLICY,
 )
-from nemo_grpo.nemorl.versions import BOTH, ENTROPIES, EVERY_RUN, HEAD, IMAGES, REHEARSAL, STAGES, SUPERVISED
+from nemo_grpo.nemorl.versions import (
+    BOTH,
+    ENTROPIES,
+    EVERY_RUN,
+    HEAD,
+    IMAGES,
+    OWN_DATA,
+    REHEARSAL,
+    STAGES,
+    SUPERVISED,
+)
 
 SFT = "nemo_rl.algorithms.sft"
 _ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
@@ -73,7 +83,7 @@ LOSS_KEYS = (
 _TRAINER = ", ".join("_" * 12)
 
 USES: tuple[Use, ...] = (
-    Use(f"{GRPO}:MasterConfig", reads=("policy", "data", "grpo", "logger", "checkpointing")),
+    Use(f"{GRPO}:MasterConfig", reads=("policy", "data", "env", "grpo", "logger", "checkpointing")),
     Use(f"{GRPO}:GRPOConfig"),
     Use(f"{GRPO}:setup", "(_, _, _, _, processor=_, policy_factory=_)", returns=True),
     Use(f"{GRPO}:grpo_train", f"({_TRAINER})"),
@@ -101,6 +111,7 @@ USES: tuple[Use, ...] = (
     ),
     Use("nemo_rl.algorithms.utils:get_tokenizer", "(_, get_processor=_)"),
     Use("nemo_rl.data.interfaces:TaskDataSpec", "()", part=IMAGES),
+    Use("nemo_rl.data.utils:setup_response_data", "(_, _, _, is_vlm=_)", returns=True, part=OWN_DATA),
     Use("nemo_rl.data.processors:vlm_hf_data_processor", "(_, _, _, _, _)", part=IMAGES),
     Use(
         "nemo_rl.distributed.batched_data_dict:BatchedDataDict",

@@ -14,6 +14,7 @@ ENTROPIES = "variants with entropies"
 STAGES = "pipeline stages at a temperature other than 1"
 SUPERVISED = "supervised training"
 IMAGES = "tasks with images"
+OWN_DATA = "recipes with NeMo-RL's own data"
 REHEARSAL = "rehearsals"
 """What of this package needs a name of NeMo-RL."""
 

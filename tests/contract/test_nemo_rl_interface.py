@@ -99,7 +99,7 @@ THROUGH_VARIABLES = {
     *(f"{hooks.GRPO}:{trainer}" for trainer in ("grpo_train", "async_grpo_train")),
     *(f"{uses.SFT}:SFTConfig", hooks.POLICY, "nemo_rl.environments.interfaces:EnvironmentReturn"),
     *("nemo_rl.algorithms.utils:get_tokenizer", "nemo_rl.utils.venvs:create_local_venv_on_each_node"),
-    "nemo_rl.data.processors:vlm_hf_data_processor",
+    *("nemo_rl.data.processors:vlm_hf_data_processor", "nemo_rl.data.utils:setup_response_data"),
     *(use.name for use in uses.USES if use.part in uses.ELSEWHERE),
 }
 """Names whose calls in the sources are not of that form."""
