@@ -11,8 +11,9 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.signatures import listed, shape
@@ -73,11 +74,15 @@ class Tree:
 
     def modules(self, prefix: str, *words: str) -> Iterator[str]:
         """Names of the modules from a prefix on whose text has every word."""
-        for path in sorted((self.root / self.package).rglob("*.py")):
-            parts = path.relative_to(self.root).with_suffix("").parts
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        for module in self._names:
             if f"{module}.".startswith(f"{prefix}.") and all(word in self.text(module) for word in words):
                 yield module
+
+    @cached_property
+    def _names(self) -> list[str]:
+        files = sorted((self.root / self.package).rglob("*.py"))
+        dotted = (".".join(path.relative_to(self.root).with_suffix("").parts) for path in files)
+        return [module.removesuffix(".__init__") for module in dotted]
 
     def find(self, name: str) -> Found | None:
         """The definition behind ``module:name`` or ``module:outer.name``, through imports and bases."""
@@ -183,8 +188,8 @@ class Tree:
         module, _, attribute = name.partition(":")
         found = {module}
         for other in self.modules(self.package, attribute, module.rpartition(".")[2]):
-            for node in ast.walk(self.parsed(other)):
-                if isinstance(node, ast.ImportFrom) and self._source(other, node) == module:
+            for node in _nodes(self.parsed(other), ast.ImportFrom):
+                if self._source(other, node) == module:
                     found |= {other for alias in node.names if alias.name == attribute}
         return sorted(found)
 
@@ -198,7 +203,7 @@ class Tree:
         for module in self.modules(within, name, guard):
             tree = self.parsed(module)
             for scope in _guarded(tree, guard) if guard else (tree,):
-                nodes = (node for node in ast.walk(scope) if isinstance(node, ast.Call))
+                nodes = _nodes(scope, ast.Call)
                 shapes |= {shape(node) for node in nodes if _is_called(node.func, receiver, name)}
         return sorted(shapes)
 
@@ -263,6 +268,17 @@ def subscripts(tree: ast.AST, name: str) -> set[str]:
         and isinstance(node.slice, ast.Constant)
         and isinstance(node.slice.value, str)
     }
+
+
+def _nodes(tree: Any, kind: type) -> list[Any]:
+    """Calls or imports below a node; kept with the node, since every hook asks for them."""
+    if not hasattr(tree, "found"):
+        tree.found = {ast.Call: [], ast.ImportFrom: []}
+        for node in ast.walk(tree):
+            if type(node) in tree.found:
+                tree.found[type(node)].append(node)
+    found: list[Any] = tree.found[kind]
+    return found
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
