@@ -11,7 +11,8 @@ import yaml
 from nemo_grpo.dotted import set_value
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge
-from nemo_grpo.rehearsal import host_data
+from nemo_grpo.rehearsal import host
+from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.tasks import TaskConfig
 from nemo_grpo.tasks.mathematics import MathConfig
@@ -28,17 +29,6 @@ MICROBATCH = 2
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
-
-
-class Change(NamedTuple):
-    """One key of the recipe that a rehearsal sets.
-
-    Attributes: reason: why this recipe's value cannot stay; empty for what every rehearsal sets.
-    """
-
-    key: str
-    value: Any
-    reason: str = ""
 
 
 class Ranks(NamedTuple):
@@ -62,7 +52,7 @@ class Ranks(NamedTuple):
 
 def ranks_of(recipe: Recipe) -> Ranks:
     """The recipe's."""
-    layout = recipe.policy.megatron_cfg.layout
+    layout = recipe.policy.layout
     return Ranks(*layout.sizes, recipe.data_parallel_size, layout.expert)
 
 
@@ -89,6 +79,7 @@ def changes(
     yield from _without_a_gpu(recipe)
     yield from _rollouts(recipe, model, uses_vllm)
     yield from _data(recipe, task)
+    yield from host.replaced_parts(recipe)
     run_dir = runs_dir / recipe.nemo_grpo.run_name
     yield Change("nemo_grpo.run_name", recipe.nemo_grpo.run_name)
     yield Change("nemo_grpo.runs_dir", str(runs_dir))
@@ -124,7 +115,7 @@ def _data(recipe: Recipe, task: TaskConfig) -> Iterator[Change]:
         return
     assert isinstance(task, MathConfig)
     for split in ("train", "validation"):
-        yield Change(f"data.{split}", host_data.section(recipe, task, split))
+        yield Change(f"data.{split}", host.section(recipe, task, split))
     for name, settings in recipe.env.settings.items():
         if isinstance(settings, dict) and settings.get("num_workers") is not None:
             yield Change(f"env.{name}.num_workers", 1)

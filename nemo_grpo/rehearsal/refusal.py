@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.sections import VLLM
-from nemo_grpo.rehearsal.host_data import refuse_data
+from nemo_grpo.rehearsal.host import refuse_data
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
