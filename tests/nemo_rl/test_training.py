@@ -204,7 +204,7 @@ def test_nemo_rl_is_left_as_it_was_after_a_stop():
 def test_a_run_that_reached_its_goal_is_known(tmp_path):
     stop_at = "grpo.stop_at_validation"
     overrides = (f"{stop_at}_metric=validation/accuracy", f"{stop_at}_threshold=0.5")
-    if compat.version() == compat.V0_7_0:
+    if not places(HOOKS["threshold"]):
         with pytest.raises(UserError, match="has no early stop"):
             Run(tmp_path, {"variant": "grpo"}, *overrides)
         return
