@@ -13,6 +13,7 @@ from nemo_grpo.cli import (
     convert,
     data,
     diagnose,
+    doctor,
     eval,
     launch,
     plan,
@@ -43,6 +44,7 @@ app.add_typer(slurm.app, name="slurm")
 app.command("train")(train.train)
 app.command("eval")(eval.eval_command)
 app.command("preflight")(preflight.preflight)
+app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("report")(report.report)

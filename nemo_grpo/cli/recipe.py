@@ -61,6 +61,7 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
     """Print a recipe's line; ``missing`` gets the files that its task lacks."""
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.launch.data_files import check_data, missing_files
+    from nemo_grpo.plan.rules import shape_problems
     from nemo_grpo.recipe import advice, load_recipe, refuse_unsupported
 
     try:
@@ -70,6 +71,8 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
         recipe = load_recipe(path, overrides)
         if recipe.nemo_grpo.target == "embedded":
             refuse_unsupported(recipe)
+        if wrong := shape_problems(recipe):
+            raise UserError("; ".join(wrong))
         data = check_data(recipe)
         if lacking := missing_files(recipe):
             missing += lacking

@@ -14,14 +14,13 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.hooks import HOOKS
+from nemo_grpo.nemorl.uses import BASE, SFT, VISION_BASE
 from nemo_grpo.recipe import Recipe, host, load_recipe
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 
 log = logging.getLogger(__name__)
 
-SFT = "nemo_rl.algorithms.sft"
-BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
-"""NeMo-RL's base configurations, for text and for images."""
 VISION_PROCESSOR = "vlm_hf_data_processor"
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
@@ -81,7 +80,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         )
     if compat.version() == compat.V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
-    for note in recipe.replaced:
+    for note in recipe.notes:
         log.info("%s", note)
     given = resolve(apply_overrides(load_tree(path), overrides))
     if recipe.nemo_grpo.task is None:
@@ -181,10 +180,10 @@ def early_stop_metric(name: str) -> str:
 
     Raises: UserError: this NeMo-RL has no early stop.
     """
-    if compat.version() == compat.V0_7_0:
+    if not compat.has_name(HOOKS["threshold"].target):
         raise UserError(
-            f"grpo.stop_at_validation_metric={name}: NeMo-RL {compat.V0_7_0} has no early stop and "
-            "would train on; leave it and stop_at_validation_threshold out"
+            f"grpo.stop_at_validation_metric={name}: this NeMo-RL has no early stop and would train on; "
+            "leave it and stop_at_validation_threshold out"
         )
     return name.removeprefix("val:").removeprefix("validation/")
 
@@ -226,9 +225,7 @@ def base_folder() -> Path:
 
     Raises: UserError: nemo_rl was installed without them.
     """
-    import nemo_rl
-
-    folder = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs"
+    folder = compat.package_folder().parent / "examples" / "configs"
     if not (folder / BASE).is_file():
         raise UserError(
             f"{folder / BASE} is missing: NeMo-RL's own base configuration is needed; run in NeMo-RL's "

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import ClusterRun
+from nemo_grpo.nemorl.versions import OWN_DATA
 from nemo_grpo.recipe import host
 
 log = logging.getLogger(__name__)
@@ -43,12 +44,11 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
 
     Args:    encoder: the tokenizer, or the processor for data with images.
     Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it.
-    Raises:  UserError: a data set cannot be read.
+    Raises:  UserError: a data set cannot be read, or this NeMo-RL does not fit.
     """
-    import nemo_rl
-
+    compat.require(OWN_DATA)
     config = run.master_config
-    find_prompt_files(config, Path(next(iter(nemo_rl.__path__))).parent)
+    find_prompt_files(config, compat.package_folder().parent)
     further = {"is_vlm": True} if run.has_images else {}
     set_up = compat.import_name("nemo_rl.data.utils:setup_response_data")
     try:

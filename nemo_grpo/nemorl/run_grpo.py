@@ -19,7 +19,7 @@ from checkpoints_conv.families import family_for
 from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError, first_line
-from nemo_grpo.nemorl import compat, sft
+from nemo_grpo.nemorl import compat, hooks, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
 from nemo_grpo.nemorl.compat import Setup
@@ -211,10 +211,9 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:
             exchange=exchange,
         )
 
-    compat.replace_global(
-        "_create_advantage_estimator", create_advantage_estimator, compat.ESTIMATOR_NAMESPACES
-    )
-    compat.replace_global("dynamic_sampling", dynamic_sampling_for(recipe.loss_fn, exchange), (compat.GRPO,))
+    sample = dynamic_sampling_for(recipe.loss_fn, exchange)
+    hooks.install("estimator", lambda _theirs: create_advantage_estimator)
+    hooks.install("sampling", lambda _theirs: sample)
 
 
 def finished_steps(parts: Setup) -> int:

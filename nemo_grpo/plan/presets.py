@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,11 +285,13 @@ def shape_of(recipe: Recipe, config_file: Path | None = None) -> ModelSpec:
         return read_spec(config, "warm start")
     assert name is not None
     local = config_file or Path(name) / "config.json"
+    longest = recipe.policy.hf_config_overrides.get("max_position_embeddings")
+    changed: dict[str, Any] = {"max_position_embeddings": longest} if isinstance(longest, int) else {}
     if config_file is not None or local.is_file():
-        return read_spec(read_config(local), name)
+        return replace(read_spec(read_config(local), name), **changed)
     if name not in PRESETS:
         raise UserError(
             f"policy.model_name={name}: neither a folder with a config.json nor in the planner's "
             f"table{did_you_mean(name, PRESETS)}; give --model-config FILE"
         )
-    return PRESETS[name]
+    return replace(PRESETS[name], **changed)

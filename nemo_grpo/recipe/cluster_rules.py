@@ -30,9 +30,9 @@ def warm_start_is_for_the_embedded_engine(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def leave_one_out_baseline_is_set(recipe: Recipe) -> Iterator[str]:
-    if recipe.grpo.use_leave_one_out_baseline is None and not recipe.loss_fn.is_stock:
+    if recipe.grpo.use_leave_one_out_baseline is None:
         yield (
             "grpo.use_leave_one_out_baseline=null: NeMo-RL's default is true, and its dynamic sampling then "
             "drops the only correct answer of a group; set it to false, as in every paper here"
@@ -90,7 +90,7 @@ def dynamic_batching_excludes_packing_and_pipelines(recipe: Recipe) -> Iterator[
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def lora_modules_and_dtype_are_named(recipe: Recipe) -> Iterator[str]:
     peft = recipe.policy.megatron_cfg.lora_in_use
     if peft is None:
@@ -124,7 +124,7 @@ def fused_logprobs_exclude_other_settings(recipe: Recipe) -> Iterator[str]:
         yield f"{MEGATRON}.use_fused_linear_logprobs=true does not work with {setting}; change one of them"
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
     m = recipe.policy.megatron_cfg
     overlaps = m.distributed_data_parallel_config.overlap_param_gather
@@ -158,7 +158,7 @@ def precision_is_bf16(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def blockwise_fp8_uses_fp32_scales(recipe: Recipe) -> Iterator[str]:
     fp8 = recipe.policy.megatron_cfg.fp8_in_use
     scales = (recipe.policy.megatron_cfg.env_vars or {}).get(BLOCKWISE_ENV, "null")
@@ -169,7 +169,7 @@ def blockwise_fp8_uses_fp32_scales(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def parameters_stay_in_bf16(recipe: Recipe) -> Iterator[str]:
     fp8 = recipe.policy.megatron_cfg.fp8_in_use
     if fp8 and fp8.fp8_param:
@@ -229,7 +229,8 @@ def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[str]:
     p = recipe.policy
-    if p.megatron_cfg.tensor_model_parallel_size >= 4 and p.train_micro_batch_size != p.logprob_batch_size:
+    is_scored = not recipe.loss_fn.force_on_policy_ratio  # models/policy/lm_policy.py asks for either
+    if p.layout.tensor >= 4 and p.train_micro_batch_size != p.logprob_batch_size and is_scored:
         yield (
             f"policy.logprob_batch_size={p.logprob_batch_size} differs from "
             f"train_micro_batch_size={p.train_micro_batch_size}: with TP >= 4 the two then round differently "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import as_yaml, did_you_mean
-from nemo_grpo.recipe.megatron_sections import ModelOverrides
+from nemo_grpo.recipe.megatron_sections import ModelOverrides, Section
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, PACKING
@@ -96,7 +96,8 @@ def settings_are_supported(recipe: Recipe) -> Iterator[str]:
         value = value_of(recipe, key)
         values = [value_of(recipe, v.key) if isinstance(v, ValueOf) else v for v in supported.values]
         if value not in values and (supported.where is None or value_of(recipe, supported.where)):
-            yield f"{key}={as_yaml(value)} is not supported by the embedded engine: {supported.remedy}"
+            shown = "{..}" if isinstance(value, Section | dict) else as_yaml(value)
+            yield f"{key}={shown} is not supported by the embedded engine: {supported.remedy}"
 
 
 @rule(Scope.EMBEDDED)

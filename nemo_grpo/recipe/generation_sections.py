@@ -77,7 +77,7 @@ class Generation(Section):
     val_top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of validation; not given: top_p."""
     val_top_k: int | None = Field(default=None, gt=0)
-    """Number of most likely tokens of validation; not given or null: top_k."""
+    """Number of most likely tokens of validation; null: all; not given: top_k."""
     stop_strings: list[str] | None = None
     """Texts that end a response; null: none."""
     stop_token_ids: list[int] | None = None

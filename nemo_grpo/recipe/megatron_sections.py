@@ -57,17 +57,17 @@ class MegatronOptimizer(Section):
     lr: float = Field(gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay; 0: none."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay; 0: none."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay of the first moment; 0: the gradient itself."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay of the second moment; 0: the square of the gradient itself."""
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     sgd_momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of sgd."""
+    """Momentum of sgd; 0: none."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0: no clipping."""
     use_distributed_optimizer: bool = True
@@ -93,13 +93,13 @@ class MegatronScheduler(Section):
     lr_decay_iters: int | None = Field(default=None, gt=0)
     """Updates until min_lr; null: all updates of the run."""
     lr_warmup_iters: int = Field(default=0, ge=0)
-    """Updates of linear warm-up."""
+    """Updates of linear warm-up; 0: none."""
     lr_warmup_init: float = Field(default=0.0, ge=0)
-    """Learning rate at the start of the warm-up."""
+    """Learning rate at the start of the warm-up; 0: none."""
     start_weight_decay: float = Field(default=0.01, ge=0)
-    """Weight decay at the start; not given: optimizer.weight_decay."""
+    """Weight decay at the start; 0: none; not given: optimizer.weight_decay."""
     end_weight_decay: float = Field(default=0.01, ge=0)
-    """Weight decay at the end; not given: optimizer.weight_decay."""
+    """Weight decay at the end; 0: none; not given: optimizer.weight_decay."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change from start to end weight decay."""
 
@@ -131,9 +131,9 @@ class ModelOverrides(Section):
     first_last_layers_bf16: bool = False
     """Under FP8, the first and last layers stay in BF16 (Transformer Engine's advice)."""
     num_layers_at_start_in_bf16: int = Field(default=1, ge=0)
-    """Number of first layers."""
+    """Number of first layers; 0: none."""
     num_layers_at_end_in_bf16: int = Field(default=1, ge=0)
-    """Number of last layers."""
+    """Number of last layers; 0: none."""
 
 
 class Peft(Section):
@@ -150,13 +150,13 @@ class Peft(Section):
     alpha: int = Field(default=32, gt=0)
     """Scale; the update is multiplied by alpha / dim."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter; not supported by the embedded engine."""
-    lora_A_init_method: str = "xavier"
+    """Dropout before the adapter; 0: none; not supported by the embedded engine."""
+    lora_A_init_method: Literal["xavier", "normal", "kaiming", "uniform", "zero"] = "xavier"
     """Initialisation of A; the embedded engine: xavier, a normal distribution."""
-    lora_B_init_method: str = "zero"
+    lora_B_init_method: Literal["xavier", "normal", "kaiming", "uniform", "zero"] = "zero"
     """Initialisation of B; zero: training starts at the base model."""
-    lora_dtype: str | None = None
-    """Precision of the adapters; null: policy.precision."""
+    lora_dtype: Literal["float32", "bfloat16", "float16", "None"] | None = None
+    """Precision of the adapters; null: policy.precision; None is a text in NeMo-RL's base."""
 
 
 class MegatronCheckpoint(Section):
@@ -224,6 +224,10 @@ class Megatron(Section):
     """Logprobs from hidden states in chunks, without whole logits."""
     mtp_num_layers: int = Field(default=0, ge=0)
     """Layers of multi-token prediction; 0: none."""
+    mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
+    """Weight of the loss of multi-token prediction; 0: none."""
+    force_reconvert_from_hf: bool = False
+    """Convert the Hugging Face model anew, even if it has been converted."""
 
     @property
     def layout(self) -> Layout:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_grpo.errors import as_yaml
+from nemo_grpo.errors import as_yaml, did_you_mean
 from nemo_grpo.recipe.generation_sections import Generation
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron, Section, Switch, section_rule
@@ -17,11 +17,20 @@ class Tokenizer(Section):
     """The tokenizer."""
 
     name: str | None = None
-    """Folder or Hub name; not given or null: policy.model_name."""
+    """Folder or Hub name; null: that of nemo_grpo.warm_start; not given: policy.model_name."""
     chat_template: str | None = "default"
     """Jinja text or file; default: the tokenizer's; null: NeMo-RL's plain concatenation."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the template; null: none."""
+
+
+PACKERS = (
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+)
+"""NeMo-RL's packing algorithms (data/packing/algorithms.py)."""
 
 
 class SequencePacking(Section):
@@ -37,6 +46,11 @@ class SequencePacking(Section):
     """Packing algorithm; the embedded engine has this one, NeMo-RL more."""
     fuse_loss: bool | None = None
     """NeMo-RL: the losses of all sequences of a row at once; null: one after the other."""
+
+    @section_rule
+    def _packing_algorithm_exists(self) -> Iterator[str]:
+        if self.enabled and self.algorithm.lower() not in PACKERS:
+            yield f"algorithm={self.algorithm} is none of NeMo-RL's{did_you_mean(self.algorithm, PACKERS)}"
 
 
 class DTensor(Section):
@@ -68,7 +82,7 @@ class Policy(Section):
     """The model, its batches and its engines."""
 
     model_name: str | None
-    """Hugging Face folder or Hub name; null only with nemo_grpo.warm_start."""
+    """Hugging Face folder or Hub name; null: the model of nemo_grpo.warm_start."""
     tokenizer: Tokenizer = Field(default_factory=Tokenizer)
     """Tokenizer."""
     train_global_batch_size: int = Field(gt=0)
@@ -88,7 +102,7 @@ class Policy(Section):
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Precision of the parameters."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Default of megatron_cfg.optimizer.clip_grad, which is the one in effect."""
+    """Default of megatron_cfg.optimizer.clip_grad, which is the one in effect; 0: no clipping."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's config.json with other values."""
     sequence_packing: SequencePacking = Field(default_factory=SequencePacking)

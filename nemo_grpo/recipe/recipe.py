@@ -49,7 +49,7 @@ class Recipe(BaseModel):
     """NeMo-RL's penalties in NeMo-Gym's environments."""
     nemo_grpo: NemoGRPOSection
     """Settings that NeMo-RL's config lacks."""
-    _replaced: tuple[str, ...] = PrivateAttr(())
+    _notes: tuple[str, ...] = PrivateAttr(())
 
     @field_validator("loss_fn", mode="before")
     @classmethod
@@ -57,9 +57,9 @@ class Recipe(BaseModel):
         return parse_loss_fn(section) if isinstance(section, Mapping) else section
 
     @property
-    def replaced(self) -> tuple[str, ...]:
-        """What of a recipe of NeMo-RL's own the variant replaces, one sentence each."""
-        return self._replaced
+    def notes(self) -> tuple[str, ...]:
+        """Of a recipe of NeMo-RL's own: what the variant replaces, what will be lost; a sentence each."""
+        return self._notes
 
     @property
     def world_size(self) -> int:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import GENERATION, VLLM
 from nemo_grpo.tasks.jsonl import FileTaskConfig, count_problems
 
 
+def samples_with_vllm(recipe: Recipe) -> bool:
+    """True if vllm_cfg has an effect; NeMo-RL's other samplers read a section of their own."""
+    return recipe.policy.generation.backend == "vllm"
+
+
 def uses_fp8(recipe: Recipe) -> bool:
     """True if the policy trains in FP8 or samples in it."""
-    return bool(recipe.policy.megatron_cfg.fp8_in_use) or recipe.policy.generation.vllm_cfg.precision == "fp8"
+    return bool(recipe.policy.megatron_cfg.fp8_in_use) or (
+        samples_with_vllm(recipe) and recipe.policy.generation.vllm_cfg.precision == "fp8"
+    )
 
 
 @rule(Scope.CLUSTER)
@@ -59,7 +67,11 @@ def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[st
     grpo, task = recipe.grpo, recipe.nemo_grpo.task
     if not isinstance(task, FileTaskConfig) or not grpo.validates:
         return
-    available = count_problems(task.validation_files)
+    try:
+        available = count_problems(task.validation_files, with_images=task.needs_images)
+    except UserError as error:
+        yield f"nemo_grpo.task.validation_files: {error}"
+        return
     if available is not None and (grpo.max_val_samples or 0) > available:
         yield (
             f"grpo.max_val_samples={grpo.max_val_samples}: nemo_grpo.task.validation_files has {available} "
@@ -67,7 +79,7 @@ def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[st
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def validation_batches_divide_the_problems(recipe: Recipe) -> Iterator[str]:
     g, batch, problems = recipe.grpo, recipe.grpo.val_batch_size, recipe.grpo.max_val_samples
     if batch is None or problems is None:  # number_of_validation_problems_is_set
@@ -91,7 +103,7 @@ def fp8_kv_cache_needs_fp8_weights(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def fp8_needs_importance_sampling_correction(recipe: Recipe) -> Iterator[str]:
     if uses_fp8(recipe) and not recipe.loss_fn.use_importance_sampling_correction:
         yield (
@@ -102,6 +114,8 @@ def fp8_needs_importance_sampling_correction(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def vllm_layout_tiles_the_gpus(recipe: Recipe) -> Iterator[str]:
+    if not samples_with_vllm(recipe):
+        return
     v = recipe.policy.generation.vllm_cfg
     tp, pp, ep = v.tensor_parallel_size, v.pipeline_parallel_size, v.expert_parallel_size
     world, per_node = recipe.num_rollout_gpus or recipe.world_size, recipe.cluster.gpus_per_node
@@ -139,7 +153,7 @@ def separate_rollouts_leave_gpus_to_train(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def vllm_max_model_len_covers_the_longest_sequence(recipe: Recipe) -> Iterator[str]:
     length, longest = recipe.policy.max_total_sequence_length, recipe.policy.generation.vllm_cfg.max_model_len
-    if longest < length:
+    if samples_with_vllm(recipe) and longest < length:
         yield (
             f"{VLLM}.max_model_len={longest} is less than policy.max_total_sequence_length={length}; make "
             "them equal"
@@ -155,7 +169,7 @@ def async_grpo_settings_agree(recipe: Recipe) -> Iterator[str]:
         yield f"{key} does not work with grpo.use_dynamic_sampling=true; switch one of them off"
     if recipe.grpo.reward_shaping.enabled:
         yield f"{key} does not work with grpo.reward_shaping.enabled=true; switch one of them off"
-    if not recipe.policy.generation.vllm_cfg.async_engine:
+    if samples_with_vllm(recipe) and not recipe.policy.generation.vllm_cfg.async_engine:
         yield f"{key} needs {VLLM}.async_engine=true; set it"
     if recipe.policy.generation.colocated.enabled:
         yield f"{key} needs rollouts on separate GPUs; set {GENERATION}.colocated.enabled=false"

@@ -142,6 +142,16 @@ def grpo_section_agrees_with_the_loss(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.ALL)
+def forced_ratio_makes_one_update_per_step(recipe: Recipe) -> Iterator[str]:
+    if recipe.loss_fn.force_on_policy_ratio and recipe.num_updates_per_step != 1:
+        yield (
+            "loss_fn.force_on_policy_ratio=true: the ratio is 1 in the first of "
+            f"{recipe.num_updates_per_step} updates only; use policy.train_global_batch_size="
+            f"{recipe.num_sequences_per_step}, or false"
+        )
+
+
+@rule(Scope.ALL)
 def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
     known = [f"validation/{name}" for name in validation_metrics(recipe)]
     ranking = recipe.checkpointing.metric_key or ""

@@ -28,11 +28,11 @@ class RewardShaping(Section):
     overlong_buffer_length: int = Field(default=128, gt=0)
     """L_b, tokens before the limit over which the penalty grows."""
     overlong_buffer_penalty: float = Field(default=1.0, ge=0)
-    """Penalty of a response at the limit."""
+    """Penalty of a response at the limit; 0: none."""
     max_response_length: int = Field(gt=0)
     """L_max, tokens; not given: policy.generation.max_new_tokens."""
-    stop_properly_penalty_coef: float | None = None
-    """NeMo-RL's factor for truncated responses; 0: their reward is 0; null: none."""
+    stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
+    """NeMo-RL's factor of the rewards of truncated responses; 0: no reward; null: none."""
 
     @section_rule
     def _overlong_buffer_is_shorter_than_responses(self) -> Iterator[str]:
@@ -81,7 +81,7 @@ class GRPOSection(Section):
     val_period: int = Field(default=10, ge=-1)
     """Validate every this many steps; 0 or -1: never during training."""
     val_start_at: int = Field(default=-1, ge=-1)
-    """First step of the periodic validation; -1: val_period."""
+    """First step of the periodic validation; 0 or -1: val_period."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
@@ -118,15 +118,15 @@ class GRPOSection(Section):
     overlong_filtering: bool = False
     """Exclude truncated responses from the loss."""
     normalize_rewards: bool | None = None
-    """NeMo-RL's key for loss_fn.normalize_rewards; must agree with it."""
+    """NeMo-RL's key for loss_fn.normalize_rewards, with which it must agree; null: not given."""
     use_leave_one_out_baseline: bool | None = None
-    """NeMo-RL's key for loss_fn.use_leave_one_out_baseline; must agree with it."""
+    """NeMo-RL's key for loss_fn.use_leave_one_out_baseline, with which it must agree; null: not given."""
     reward_shaping: RewardShaping
     """Overlong penalty."""
     stop_at_validation_metric: str | None = None
     """Metric that ends the run early, such as validation/accuracy; null: none."""
     stop_at_validation_threshold: float | None = None
-    """Value of that metric at which the run ends."""
+    """Value of that metric at which the run ends; null: none."""
 
     @property
     def validates(self) -> bool:
@@ -149,7 +149,7 @@ class GRPOSection(Section):
         metric, threshold = self.stop_at_validation_metric, self.stop_at_validation_threshold
         if (metric is None) != (threshold is None):
             yield (
-                f"stop_at_validation_metric={as_yaml(metric)} and stop_at_validation_threshold="
+                f"stop_at_validation_metric={as_yaml(metric)} and grpo.stop_at_validation_threshold="
                 f"{as_yaml(threshold)} belong together; set both or neither"
             )
 
@@ -198,7 +198,7 @@ class Logger(Section):
     mlflow: dict[str, Any] = Field(default_factory=dict)
     """experiment_name, run_name, tracking_uri."""
     num_val_samples_to_print: int = Field(default=0, ge=0)
-    """Validation samples shown in the log."""
+    """Validation samples shown in the log; 0: none."""
 
 
 class Data(Section):

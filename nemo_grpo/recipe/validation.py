@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_grpo.dotted import parents, set_value, value_of
+from nemo_grpo.dotted import is_missing, set_value, value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import (  # noqa: F401 - they register
     cluster_rules,
@@ -83,15 +83,16 @@ def _validated(tree: Tree) -> Recipe:
     errors += messages(Scope.ALL, recipe)
     if recipe.nemo_grpo.target == "cluster":
         errors += messages(Scope.CLUSTER, recipe)
+        (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
     if errors:
         raise RecipeErrors(errors)
-    recipe._replaced = tuple(notes)
+    recipe._notes = tuple(notes)
     return recipe
 
 
 def advice(recipe: Recipe) -> list[str]:
     """Settings that a variant replaces, or that are probably not meant, one sentence each."""
-    return [*recipe.replaced, *messages(Scope.ADVICE, recipe)]
+    return [*recipe.notes, *messages(Scope.ADVICE, recipe)]
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
@@ -129,12 +130,9 @@ def _with_derived_defaults(tree: Tree) -> Tree:
     """Fill in missing keys by `DERIVED_DEFAULTS`; the model reports wrong types."""
     filled = merge({}, tree)
     for key, source in DERIVED_DEFAULTS.items():
-        value, sections = value_of(filled, source), [value_of(filled, above, {}) for above in parents(key)]
-        if value is None or value_of(filled, key) is not None:
-            continue
         if key.startswith("loss_fn.") and value_of(filled, "loss_fn.variant") is None:  # NeMo-RL's own loss
             continue
-        if all(isinstance(section, dict) for section in sections):
+        if (value := value_of(filled, source)) is not None and is_missing(filled, key):
             set_value(filled, key, value)
     return filled
 

@@ -44,8 +44,6 @@ OBJECTIVES: dict[str, type[VariantConfig]] = {**VARIANTS, "sft": SFT}
 """What ``loss_fn.variant`` can be: the variants, which learn from rollouts, and the supervised baseline."""
 
 REFUSED_STOCK_KEYS = {
-    "force_on_policy_ratio": "it would replace prev_logprobs, which variants read, by zeros; one update per "
-    "step (policy.train_global_batch_size = prompts x generations) has ratio 1 anyway",
     "token_level_loss": "use loss_fn.aggregation=token_mean or sequence_mean",
     "disable_ppo_ratio": "for plain policy gradient use loss_fn.variant="
     + " or ".join(name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields),
@@ -119,7 +117,7 @@ def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("literal_error", "none_required"):  # a key that the variant fixes says why
         message += f" ({config.model_fields[key].description})"
-    return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn: {message}"
+    return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn.{message}"
 
 
 def build_objective(variant: str, **parameters: Any) -> Objective:

@@ -75,6 +75,19 @@ class VariantConfig(BaseModel):
         None, ge=0, description="lower bound of the weight; null: 0"
     )
 
+    force_on_policy_ratio: bool = Field(
+        False, description="take the ratio as 1 without a scoring pass; one update per step (NeMo-RL)"
+    )
+
+    @model_validator(mode="after")
+    def _forced_ratio_needs_no_scored_logprobs(self) -> VariantConfig:
+        if self.force_on_policy_ratio and not self.is_stock and self.needs_scores:
+            raise ValueError(
+                "force_on_policy_ratio=true: the advantages are shaped by the scored logprobs or entropies, "
+                "which NeMo-RL then leaves out; set it to false"
+            )
+        return self
+
     @model_validator(mode="after")
     def _constant_aggregation_has_max_response_length(self) -> VariantConfig:
         if self.aggregation == "constant" and self.max_response_length is None:

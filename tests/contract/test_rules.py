@@ -22,7 +22,7 @@ from nemo_grpo.recipe.loader import apply_overrides, load_tree
 from nemo_grpo.recipe.registry import RULES, Scope
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-PROBLEMS = RECIPES.parent / "tests/unit/tasks/data/math_answers.jsonl"
+PROBLEMS = Path(__file__).with_name("three_problems.jsonl")
 SHIPPED = sorted(p for p in RECIPES.rglob("*.yaml") if not {"base", "sweeps"} & {*p.parts})
 SMALL = [  # 8 responses per step in one update of two microbatches, on one rank
     *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4"),
@@ -91,8 +91,9 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "-"),
     ("unknown key", "fp8", "$FP8.first_last_layers_bf16=true", "first_last_layers_bf16=true", "-"),
     ("_parse_loss_fn", "small lora", "loss_fn.force_on_policy_ratio=true",
-     "force_on_policy_ratio=true is not supported: it would replace prev_logprobs",
-     "~loss_fn.force_on_policy_ratio"),
+     "force_on_policy_ratio=true: the advantages are shaped by", "~loss_fn.force_on_policy_ratio"),
+    ("forced_ratio_makes_one_update_per_step", "search", "loss_fn.force_on_policy_ratio=true; $GBS=64",
+     "force_on_policy_ratio=true: the ratio is 1 in the first of", "~loss_fn.force_on_policy_ratio"),
     ("_parse_loss_fn", "embedded", "loss_fn.token_level_loss=true",
      "token_level_loss=true is not .*aggregation", "-"),
     ("_parse_loss_fn", "embedded", "loss_fn.disable_ppo_ratio=true", "disable_ppo_ratio=true is not .*=gpg$",
@@ -163,6 +164,9 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("a_long_sequence_may_end_the_run", "small long", "$PACKING.logprob_mb_tokens=100", "=100 is less", "-"),
     ("_fp8_keeps_the_rest_in_bf16", "embedded", "$M.fp8_cfg.enabled=true", "policy.precision=float32: FP8",
      "policy.precision=bfloat16"),
+    ("_packing_algorithm_exists", "small", "$PACKING.algorithm=modified_ffd",
+     "sequence_packing.algorithm=modified_ffd is none .*valid: .*modified_first_fit_decreasing",
+     "$PACKING.algorithm=modified_first_fit_decreasing"),
     ("groups_fit_the_objective", "embedded small dapo", "grpo.num_generations_per_prompt=1",
      "per_prompt=1 must be at least 2", "grpo.num_generations_per_prompt=4"),
     # demonstrations
@@ -354,6 +358,11 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("checkpoint_metric_has_a_prefix", "cluster small huge", "checkpointing.metric_name=validation/accuracy",
      "metric_name=validation/accuracy must start .* use val:accuracy",
      "checkpointing.metric_name=val:accuracy"),
+    ("training_metric_is_one_of_every_run", "cluster small", "checkpointing.metric_name=train:rewards",
+     "metric_name=train:rewards is not a metric of every run, .*did you mean 'reward'",
+     "checkpointing.metric_name=train:reward"),
+    ("checkpoints_are_ranked_by_a_validation", "embedded", "checkpointing.metric_name=train:reward",
+     "metric_name=train:reward: the embedded engine ranks", "checkpointing.metric_name=null"),
     ("output_folders_are_set", "cluster", "logger.log_dir=null", "logger.log_dir=null",
      "logger.log_dir=logs"),
     ("output_folders_are_set", "small", "checkpointing.checkpoint_dir=null", "checkpoint_dir=null", "-"),
@@ -379,8 +388,12 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("number_of_validation_problems_is_set", "cluster", "grpo.val_batch_size=null", "batch_size=null leaves",
      "env.should_use_nemo_gym=true"),
     ("validation_files_hold_the_validation_problems", "small",
-     f"nemo_grpo.task.validation_files=[{PROBLEMS}]; grpo.max_val_samples=400",
-     "max_val_samples=400: .*validation_files has 315 problems; use 315", "grpo.max_val_samples=315"),
+     f"nemo_grpo.task.validation_files=[{PROBLEMS}]; grpo.max_val_samples=4",
+     "max_val_samples=4: .*validation_files has 3 problems; use 3 or fewer", "grpo.max_val_samples=3"),
+    ("validation_files_hold_the_validation_problems", "small",
+     f"nemo_grpo.task.validation_files=[{RECIPES.parent}/README.md]",
+     r"validation_files: .*README.md:1: not JSON",
+     f"nemo_grpo.task.validation_files=[{PROBLEMS}]; grpo.max_val_samples=3"),
     ("validation_batches_divide_the_problems", "cluster", "grpo.max_val_samples=64; ~grpo.val_batch_size",
      "val_batch_size=256 does not divide grpo.max_val_samples=64", "++grpo.val_batch_size=32"),
     ("fp8_kv_cache_needs_fp8_weights", "small huge", "$V.kv_cache_dtype=fp8; $CORRECTED", "dtype=fp8 needs",
@@ -391,6 +404,10 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "correction=false: FP8 rounds", "$CORRECTED"),
     ("vllm_layout_tiles_the_gpus", "cluster", "$V.tensor_parallel_size=2", "=2 x .* does not tile the 1 GPUs",
      "$GPUS=2"),
+    ("vllm_layout_tiles_the_gpus", "cluster", "$V.tensor_parallel_size=2", "does not tile",
+     "$G.backend=megatron"),
+    ("vllm_max_model_len_covers_the_longest_sequence", "cluster", "$V.max_model_len=63", "max_model_len=63",
+     "$G.backend=sglang"),
     ("vllm_layout_tiles_the_gpus", "small huge vision", "$V.tensor_parallel_size=3",
      "vllm_cfg.tensor_parallel_size=3", "-"),
     ("vllm_layout_tiles_the_gpus", "cluster", "$V.pipeline_parallel_size=2; $GPUS=2",

@@ -54,14 +54,14 @@ def recipe(**loss_fn):
 
 
 def notes(loaded):
-    return "\n".join(loaded.replaced)
+    return "\n".join(loaded.notes)
 
 
 def test_without_a_variant_the_loss_stays_nemo_rls():
     stock = recipe()
     assert stock.loss_fn.is_stock
     assert stock.loss_fn.model_dump()["ratio_clip_max"] == 0.2
-    assert (stock.nemo_grpo.target, stock.replaced) == ("cluster", ())
+    assert (stock.nemo_grpo.target, stock.notes) == ("cluster", ())
     assert stock.grpo.use_leave_one_out_baseline is True
     assert str(stock.run_dir) == "results/mine"
     assert stock.checkpoint_dir == stock.run_dir
@@ -70,7 +70,9 @@ def test_without_a_variant_the_loss_stays_nemo_rls():
 def test_one_line_adds_a_variant_whose_own_keys_keep_the_recipes_values():
     mine = recipe(variant="tr_grpo")
     assert (mine.loss_fn.variant, mine.loss_fn.reference_policy_kl_penalty) == ("tr_grpo", 0.02)
-    assert (mine.loss_fn.ratio_clip_max, mine.loss_fn.tau) == (0.2, 9.0)
+    assert (mine.loss_fn.ratio_clip_max, mine.loss_fn.tau) == (0.24, 9.0)  # nobody has chosen a clip
+    chosen = recipe(variant="tr_grpo", ratio_clip_max=0.28).loss_fn
+    assert (chosen.ratio_clip_min, chosen.ratio_clip_max) == (0.2, 0.28)
     assert (mine.data.train, mine.data.default) == (STOCK["data"]["train"], STOCK["data"]["default"])
     assert mine.env.settings == STOCK["env"]
 
@@ -81,10 +83,10 @@ def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so():
     assert mine.to_dict()["grpo"]["adv_estimator"]["normalize_rewards"] is False
     assert "normalize_rewards=true is a setting of NeMo-RL" in notes(mine)
     assert "dr_grpo has loss_fn.normalize_rewards=false" in notes(mine)
-    assert advice(mine)[: len(mine.replaced)] == list(mine.replaced)
+    assert advice(mine)[: len(mine.notes)] == list(mine.notes)
     kept = recipe(variant="grpo", use_leave_one_out_baseline=True)
     assert kept.grpo.use_leave_one_out_baseline is True
-    assert kept.replaced == ()
+    assert kept.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -139,3 +141,31 @@ def test_a_resolved_recipe_is_read_again_as_the_same():
 def test_a_recipe_with_neither_task_nor_data_lacks_its_task():
     with pytest.raises(UserError, match="nemo_grpo is missing"):
         load_recipe_dict({key: value for key, value in STOCK.items() if key != "data"})
+
+
+def test_gspo_and_cispo_come_with_their_own_clips():
+    gspo, cispo = recipe(variant="gspo").loss_fn, recipe(variant="cispo").loss_fn
+    assert (gspo.ratio_clip_max, gspo.sequence_level_importance_ratios, gspo.aggregation) == (
+        *(4e-4, True),
+        "sequence_mean",
+    )
+    assert (cispo.ratio_clip_min, cispo.ratio_clip_max) == (1.0, 5.0)
+    stock = {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 4.0}
+    assert recipe(variant="cispo", **stock).loss_fn.ratio_clip_max == 4.0
+
+
+def test_a_forced_ratio_is_taken_over_where_the_advantages_allow():
+    assert recipe(variant="grpo", force_on_policy_ratio=True).loss_fn.force_on_policy_ratio
+    with pytest.raises(UserError, match="force_on_policy_ratio=true: the advantages are shaped by"):
+        recipe(variant="cw_grpo", force_on_policy_ratio=True)
+
+
+def test_losses_of_something_are_errors_with_a_task_and_notes_without():
+    saved = {"checkpointing": {"save_period": 3, "metric_name": "val:accuracy"}}
+    stock = load_recipe_dict(merge(STOCK, saved))
+    assert "checkpointing.save_period=3 is not a multiple of grpo.val_period=10" in notes(stock)
+    own = {"task": {"name": "math"}, "target": "cluster", "run_name": "own"}
+    with pytest.raises(UserError, match=r"checkpointing\.save_period=3 is not a multiple"):
+        load_recipe_dict(
+            merge(STOCK, saved | {"nemo_grpo": own, "loss_fn": {"_override_": True, "variant": "grpo"}})
+        )
