@@ -102,14 +102,14 @@ def try_own_rewards(recipe: Recipe) -> None:
 
     from nemo_grpo.tasks.scoring import Scorer
 
-    with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
+    with closing(Scorer(recipe.task.build(), own.rewards, own.prompt)) as scorer:
         scorer.try_out(recipe.grpo.seed)
 
 
 def _summary(recipe: Recipe) -> str:
     m = recipe.policy.megatron_cfg
     return (
-        f"{recipe.loss_fn.variant}, {recipe.policy.model_name or 'warm start'}, "
+        f"{recipe.loss_fn.variant or recipe.loss_fn.title}, {recipe.policy.model_name or 'warm start'}, "
         f"{recipe.grpo.max_num_steps} steps of {recipe.grpo.num_prompts_per_step} x "
         f"{recipe.grpo.num_generations_per_prompt}, TP {m.tensor_model_parallel_size} "
         f"PP {m.pipeline_model_parallel_size} CP {m.context_parallel_size} DP {recipe.data_parallel_size}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_grpo.rehearsal.adapters import adapters_of
 from nemo_grpo.rehearsal.recomputed import aligned, all_logprobs, demonstrated, load, sequences_of
-from nemo_grpo.rehearsal.recorded import Evidence, Row
+from nemo_grpo.rehearsal.recorded import Recorded, Row, convert
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint, run_python
 
 TOLERANCE = 0.015
@@ -20,18 +20,6 @@ TOLERANCE = 0.015
 0.004, hidden states divided by the temperature 0.016 to 0.036."""
 ROUNDING = 2**-8
 """Largest relative difference of two BF16 numbers that were rounded from almost the same one: one digit."""
-
-
-def convert(rehearsal: Rehearsal, checkpoint: Path, name: str = "hf") -> Path:
-    """Export a checkpoint with the converters, adapters merged, to the rehearsal's folder ``name``."""
-    output = rehearsal.folder / name
-    arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
-    arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
-    if rehearsal.small.policy.megatron_cfg.lora_in_use:
-        arguments += ["--lora", "merge", "--base", str(rehearsal.model.folder)]
-    with rehearsal.timed("conversion"):
-        run_python(rehearsal, arguments, "conversion.log")
-    return output
 
 
 def bridges_export(rehearsal: Rehearsal, checkpoint: Path) -> Path:
@@ -143,7 +131,7 @@ def compare_with_model(folder: Path, rows: Sequence[Row], name: str, temperature
     return shown
 
 
-def validation_loss(evidence: Evidence) -> float:
+def validation_loss(evidence: Recorded) -> float:
     """The last checkpoint's mean NLL of the tokens of the validation's demonstrations, nats."""
     sequences = demonstrated(evidence, None)
     model = load(convert(evidence.rehearsal, newest_checkpoint(evidence.rehearsal), "hf-last"))

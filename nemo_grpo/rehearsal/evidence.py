@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 import torch
@@ -27,8 +28,16 @@ from nemo_grpo.rehearsal.comparisons import (
     compare_with_model,
     validation_loss,
 )
-from nemo_grpo.rehearsal.recomputed import aligned, all_logprobs, k3, load, sequences_of
-from nemo_grpo.rehearsal.recorded import Evidence, Scored
+from nemo_grpo.rehearsal.recomputed import (
+    Recomputed,
+    aligned,
+    all_logprobs,
+    k3,
+    load,
+    recompute,
+    sequences_of,
+)
+from nemo_grpo.rehearsal.recorded import Recorded, Scored
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint
 
 log = logging.getLogger(__name__)
@@ -44,6 +53,15 @@ LOSS_TOLERANCE = 0.02
 NORM_TOLERANCE = 0.05
 """Largest relative difference of the gradient's norm, BF16 against float32."""
 SAMPLE_LENGTH = 300
+
+
+class Evidence(Recorded):
+    """A rehearsal's output, and a step of it computed once more."""
+
+    @cached_property
+    def recomputed(self) -> Recomputed:
+        """See `recompute`."""
+        return recompute(self)
 
 
 @dataclass(frozen=True)
@@ -148,6 +166,8 @@ def rewards(evidence: Evidence) -> str:
     components = reward_components(evidence)
     shown = f"mean {', '.join(f'{mean:.3f}' for mean in means)}; {_shown(components)}"
     _refuse(not means or not all(map(math.isfinite, means)), shown)
+    if not evidence.is_graded_here:
+        return f"{shown}; by NeMo-RL's environment"
     wrong = [
         one for one in evidence.scored if not math.isclose(one.recorded, _shaped(evidence, one), abs_tol=1e-4)
     ]
@@ -181,9 +201,13 @@ def _disagreement(wrong: Sequence[Scored], number: int) -> str:
 
 def advantage(evidence: Evidence) -> str:
     """The variant's advantages of the recorded rewards are those that were trained on."""
-    shares = evidence.series("groups/valid_fraction")
+    shares, is_stock = evidence.series("groups/valid_fraction"), evidence.recipe.loss_fn.is_stock
+    if is_stock:
+        shares = [percent / 100 for percent in evidence.series("baseline_reward/pct_mixed")]
     shown = f"groups with signal {', '.join(f'{share:.0%}' for share in shares)}"
     _refuse(not any(shares), f"{shown}: every response of a group gets the same reward, so nothing is learnt")
+    if is_stock:
+        return f"{shown}; by NeMo-RL's estimator, not recomputed"
     again = evidence.recomputed
     assert again.advantages is not None, "rollouts"
     assert again.recorded_advantages is not None, "rollouts"
@@ -205,6 +229,8 @@ def update(evidence: Evidence) -> str:
     shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     _refuse(not any(norms), f"{shown}: no step moved the weights")
+    if evidence.recipe.loss_fn.is_stock:
+        return f"{shown}; by NeMo-RL's loss, not recomputed"
     return f"{shown}; {_loss_and_norm(evidence)}"
 
 
@@ -238,6 +264,8 @@ def validation(evidence: Evidence) -> str:
             not math.isclose(value, again, rel_tol=LOSS_TOLERANCE), f"{shown}, but {again:.3f} recomputed"
         )
         return f"{shown}; {again:.3f} recomputed"
+    if not evidence.is_graded_here:
+        return f"{shown}, by NeMo-RL's environment"
     graded = evidence.validated(step)
     _refuse(len(graded) != small.NUM_VALIDATION, f"{shown}; {len(graded)} of them are recognised")
     accuracy = fmean(one.scores["accuracy"] for one in graded)
@@ -264,6 +292,8 @@ def stop_and_resume(evidence: Evidence) -> str:
 def export(evidence: Evidence) -> str:
     """Compare the converters' export of the stop's checkpoint with Bridge's and with the resumed worker."""
     rehearsal, recipe = evidence.rehearsal, evidence.recipe
+    if rehearsal.problems.task.needs_images:
+        return "left out: the converters do not support vision models"
     source, ours, base = evidence.stop_checkpoint, evidence.exported, evidence.rehearsal.model.folder
     found = [f"{source.name} in {rehearsal.seconds.get('conversion', 0.0):.1f} s"]
     compare_with_base(ours, base)
@@ -304,7 +334,7 @@ AFTER_TRAINING = ("export",)
 
 def reward_components(evidence: Evidence) -> dict[str, float]:
     """Mean of each component that the recipe weights, over the run's responses."""
-    weights = evidence.rehearsal.recipe.nemo_grpo.rewards
+    weights = evidence.rehearsal.taught.nemo_grpo.rewards
     found = evidence.scored
     return {name: fmean(one.scores[name] for one in found) for name in weights} if found else {}
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-QUIET = 120.0
+QUIET = 45.0
 """Seconds without a line in the log after which the CPU time decides."""
 SILENT = 1800.0
 """Seconds without a line in the log after which a driver counts as stuck, however busy it is."""

@@ -20,7 +20,7 @@ from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.adapters import Adapters, adapters_of
-from nemo_grpo.rehearsal.recorded import Evidence, Row, reward
+from nemo_grpo.rehearsal.recorded import Recorded, Row, reward
 from nemo_grpo.rehearsal.stages import Failed
 
 SEED_STRIDE = 1_000_003
@@ -105,7 +105,7 @@ def aligned(rows: Sequence[Row], name: str) -> Tensor:
     return torch.tensor([row[name][0] for row in rows], dtype=torch.float32)[:, 1:]
 
 
-def recompute(evidence: Evidence) -> Recomputed:
+def recompute(evidence: Recorded) -> Recomputed:
     """The first step that has a gradient, of those whose weights are on disk.
 
     Raises: Failed: neither has, or nothing is recorded of them.
@@ -123,7 +123,7 @@ def recompute(evidence: Evidence) -> Recomputed:
     raise Failed(f"nothing to recompute: {', '.join(tried)}")
 
 
-def _recompute(evidence: Evidence, step: int) -> Recomputed:
+def _recompute(evidence: Recorded, step: int) -> Recomputed:
     recipe, adapted = evidence.recipe, evidence.recipe.policy.megatron_cfg.lora_in_use
     folder = evidence.rehearsal.model.folder if step == 1 else evidence.exported
     model, temperature = load(folder), recipe.policy.generation.temperature
@@ -155,7 +155,7 @@ def _recompute(evidence: Evidence, step: int) -> Recomputed:
     )
 
 
-def demonstrated(evidence: Evidence, step: int | None) -> Sequences:
+def demonstrated(evidence: Recorded, step: int | None) -> Sequences:
     """A step's demonstrations; None: the validation's."""
     from transformers import AutoTokenizer
 

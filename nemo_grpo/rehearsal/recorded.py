@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.problems import RehearsedTask
-from nemo_grpo.rehearsal.stages import Rehearsal, metrics, newest_checkpoint
+from nemo_grpo.rehearsal.stages import Rehearsal, metrics, newest_checkpoint, run_python
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.scoring import Scorer
-
-if TYPE_CHECKING:
-    from nemo_grpo.rehearsal.recomputed import Recomputed
 
 Row = Mapping[str, Any]
 """One response in NeMo-RL's record of a step or of a validation."""
@@ -40,7 +37,7 @@ class Scored:
     reward: float
 
 
-class Evidence:
+class Recorded:
     """A rehearsal's output."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
@@ -64,6 +61,11 @@ class Evidence:
     def is_supervised(self) -> bool:
         """The run learns from demonstrations and has no rollouts."""
         return self.rehearsal.recipe.loss_fn.learns_from_demonstrations
+
+    @property
+    def is_graded_here(self) -> bool:
+        """Rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
+        return self.rehearsal.recipe.nemo_grpo.task is not None
 
     @property
     def resumed_step(self) -> int:
@@ -95,16 +97,17 @@ class Evidence:
         return self._graded([(step, row) for row in self.responses(step, "val")], is_validation=True)
 
     def _graded(self, rows: list[tuple[int, Row]], *, is_validation: bool = False) -> list[Scored]:
-        settings = self.rehearsal.recipe.nemo_grpo
-        task = RehearsedTask(self.rehearsal.recipe, self.rehearsal.problems.task)
+        settings = self.rehearsal.taught.nemo_grpo
+        task = RehearsedTask(self.rehearsal.taught, self.rehearsal.problems.task)
+        has_turns = hasattr(task.task, "observe")
         known = task.validation_problems(small.NUM_VALIDATION) if is_validation else task.known
         by_length = sorted(known, key=lambda problem: -len(problem.question))
         found: list[tuple[int, Row, Problem, str]] = []
         for step, row in rows:
             prompt, *turns = (_text(turn) for turn in _conversation(row))
             problem = next((p for p in by_length if p.question in prompt), None)
-            if problem is not None:
-                found.append((step, row, problem, "".join(turns)))
+            if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
+                found.append((step, row, problem, "".join(turns if has_turns else turns[:1])))
         scorer = Scorer(task, settings.rewards, settings.prompt)
         try:
             scores = scorer([problem for _, _, problem, _ in found], [text for *_, text in found])
@@ -130,16 +133,7 @@ class Evidence:
 
         Raises: Failed: there is no checkpoint, or the converter fails.
         """
-        from nemo_grpo.rehearsal.comparisons import convert
-
         return convert(self.rehearsal, self.stop_checkpoint)
-
-    @cached_property
-    def recomputed(self) -> Recomputed:
-        """A step once more, without NeMo-RL; see `recomputed.recompute`."""
-        from nemo_grpo.rehearsal.recomputed import recompute
-
-        return recompute(self)
 
 
 def reward(row: Row) -> float:
@@ -159,3 +153,15 @@ def _text(turn: Any) -> str:
 def _length(row: Row) -> int:
     """Tokens of a training response; 0 for a validation's, whose tokens are not recorded."""
     return int(sum(row["token_loss_mask"][0])) if "token_loss_mask" in row else 0
+
+
+def convert(rehearsal: Rehearsal, checkpoint: Path, name: str = "hf") -> Path:
+    """Export a checkpoint with the converters, adapters merged, to the rehearsal's folder ``name``."""
+    output = rehearsal.folder / name
+    arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
+    arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
+    if rehearsal.small.policy.megatron_cfg.lora_in_use:
+        arguments += ["--lora", "merge", "--base", str(rehearsal.model.folder)]
+    with rehearsal.timed("conversion"):
+        run_python(rehearsal, arguments, "conversion.log")
+    return output

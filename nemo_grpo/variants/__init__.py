@@ -19,6 +19,7 @@ from nemo_grpo.variants.dr_grpo import DrGRPO
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.gpg import GPG
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
 
@@ -37,29 +38,33 @@ VARIANTS: dict[str, type[VariantConfig]] = {
 OBJECTIVES: dict[str, type[VariantConfig]] = {**VARIANTS, "sft": SFT}
 """What ``loss_fn.variant`` can be: the variants, which learn from rollouts, and the supervised baseline."""
 
-_STOCK_LOSS_KEYS = {
+REFUSED_STOCK_KEYS = {
     "force_on_policy_ratio": "it would replace prev_logprobs, which variants read, by zeros; one update per "
     "step (policy.train_global_batch_size = prompts x generations) has ratio 1 anyway",
     "token_level_loss": "use loss_fn.aggregation=token_mean or sequence_mean",
     "disable_ppo_ratio": "for plain policy gradient use loss_fn.variant="
     + " or ".join(name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields),
     "use_kl_in_reward": "the KL penalty is a term of the loss in every variant; leave this key out",
+    "use_cispo": "it asks for another loss than loss_fn.variant; leave one of the two out",
+    "positive_example_nll_weight": "no variant has this term; leave it out",
 }
-"""Keys of NeMo-RL's own loss that no variant supports -> the remedy."""
+"""Keys of NeMo-RL's own loss that ask for another objective than a variant's -> the remedy."""
 
 
 def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
     """Validate a recipe's ``loss_fn`` section.
 
-    Args:    loss_fn: ``variant`` and that variant's parameters.
+    Args:    loss_fn: ``variant`` and that variant's parameters; ``variant: null`` is NeMo-RL's own loss.
     Returns: the variant's configuration; ``.build()`` makes the objective.
-    Raises:  UserError: unknown variant or key (naming the nearest), wrong type, or values that break a
-                 rule.
+    Raises:  UserError: no or an unknown variant or key (naming the nearest), wrong type, or values that break
+                 a rule.
     """
-    name = loss_fn.get("variant")
-    config = variant_class(str(name), "loss_fn.variant")
-    for key, remedy in _STOCK_LOSS_KEYS.items():
-        if key in loss_fn:
+    if "variant" not in loss_fn:
+        raise UserError(f"loss_fn.variant is missing; add one of {', '.join(OBJECTIVES)}")
+    name = loss_fn["variant"]
+    config = NeMoRLLoss if name is None else variant_class(str(name), "loss_fn.variant")
+    for key, remedy in REFUSED_STOCK_KEYS.items():
+        if key in loss_fn and not config.is_stock:
             raise UserError(f"loss_fn.{key}={as_yaml(loss_fn[key])} is not supported: {remedy}")
     try:
         return config.model_validate(dict(loss_fn))

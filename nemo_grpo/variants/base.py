@@ -24,6 +24,8 @@ class VariantConfig(BaseModel):
 
     title: ClassVar[str] = "own variant"
     paper: ClassVar[str] = "none"
+    is_stock: ClassVar[bool] = False
+    """NeMo-RL's own loss, which NeMo-RL computes with its own advantages."""
     needs_entropy: ClassVar[bool] = False
     """`shape` reads the policy's entropies."""
     needs_prev_logprobs: ClassVar[bool] = True

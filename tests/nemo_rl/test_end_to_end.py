@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM  # noqa: F401  # sets variables when it is imported
 
-from nemo_grpo.rehearsal import comparisons, evidence, stages
+from nemo_grpo.rehearsal import evidence, recorded, stages
 from nemo_grpo.rehearsal.comparisons import compare_folders
 from nemo_grpo.rehearsal.environment import find_stack
 
@@ -157,6 +158,6 @@ def test_wrong_row_factors_and_a_refit_that_is_skipped_are_seen(tmp_path):
 def test_merge_of_adapters_that_is_dropped_is_seen(tmp_path, monkeypatch):
     rehearsal = rehearsed(tmp_path, *WHOLE["sft_lora"])
     stages.train(rehearsal)
-    monkeypatch.setattr(comparisons, "convert", lambda r, *_: r.model.folder)
+    monkeypatch.setattr(recorded, "convert", lambda r, *_: r.model.folder)
     failed = {stage.name for stage in evidence.stages(rehearsal) if not stage.ok}
     assert {"export", "update"} <= failed

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM  # noqa: F401  # sets variables when it is imported
 
 from nemo_grpo.rehearsal import evidence, stages
 from nemo_grpo.rehearsal.environment import find_stack
@@ -32,7 +33,11 @@ VICTIMS = {
     "driver while saving": ("nemo_grpo.nemorl.run_grpo", SAVING, "killed by SIGKILL"),
     "policy worker in an update": ("ray::MegatronPolicyWorker", TRAINING, "ActorDiedError|ActorUnavailable"),
     "policy worker while saving": ("ray::MegatronPolicyWorker", SAVING, "ActorDiedError|ActorUnavailable"),
-    "rollout worker in a rollout": ("ray::VllmGenerationWorker", ROLLOUT, "ActorDiedError|ActorUnavailable"),
+    "rollout worker in a rollout": (
+        "ray::VllmGenerationWorker",
+        ROLLOUT,
+        "ActorDiedError|is stuck",
+    ),
     "Ray's head in a rollout": ("gcs_server", ROLLOUT, "Ray ended"),
     "raylet in an update": ("raylet/raylet", TRAINING, "Ray ended"),
 }

@@ -137,3 +137,42 @@ def test_optimizer_gets_every_setting_of_the_recipe(monkeypatch):
     same = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
     assert {name: given[name] for name in same} == {name: getattr(section, name) for name in same}
     assert given["optimizer"] == "adam"
+
+
+def test_defaults_are_adams():
+    mine = FusedLayoutAdam([torch.nn.Parameter(torch.ones(1))]).defaults
+    stock = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).defaults
+    assert {name: mine[name] for name in ("lr", "betas", "eps", "weight_decay")} == {
+        name: stock[name] for name in ("lr", "betas", "eps", "weight_decay")
+    }
+
+
+def test_group_without_parameters_counts_no_steps():
+    """As Transformer Engine's; a rank may have none of a group's parameters."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = FusedLayoutAdam([{"params": [parameter]}, {"params": []}], lr=LR)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert [group.get("step") for group in optimizer.param_groups] == [1, None]
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_adam_is_installed_where_there_is_no_fused_one(monkeypatch, is_missing):
+    from megatron.core import optimizer
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+
+    from nemo_grpo.engine.megatron import adam as module
+
+    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", is_missing)
+    for owner in (optimizer, distrib_optimizer):
+        monkeypatch.setattr(owner, "Adam", None, raising=False)
+    for name in ("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"):
+        monkeypatch.setattr(distrib_optimizer, name, False, raising=False)
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", None, raising=False)
+    module.install()
+    assert optimizer.USING_PYTORCH_OPTIMIZER is False
+    found = (optimizer.Adam, distrib_optimizer.Adam, clip_grads.l2_norm_impl)
+    assert found == (
+        (FusedLayoutAdam, FusedLayoutAdam, module._l2_norm) if is_missing else (None, None, None)
+    )
+    assert distrib_optimizer.HAVE_APEX_OR_TE is distrib_optimizer.USING_APEX_OPTIMIZER is is_missing

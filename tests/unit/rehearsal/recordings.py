@@ -36,11 +36,13 @@ def recorded(name: str, folder: Path) -> Any:
         path.write_text(path.read_text().replace(FOLDER, str(folder)))
     recipe, *overrides = RECORDINGS[name]
     small = load_recipe(folder / "recipe.yaml")
+    whole = load_recipe(ROOT / "recipes" / recipe, overrides)
     return SimpleNamespace(
         small=small,
-        recipe=load_recipe(ROOT / "recipes" / recipe, overrides),
+        recipe=whole,
+        taught=whole,
         folder=folder,
-        problems=Problems(small.nemo_grpo.task, "recorded", True),
+        problems=Problems(small.nemo_grpo.task, small.nemo_grpo.prompt, "recorded", True),
         layout=Ranks(1, 1, 1, 1, 1),
         model=SimpleNamespace(folder=folder / "model"),
         stack=SimpleNamespace(vllm_python=None),

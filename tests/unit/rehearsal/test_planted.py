@@ -18,6 +18,7 @@ from recordings import RECORDINGS, recorded
 from safetensors.torch import load_file, save_file
 
 from nemo_grpo.rehearsal import comparisons, evidence
+from nemo_grpo.rehearsal import recorded as recorded_module
 
 Rehearsal = Any
 Weights = dict[str, torch.Tensor]
@@ -26,7 +27,8 @@ Weights = dict[str, torch.Tensor]
 @pytest.fixture
 def rehearsal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Rehearsal]:
     """A copy of a recording; its export is the recorded one, unless the test changes it."""
-    monkeypatch.setattr(comparisons, "convert", lambda r, _checkpoint, name="hf": r.folder / name)
+    for module in (comparisons, recorded_module):
+        monkeypatch.setattr(module, "convert", lambda r, _checkpoint, name="hf": r.folder / name)
     monkeypatch.setattr(evidence, "bridges_export", lambda r, _checkpoint: r.folder / "hf-of-bridge")
 
     def make(name: str) -> Rehearsal:
