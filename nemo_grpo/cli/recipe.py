@@ -77,6 +77,7 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
             raise UserError("; ".join(data.errors))
         else:
             try_own_rewards(recipe)
+            try_own_loss(recipe)
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}")
         return False
@@ -88,6 +89,17 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
 
 def _note(sentence: str) -> None:
     typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
+
+
+def try_own_loss(recipe: Recipe) -> None:
+    """The quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own.
+
+    Raises: UserError: a check does not hold.
+    """
+    if is_reference(recipe.loss_fn.variant):
+        from nemo_grpo.variants.checking import try_out
+
+        try_out(recipe.loss_fn, "loss_fn.variant")
 
 
 def try_own_rewards(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from nemo_grpo.core.objective import Objective
 from nemo_grpo.errors import UserError, as_yaml, did_you_mean
 from nemo_grpo.extensions import is_reference, load_class
 from nemo_grpo.variants.base import VariantConfig
+from nemo_grpo.variants.cispo import CISPO
 from nemo_grpo.variants.clip_cov import ClipCov
 from nemo_grpo.variants.cw_grpo import CWGRPO
 from nemo_grpo.variants.dapo import DAPO
@@ -19,6 +21,7 @@ from nemo_grpo.variants.dr_grpo import DrGRPO
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.gpg import GPG
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.gspo import GSPO
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
@@ -27,6 +30,8 @@ VARIANTS: dict[str, type[VariantConfig]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
     "clip_cov": ClipCov,
     "cw_grpo": CWGRPO,
     "tr_grpo": TRGRPO,
@@ -45,7 +50,7 @@ REFUSED_STOCK_KEYS = {
     "disable_ppo_ratio": "for plain policy gradient use loss_fn.variant="
     + " or ".join(name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields),
     "use_kl_in_reward": "the KL penalty is a term of the loss in every variant; leave this key out",
-    "use_cispo": "it asks for another loss than loss_fn.variant; leave one of the two out",
+    "use_cispo": "use loss_fn.variant=cispo, or leave it out",
     "positive_example_nll_weight": "no variant has this term; leave it out",
 }
 """Keys of NeMo-RL's own loss that ask for another objective than a variant's -> the remedy."""
@@ -78,10 +83,26 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
     Raises: UserError: there is none; the message begins with ``key``.
     """
     if is_reference(name):
-        return load_class(name, VariantConfig, key)
+        try:
+            return load_class(name, VariantConfig, key)
+        except UserError as error:
+            raise UserError(_without_annotation(str(error)) or str(error)) from None
     if name not in OBJECTIVES:
         raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
     return OBJECTIVES[name]
+
+
+def _without_annotation(message: str) -> str:
+    """What pydantic says of ``nmae = value`` in a class, in one line with the nearest name; else empty."""
+    before, told, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
+    if not told:
+        return ""
+    name, place = after.partition(" ")[0], after.rpartition("(")[2]
+    known = [known for known in vars(VariantConfig) if not known.startswith("_")]
+    hint = did_you_mean(name, known) if difflib.get_close_matches(name, known) else ""
+    return (
+        f"{before}{name} is nothing that a variant has{hint}; a parameter is `{name}: type = value` ({place}"
+    )
 
 
 def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
@@ -96,6 +117,8 @@ def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
             )
         return f"loss_fn.{key} is not a parameter of {name}{hint}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("literal_error", "none_required"):  # a key that the variant fixes says why
+        message += f" ({config.model_fields[key].description})"
     return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn: {message}"
 
 
