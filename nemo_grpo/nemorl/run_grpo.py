@@ -28,6 +28,7 @@ from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.host_data import set_up_data
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.ray_address import check_ray_address
 from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.resume import resume_with_optimizer
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
@@ -105,6 +106,7 @@ def set_up(run: ClusterRun) -> Ready:
     config.logger["log_dir"] = compat.import_name("nemo_rl.utils.logger:get_next_experiment_dir")(
         config.logger["log_dir"]
     )
+    check_ray_address()
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     processor, tokenizer = load_tokenizer(run)
     if recipe.loss_fn.learns_from_demonstrations:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, stack: Stack, overrides: list[str]) 
     @contextmanager
     def no_ray(_stack: Stack, folder: Path, num_gpus: int):
         assert num_gpus == 1
-        yield {"PATH": ""}
+        yield SimpleNamespace(environment={"PATH": ""}, sessions=(), end=None)
 
     monkeypatch.setattr(run, "ray_cluster", no_ray)
 
@@ -151,7 +152,8 @@ def test_refusal_stop_and_failure_are_told_apart(driver: Driver) -> None:
         driver("print('no more memory', flush=True); exit(3)")
 
 
-def test_driver_without_a_step_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "PATIENCE", 0.5)
-    with pytest.raises(stages.Failed, match="no step for"):
+def test_driver_that_gets_nowhere_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_grpo.rehearsal.progress.QUIET", 0.5)
+    monkeypatch.setattr("nemo_grpo.rehearsal.progress.idle_share", lambda: 100.0)
+    with pytest.raises(stages.Failed, match="stuck: nothing was logged"):
         driver("import time; time.sleep(60)")
