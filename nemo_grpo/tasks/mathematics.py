@@ -21,7 +21,7 @@ class MathConfig(FileTaskConfig):
 
     name: Literal["math"] = "math"
     form: Form = "boxed"
-    """What ``format`` rewards: think_answer (GPG), think (CW-GRPO) or boxed."""
+    """What ``format`` rewards: boxed, think (CW-GRPO), think_answer (GPG), think_closed (open-rs), tags."""
     think_is_open: bool = False
     """The prompt ends with ``<think>``, by its response_prefix or by the chat template."""
 
