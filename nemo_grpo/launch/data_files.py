@@ -35,6 +35,9 @@ def check_data(recipe: Recipe) -> DataCheck:
         return DataCheck(tuple(remedies(missing)), (), "")
     counts = {key: count_problems(getattr(task, key)) for key in ("train_files", "validation_files")}
     found = ", ".join(f"{count} problems in {key}" for key, count in counts.items() if count is not None)
+    if trained := counts["train_files"]:
+        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / trained
+        found += f": {epochs:.3g} epochs of training"
     return DataCheck(
         tuple(validation_files_hold_the_validation_problems(recipe)), tuple(_repeated(recipe, counts)), found
     )

@@ -1,4 +1,4 @@
-"""Knights and knaves with 2 to 8 people in Logic-RL's form, graded as TR-GRPO Table 5, by Logic-RL's release."""
+"""Knights and knaves with 2 to 8 people in Logic-RL's form, graded as its code does (TR-GRPO Table 5)."""
 
 from __future__ import annotations
 

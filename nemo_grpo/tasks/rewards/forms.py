@@ -27,7 +27,7 @@ def tags_in_order(response: str) -> float:
 
 
 def think_closed(response: str) -> float:
-    """1 if ``</think>`` stands once on a line of its own (rewards.py of open-rs, CW-GRPO's and GPG's releases)."""
+    """1 if ``</think>`` stands once on a line of its own (rewards.py of open-rs, CW-GRPO, GPG)."""
     return float(response.count("\n</think>\n") == 1)
 
 

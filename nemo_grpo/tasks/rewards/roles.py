@@ -43,8 +43,9 @@ def all_right(reference: Roles | None, answer: Roles | None) -> bool:
 def graded(reference: Roles, answer: str) -> float:
     """The answer's reward, read as narrowly as Logic-RL's release reads it.
 
-    2: everybody of the reference is right.  -1.5: everybody has a role, and somebody's is wrong.  -2: somebody
-    is not named as ``Zoey is a knight``, or the words knight and knave do not occur once for each person.
+    2: everybody of the reference is right.  -1.5: everybody has a role, and somebody's is wrong.
+    -2: somebody is not named as ``Zoey is a knight``, or the words knight and knave do not occur once for
+    each person.
     """
     lower = answer.lower()
     if lower.count("knight") + lower.count("knave") != len(reference):

@@ -210,7 +210,7 @@ RECORDED = [
     json.loads(line)
     for line in (Path(__file__).parent / "data" / "logic_rewards.jsonl").read_text("utf-8").splitlines()
 ]
-"""Generated responses behind an opened think tag, with the rewards of Logic-RL's verl/utils/reward_score/kk.py."""
+"""Generated responses behind an opened think tag, with the rewards that Logic-RL's released kk.py gave."""
 
 
 def test_table_5_equals_what_logic_rls_release_gave():
