@@ -68,7 +68,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     task.train_problem(0, grpo.seed)
     with closing(Scorer(task, own.rewards, own.prompt)) as scorer:
         scorer.try_out(grpo.seed)
-    return TaskProblems(task, task.validation_problems(grpo.max_val_samples) if grpo.validates else [])
+    return TaskProblems(task, task.validation_problems(grpo.num_val_problems) if grpo.validates else [])
 
 
 def setup_data(

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.cluster_rules import OVERLAP
@@ -42,7 +41,7 @@ def bound(recipe: Recipe) -> float | None:
     """The largest healthy error of a step; None for asynchronous training, whose rollouts may use older
     weights.
     """
-    if value_of(recipe, "grpo.async_grpo.enabled"):
+    if recipe.grpo.is_async:
         return None
     return FP8_BOUND if uses_fp8(recipe) else BF16_BOUND
 

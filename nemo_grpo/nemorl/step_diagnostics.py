@@ -22,7 +22,7 @@ from nemo_grpo.diagnostics.tokens import token_diagnostics
 
 @dataclass(frozen=True)
 class StepDiagnostics:
-    """Attributes: folder: of the run.  period: first step and every n-th; 0: never.  decode: a token's text."""
+    """Attributes: folder: of the run.  period: first and every n-th step; 0: never.  decode: one token."""
 
     folder: Path
     period: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_serializer, model_validator
 
 from nemo_grpo.recipe.layout import Layout
 
@@ -35,12 +35,25 @@ class Section(BaseModel):
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @model_serializer(mode="wrap")
+    def _without_nulls_that_nobody_wrote(self, dump: Any) -> dict[str, Any]:
+        """Where a key is missing NeMo-RL has a default of its own, which a null would replace."""
+        given = self.model_fields_set
+        return {name: value for name, value in dump(self).items() if value is not None or name in given}
+
+
+class Switch(Section):
+    """A feature of NeMo-RL of which only this is read."""
+
+    enabled: bool = False
+    """Use it."""
+
 
 class MegatronOptimizer(Section):
     """Megatron-core's optimizer."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW."""
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "adaptive_muon", "soap", "lion"] = "adam"
+    """adam is AdamW; beyond adam and sgd the cluster needs the package emerging-optimizers."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
@@ -61,6 +74,10 @@ class MegatronOptimizer(Section):
     """Shard the optimizer state over the data-parallel ranks."""
     use_precision_aware_optimizer: bool = False
     """Optimizer state in reduced precision (GPU only)."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state in host memory."""
+    optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of the state that optimizer_cpu_offload moves; 0: none."""
 
     @section_rule
     def _min_lr_is_at_most_lr(self) -> Iterator[str]:
@@ -149,6 +166,15 @@ class MegatronCheckpoint(Section):
     """Train on while a checkpoint is written; its tensors are held as a copy in host memory meanwhile."""
 
 
+class DistributedDataParallel(Section):
+    """How gradients and parameters travel between the data-parallel ranks; the defaults are NeMo-RL's."""
+
+    grad_reduce_in_fp32: bool = False
+    """Sum gradients in FP32."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters during the next forward pass."""
+
+
 class Megatron(Section):
     """Megatron-core: layout, precision, optimizer."""
 
@@ -162,6 +188,12 @@ class Megatron(Section):
     """CP."""
     expert_model_parallel_size: int = Field(default=1, gt=0)
     """EP."""
+    expert_tensor_parallel_size: int = Field(default=1, gt=0)
+    """TP of the experts."""
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
+    """Layers of an uneven pipeline's first stage; null: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    """Layers of an uneven pipeline's last stage; null: as many as the others."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence."""
     activation_checkpointing: bool = False
@@ -182,20 +214,29 @@ class Megatron(Section):
     """LoRA; null: off."""
     checkpoint: MegatronCheckpoint = Field(default_factory=MegatronCheckpoint)
     """Checkpoints."""
+    distributed_data_parallel_config: DistributedDataParallel = Field(default_factory=DistributedDataParallel)
+    """Data parallelism."""
+    env_vars: dict[str, str] | None = None
+    """Environment of the workers; null: as it is."""
+    defer_fp32_logits: bool = False
+    """Keep logits in the model's precision until the loss."""
+    use_fused_linear_logprobs: bool = False
+    """Logprobs from hidden states in chunks, without whole logits."""
+    mtp_num_layers: int = Field(default=0, ge=0)
+    """Layers of multi-token prediction; 0: none."""
 
     @property
     def layout(self) -> Layout:
         """How a replica of the model lies on the ranks."""
-        further = self.model_extra or {}
         return Layout(
             tensor=self.tensor_model_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
             context=self.context_parallel_size,
             expert=self.expert_model_parallel_size,
-            expert_tensor=further.get("expert_tensor_parallel_size") or 1,
+            expert_tensor=self.expert_tensor_parallel_size,
             sequence_parallel=self.sequence_parallel,
-            first_stage_layers=further.get("num_layers_in_first_pipeline_stage"),
-            last_stage_layers=further.get("num_layers_in_last_pipeline_stage"),
+            first_stage_layers=self.num_layers_in_first_pipeline_stage,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage,
         )
 
     @property
@@ -209,22 +250,12 @@ class Megatron(Section):
         return self.peft if self.peft is not None and self.peft.enabled else None
 
     @section_rule
-    def _megatron_is_enabled(self) -> Iterator[str]:
-        if not self.enabled:
-            yield "enabled=false: both engines train with Megatron-core; set it to true"
-
-    @section_rule
     def _sequence_parallel_needs_tensor_parallel(self) -> Iterator[str]:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield (
                 "sequence_parallel=true shards over the TP ranks, but tensor_model_parallel_size=1; set it "
                 "to false or raise TP"
             )
-
-    @section_rule
-    def _fp8_excludes_precision_aware_optimizer(self) -> Iterator[str]:
-        if self.fp8_in_use and self.optimizer.use_precision_aware_optimizer:
-            yield ("optimizer.use_precision_aware_optimizer=true does not work with fp8_cfg; set it to false")
 
     @section_rule
     def _delayed_scaling_covers_all_layers(self) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 
@@ -38,8 +37,12 @@ def checkpoint_metric_has_a_prefix(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def output_folders_are_set(recipe: Recipe) -> Iterator[str]:
-    for key in ("checkpointing.checkpoint_dir", "logger.log_dir"):
-        if value_of(recipe, key) is None:
+    folders = {
+        "checkpointing.checkpoint_dir": recipe.checkpointing.checkpoint_dir,
+        "logger.log_dir": recipe.logger.log_dir,
+    }
+    for key, folder in folders.items():
+        if folder is None:
             yield f"{key}=null: NeMo-RL needs a folder; name one that every node sees"
 
 
@@ -47,7 +50,7 @@ def output_folders_are_set(recipe: Recipe) -> Iterator[str]:
 def checkpoints_are_saved_at_validations(recipe: Recipe) -> Iterator[str]:
     metric, save = recipe.checkpointing.metric_name, recipe.checkpointing.save_period
     val = recipe.grpo.val_period
-    if metric is not None and metric.startswith("val:") and (val == 0 or save % val):
+    if metric is not None and metric.startswith("val:") and (val <= 0 or save % val):
         yield (
             f"checkpointing.save_period={save} is not a multiple of grpo.val_period={val}: a checkpoint "
             f"without {metric} ranks last and is deleted; make it one, or set checkpointing.metric_name to "
