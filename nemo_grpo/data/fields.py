@@ -5,6 +5,7 @@ Every function here makes a ``Mapping``: row -> `Entry`, or None for a row that 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,3 +118,18 @@ def picture(
         return Entry(found.question, found.answer, found.metadata, tuple(images))
 
     return entry
+
+
+def offered_choices(row: Row) -> Entry:
+    """SAT, worded as VisualThinker-R1-Zero's process_dataset.py words it: the question offers its answers.
+
+    Deviation: it shuffles them anew in every run; here the question decides their order.
+    """
+    answers = [text(answer) for answer in row["answers"]]
+    random.Random(text(row["question"])).shuffle(answers)
+    offered = f"{', '.join(answers[:-1])} or {answers[-1]}"
+    question = (
+        f"Answer in natural language. {text(row['question'])} Choose between the following options: {offered}"
+    )
+    metadata = {"question_type": row["question_type"]}
+    return Entry(question, text(row["correct_answer"]), metadata, tuple(row["image_bytes"]))

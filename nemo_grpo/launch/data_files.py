@@ -43,6 +43,9 @@ def check_data(recipe: Recipe) -> DataCheck:
     except UserError as error:
         return DataCheck(errors or (f"nemo_grpo.task.train_files: {error}",), (), "")
     found = ", ".join(f"{count} problems in {key}" for key, count in counts.items() if count is not None)
+    if trained := counts["train_files"]:
+        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / trained
+        found += f": {epochs:.3g} epochs of training"
     return DataCheck(errors, tuple(_repeated(recipe, counts)), found)
 
 

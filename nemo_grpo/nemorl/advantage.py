@@ -18,6 +18,7 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class VariantEstimator:
         seed: int = 0,
         first_step: int = 0,
         exchange: StepExchange | None = None,
+        diagnostics: StepDiagnostics | None = None,
     ) -> None:
         """Args: first_step: finished steps of a resumed run, so that random draws continue."""
         self.objective = config.build()
@@ -69,6 +71,7 @@ class VariantEstimator:
         self.seed = seed
         self.step = first_step
         self.exchange = exchange or StepExchange()
+        self.diagnostics = diagnostics
         self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
@@ -108,6 +111,8 @@ class VariantEstimator:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_SCORES)}
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))
+        if self.diagnostics is not None and logs is not None:
+            self.last_metrics |= self.diagnostics.measure(self.objective, prepared, logs, self.step)
         self.exchange.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
 

@@ -34,6 +34,7 @@ from nemo_grpo.nemorl.resume import resume_with_optimizer
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.run_record import record_run
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
+from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
 from nemo_grpo.nemorl.worker_python import check_async_save
 
@@ -136,7 +137,7 @@ def set_up(run: ClusterRun) -> Ready:
     loss_fn = parts.loss_fn
     if not recipe.loss_fn.is_stock:
         loss_fn = ObjectiveLoss(recipe.loss_fn, use_fused_linear_logprobs=_fused(config))
-        install(run, exchange, finished_steps(parts))
+        install(run, exchange, finished_steps(parts), tokenizer)
         resume_carried(recipe.loss_fn, parts.checkpointer, exchange)
     save_side_files(parts.checkpointer, encoder, hf_config, exchange)
     return Ready(parts, loss_fn, tokenizer, processor, environments, exports, last)
@@ -200,9 +201,14 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     return processor, tokenizer
 
 
-def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:
+def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer: Any) -> None:
     """Put the variant's estimator and sampling where NeMo-RL's trainers look for theirs."""
     recipe = run.recipe
+    diagnostics = StepDiagnostics(
+        recipe.run_dir,
+        recipe.nemo_grpo.engine.diagnostics_period,
+        lambda token: str(tokenizer.decode([token])),
+    )
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
         return VariantEstimator(
@@ -211,6 +217,7 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:
             seed=recipe.grpo.seed,
             first_step=first_step,
             exchange=exchange,
+            diagnostics=diagnostics,
         )
 
     sample = dynamic_sampling_for(recipe.loss_fn, exchange)
@@ -242,10 +249,11 @@ def last_step(run: ClusterRun, parts: Setup) -> int:
         log.info("grpo.max_num_epochs=%s ends training after %d more steps", num_epochs, max(possible, 0))
         return grpo.max_num_steps - left + max(possible, 0)
     if possible < left:
+        end = finished_steps(parts) + max(possible, 0)
         raise UserError(
             f"grpo.max_num_epochs={num_epochs}: {left} steps remain until grpo.max_num_steps="
             f"{grpo.max_num_steps}, but the data ends after {max(possible, 0)} ({len(parts.dataloader)} per "
-            f"epoch, {epoch} epochs done); raise it, recipes/base/cluster.yaml has 1000"
+            f"epoch, {epoch} epochs done); raise it, or set the steps to {end}"
         )
     return grpo.max_num_steps
 

@@ -68,9 +68,9 @@ FILES: dict[str, dict[str, list[dict]]] = {
     "math-l35": {
         "data/train-00000-of-00001.parquet": [
             *MATH,
-            *math_rows((3, "Level 3", " ".join(["x"] * 300) + " \\boxed{4}"), (4, "Level 4", "\\boxed{5}")),
+            *math_rows((3, "Level 3", "x " * 204 + "\\boxed{4}"), (4, "Level 4", "\\boxed{5}")),
         ],
-        "data/test-00000-of-00001.parquet": math_rows((5, "Level 4", "\\boxed{6}")),
+        "data/test-00000-of-00001.parquet": math_rows((5, "Level 4", "x\n" * 203 + "\\boxed{6}")),
     },
     "dsr-uniform": {
         "data/deepscaler_c/deepscaler_uniform_train.parquet": [
@@ -109,8 +109,9 @@ FILES: dict[str, dict[str, list[dict]]] = {
     },
     "sat": {
         "SAT_train.parquet": [
-            {"image_bytes": [PICTURE, PICTURE], "question": "Moved?",
-             "answers": ["left", "right"], "question_type": "obj_movement", "correct_answer": "left"}
+            {"image_bytes": pictures, "question": "Moved?", "answers": ["left", "right", "up"],
+             "question_type": "obj_movement", "correct_answer": "left"}
+            for pictures in ([PICTURE], [PICTURE, PICTURE])
         ]
     },
     "cv-bench": {
