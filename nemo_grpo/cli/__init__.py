@@ -49,7 +49,7 @@ app.command("report")(report.report)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("compare")(compare.compare)
 app.command("sweep")(compare.sweep)
-app.command("variants")(variants.variants)
+app.add_typer(variants.app, name="variants")
 
 
 def main(commands: typer.Typer = app) -> None:

@@ -1,4 +1,7 @@
-"""From a recipe to NeMo-RL's configuration: the recipe merged into NeMo-RL's shipped base."""
+"""From a recipe to NeMo-RL's configuration: the recipe merged into NeMo-RL's shipped base.
+
+A recipe with NeMo-RL's own data is complete: only its loss is replaced, if it names a variant.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import Recipe, host, load_recipe
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 
 log = logging.getLogger(__name__)
@@ -19,6 +22,7 @@ log = logging.getLogger(__name__)
 SFT = "nemo_rl.algorithms.sft"
 BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations, for text and for images."""
+VISION_PROCESSOR = "vlm_hf_data_processor"
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "grpo.val_num_generations_per_prompt": (1,),
@@ -56,8 +60,11 @@ class ClusterRun:
 
     @property
     def has_images(self) -> bool:
-        """True for tasks with images."""
-        return self.recipe.nemo_grpo.task.needs_images
+        """True for tasks with images, and for data that NeMo-RL's function for vision models encodes."""
+        task = self.recipe.nemo_grpo.task
+        if task is not None:
+            return task.needs_images
+        return any(data.get("processor") == VISION_PROCESSOR for _, data in host.data_sets(self.recipe))
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
@@ -74,7 +81,12 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         )
     if compat.version() == compat.V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
-    tree = nemo_rl_tree(recipe, resolve(apply_overrides(load_tree(path), overrides)), _base_tree(recipe))
+    for note in recipe.replaced:
+        log.info("%s", note)
+    given = resolve(apply_overrides(load_tree(path), overrides))
+    if recipe.nemo_grpo.task is None:
+        return ClusterRun(recipe, _validated(host_tree(recipe, given), compat.GRPO))
+    tree = nemo_rl_tree(recipe, given, _base_tree(recipe))
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
     return ClusterRun(recipe, _validated(tree, compat.GRPO))
@@ -102,6 +114,18 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
         tree["grpo"]["stop_at_validation_metric"] = early_stop_metric(recipe.grpo.stop_at_validation_metric)
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
+    return tree
+
+
+def host_tree(recipe: Recipe, given: Mapping[str, Any]) -> Tree:
+    """NeMo-RL's configuration of a recipe that keeps its data.
+
+    Args: given: recipe and overrides, resolved, without our defaults.
+    """
+    tree, _ = host.adapted(given)
+    if not recipe.loss_fn.is_stock:
+        tree["loss_fn"] |= loss_section(recipe)
+    tree["nemo_grpo"] = recipe.nemo_grpo.model_dump(mode="json")
     return tree
 
 
@@ -187,7 +211,7 @@ def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> 
 
 
 def _base_tree(recipe: Recipe) -> Tree:
-    name = VISION_BASE if recipe.nemo_grpo.task.needs_images else BASE
+    name = VISION_BASE if recipe.task.needs_images else BASE
     path = base_folder() / name
     compat.import_name("nemo_rl.utils.config:register_omegaconf_resolvers")()
     from omegaconf import OmegaConf

@@ -50,7 +50,8 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
             for name, tensor in exchange.take_train_tensors().items():
                 data[name] = tensor
-            if not learns_always and has_no_gradient(data, run.recipe.loss_fn):
+            config = run.recipe.loss_fn
+            if not (learns_always or config.is_stock) and has_no_gradient(data, config):
                 log.info("no group carries signal: metrics only, no update")
                 further["eval_mode"] = True
             return super().train(data, loss_fn, **further)

@@ -77,7 +77,7 @@ def scoring_passes(recipe: Recipe) -> int:
     would read it, which is 1 in a single update.
     """
     variant = recipe.loss_fn
-    is_read = variant.needs_prev_logprobs or variant.needs_entropy or recipe.num_updates_per_step > 1
+    is_read = variant.needs_scores or recipe.num_updates_per_step > 1
     scores = recipe.nemo_grpo.target == "cluster" or is_read
     return int(scores) + int(variant.needs_reference)
 

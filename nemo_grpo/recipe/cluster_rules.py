@@ -32,7 +32,7 @@ def warm_start_is_for_the_embedded_engine(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def leave_one_out_baseline_is_set(recipe: Recipe) -> Iterator[str]:
-    if recipe.grpo.use_leave_one_out_baseline is None:
+    if recipe.grpo.use_leave_one_out_baseline is None and not recipe.loss_fn.is_stock:
         yield (
             "grpo.use_leave_one_out_baseline=null: NeMo-RL's default is true, and its dynamic sampling then "
             "drops the only correct answer of a group; set it to false, as in every paper here"
@@ -240,7 +240,7 @@ def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[st
 @rule(Scope.CLUSTER)
 def no_other_advantage_estimator_is_set(recipe: Recipe) -> Iterator[str]:
     estimator = recipe.grpo.adv_estimator
-    if estimator is None:
+    if recipe.loss_fn.is_stock or estimator is None:
         return
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
         given = getattr(estimator, key)

@@ -46,7 +46,7 @@ def demonstrations_make_one_update_per_step(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def demonstrations_are_texts(recipe: Recipe) -> Iterator[str]:
     task = recipe.nemo_grpo.task
-    if recipe.loss_fn.learns_from_demonstrations and task.needs_images:
+    if recipe.loss_fn.learns_from_demonstrations and task is not None and task.needs_images:
         yield (
             f"nemo_grpo.task.name={task.name}: {recipe.loss_fn.variant} has no demonstrations with images; "
             "use a task of texts"

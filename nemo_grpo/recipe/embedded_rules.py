@@ -102,8 +102,9 @@ def settings_are_supported(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.EMBEDDED)
 def task_has_no_images(recipe: Recipe) -> Iterator[str]:
-    if recipe.nemo_grpo.task.needs_images:
-        yield f"nemo_grpo.task.name={recipe.nemo_grpo.task.name}: {IMAGES}"
+    task = recipe.nemo_grpo.task
+    if task is not None and task.needs_images:
+        yield f"nemo_grpo.task.name={task.name}: {IMAGES}"
 
 
 @rule(Scope.EMBEDDED)

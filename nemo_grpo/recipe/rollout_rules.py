@@ -93,13 +93,11 @@ def validation_batches_divide_the_problems(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def fp8_kv_cache_needs_fp8_weights(recipe: Recipe) -> Iterator[str]:
-    cache, precision = (
-        recipe.policy.generation.vllm_cfg.kv_cache_dtype,
-        recipe.policy.generation.vllm_cfg.precision,
-    )
-    if cache != "auto" and precision != "fp8":
+    v = recipe.policy.generation.vllm_cfg
+    if samples_with_vllm(recipe) and v.kv_cache_dtype != "auto" and v.precision != "fp8":
         yield (
-            f"{VLLM}.kv_cache_dtype={cache} needs {VLLM}.precision=fp8, not {precision}; set it, or use auto"
+            f"{VLLM}.kv_cache_dtype={v.kv_cache_dtype} needs {VLLM}.precision=fp8, not {v.precision}; set "
+            "it, or use auto"
         )
 
 
@@ -194,7 +192,7 @@ def batch_multiplier_needs_dynamic_sampling(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def max_rollout_turns_covers_the_task(recipe: Recipe) -> Iterator[str]:
     turns, task = recipe.grpo.max_rollout_turns, recipe.nemo_grpo.task
-    if turns < task.num_turns:
+    if task is not None and turns < task.num_turns:
         yield (
             f"grpo.max_rollout_turns={turns}: a response to {task.name} takes up to {task.num_turns} turns, "
             f"and would end before its answer; use {task.num_turns}"
@@ -204,7 +202,9 @@ def max_rollout_turns_covers_the_task(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def overlong_penalty_needs_responses_of_one_turn(recipe: Recipe) -> Iterator[str]:
     task, shaping = recipe.nemo_grpo.task, recipe.grpo.reward_shaping
-    if shaping.enabled and shaping.stop_properly_penalty_coef is None and task.stop_texts:
+    if task is None or not task.stop_texts:
+        return
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
         yield (
             "grpo.reward_shaping.enabled=true: NeMo-RL measures only the first turn of a response, but one "
             f"to {task.name} has several; set it to false"
@@ -215,7 +215,9 @@ def overlong_penalty_needs_responses_of_one_turn(recipe: Recipe) -> Iterator[str
 def vllm_stops_at_the_end_of_a_turn(recipe: Recipe) -> Iterator[str]:
     stops, task = recipe.policy.generation.stop_strings, recipe.nemo_grpo.task
     skips = recipe.policy.generation.vllm_cfg.skip_tokenizer_init
-    if task.stop_texts and (skips or (skips is None and not stops)):
+    if task is None or not task.stop_texts:
+        return
+    if skips or (skips is None and not stops):
         yield (
             f"{GENERATION}.stop_strings={stops or 'null'}: NeMo-RL starts vLLM without a tokenizer, which "
             f"then cannot see where a turn of {task.name} ends; set it to [{', '.join(task.stop_texts)}], "

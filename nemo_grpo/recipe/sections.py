@@ -202,8 +202,14 @@ class Logger(Section):
 
 
 class Data(Section):
-    """NeMo-RL's data sets; the embedded engine takes its problems from nemo_grpo.task."""
+    """NeMo-RL's data sets, which a recipe without nemo_grpo.task trains on."""
 
+    train: dict[str, Any] | list[dict[str, Any]] | None = None
+    """Data sets to train on: name or path, columns, environment; null: nemo_grpo.task's problems."""
+    validation: dict[str, Any] | list[dict[str, Any]] | None = None
+    """Data sets to validate on; null: what split_validation_size takes from the training data."""
+    default: dict[str, Any] | None = None
+    """Settings of every data set that does not give its own; null: none."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
     """Longest prompt, tokens; null: any."""
 
@@ -213,6 +219,11 @@ class Environments(Section):
 
     should_use_nemo_gym: bool = False
     """Rollouts and rewards come from NeMo-Gym."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Name of an environment -> its settings."""
+        return dict(self.model_extra or {})
 
 
 class Cluster(Section):

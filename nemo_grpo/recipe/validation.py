@@ -15,6 +15,7 @@ from nemo_grpo.recipe import (  # noqa: F401 - they register
     cluster_rules,
     demonstration_rules,
     embedded_rules,
+    host,
     rollout_rules,
     rules,
     saving_rules,
@@ -67,6 +68,7 @@ def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> 
 
 
 def _validated(tree: Tree) -> Recipe:
+    tree, notes = host.adapted(tree)
     errors, filled = unknown_key_errors(tree), _with_derived_defaults(tree)
     try:
         recipe = Recipe.model_validate(filled)
@@ -83,12 +85,13 @@ def _validated(tree: Tree) -> Recipe:
         errors += messages(Scope.CLUSTER, recipe)
     if errors:
         raise RecipeErrors(errors)
+    recipe._replaced = tuple(notes)
     return recipe
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """Settings that are allowed but probably not meant, one sentence each."""
-    return messages(Scope.ADVICE, recipe)
+    """Settings that a variant replaces, or that are probably not meant, one sentence each."""
+    return [*recipe.replaced, *messages(Scope.ADVICE, recipe)]
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
@@ -126,6 +129,8 @@ def _with_derived_defaults(tree: Tree) -> Tree:
     """Fill in missing keys by `DERIVED_DEFAULTS`; the model reports wrong types."""
     filled = merge({}, tree)
     for key, source in DERIVED_DEFAULTS.items():
+        if key.startswith("loss_fn.") and value_of(filled, "loss_fn.variant") is None:  # NeMo-RL's own loss
+            continue
         if (value := value_of(filled, source)) is not None and is_missing(filled, key):
             set_value(filled, key, value)
     return filled

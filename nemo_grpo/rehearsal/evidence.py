@@ -66,16 +66,17 @@ class Evidence:
     @cached_property
     def scored(self) -> list[tuple[Problem, str, Mapping[str, float]]]:
         """The run's responses with their problems and scores, if the prompt identifies the problem."""
-        settings = self.rehearsal.recipe.nemo_grpo
-        task = RehearsedTask(self.rehearsal.recipe, self.rehearsal.problems.task)
+        settings = self.rehearsal.taught.nemo_grpo
+        task = RehearsedTask(self.rehearsal.taught, self.rehearsal.problems.task)
+        has_turns = hasattr(task.task, "observe")
         by_length = sorted(task.known, key=lambda problem: -len(problem.question))
         found: list[tuple[Problem, str]] = []
         for step in sorted(self.steps):
             for row in self.responses(step):
                 prompt, *turns = row["content"][0] if isinstance(row["content"][0], list) else row["content"]
                 problem = next((p for p in by_length if p.question in prompt), None)
-                if problem is not None:
-                    found.append((problem, "".join(turns)))
+                if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
+                    found.append((problem, "".join(turns if has_turns else turns[:1])))
         scorer = Scorer(task, settings.rewards, settings.prompt)
         try:
             scores = scorer([problem for problem, _ in found], [response for _, response in found])
@@ -150,6 +151,8 @@ def reward(evidence: Evidence) -> str:
 
 def advantage(evidence: Evidence) -> str:
     shares = evidence.series("groups/valid_fraction")
+    if evidence.recipe.loss_fn.is_stock:
+        shares = [percent / 100 for percent in evidence.series("baseline_reward/pct_mixed")]
     shown = f"groups with signal {', '.join(f'{share:.0%}' for share in shares)}"
     _refuse(not any(shares), f"{shown}: every response of a group gets the same reward, so nothing is learnt")
     return shown
@@ -191,7 +194,7 @@ def stop_and_resume(evidence: Evidence) -> str:
 def export(evidence: Evidence) -> str:
     """Compare the converters' export of the stop's checkpoint with Bridge's and with the resumed worker."""
     rehearsal = evidence.rehearsal
-    if rehearsal.recipe.nemo_grpo.task.needs_images:
+    if rehearsal.problems.task.needs_images:
         return "left out: the converters do not support vision models"
     step = evidence.recipe.checkpoint_dir / f"step_{small.STOP_AFTER}"
     source = step if step.is_dir() else newest_checkpoint(rehearsal)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.sections import VLLM
+from nemo_grpo.rehearsal.host import refuse_data
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -23,7 +24,9 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
             "unchanged; use nemo-grpo train"
         )
     task = recipe.nemo_grpo.task
-    if task.needs_images:
+    if task is None:
+        refuse_data(recipe)
+    elif task.needs_images:
         raise UserError(
             f"nemo_grpo.task.name={task.name}: a rehearsal has no small vision model; use recipe "
             "check and plan, and look closely at the first step on a GPU"

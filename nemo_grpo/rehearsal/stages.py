@@ -36,7 +36,8 @@ NOISE = re.compile(r"\x1b\[\d+m\(|nanobind: | - (leaked|\.\.\. skipped)|See http
 class Rehearsal:
     """State of one rehearsal.
 
-    Attributes: recipe: as it would be submitted.  small: as it is run.  seconds: of each part.
+    Attributes: recipe: as it would be submitted.  taught: the same with what the small model learns as its
+                task and prompt.  small: as it is run.  seconds: of each part.
                 stopped_after: the step that SIGUSR1 came in.
                 driver: what Python is given to run, before ``--config``.
     """
@@ -44,6 +45,7 @@ class Rehearsal:
     folder: Path
     stack: Stack
     recipe: Recipe
+    taught: Recipe
     small: Recipe
     changes: list[small.Change]
     layout: small.Ranks
@@ -82,15 +84,17 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     recipe, has_vllm = load_recipe(path, overrides), stack.vllm_python is not None
     refuse(recipe, path, has_vllm=has_vllm)
     folder.mkdir(parents=True)
-    problems = problems_of(recipe, folder / "problems")
-    task = RehearsedTask(recipe, problems.task)
+    problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
+    lessons = {"task": problems.task, "prompt": problems.prompt}
+    taught = recipe.model_copy(update={"nemo_grpo": recipe.nemo_grpo.model_copy(update=lessons)})
+    task = RehearsedTask(taught, problems.task)
     num_validation = small.NUM_VALIDATION if recipe.grpo.validates else 0
-    model = make_model(recipe, task, num_validation, folder / "model")
+    model = make_model(taught, task, num_validation, folder / "model")
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(small.changes(recipe, problems.task, model, layout, folder / "runs", has_vllm))
     file = folder / "recipe.yaml"
     small.write_recipe(file, path, overrides, changed)
-    made = Rehearsal(folder, stack, recipe, load_recipe(file), changed, layout, model, problems)
+    made = Rehearsal(folder, stack, recipe, taught, load_recipe(file), changed, layout, model, problems)
     made.seconds["preparation"] = time.monotonic() - start
     return made
 

@@ -50,6 +50,13 @@ BASES: dict[str, tuple[str, list[str]]] = {
     "dapo": ("gpg/dapo-qwen2.5-math-7b-zero-6n8g", []),
     "vision": ("gpg/gpg-qwen2.5-vl-3b-geoqa-1n8g", []),
     "sft": ("quickstart-sft", []),
+    "stock": (
+        "cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g",
+        [
+            *("~nemo_grpo.task", "~nemo_grpo.prompt", "~nemo_grpo.rewards"),
+            *("++data.train={dataset_name: gsm8k, env_name: math}", "++env.math.num_workers=1"),
+        ],
+    ),
     "shown": ("erpo/sft-qwen2.5-7b-1n8g", []),
 }
 M, G = "policy.megatron_cfg", "policy.generation"
@@ -92,6 +99,14 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "-"),
     ("_parse_loss_fn", "embedded", "loss_fn.use_kl_in_reward=true", "use_kl_in_reward=true is not .*leave",
      "-"),
+    ("task_settings_need_a_task", "stock", "nemo_grpo.target=embedded",
+     "target=embedded: .*reads no data.train", "nemo_grpo.target=cluster"),
+    ("task_settings_need_a_task", "stock", "nemo_grpo.rewards={format: 1.0}",
+     "rewards: without nemo_grpo.task", "~nemo_grpo.rewards"),
+    ("task_settings_need_a_task", "stock", "nemo_grpo.prompt={preset: gpg}", "prompt: without nemo_grpo.task",
+     "~nemo_grpo.prompt"),
+    ("environments_of_the_data_are_configured", "stock", "data.train.env_name=maths",
+     "data.train.env_name=maths: .*which has math; add env.maths", "data.train.env_name=math"),
     ("_parse_task", "small", "nemo_grpo.task.name=maths", "did you mean 'math'", "nemo_grpo.task.name=math"),
     ("_run_name_is_a_folder_name", "embedded", "nemo_grpo.run_name=../x", "plain folder name",
      "nemo_grpo.run_name=x"),

@@ -126,7 +126,7 @@ def test_every_typed_key_is_one_of_nemo_rl() -> None:
         ("policy.adam_beta1=.9", "did you mean policy.megatron_cfg.optimizer.adam_beta1?"),
         ("grpoo=1", "grpoo is not a section of a recipe; did you mean 'grpo'?"),
         ("loss_fn.ratio_clp_min=.2", "did you mean 'ratio_clip_min'?"),
-        ("loss_fn.variant=gppo", "did you mean 'grpo'?"),
+        ("loss_fn.variant=grpoo", "did you mean 'grpo'?"),
         ("nemo_grpo.runs_dirr=x", "is not a key of nemo_grpo; did you mean 'runs_dir'?"),
         ("nemo_grpo.task.splitt=x", "did you mean 'split'?"),
         ("policy.generation.vllm_cfg.max_modl_len=3", "vllm_cfg is not|did you mean 'max_model_len'?"),
@@ -186,7 +186,7 @@ def test_integers_serve_as_numbers_and_as_run_names(tree: dict[str, Any]) -> Non
 
 
 def test_all_errors_are_reported_at_once(tree: dict[str, Any]) -> None:
-    overrides = ["grpo.sed=1", "loss_fn.variant=gppo", "nemo_grpo.runname=x", "cluster={num_nodes: 0}"]
+    overrides = ["grpo.sed=1", "loss_fn.variant=grpoo", "nemo_grpo.runname=x", "cluster={num_nodes: 0}"]
     with pytest.raises(UserError, match=r"^4 errors") as raised:
         load_recipe_dict(tree, overrides)
     for part in ("grpo.sed=1", "loss_fn.variant", "nemo_grpo.runname", "cluster.num_nodes=0"):

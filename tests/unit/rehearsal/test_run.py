@@ -53,7 +53,7 @@ def test_recipe_keeps_its_steps_and_sizes_and_loses_what_needs_a_gpu(
         "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
         "policy.generation.vllm_cfg.gpu_memory_utilization",
         "policy.generation.vllm_cfg.enforce_eager",
-        *(key for key in after if key.startswith("policy.generation.vllm_kwargs.")),
+        *(key for key in before | after if key.startswith("policy.generation.vllm_kwargs")),
     }
     assert after["policy.generation.vllm_kwargs.max_num_seqs"] == 128  # all rollouts of a step
     assert after["policy.generation.vllm_kwargs.max_num_batched_tokens"] >= 256
