@@ -226,6 +226,8 @@ class Megatron(Section):
     """Layers of multi-token prediction; 0: none."""
     mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
     """Weight of the loss of multi-token prediction; 0: none."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    """How tokens reach their experts' ranks."""
     force_reconvert_from_hf: bool = False
     """Convert the Hugging Face model anew, even if it has been converted."""
 

@@ -93,13 +93,11 @@ def validation_batches_divide_the_problems(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def fp8_kv_cache_needs_fp8_weights(recipe: Recipe) -> Iterator[str]:
-    cache, precision = (
-        recipe.policy.generation.vllm_cfg.kv_cache_dtype,
-        recipe.policy.generation.vllm_cfg.precision,
-    )
-    if cache != "auto" and precision != "fp8":
+    v = recipe.policy.generation.vllm_cfg
+    if samples_with_vllm(recipe) and v.kv_cache_dtype != "auto" and v.precision != "fp8":
         yield (
-            f"{VLLM}.kv_cache_dtype={cache} needs {VLLM}.precision=fp8, not {precision}; set it, or use auto"
+            f"{VLLM}.kv_cache_dtype={v.kv_cache_dtype} needs {VLLM}.precision=fp8, not {v.precision}; set "
+            "it, or use auto"
         )
 
 

@@ -205,11 +205,11 @@ class Data(Section):
     """NeMo-RL's data sets, which a recipe without nemo_grpo.task trains on."""
 
     train: dict[str, Any] | list[dict[str, Any]] | None = None
-    """Data sets to train on: name or path, columns, environment."""
+    """Data sets to train on: name or path, columns, environment; null: nemo_grpo.task's problems."""
     validation: dict[str, Any] | list[dict[str, Any]] | None = None
     """Data sets to validate on; null: what split_validation_size takes from the training data."""
     default: dict[str, Any] | None = None
-    """Settings of every data set that does not give its own."""
+    """Settings of every data set that does not give its own; null: none."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
     """Longest prompt, tokens; null: any."""
 

@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
 BY_TEXT = {
     "nemo_grpo/experiments/plan.py",  # the keys that a sweep varies
     "nemo_grpo/recipe/embedded_rules.py",  # the keys of `SUPPORTED`
+    "nemo_grpo/rehearsal/host.py",  # the keys of `STAND_INS`, which it replaces
 }
 """Modules that read a recipe's keys by name."""
 
@@ -101,6 +102,9 @@ LISTS = {
     "policy.megatron_cfg.peft.target_modules": "a model's names",
 }
 MAPPINGS = {
+    "data.default": "a data set's settings, which NeMo-RL's loaders define",
+    "data.train": "a data set's settings, which NeMo-RL's loaders define",
+    "data.validation": "a data set's settings, which NeMo-RL's loaders define",
     "logger.mlflow": "arguments of MLflow",
     "logger.wandb": "arguments of wandb.init",
     "policy.hf_config_overrides": "fields of a model's configuration",
