@@ -83,6 +83,7 @@ def _validated(tree: Tree) -> Recipe:
     errors += messages(Scope.ALL, recipe)
     if recipe.nemo_grpo.target == "cluster":
         errors += messages(Scope.CLUSTER, recipe)
+        errors += messages(Scope.MEGATRON, recipe) if recipe.policy.megatron_cfg.enabled else []
         (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
     if errors:
         raise RecipeErrors(errors)

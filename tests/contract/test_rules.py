@@ -302,6 +302,10 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "erpo, which needs entropies", "loss_fn.variant=tr_grpo"),
     ("fused_logprobs_exclude_other_settings", "small lora moe", "$FUSED", "use_fused_linear_logprobs=true",
      "-"),
+    ("entropies_come_from_megatron", "lora", "++policy.dtensor_cfg.enabled=true; $M.enabled=false",
+     "dtensor_cfg.enabled=true: erpo needs entropies", "policy.dtensor_cfg.enabled=false; $M.enabled=true"),
+    ("nemo_gym_has_its_own_driver", "stock", "++env.should_use_nemo_gym=true",
+     "should_use_nemo_gym=true: .*run_grpo_nemo_gym", "env.should_use_nemo_gym=false"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$OVERLAP",  # left out: NeMo-RL's base sets it
      "overlap_param_gather=true .*each of the 2 ranks", "$OVERLAP=false"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$M.distributed_data_parallel_config",
