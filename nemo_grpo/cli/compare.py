@@ -22,7 +22,7 @@ from nemo_grpo.cli.launch import (
     job_environment,
     sbatch_options,
 )
-from nemo_grpo.cli.recipe import Overrides
+from nemo_grpo.cli.recipe import Overrides, try_own_loss
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) ->
         for job in planned:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
         return
+    for recipe in {job.recipe.loss_fn.variant: job.recipe for job in planned}.values():
+        try_own_loss(recipe)
     from nemo_grpo.experiments.experiment import run_experiment
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])

@@ -61,7 +61,7 @@ class Trainer:
         leads = parallel.is_rank_zero()
         self.run = RunFolder(recipe.run_dir, leads=leads, resume=resume)
         self.objective = recipe.loss_fn.build()
-        self.task = recipe.nemo_grpo.task.build()
+        self.task = recipe.task.build()
         self.scorer = Scorer(self.task, recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
         self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
@@ -71,7 +71,7 @@ class Trainer:
         self.generator = setup.build_generator(recipe, self.source)
         self.sampling = setup.training_sampling(recipe, self.tokenizer)
         self.learner = Learner(recipe, self.objective, self.policy)
-        self.problems = self.task.validation_problems(recipe.grpo.max_val_samples)
+        self.problems = self.task.validation_problems(recipe.grpo.num_val_problems)
         checkpointing = recipe.checkpointing
         self.store = CheckpointStore(
             recipe.checkpoint_dir,

@@ -49,4 +49,4 @@ def make_starts(jobs: Sequence[Job]) -> None:
             continue
         done.append((own.warm_start, own.task, own.prompt))
         torch.set_num_threads(own.engine.num_threads)  # as in the run itself: the result depends on it
-        log.info("start: %s", setup.model_source(job.recipe, own.task.build()))
+        log.info("start: %s", setup.model_source(job.recipe, job.recipe.task.build()))

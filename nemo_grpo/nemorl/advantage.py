@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 SEED_STRIDE = 1_000_003
 """Step n draws with the seed grpo.seed x this + n, as in the embedded engine."""
+OF_SCORES = ("mismatch/", "covariance/")
+"""Metrics of scored logprobs, in whose place NeMo-RL gives zeros under force_on_policy_ratio."""
 
 
 def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
@@ -62,6 +64,7 @@ class VariantEstimator:
     ) -> None:
         """Args: first_step: finished steps of a resumed run, so that random draws continue."""
         self.objective = config.build()
+        self.scores_nothing = config.force_on_policy_ratio
         self.num_generations = num_generations
         self.seed = seed
         self.step = first_step
@@ -101,6 +104,8 @@ class VariantEstimator:
         metrics = dict(prepared.metrics)
         if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+        if self.scores_nothing:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_SCORES)}
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))
         self.exchange.metrics.update({name: [number] for name, number in self.last_metrics.items()})
@@ -118,7 +123,7 @@ class VariantEstimator:
         name = self.objective.name
         if policy is None:
             raise UserError(
-                f"{name}: NeMo-RL gave no logprobs of the policy; leave loss_fn.force_on_policy_ratio out"
+                f"{name}: NeMo-RL gave no logprobs of the policy, as its trainers do; use a tested version"
             )
         if self.objective.needs_reference and reference is None:
             raise UserError(

@@ -6,9 +6,8 @@ They hold for recipes with ``nemo_grpo.target: cluster``; see `registry`. Read f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.rules import disagreement
@@ -31,7 +30,7 @@ def warm_start_is_for_the_embedded_engine(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def leave_one_out_baseline_is_set(recipe: Recipe) -> Iterator[str]:
     if recipe.grpo.use_leave_one_out_baseline is None:
         yield (
@@ -43,7 +42,7 @@ def leave_one_out_baseline_is_set(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_batches_divide_the_step(recipe: Recipe) -> Iterator[str]:
     p, per_rank = recipe.policy, recipe.num_sequences_per_step // max(recipe.data_parallel_size, 1)
-    if p.sequence_packing.enabled or value_of(recipe, "policy.dynamic_batching.enabled"):
+    if p.sequence_packing.enabled or p.dynamic_batching.enabled:
         return
     if per_rank % p.logprob_batch_size:
         yield (
@@ -65,9 +64,8 @@ def context_parallel_needs_packing(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def sequence_padding_fits_the_layout(recipe: Recipe) -> Iterator[str]:
-    m = recipe.policy.megatron_cfg
-    given = value_of(recipe, "policy.make_sequence_length_divisible_by", m.tensor_model_parallel_size)
-    multiple = m.layout.sequence_multiple
+    given = recipe.policy.make_sequence_length_divisible_by
+    multiple = recipe.policy.layout.sequence_multiple
     if given % multiple:
         yield (
             f"policy.make_sequence_length_divisible_by={given} is not a multiple of {multiple} (2 "
@@ -77,7 +75,7 @@ def sequence_padding_fits_the_layout(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def dynamic_batching_excludes_packing_and_pipelines(recipe: Recipe) -> Iterator[str]:
-    if not value_of(recipe, "policy.dynamic_batching.enabled"):
+    if not recipe.policy.dynamic_batching.enabled:
         return
     pp = recipe.policy.megatron_cfg.pipeline_model_parallel_size
     if recipe.policy.sequence_packing.enabled:
@@ -92,7 +90,7 @@ def dynamic_batching_excludes_packing_and_pipelines(recipe: Recipe) -> Iterator[
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def lora_modules_and_dtype_are_named(recipe: Recipe) -> Iterator[str]:
     peft = recipe.policy.megatron_cfg.lora_in_use
     if peft is None:
@@ -111,30 +109,26 @@ def lora_modules_and_dtype_are_named(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def fused_logprobs_exclude_other_settings(recipe: Recipe) -> Iterator[str]:
-    if not value_of(recipe, f"{MEGATRON}.use_fused_linear_logprobs"):
-        return
     g, m = recipe.policy.generation, recipe.policy.megatron_cfg
+    if not m.use_fused_linear_logprobs:
+        return
     clashes = {
         f"{PACKING}.enabled=true": recipe.policy.sequence_packing.enabled,
         f"{MEGATRON}.context_parallel_size={m.context_parallel_size}": m.context_parallel_size > 1,
         f"{GENERATION}.top_k={g.top_k}": g.top_k is not None,
         f"{GENERATION}.top_p={g.top_p}": g.top_p < 1,
-        f"{OVERLAP}=true": overlaps_param_gather(recipe),
+        f"{OVERLAP}=true": m.distributed_data_parallel_config.overlap_param_gather,
         f"loss_fn.variant={recipe.loss_fn.variant}, which needs entropies": recipe.loss_fn.needs_entropy,
     }
     for setting in (setting for setting, clash in clashes.items() if clash):
         yield f"{MEGATRON}.use_fused_linear_logprobs=true does not work with {setting}; change one of them"
 
 
-def overlaps_param_gather(recipe: Recipe) -> bool:
-    """NeMo-RL's base configurations set it to true, which holds for a recipe that leaves it out."""
-    return bool(value_of(recipe, OVERLAP, True))
-
-
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
     m = recipe.policy.megatron_cfg
-    if not (overlaps_param_gather(recipe) and m.optimizer.use_distributed_optimizer):
+    overlaps = m.distributed_data_parallel_config.overlap_param_gather
+    if not (overlaps and m.optimizer.use_distributed_optimizer):
         return
     shards = recipe.data_parallel_size * m.context_parallel_size  # megatron-core shards over both
     if m.expert_model_parallel_size > 1:  # experts' parameters shard over the ranks divided by EP and ETP
@@ -150,8 +144,8 @@ def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def chunked_logprobs_need_deferred_fp32_logits(recipe: Recipe) -> Iterator[str]:
-    chunk = value_of(recipe, "policy.logprob_chunk_size")
-    if chunk is not None and not value_of(recipe, f"{MEGATRON}.defer_fp32_logits"):
+    chunk = recipe.policy.logprob_chunk_size
+    if chunk is not None and not recipe.policy.megatron_cfg.defer_fp32_logits:
         yield f"policy.logprob_chunk_size={chunk} needs {MEGATRON}.defer_fp32_logits=true; set it"
 
 
@@ -164,18 +158,18 @@ def precision_is_bf16(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def blockwise_fp8_uses_fp32_scales(recipe: Recipe) -> Iterator[str]:
     fp8 = recipe.policy.megatron_cfg.fp8_in_use
-    scales = value_of(recipe, f"{MEGATRON}.env_vars.{BLOCKWISE_ENV}", "null")
-    if fp8 and fp8.fp8_recipe == "blockwise" and str(scales) != "1":
+    scales = (recipe.policy.megatron_cfg.env_vars or {}).get(BLOCKWISE_ENV, "null")
+    if fp8 and fp8.fp8_recipe == "blockwise" and scales != "1":
         yield (
             f"{MEGATRON}.env_vars.{BLOCKWISE_ENV}={scales}: blockwise FP8 trains with FP32 scales, as the "
             'rollouts use; set it to "1"'
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def parameters_stay_in_bf16(recipe: Recipe) -> Iterator[str]:
     fp8 = recipe.policy.megatron_cfg.fp8_in_use
     if fp8 and fp8.fp8_param:
@@ -188,18 +182,16 @@ def parameters_stay_in_bf16(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def optimizer_settings_agree(recipe: Recipe) -> Iterator[str]:
     o, key = recipe.policy.megatron_cfg.optimizer, f"{MEGATRON}.optimizer"
-    offloads = value_of(recipe, f"{key}.optimizer_cpu_offload")
-    fraction = value_of(recipe, f"{key}.optimizer_offload_fraction", 0.0)
     if o.use_precision_aware_optimizer and not (o.use_distributed_optimizer and o.optimizer == "adam"):
         yield (
             f"{key}.use_precision_aware_optimizer=true needs optimizer=adam and "
             f"use_distributed_optimizer=true, not {o.optimizer} and "
             f"{str(o.use_distributed_optimizer).lower()}; set it to false"
         )
-    if offloads and not o.use_distributed_optimizer:
+    if o.optimizer_cpu_offload and not o.use_distributed_optimizer:
         yield f"{key}.optimizer_cpu_offload=true needs use_distributed_optimizer=true; set it"
-    if offloads and not 0 < fraction <= 1:
-        yield f"{key}.optimizer_offload_fraction={fraction} must be above 0, at most 1, to offload; use 1.0"
+    if o.optimizer_cpu_offload and o.optimizer_offload_fraction == 0:
+        yield f"{key}.optimizer_offload_fraction=0.0 must be above 0 to offload; use 1.0"
 
 
 @rule(Scope.CLUSTER)
@@ -237,7 +229,8 @@ def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[str]:
     p = recipe.policy
-    if p.megatron_cfg.tensor_model_parallel_size >= 4 and p.train_micro_batch_size != p.logprob_batch_size:
+    is_scored = not recipe.loss_fn.force_on_policy_ratio  # models/policy/lm_policy.py asks for either
+    if p.layout.tensor >= 4 and p.train_micro_batch_size != p.logprob_batch_size and is_scored:
         yield (
             f"policy.logprob_batch_size={p.logprob_batch_size} differs from "
             f"train_micro_batch_size={p.train_micro_batch_size}: with TP >= 4 the two then round differently "
@@ -247,33 +240,36 @@ def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[st
 
 @rule(Scope.CLUSTER)
 def no_other_advantage_estimator_is_set(recipe: Recipe) -> Iterator[str]:
-    estimator = value_of(recipe, "grpo.adv_estimator")
-    if not isinstance(estimator, Mapping):
+    estimator = recipe.grpo.adv_estimator
+    if recipe.loss_fn.is_stock or estimator is None:
         return
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
-        if estimator.get(key) not in (None, getattr(recipe.loss_fn, key, False)):
-            yield disagreement(recipe, f"grpo.adv_estimator.{key}", key, estimator[key])
-    if estimator.get("name", "grpo") != "grpo":
+        given = getattr(estimator, key)
+        if given not in (None, getattr(recipe.loss_fn, key, False)):
+            yield disagreement(recipe, f"grpo.adv_estimator.{key}", key, given)
+    if estimator.name != "grpo":
         yield (
-            f"grpo.adv_estimator.name={estimator['name']}: advantages come from loss_fn.variant="
+            f"grpo.adv_estimator.name={estimator.name}: advantages come from loss_fn.variant="
             f"{recipe.loss_fn.variant}, which ignores this; leave it out"
         )
 
 
 @rule(Scope.CLUSTER)
 def shaped_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
-    for key in ("grpo.advantage_clip_low", "grpo.advantage_clip_high"):
-        value = value_of(recipe, key)
+    for key in ("advantage_clip_low", "advantage_clip_high"):
+        value = getattr(recipe.grpo, key)
         if recipe.loss_fn.shapes_advantages and value is not None:
             yield (
-                f"{key}={value} would clip advantages that {recipe.loss_fn.variant} has shaped, and distort "
-                "its loss; set it to null"
+                f"grpo.{key}={value:g} would clip advantages that {recipe.loss_fn.variant} has shaped, and "
+                "distort its loss; set it to null"
             )
 
 
 @rule(Scope.CLUSTER)
 def reference_policy_is_loaded(recipe: Recipe) -> Iterator[str]:
-    if recipe.loss_fn.compares_with_reference and not value_of(recipe.loss_fn, "reference_policy_kl_penalty"):
+    if recipe.loss_fn.compares_with_reference and not getattr(
+        recipe.loss_fn, "reference_policy_kl_penalty", 0
+    ):
         yield (
             f"loss_fn.reference_policy_kl_penalty=0: {recipe.loss_fn.variant} needs the reference policy, "
             "which NeMo-RL loads only for a penalty above 0; use the paper's, or 1e-9 for almost none"
@@ -282,7 +278,7 @@ def reference_policy_is_loaded(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def data_plane_is_off(recipe: Recipe) -> Iterator[str]:
-    if value_of(recipe, "data_plane.enabled"):
+    if recipe.data_plane.enabled:
         yield (
             "data_plane.enabled=true drops the tensors that variants add to a batch (weights, entropies); "
             "set it to false"

@@ -27,6 +27,9 @@ class Scope(Enum):
     """Every recipe, when it is loaded."""
     CLUSTER = auto()
     """Recipes with ``nemo_grpo.target: cluster``, when they are loaded."""
+    CARE = auto()
+    """The same, for what NeMo-RL carries out with a loss of something: checkpoints, accuracy, rounding. An
+    error in a recipe with a task; a warning in NeMo-RL's own, whose users may have chosen it."""
     EMBEDDED = auto()
     """Recipes for the embedded engine."""
     ADVICE = auto()

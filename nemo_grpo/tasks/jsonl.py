@@ -168,12 +168,15 @@ def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> 
     return list(problems.values())
 
 
-def count_problems(paths: Iterable[str | Path]) -> int | None:
-    """Problems in some JSONL files, none of them checked; None if a file is not on this machine."""
+def count_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> int | None:
+    """Problems in some JSONL files; None if a file is not on this machine.
+
+    Raises: UserError: as `read_problems`.
+    """
     files = list(map(Path, paths))
     if not files or not all(path.is_file() for path in files):
         return None
-    return sum(1 for path in files for _ in _lines(path))
+    return len(read_problems(files, with_images=with_images))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

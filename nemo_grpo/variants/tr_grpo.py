@@ -40,6 +40,7 @@ class TRGRPO(RatioConfig):
     title: ClassVar[str] = "TR-GRPO"
     paper: ClassVar[str] = "Token-Level Probability Shaping (2511.00066)"
     needs_prev_logprobs: ClassVar[bool] = False
+    stops_gradient: ClassVar[bool] = True
 
     variant: Literal["tr_grpo"] = "tr_grpo"
     ratio_clip_max: float | None = Field(0.24, ge=0, description="upper clip distance from 1 (Table 6)")
