@@ -11,7 +11,7 @@ import torch
 from checkpoints_conv.model_card import Training
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron import parallel
-from nemo_grpo.engine.megatron.checkpoint import begin_save
+from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
 from nemo_grpo.engine.run_folder import RunFolder
@@ -59,10 +59,13 @@ class Saver:
         """Wait until the save under way, if there is one, is a complete checkpoint.
 
         Raises: CheckpointException: it could not be written.
+                UserError: it could not be read back.
         """
         if self._under_way is not None:
             (step, info, write), self._under_way = self._under_way, None
             write.finish()
+            self.store.barrier()
+            check_readable(self.store.temporary(step) / WEIGHTS)
             self.store.complete(step, info)
 
 
