@@ -19,7 +19,7 @@ from nemo_grpo.recipe import (  # noqa: F401 - they register
     rules,
     saving_rules,
 )
-from nemo_grpo.recipe.keys import shown, unknown_key_errors, unknown_key_message
+from nemo_grpo.recipe.keys import dotted_key_errors, shown, unknown_key_errors, unknown_key_message
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 from nemo_grpo.recipe.megatron_sections import WITHOUT_RULES
 from nemo_grpo.recipe.recipe import Recipe
@@ -64,6 +64,8 @@ def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> 
 
 
 def _validated(tree: Tree) -> Recipe:
+    if errors := dotted_key_errors(tree):
+        raise RecipeErrors(errors)
     errors, filled = unknown_key_errors(tree), _with_derived_defaults(tree)
     try:
         recipe = Recipe.model_validate(filled)
