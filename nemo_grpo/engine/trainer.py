@@ -299,6 +299,6 @@ class Trainer:
         """Export the model and, with LoRA, its adapters."""
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
-            training = Training(self.recipe.to_dict(), self.state.step, self.validated, versions())
+            training = Training(self.recipe.written(), self.state.step, self.validated, versions())
             export_policy(self.policy, self.source, self.run, dtype, training)
         parallel.barrier()
