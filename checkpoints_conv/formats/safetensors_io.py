@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.formats import fp8
-from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
+from checkpoints_conv.formats.dtypes import (
+    DTYPES,
+    WEIGHT_DTYPES,
+    Dtype,
+    byte_view,
+    check_finite,
+    num_bytes_of,
+    tensor_of,
+)
 from checkpoints_conv.formats.model_folder import INDEX, check_weights, weight_files, weight_map
 from checkpoints_conv.formats.pieces import (
     Buffer,
@@ -292,7 +300,11 @@ class TensorWriter:
         return self._done == self.stored.num_bytes
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; the checksum is taken while they are in the cache."""
+        """Append whole numbers; they are checked, and their checksum is taken, while they are in the cache.
+
+        Raises: UserError: one is NaN or infinite.
+        """
+        check_finite(data, self.stored.dtype, self.name)
         write_from(self._descriptor, self.stored.offset + self._done, data)
         self.crc32 = zlib.crc32(data, self.crc32)
         self._done += len(data)
