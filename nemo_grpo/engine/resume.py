@@ -50,7 +50,7 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
     if not resolved.exists():
         return
     first = load_recipe(resolved)
-    before, now = dict(leaves(first.to_dict())), dict(leaves(recipe.to_dict()))
+    before, now = dict(leaves(first.written())), dict(leaves(recipe.written()))
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
