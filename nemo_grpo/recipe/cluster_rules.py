@@ -237,7 +237,7 @@ def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[st
         yield (
             f"policy.logprob_batch_size={p.logprob_batch_size} differs from "
             f"train_micro_batch_size={p.train_micro_batch_size}: with TP >= 4 the two then round differently "
-            f"and NeMo-RL refuses to start; make them equal, or accept it by its environment's {TP_CHECK_OFF}=1"
+            f"and NeMo-RL refuses to start; make them equal, or set {TP_CHECK_OFF}=1 in its environment"
         )
 
 
