@@ -61,7 +61,8 @@ class Trainer:
             self.run.lock()
         self.objective = recipe.loss_fn.build()
         self.task = recipe.nemo_grpo.task.build()
-        self.scorer = Scorer(self.task, recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
+        own = recipe.nemo_grpo
+        self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
         self.tokenizer = load_tokenizer(self.source)
