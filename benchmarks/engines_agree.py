@@ -30,7 +30,8 @@ import torch  # noqa: E402
 from benchmarks.agreement.comparison import Differences, compare, drift_table, table  # noqa: E402
 from benchmarks.agreement.recording import LAYOUTS, VARIANTS, Case, StepResult, record  # noqa: E402
 from nemo_grpo.ports import free_port  # noqa: E402
-from nemo_grpo.rehearsal.environment import Stack, find_stack, ray_cluster  # noqa: E402
+from nemo_grpo.rehearsal.cluster import ray_cluster  # noqa: E402
+from nemo_grpo.rehearsal.environment import Stack, find_stack  # noqa: E402
 
 Results = dict[Case, list[StepResult]]
 TIMEOUT = 3000
@@ -123,9 +124,9 @@ def run_cluster(stack: Stack, folder: Path, cases: list[Case]) -> Results:
     output.unlink(missing_ok=True)
     command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.cluster", folder, output]
     ranks = max(LAYOUTS[case.layout]["ranks"] for case in cases)
-    with ray_cluster(stack, folder, ranks) as environment, log.open("wb") as out:
+    with ray_cluster(stack, folder, ranks) as ray, log.open("wb") as out:
         done = subprocess.run(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT, check=False
+            command, env=ray.environment, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT, check=False
         )
     if done.returncode:
         raise RuntimeError(f"NeMo-RL's side ended with {done.returncode}:\n{log.read_text()[-3000:]}")

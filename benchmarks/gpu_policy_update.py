@@ -225,7 +225,7 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.WARNING)
     from nemo_grpo.engine.megatron.options import fp8_refusals, this_machine
-    from nemo_grpo.recipe.sections import Megatron
+    from nemo_grpo.recipe.megatron_sections import Megatron
 
     fp8 = {"enabled": True, "fp8": arguments.fp8_format, "fp8_recipe": arguments.fp8_recipe}
     section = Megatron.model_validate({"optimizer": {"lr": 1e-5}, "fp8_cfg": fp8})

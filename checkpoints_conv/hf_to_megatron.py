@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit, refuse_untied
-from checkpoints_conv.families.parts import HF_EMBEDDING, HF_OUTPUT
-from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES, Dtype, cast, dtype_for
+from checkpoints_conv.families.parts import HF_OUTPUT
+from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES, Dtype, byte_view, cast, cast_tensor, dtype_for
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.pieces import Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
@@ -57,7 +57,7 @@ def hf_to_megatron(
     """
     config = hf_config(hf_model)
     family = family_for(config)
-    with closing(SafetensorsFolder(hf_model)) as weights:
+    with closing(SafetensorsFolder(hf_model, family.pieces)) as weights:
         wanted = dtype_for(dtype)
         conversion = _Conversion(family, weights, wanted, padded_vocab_size)
         settings = {
@@ -83,7 +83,7 @@ class _Conversion:
         self.units = list(family.units())
         family.check_hf(weights.shapes)
         if family.tied and HF_OUTPUT in weights.tensors:
-            _check_tied(weights)
+            _check_tied(weights, family.hf_embedding)
         self.dtypes = _dtypes(self.units, weights, dtype)
         self.padded_vocab_size = padded_vocab_size
         if padded_vocab_size is not None and padded_vocab_size < family.dims["v"]:
@@ -128,6 +128,10 @@ class _Conversion:
     def _pieces(self, unit: Unit) -> Iterator[bytes | memoryview]:
         """The bytes of a unit in its Megatron tensor; each piece is valid until the next."""
         buffer, wanted = Buffer(), self.dtypes[unit.key]
+        if not unit.op.moves_rows:
+            parts = [cast_tensor(self.weights.read(name), wanted, name) for name in unit.hf]
+            yield byte_view(unit.op.join(parts, self.family.dims).contiguous())
+            return
         for rows in unit.pieces(self.family.dims, wanted.itemsize):
             name = unit.hf[rows.part]
             data = self.weights.read_rows(name, rows.first, rows.count, buffer)
@@ -169,12 +173,12 @@ def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
     return {(one.key, one.chunk.offsets) for one in written}
 
 
-def _check_tied(weights: SafetensorsFolder) -> None:
+def _check_tied(weights: SafetensorsFolder, name: str) -> None:
     first, second = Buffer(), Buffer()
     rows, step = weights.shapes[HF_OUTPUT][0], 64
     for row in range(0, rows, step):
         count = min(step, rows - row)
-        embedding = weights.read_rows(HF_EMBEDDING, row, count, first)
+        embedding = weights.read_rows(name, row, count, first)
         if not same(embedding, weights.read_rows(HF_OUTPUT, row, count, second)):
             refuse_untied()
 

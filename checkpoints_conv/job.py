@@ -125,8 +125,9 @@ class Job:
         path = self.partial / "journal.jsonl"
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         for line in lines:
-            with contextlib.suppress(ValueError):  # the last line may be torn
-                self.journal.append(json.loads(line))
+            with contextlib.suppress(ValueError, RecursionError):  # the last line may be torn
+                entry = json.loads(line)
+                self.journal += [entry] if isinstance(entry, dict) else []
         if self.journal and (first := self.journal.pop(0)) != json.loads(json.dumps(self.settings)):
             changed = sorted(key for key in self.settings if self.settings[key] != first.get(key))
             raise UserError(

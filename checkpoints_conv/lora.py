@@ -19,7 +19,8 @@ from checkpoints_conv.families import Family, family_for
 from checkpoints_conv.families.family import Unit
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
 from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsFolder
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
+from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER
@@ -73,7 +74,7 @@ def merge_lora(
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
     family = family_for(hf_config(base))
-    weights = SafetensorsFolder(base)
+    weights = SafetensorsFolder(base, family.pieces)
     units = list(family.units())
     family.check_hf(weights.shapes)
     reader = TorchDistReader(megatron_checkpoint)
@@ -173,7 +174,7 @@ def find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter
     for unit in family.units():
         layer = unit.key.removesuffix("weight") + ADAPTER.removeprefix(".")
         names = (f"{layer}linear_in.weight", f"{layer}linear_out.weight")
-        if not stored.keys() >= set(names):
+        if not (unit.op.moves_rows and stored.keys() >= set(names)):
             continue
         known.update(names)
         rank = stored[names[0]][len(unit.stack)]

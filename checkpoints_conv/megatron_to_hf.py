@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import family_for
-from checkpoints_conv.formats.dtypes import Dtype, cast, dtype_for, num_bytes_of
+from checkpoints_conv.families.family import Unit
+from checkpoints_conv.formats.dtypes import Dtype, byte_view, cast, dtype_for, num_bytes_of, tensor_of
 from checkpoints_conv.formats.model_folder import hf_config, side_files
-from checkpoints_conv.formats.safetensors_io import Planned, SafetensorsWriter
-from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter
+from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
 from checkpoints_conv.model_card import base_of, training_of, write_card
@@ -106,9 +107,9 @@ def _convert_all(
     def convert(place: Place, advance: Advance) -> None:
         parts = [writer.open(name) for name in place.unit.hf]
         with place.open(reader) as block:
-            for rows in place.unit.pieces(dims, block.dtype.itemsize):
-                part = parts[rows.part]
-                part.write(cast(block.read(rows.count), block.dtype, part.stored.dtype, part.name))
+            for number, data in _data(place.unit, block, dims):
+                part = parts[number]
+                part.write(cast(data, block.dtype, part.stored.dtype, part.name))
         for part in parts:
             assert part.is_full, part.name
             job.record({"name": part.name, "crc32": part.crc32})
@@ -118,6 +119,17 @@ def _convert_all(
     shown = progress("megatron-to-hf", writer.num_bytes, done=writer.num_bytes - left, in_bytes=True)
     with shown as advance, flush_behind(list(writer.descriptors.values())):
         run_parallel(todo, lambda place: convert(place, advance), num_workers)
+
+
+def _data(unit: Unit, block: Block, dims: dict[str, int]) -> Iterator[tuple[int, memoryview]]:
+    """(number of the Hugging Face tensor, its next bytes), each valid until the next."""
+    if unit.op.moves_rows:
+        for rows in unit.pieces(dims, block.dtype.itemsize):
+            yield rows.part, block.read(rows.count)
+        return
+    whole = tensor_of(block.read(unit.rows), block.dtype, unit.shape)
+    for number, tensor in enumerate(unit.op.split(whole, [shape[0] for shape in unit.hf_shapes], dims)):
+        yield number, byte_view(tensor)
 
 
 def copy_side_files(source: Path, target: Path, dtype: Dtype) -> None:

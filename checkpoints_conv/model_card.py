@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from checkpoints_conv.formats.model_folder import read_config
+from nemo_grpo.errors import UNREADABLE
 
 CARD = "README.md"
 _INFO = "training_info.json"
@@ -38,6 +40,11 @@ class Training:
             found = found.get(name) if isinstance(found, Mapping) else None
         return found
 
+    def text(self, *path: str) -> str | None:
+        """A value that is a text of one line; None if it is not there, or something else."""
+        found = self.value(*path)
+        return found if isinstance(found, str) and found.isprintable() else None
+
 
 def training_of(checkpoint: Path) -> Training:
     """What a run has written above a torch_dist checkpoint of its own; nothing else is looked at.
@@ -50,11 +57,13 @@ def training_of(checkpoint: Path) -> Training:
         return Training()
     info, runs = _first([step / _INFO]), step.parents[:_ABOVE]
     metrics = info.get("metrics") or {k: v for k, v in info.items() if k.startswith("val")}
+    number = info.get("step", info.get("total_steps"))
+    versions = _first(folder / "versions.json" for folder in runs)
     return Training(
         recipe=_first([step / "config.yaml", *(folder / "recipe.resolved.yaml" for folder in runs)]),
-        step=info.get("step", info.get("total_steps")),
-        metrics={name: value for name, value in metrics.items() if _is_number(value)},
-        versions=_first(folder / "versions.json" for folder in runs),
+        step=number if type(number) is int else None,
+        metrics={k: v for k, v in metrics.items() if _is_number(v)} if isinstance(metrics, dict) else {},
+        versions={name: version for name, version in versions.items() if isinstance(version, str)},
     )
 
 
@@ -64,7 +73,7 @@ def _first(paths: Iterable[Path]) -> dict[str, Any]:
         try:
             text = path.read_text(encoding="utf-8")
             found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except (OSError, ValueError, yaml.YAMLError):
+        except (*UNREADABLE, yaml.YAMLError):
             continue
         if isinstance(found, dict):
             return found
@@ -72,7 +81,7 @@ def _first(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
 
 
 def base_of(hf_config_folder: Path) -> str:
@@ -89,8 +98,8 @@ def write_card(folder: Path, training: Training, base: str, *, is_adapter: bool 
     """
     from huggingface_hub import ModelCardData
 
-    name = training.value("policy", "model_name") or base
-    variant = training.value("loss_fn", "variant")
+    name = training.text("policy", "model_name") or base
+    variant = training.text("loss_fn", "variant")
     has_images = (folder / "preprocessor_config.json").exists()
     data = ModelCardData(
         base_model=name if _without_folders(name) == name and "/" in name else None,
@@ -98,7 +107,7 @@ def write_card(folder: Path, training: Training, base: str, *, is_adapter: bool 
         pipeline_tag="image-text-to-text" if has_images else "text-generation",
         tags=["reinforcement-learning", "nemo_grpo", *([variant] if variant else [])],
     )
-    title = training.value("nemo_grpo", "run_name") or Path(name).name
+    title = training.text("nemo_grpo", "run_name") or Path(name).name
     rows = _rows(training, name)
     tables = [("", rows), ("Validation", _numbers(training.metrics)), ("Versions", training.versions)]
     body = "\n".join(_table(heading, of) for heading, of in tables if of)
@@ -108,13 +117,14 @@ def write_card(folder: Path, training: Training, base: str, *, is_adapter: bool 
 
 def _rows(training: Training, base: str) -> dict[str, str]:
     is_made = training.value("policy", "model_name") is None and training.value("nemo_grpo", "warm_start")
-    files = training.value("nemo_grpo", "task", "train_files") or ()
+    stated = training.value("nemo_grpo", "task", "train_files")
+    files = stated if isinstance(stated, list) else ()
     found = {
         "base model": "made for the run" if is_made else _without_folders(base),
-        "recipe": training.value("nemo_grpo", "run_name"),
-        "variant": training.value("loss_fn", "variant"),
-        "task": training.value("nemo_grpo", "task", "name"),
-        "data": ", ".join(Path(file).name for file in files) or None,
+        "recipe": training.text("nemo_grpo", "run_name"),
+        "variant": training.text("loss_fn", "variant"),
+        "task": training.text("nemo_grpo", "task", "name"),
+        "data": ", ".join(Path(file).name for file in files if isinstance(file, str)) or None,
         "step": training.step,
     }
     return {label: str(value) for label, value in found.items() if value is not None}
@@ -122,7 +132,7 @@ def _rows(training: Training, base: str) -> dict[str, str]:
 
 def _without_folders(name: str) -> str:
     """A model's name on the Hub, or a folder's alone: where it lay concerns nobody."""
-    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name
+    return name if _HUB_NAME.fullmatch(name) and not os.path.exists(name) else Path(name).name
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, str]:

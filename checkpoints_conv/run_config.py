@@ -14,7 +14,7 @@ from checkpoints_conv.formats.archive import save, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
 from checkpoints_conv.formats.nemo import model_yaml
 from checkpoints_conv.formats.torch_dist import LATEST
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, reading
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ def unsaid(family: Family) -> list[str]:
     rope, found = family.spec.rope, []
     said = {"default", "llama3"}
     said |= {"linear"} if "rope_scaling_factor" in family.settings else set()
-    said |= {"yarn"} if "rotary_scaling_factor" in family.settings else set()
+    yarn = {"rotary_scaling_factor", "yarn_rotary_scaling_factor"}
+    said |= {"yarn"} if yarn & family.settings.keys() else set()
     if rope["rope_type"] not in said:
         found.append(f"rope_type {rope['rope_type']}")
     if rope["rope_type"] == "llama3":
@@ -119,8 +120,8 @@ def check_run_config(family: Family, path: Path) -> None:
         found, wanted = (_plain(values.get(key)) for values in (stated, expected))
         if found is not None and wanted is not None and found != wanted:
             raise UserError(
-                f"{path.name} has {key}={found}, config.json gives {wanted} ({hf_key}); are the checkpoint "
-                "and config.json of the same model?"
+                f"{path.name} has {key}={_shown(found)}, config.json gives {wanted} ({hf_key}); are the "
+                "checkpoint and config.json of the same model?"
             )
 
 
@@ -134,19 +135,41 @@ def _plain(value: Any) -> Any:
         return value
 
 
+def _shown(value: Any) -> str:
+    """A value as a message has it; a short YAML file can stand for a text of any length."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value[:8]))}]" if _is_flat(value) else "lists within lists"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of many digits"
+    return str(value)[:60] if isinstance(value, str | int | float) else type(value).__name__
+
+
+def _is_flat(values: list[Any]) -> bool:
+    return not any(isinstance(value, list) for value in values)
+
+
+class _Loader(yaml.SafeLoader):
+    """Without merge keys, by which a short file stands for a mapping of any size."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(None, None, "merge keys are not read", node.start_mark)
+
+
 def read_section(path: Path, section: str) -> dict[str, Any]:
     """A section of a YAML file; empty if there is no such file or section.
 
     Raises: UserError: the file is not YAML.
     """
-    try:
-        sections = yaml.safe_load(path.read_text()) if path.exists() else None
-    except yaml.YAMLError as error:
-        raise UserError(
-            f"{path} is not YAML ({error}); restore it, or remove it to convert without it"
-        ) from None
-    found = sections.get(section) if isinstance(sections, dict) else None
-    return found if isinstance(found, dict) else {}
+    remedy = "restore it, or remove it to convert without it"
+    with reading(path, "valid YAML", remedy, yaml.YAMLError):
+        sections = yaml.load(path.read_text(), _Loader) if path.exists() else None
+    found = sections.get(section) if isinstance(sections, dict) else sections
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: {section} is not a mapping; {remedy}")
+    return found
 
 
 def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def _hf(path: Path) -> Summary:
     facts = [("format", "Hugging Face safetensors"), ("files", str(len(weights.files))), *_sizes(tensors)]
     if (path / "config.json").exists():
         config = hf_config(path)
-        facts.append(("architecture", ", ".join(config.get("architectures") or ["unknown"])))
+        names = config.get("architectures")
+        facts.append(("architecture", ", ".join(map(str, names)) if isinstance(names, list) else "unknown"))
         try:
             family_for(config)
             facts.append(("convertible", "yes"))

@@ -13,6 +13,7 @@ from checkpoints_conv.families.family import Family
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, tensor_of
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.pieces import Buffer, same
+from checkpoints_conv.formats.places import whole_name
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import run_parallel
@@ -27,16 +28,21 @@ class Comparison:
     """The outcome.
 
     Attributes:
-        num_tensors: Hugging Face tensors compared.
+        compared: names of the Hugging Face tensors that were compared.
         different: names whose bits differ, with the largest difference.
         num_hashed: files that were checked against a ``SHA256SUMS``.
         cast: (Hugging Face, Megatron) dtypes where they differ; the former was converted before comparing.
     """
 
-    num_tensors: int = 0
+    compared: set[str] = field(default_factory=set)
     different: dict[str, float] = field(default_factory=dict)
     num_hashed: int = 0
     cast: set[tuple[Dtype, Dtype]] = field(default_factory=set)
+
+    @property
+    def num_tensors(self) -> int:
+        """Hugging Face tensors compared."""
+        return len(self.compared)
 
 
 def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> Comparison:
@@ -46,7 +52,7 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
     """
     family = family_for(hf_config(hf_model))
     with (
-        closing(SafetensorsFolder(hf_model)) as weights,
+        closing(SafetensorsFolder(hf_model, family.pieces)) as weights,
         closing(TorchDistReader(megatron_checkpoint)) as reader,
     ):
         family.check_hf(weights.shapes)
@@ -73,23 +79,30 @@ def _compare(
     result: Comparison,
     lock: threading.Lock,
 ) -> None:
-    kinds: set[tuple[Dtype, Dtype]] = set()
-    gaps: list[float] = []
-    buffer = Buffer()
+    unit, buffer = place.unit, Buffer()
+    stored = [weights.tensors[name].dtype for name in unit.hf]
     with place.open(reader) as block:
-        for rows in place.unit.pieces(family.dims, block.dtype.itemsize):
-            name = place.unit.hf[rows.part]
-            kinds.add((weights.tensors[name].dtype, block.dtype))
-            hf = weights.read_rows(name, rows.first, rows.count, buffer)
-            found = _gap(hf, weights.tensors[name].dtype, block.read(rows.count), block.dtype)
-            if found is not None:
-                gaps.append(found)
+        kinds = {(dtype, block.dtype) for dtype in stored}
+        if unit.op.moves_rows:
+            found = [
+                _gap(
+                    weights.read_rows(unit.hf[rows.part], rows.first, rows.count, buffer),
+                    stored[rows.part],
+                    block.read(rows.count),
+                    block.dtype,
+                )
+                for rows in unit.pieces(family.dims, block.dtype.itemsize)
+            ]
+        else:
+            whole = unit.op.join([weights.read(name) for name in unit.hf], family.dims).contiguous()
+            found = [_gap(byte_view(whole), stored[0], block.read(unit.rows), block.dtype)]
+    gaps = [gap for gap in found if gap is not None]
     with lock:
-        result.num_tensors += len(place.unit.hf)
+        result.compared |= {whole_name(name) for name in unit.hf}
         result.cast |= {(one, other) for one, other in kinds if one != other}
         if gaps:
             worst = max(gaps, key=lambda gap: (math.isnan(gap), gap))
-            result.different.update(dict.fromkeys(place.unit.hf, worst))
+            result.different.update(dict.fromkeys(unit.hf, worst))
 
 
 def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> float | None:

@@ -40,6 +40,8 @@ TABLE = (
     Alias("loss_fn.ratio_clip_min", "epsilon", "clip_ratio clip_ratio_low", "eps_clip", "set both bounds"),
     Alias("loss_fn.ratio_clip_max", "epsilon_high", "clip_ratio_high", "eps_clip_high eps_clip_low_high"),
     Alias("loss_fn.ratio_clip_c", "delta", "clip_ratio_c", "dual_clip"),
+    Alias("loss_fn.sequence_level_importance_ratios", "importance_sampling_level", "", "",
+          "sequence is true; GSPO is loss_fn.variant=gspo"),
     Alias("loss_fn.aggregation", "", "loss_agg_mode", "",
           "token_mean, sequence_mean, group_token_mean, constant"),
     Alias("loss_fn.normalize_rewards", "scale_rewards", "norm_adv_by_std_in_grpo", "no_advantage_std_norm",
@@ -49,6 +51,8 @@ TABLE = (
     Alias("policy.model_name", "model_name_or_path", "path", "pretrain", "a folder or a Hub name"),
     Alias("policy.train_global_batch_size", "per_device_train_batch_size gradient_accumulation_steps",
           "ppo_mini_batch_size", "train_batch_size", "responses per optimizer update, of all ranks"),
+    Alias("policy.train_global_batch_size", "steps_per_generation num_iterations", "ppo_epochs", "",
+          "below prompts x generations: several updates per step; every response trains once"),
     Alias("policy.train_micro_batch_size", "", "ppo_micro_batch_size_per_gpu ppo_micro_batch_size",
           "micro_train_batch_size"),
     Alias("policy.logprob_batch_size", "", "log_prob_micro_batch_size_per_gpu", "micro_rollout_batch_size"),
@@ -58,6 +62,8 @@ TABLE = (
           "prompt_max_len max_len", "prompt and response together"),
     Alias("policy.generation.max_new_tokens", "max_completion_length max_tokens", "max_response_length",
           "generate_max_len max_new_tokens"),
+    Alias("policy.generation.backend", "use_vllm", "", "",
+          "on a cluster; on this machine nemo_grpo.engine.generator"),
     Alias("policy.generation.temperature", "temperature", "temperature", "temperature"),
     Alias("policy.generation.top_p", "top_p", "top_p", "top_p"),
     Alias("policy.generation.top_k", "top_k", "top_k", "top_k"),
@@ -67,6 +73,9 @@ TABLE = (
     Alias("policy.megatron_cfg.scheduler.lr_warmup_iters", "warmup_steps", "lr_warmup_steps"),
     Alias("policy.megatron_cfg.scheduler.lr_decay_style", "lr_scheduler_type", "lr_scheduler_type",
           "lr_scheduler"),
+    Alias("policy.megatron_cfg.peft", "peft_config", "", "", "{enabled: true, dim: 32, alpha: 64}"),
+    Alias("policy.megatron_cfg.peft.dim", "lora_r", "lora_rank", "lora_rank", "with peft.enabled: true"),
+    Alias("policy.megatron_cfg.peft.alpha", "lora_alpha", "lora_alpha", "lora_alpha"),
     Alias("policy.megatron_cfg.activation_checkpointing", "gradient_checkpointing",
           "enable_gradient_checkpointing", "gradient_checkpointing"),
     Alias("policy.generation.vllm_cfg.gpu_memory_utilization", "vllm_gpu_memory_utilization",
@@ -88,13 +97,16 @@ TABLE = (
 
 
 def advice_on(name: str) -> str:
-    """``"; TRL's beta is loss_fn.reference_policy_kl_penalty"`` for another library's name, else empty."""
-    found: dict[str, list[str]] = {}
+    """``"; TRL's delta is loss_fn.ratio_clip_c"`` and the remark, for another library's name; else empty."""
+    found: dict[Alias, list[str]] = {}
     for alias in TABLE:
         for library, names in zip(LIBRARIES, (alias.trl, alias.verl, alias.openrlhf), strict=True):
             if name in names.split() and not alias.key.endswith(f".{name}"):
-                found.setdefault(alias.key, []).append(f"{library}'s")
-    parts = [f"{' and '.join(libraries)} {name} is {key}" for key, libraries in found.items()]
+                found.setdefault(alias, []).append(f"{library}'s")
+    parts = [
+        f"{' and '.join(libraries)} {name} is {alias.key}" + f" ({alias.remark})" * bool(alias.remark)
+        for alias, libraries in found.items()
+    ]
     return f"; {', '.join(parts)}" if parts else ""
 
 

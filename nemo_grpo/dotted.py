@@ -15,6 +15,15 @@ def value_of(node: Any, key: str, default: Any = None) -> Any:
     return node
 
 
+def is_missing(tree: Any, key: str) -> bool:
+    """True if nested mappings lack a key; false where it, or a section above it, is null or another value."""
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return isinstance(tree, Mapping)
+        tree = tree[name]
+    return False
+
+
 def set_value(node: Any, key: str, value: Any) -> None:
     """Set a key; missing and null sections above it become mappings."""
     section, _, name = key.rpartition(".")

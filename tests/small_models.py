@@ -48,6 +48,15 @@ LATENT = {
     "kv_lora_rank": 20, "qk_nope_head_dim": 12, "v_head_dim": 12, "qk_rope_head_dim": 4,
     "num_nextn_predict_layers": 0, **SPECIAL,
 }  # fmt: skip
+GLM = {
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "moe_intermediate_size": 16, "head_dim": 16,
+    "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0, **SPECIAL,
+}  # fmt: skip
+GPT_OSS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": 16,
+    "sliding_window": 6, "max_position_embeddings": 131072, **SPECIAL,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
@@ -64,9 +73,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (transformers.Gemma3TextConfig, {**GEMMA, "tie_word_embeddings": True}),
     "deepseek-v3": (transformers.DeepseekV3Config, {**LATENT, "rope_parameters": YARN}),
     "moonlight": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": None, "n_group": 1}),
+    "glm-4.5": (transformers.Glm4MoeConfig, GLM),
+    "glm-4.5-air": (transformers.Glm4MoeConfig, {**GLM, "use_qk_norm": False, "n_group": 1}),
+    "gpt-oss": (transformers.GptOssConfig, GPT_OSS),
     "qwen2.5-vl-tied": (_qwen2_5_vl, {"rope_parameters": MROPE, "tie_word_embeddings": True}),
 }
-_CONVERTED_ALONE = ("qwen3-moe", "qwen2.5-vl", "gemma3", "deepseek-v3", "moonlight")
+_CONVERTED_ALONE = ("qwen3-moe", "qwen2.5-vl", "gemma3", "deepseek-v3", "moonlight", "glm", "gpt-oss")
 TRAINED = tuple(family for family in FAMILIES if not family.startswith(_CONVERTED_ALONE))
 """Those that the embedded engine trains."""
 

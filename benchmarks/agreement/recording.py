@@ -61,13 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tr_grpo": {"variant": "tr_grpo", **KL},
     "erpo": {"variant": "erpo", **KL},
     "gpg": {"variant": "gpg"},
-    "gspo": {
-        "variant": "grpo",
-        "sequence_level_importance_ratios": True,
-        "aggregation": "sequence_mean",
-        "ratio_clip_min": 3e-4,
-        "ratio_clip_max": 4e-4,
-    },
+    "gspo": {"variant": "gspo"},
+    "cispo": {"variant": "cispo"},
     "grpo_tis": {
         "variant": "grpo",
         "use_importance_sampling_correction": True,

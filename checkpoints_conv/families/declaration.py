@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from checkpoints_conv.families.parts import Entry, decoder_table
 from checkpoints_conv.families.spec import ModelSpec
+from checkpoints_conv.families.values import MAX_TENSORS, checked
 from nemo_grpo.errors import UserError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -19,27 +21,39 @@ class Declaration:
 
     Attributes:
         architecture, model_type: how its config.json names it.
-        has_qkv_bias, has_qk_norm, has_post_norms, is_bridged: as in `ModelSpec`.
+        has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that says so.
+        has_post_norms, has_all_biases, has_sinks, has_output_gate, is_bridged: as in `ModelSpec`.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
         ties_by_default: embeddings are tied where config.json does not say.
+        expert_width: the key of config.json that has an expert's feed-forward width.
+        stacks_layers: a checkpoint has the layers of a tensor as one, as megatron-core stores them where all
+            layers are alike.
         table: every tensor of a model, for the converters; None: the planner alone knows the family.
         sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
         vision_parameters: of these sizes, the parameters of the vision tower.
         settings: config.json -> Megatron-Bridge's provider where it is not a dense decoder's.
+        linear_layers, linear_sizes: the decoder's part of config.json -> as in `ModelSpec`.
     """
 
     architecture: str
     model_type: str
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
+    has_qkv_bias: bool | str = False
+    has_qk_norm: bool | str = False
     has_post_norms: bool = False
+    has_all_biases: bool = False
+    has_sinks: bool = False
+    has_output_gate: bool = False
     is_computed: bool = True
     ties_by_default: bool = False
+    expert_width: str = "moe_intermediate_size"
+    stacks_layers: bool = True
     table: Callable[[ModelSpec], tuple[Entry, ...]] | None = decoder_table
     sizes: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
     vision_parameters: Callable[[Mapping[str, int]], int] | None = None
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
+    linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
     is_bridged: bool = True
 
     def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
@@ -47,34 +61,43 @@ class Declaration:
 
         Raises: UserError: a size is missing, or a setting that neither tables nor planner count.
         """
+        config = checked(config, name)
         text = config.get("text_config") or config
-        _check(text, name)
-        try:
+        self._check(text, name)
+        with complete(name):
             heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
             groups = int(text.get("num_key_value_heads") or heads)
             experts = int(next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0))
             num_dense = int(text.get("first_k_dense_replace") or 0)
+            layers = int(text["num_hidden_layers"])
+            _check_counts(name, heads, hidden, groups, layers * max(experts, 1))
             sizes = self.sizes(config) if self.sizes else {}
             spec = ModelSpec(
                 name=name,
                 model_type=self.model_type,
                 hidden_size=hidden,
-                num_layers=int(text["num_hidden_layers"]),
+                num_layers=layers,
                 num_attention_heads=heads,
                 num_key_value_heads=groups,
-                ffn_size=int(text["moe_intermediate_size" if experts else "intermediate_size"]),
+                ffn_size=int(text[self.expert_width if experts else "intermediate_size"]),
                 vocab_size=int(text["vocab_size"]),
                 max_position_embeddings=int(text["max_position_embeddings"]),
                 tied_embeddings=bool(
                     config.get("tie_word_embeddings", text.get("tie_word_embeddings", self.ties_by_default))
                 ),
                 head_dim=int(text.get("qk_nope_head_dim") or text.get("head_dim") or hidden // heads),
-                has_qkv_bias=self.has_qkv_bias,
-                has_qk_norm=self.has_qk_norm,
+                has_qkv_bias=_says(self.has_qkv_bias, text),
+                has_qk_norm=_says(self.has_qk_norm, text),
                 has_post_norms=self.has_post_norms,
+                has_all_biases=self.has_all_biases,
+                has_sinks=self.has_sinks,
+                has_output_gate=self.has_output_gate,
+                linear_layers=self.linear_layers(text) if self.linear_layers else (),
+                linear_sizes=self.linear_sizes(text) if self.linear_sizes else (0, 0),
                 num_experts=experts,
                 num_experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
-                num_shared_experts=int(text.get("n_shared_experts") or 0),
+                num_shared_experts=_num_shared(text, name),
+                has_shared_gate="shared_expert_intermediate_size" in text,
                 num_dense_layers=num_dense,
                 dense_ffn_size=int(text["intermediate_size"]) if num_dense else 0,
                 query_rank=int(text.get("q_lora_rank") or 0),
@@ -88,30 +111,66 @@ class Declaration:
                 sizes=sizes,
                 is_bridged=self.is_bridged,
             )
-        except KeyError as error:
-            raise UserError(
-                f"config.json of {name} has no {error.args[0]}; is it a language model's config?"
-            ) from None
-        if heads % groups:
-            raise UserError(
-                f"config.json of {name}: num_attention_heads={heads} is no multiple of "
-                f"num_key_value_heads={groups}"
-            )
         return spec
 
-
-def _check(text: Mapping[str, Any], name: str) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if text.get(key):
+    def _check(self, text: Mapping[str, Any], name: str) -> None:
+        for key in {"attention_bias", "mlp_bias"} - {self.has_qkv_bias}:
+            if text.get(key):
+                raise UserError(
+                    f"config.json of {name}: {key}=true is not supported; Megatron has them on all linear "
+                    "layers or none"
+                )
+        dense, every = text.get("mlp_only_layers") or [], text.get("decoder_sparse_step", 1)
+        if dense or every != 1:
             raise UserError(
-                f"config.json of {name}: {key}=true is not supported; Megatron has them on all linear layers "
-                "or none"
+                f"config.json of {name} has mlp_only_layers={dense}, decoder_sparse_step={every}; only "
+                "models whose layers all have experts ([] and 1) are supported"
             )
-    dense, every = text.get("mlp_only_layers") or [], text.get("decoder_sparse_step", 1)
-    if dense or every != 1:
+
+
+@contextmanager
+def complete(name: str) -> Iterator[None]:
+    """A key that config.json lacks, as a message.
+
+    Raises: UserError: instead of a KeyError.
+    """
+    try:
+        yield
+    except KeyError as error:
         raise UserError(
-            f"config.json of {name} has mlp_only_layers={dense}, decoder_sparse_step={every}; only models "
-            "whose layers all have experts ([] and 1) are supported"
+            f"config.json of {name} has no {error.args[0]}; is it a language model's config?"
+        ) from None
+
+
+def _num_shared(text: Mapping[str, Any], name: str) -> int:
+    """Shared experts, each as wide as a routed one."""
+    width, each = text.get("shared_expert_intermediate_size", 0), text.get("moe_intermediate_size", 1)
+    if width % each:
+        raise UserError(
+            f"config.json of {name}: shared_expert_intermediate_size={width} is no multiple of "
+            f"moe_intermediate_size={each}, which is not supported"
+        )
+    return int(text.get("n_shared_experts", width // each))
+
+
+def _says(declared: bool | str, text: Mapping[str, Any]) -> bool:
+    return bool(text.get(declared)) if isinstance(declared, str) else declared
+
+
+def _check_counts(name: str, heads: int, hidden: int, groups: int, num_tensors: int) -> None:
+    if heads % groups:
+        raise UserError(
+            f"config.json of {name}: num_attention_heads={heads} is no multiple of "
+            f"num_key_value_heads={groups}"
+        )
+    if heads > hidden:
+        raise UserError(
+            f"config.json of {name}: num_attention_heads={heads} exceeds hidden_size={hidden}; correct it"
+        )
+    if num_tensors > MAX_TENSORS:
+        raise UserError(
+            f"config.json of {name} has {num_tensors} experts in all its layers, and {MAX_TENSORS} is the "
+            "limit; correct it"
         )
 
 

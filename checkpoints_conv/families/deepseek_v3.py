@@ -17,7 +17,12 @@ from checkpoints_conv.families.spec import ModelSpec
 from nemo_grpo.errors import UserError
 
 _PROVIDER = "megatron.bridge.models.mla_provider.MLAModelProvider"
-_LAYERS = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
+LAYERS = {
+    "_target_": "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
+    "_partial_": True,
+    "use_transformer_engine": True,
+}
+"""Of layers that differ, as Megatron-Bridge writes it."""
 _FIXED = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -86,7 +91,7 @@ def _rank_norm(x: str, width: str) -> Entry:
     )
 
 
-def _experts() -> tuple[Entry, ...]:
+def balanced_experts() -> tuple[Entry, ...]:
     """Norm, router with the bias that balances it, routed and shared experts."""
     bias = layer_copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "e")
     return (
@@ -103,21 +108,15 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
         *embeddings(spec.tied_embeddings),
         *_latent_attention(has_query_rank=spec.query_rank > 0),
         *(replace(entry, layers=dense) for entry in gated_mlp(width="fd")),
-        *(replace(entry, layers=sparse) for entry in _experts()),
+        *(replace(entry, layers=sparse) for entry in balanced_experts()),
     )
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in _FIXED.items():
-        if config.get(key, value) != value:
-            raise UserError(
-                f"config.json: {key}={config[key]} is not DeepSeek-V3's {value}; Megatron-Bridge builds no "
-                "other"
-            )
-    num_dense, num_layers = int(config.get("first_k_dense_replace") or 0), int(config["num_hidden_layers"])
+    refuse_others(config, _FIXED, "DeepSeek-V3")
     return {
         "_target_": _PROVIDER,
-        "transformer_layer_spec": {"_target_": _LAYERS, "_partial_": True, "use_transformer_engine": True},
+        "transformer_layer_spec": LAYERS,
         "kv_channels": None,
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -127,9 +126,18 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
         "v_head_dim": config["v_head_dim"],
         **_scaling(config),
-        "moe_layer_freq": [0] * num_dense + [1] * (num_layers - num_dense),
+        **layer_kinds(config),
         "moe_shared_expert_intermediate_size": _sizes(config)["fs"],
         "moe_router_pre_softmax": True,
+        "moe_aux_loss_coeff": config.get("aux_loss_alpha", 0.0001),
+    }
+
+
+def layer_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of dense layers and sigmoid routers whose bias balances the experts."""
+    num_dense, num_layers = int(config.get("first_k_dense_replace") or 0), int(config["num_hidden_layers"])
+    return {
+        "moe_layer_freq": [0] * num_dense + [1] * (num_layers - num_dense),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
@@ -137,8 +145,20 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_group_topk": config.get("topk_group"),
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
         "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": config.get("aux_loss_alpha", 0.0001),
     }
+
+
+def refuse_others(config: Mapping[str, Any], fixed: Mapping[str, Any], model: str) -> None:
+    """Refuse what Megatron-Bridge does not build, whatever config.json says.
+
+    Raises: UserError: a key has another value than the family's.
+    """
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            found = str(config[key])[:80]
+            raise UserError(
+                f"config.json: {key}={found} is not {model}'s {value}; Megatron-Bridge builds no other"
+            )
 
 
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +172,7 @@ FAMILY = Declaration(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     is_computed=False,
+    stacks_layers=False,
     table=_table,
     sizes=_sizes,
     settings=_settings,

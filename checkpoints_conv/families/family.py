@@ -12,9 +12,10 @@ from itertools import product
 from typing import Any, NoReturn
 
 from checkpoints_conv.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
-from checkpoints_conv.families.parts import EMBEDDING, HF_EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
+from checkpoints_conv.families.parts import EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
 from checkpoints_conv.families.spec import ModelSpec
 from checkpoints_conv.formats.pieces import PIECE_BYTES
+from checkpoints_conv.formats.places import grouped, is_piece, whole_name, whole_shape
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.errors import UserError
 
@@ -68,7 +69,7 @@ class Family:
 
     Attributes: config: config.json's content.  spec: what it says.  dims: sizes by letter.
                 entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
-                num_layers, tied: from the spec.
+                num_layers, tied: from the spec.  stacks_layers: a checkpoint has a tensor's layers as one.
     """
 
     def __init__(
@@ -77,17 +78,28 @@ class Family:
         spec: ModelSpec,
         entries: Sequence[Entry],
         settings: Mapping[str, Any] | None = None,
+        *,
+        stacks_layers: bool = True,
     ) -> None:
         self.config, self.spec, self.entries, self.settings = config, spec, tuple(entries), settings or {}
         self.dims = dims_of(spec)
         self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
-        self._stacks_layers = "moe_layer_freq" not in self.settings  # megatron-core: only where all are alike
+        self.stacks_layers = stacks_layers
 
     @cached_property
     def prefix(self) -> str:
         """What precedes the decoder's Megatron names: nothing, unless the decoder is a part of the model."""
-        (name,) = (entry.megatron for entry in self.entries if entry.hf[0][0] == HF_EMBEDDING)
-        return name.removesuffix(EMBEDDING)
+        return self._embedding.megatron.removesuffix(EMBEDDING)
+
+    @cached_property
+    def _embedding(self) -> Entry:
+        (found,) = (entry for entry in self.entries if entry.megatron.endswith(EMBEDDING))
+        return found
+
+    @property
+    def hf_embedding(self) -> str:
+        """The Hugging Face name of the embedding."""
+        return self._embedding.hf[0][0]
 
     @property
     def tied_names(self) -> tuple[str, str]:
@@ -102,7 +114,7 @@ class Family:
         """
         self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()})
         if self.tied and HF_OUTPUT in hf:
-            check_tied(hf[HF_EMBEDDING], hf[HF_OUTPUT])
+            check_tied(hf[self.hf_embedding], hf[HF_OUTPUT])
         for entry, numbers in self._instances():
             names = [name.format(**numbers) for name, _ in entry.hf]
             yield entry.megatron.format(**numbers), entry.op.join([hf[name] for name in names], self.dims)
@@ -125,10 +137,9 @@ class Family:
             name = names[entry.megatron.format(**numbers)]
             whole = megatron[name]
             shapes = [self.shape(letters) for _, letters in entry.hf]
-            rows = sum(shape[0] for shape in shapes)
+            expected = entry.op.megatron_shape(shapes)
             if entry.padded:
-                whole = whole[:rows]
-            expected = (rows, *shapes[0][1:])
+                whole = whole[: expected[0]]
             if tuple(whole.shape) != expected:
                 refuse_shape(name, megatron[name].shape, expected)
             parts = entry.op.split(whole, [shape[0] for shape in shapes], self.dims)
@@ -140,7 +151,7 @@ class Family:
         for entry, numbers in self._instances():
             names = tuple(name.format(**numbers) for name, _ in entry.hf)
             shapes = tuple(self.shape(letters) for _, letters in entry.hf)
-            rows = sum(shape[0] for shape in shapes)
+            rows = entry.op.megatron_shape(shapes)[0]
             if not entry.op.contiguous:
                 yield self._unit(entry, numbers, 0, rows, names, shapes, entry.op)
                 continue
@@ -162,8 +173,8 @@ class Family:
         twins = (entry.twin,) if entry.twin else ()
         on_disk = (entry.fused or entry.megatron, entry.megatron, *twins)
         lengths = {"layer": self.num_layers, "expert": self.dims["e"]}
-        axes = [axis for axis in numbers if axis == "expert" or self._stacks_layers]
-        layer = "." if self._stacks_layers or "layer" not in numbers else f".{numbers['layer']}."
+        axes = [axis for axis in numbers if axis == "expert" or self.stacks_layers]
+        layer = "." if self.stacks_layers or "layer" not in numbers else f".{numbers['layer']}."
         stacked = tuple(_stacked(name, layer) for name in on_disk)
         return Unit(
             megatron=entry.megatron.format(**numbers),
@@ -174,7 +185,7 @@ class Family:
             stacked_keys=stacked,
             layer_keys=tuple(name.format(**numbers) for name in on_disk),
             row=row,
-            shape=(sum(shape[0] for shape in shapes), *shapes[0][1:]),
+            shape=op.megatron_shape(shapes),
             rows=rows,
             hf=names,
             hf_shapes=shapes,
@@ -189,8 +200,13 @@ class Family:
 
     @cached_property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by its Hugging Face name, in the order of the layers."""
+        """Shape of every tensor, or piece of one, by its Hugging Face name, in the order of the layers."""
         return {n: shape for unit in self.units() for n, shape in zip(unit.hf, unit.hf_shapes, strict=True)}
+
+    @cached_property
+    def pieces(self) -> dict[str, tuple[int, ...]]:
+        """Of `hf_shapes` the pieces of tensors (`formats.places`)."""
+        return {name: shape for name, shape in self.hf_shapes.items() if is_piece(name)}
 
     def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes of a Hugging Face checkpoint with the table.
@@ -198,10 +214,13 @@ class Family:
         Raises: UserError: listing what is missing, left over, or of another shape.
         """
         expected = self.hf_shapes
+        for whole, group in grouped(self.pieces.items()):
+            if whole in found:  # not taken apart
+                refuse_shape(whole, found[whole], whole_shape(*zip(*group, strict=True)))
         extra = {name for name in self.converted(found) - set(expected) if not _IGNORED_HF.match(name)}
         if self.tied:
             extra -= {HF_OUTPUT}
-        refuse_unmatched("Hugging Face", set(expected) - set(found), extra)
+        refuse_unmatched("Hugging Face", {whole_name(name) for name in set(expected) - set(found)}, extra)
         for name, shape in expected.items():
             if found[name] != shape:
                 refuse_shape(name, found[name], shape)
@@ -294,7 +313,9 @@ def local_name(name: str) -> str | None:
     name = name.replace(".self_attention.linear_qkv.layer_norm_weight", ".input_layernorm.weight")
     name = name.replace(".mlp.linear_fc1.layer_norm_weight", ".pre_mlp_layernorm.weight")
     name = re.sub(r"\.linear_(q|kv)_up_proj\.layer_norm_weight$", r".\1_layernorm.weight", name)
-    return re.sub(r"\.experts\.(linear_fc[12])\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", name)
+    return re.sub(
+        r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".experts.local_experts.\3.\1.\2", name
+    )
 
 
 def _stacked(name: str, layer: str) -> str:

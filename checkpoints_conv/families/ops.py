@@ -1,13 +1,14 @@
-"""The ways in which Hugging Face tensors become one Megatron tensor: blocks of rows change their order.
+"""The ways in which Hugging Face tensors become one Megatron tensor.
 
-All of them act on the rows (axis 0), so one definition serves weights, biases and the B matrices of LoRA;
-tensors in memory, and files of which only a few rows are read at a time.
+`Op` moves blocks of rows (axis 0), so one definition serves weights, biases and the B matrices of LoRA;
+tensors in memory, and files of which only a few rows are read at a time. The others need their tensors whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from nemo_grpo.core.lazy import Tensor, torch
 
@@ -32,6 +33,12 @@ class Op:
     """
 
     turns: str | None = None
+    moves_rows: ClassVar[bool] = True
+    """False: the tensors are read whole, and `blocks` is of no use."""
+
+    def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The whole's shape, from the parts'."""
+        return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
     @property
     def contiguous(self) -> bool:
@@ -74,3 +81,35 @@ GROUPED_QKV = Op("groups")
 
 With G groups, R = heads / G and head size D the Megatron rows are [G, R D + D + D], flattened.
 """
+
+
+@dataclass(frozen=True)
+class Transposed(Op):
+    """[in, out] -> [out, in]. Attributes: takes_turns: columns gate, up, gate, up, ... become [gate; up]."""
+
+    takes_turns: bool = False
+    moves_rows: ClassVar[bool] = False
+
+    @property
+    def contiguous(self) -> bool:
+        """One part."""
+        return False
+
+    def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The one part's axes in reverse."""
+        return shapes[0][::-1]
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        """One tensor, [in, out] or a bias [out] -> [out, in] or [out]."""
+        whole = parts[0].t()
+        return torch.cat([whole[::2], whole[1::2]]) if self.takes_turns else whole
+
+    def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
+        """The inverse of `join`."""
+        parts = torch.stack(whole.chunk(2), 1).flatten(0, 1) if self.takes_turns else whole
+        return [parts.t().contiguous()]
+
+
+TRANSPOSED = Transposed()
+GATE_UP_IN_TURNS = Transposed(takes_turns=True)
+"""gpt-oss: the columns of [h, 2 f] belong to the gate and to the other factor in turns; biases alike."""

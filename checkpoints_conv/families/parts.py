@@ -2,11 +2,14 @@
 
 An `Entry` ties one Megatron tensor to the Hugging Face tensors it is made of. Names hold ``{layer}`` and
 ``{expert}``; shapes are letters of `family.dims_of`: h hidden, q all queries, kv all keys, d head, f MLP,
-v vocabulary, e experts, and a family's own.
+v vocabulary, e experts, and a family's own. A Hugging Face name that ends in ``[{expert}]`` is a place on
+the leading axis of the tensor before the bracket; one that ends in ``[name]`` a block of its rows, in the
+order of the table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
@@ -40,7 +43,7 @@ class Entry:
     fused: str | None = None
     twin: str | None = None
     padded: bool = False
-    layers: range | None = None
+    layers: Collection[int] | None = None
     keeps_dtype: bool = False
 
     def within(self, prefix: str) -> Entry:
@@ -120,9 +123,14 @@ def routed_experts() -> tuple[Entry, ...]:
 
 def gated_experts() -> tuple[Entry, ...]:
     """Norm, router and one gated MLP per expert."""
+    return norm_before_experts(), *routed_experts()
+
+
+def norm_before_experts() -> Entry:
+    """The norm before experts in layers that are all alike."""
     norm = layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h")
     twin = f"{LAYER}mlp.linear_fc1.layer_norm_weight"  # megatron-core's local spec, even with experts
-    return replace(norm, twin=twin), *routed_experts()
+    return replace(norm, twin=twin)
 
 
 def decoder_table(spec: ModelSpec) -> tuple[Entry, ...]:

@@ -16,7 +16,13 @@ class ModelSpec:
                 ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
                 has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
                 has_post_norms: norms behind attention and feed-forward layer, too.
+                has_all_biases: biases on the output projection, the router and the experts, too.
+                has_sinks: a number for each head that takes part in its softmax.
+                has_output_gate: the queries' projection also makes a gate on attention's output.
+                linear_layers: those whose mixer is linear attention in place of attention.
+                linear_sizes: (weights that TP divides, weights on every rank) of its mixer.
                 num_shared_experts: experts of ffn_size that every token passes.
+                has_shared_gate: they are gated, and the router has no bias.
                 num_dense_layers, dense_ffn_size: layers before the first with experts, and their width.
                 query_rank, key_value_rank: widths of multi-head latent attention (DeepSeek-V2, 2405.04434);
                 0: none, and queries come from the input. Its heads have head_dim columns without and
@@ -42,9 +48,15 @@ class ModelSpec:
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     has_post_norms: bool = False
+    has_all_biases: bool = False
+    has_sinks: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
     num_shared_experts: int = 0
+    has_shared_gate: bool = False
+    has_output_gate: bool = False
+    linear_layers: tuple[int, ...] = ()
+    linear_sizes: tuple[int, int] = (0, 0)
     num_dense_layers: int = 0
     dense_ffn_size: int = 0
     query_rank: int = 0
@@ -62,6 +74,11 @@ class ModelSpec:
     def num_sparse_layers(self) -> int:
         """Layers with experts."""
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def attention_share(self) -> float:
+        """Of all layers, those with attention."""
+        return 1 - len(self.linear_layers) / self.num_layers
 
     @property
     def query_size(self) -> int:

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype, byte_view, tensor_of
-from checkpoints_conv.formats.pickles import Call, Global, Reference, RefusingUnpickler, StoredStorage, dumps
+from checkpoints_conv.formats.pickles import (
+    Call,
+    Global,
+    Reference,
+    RefusingUnpickler,
+    StoredStorage,
+    check_of_tensor,
+    dumps,
+)
 from checkpoints_conv.formats.pieces import crc32_of, damaged, read_into, scatter_into, write_from
 from nemo_grpo.errors import UserError
 
@@ -114,7 +122,14 @@ class _Layout:
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_rest: Any) -> _Layout:
-    return _Layout(storage, int(offset), tuple(shape), tuple(stride))
+    """Raises: ValueError: the numbers do not describe a tensor within its storage."""
+    numbers = (offset, storage.num_elements, *shape, *stride)
+    if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers):
+        raise ValueError(f"{shape!r:.60} and {stride!r:.60} are no shape and strides")
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if all(shape) and last >= storage.num_elements:
+        raise ValueError(f"the tensor ends at {last} of {storage.num_elements} elements")
+    return _Layout(storage, offset, tuple(shape), tuple(stride))
 
 
 def _rebuild_parameter(data: Any, *_rest: Any) -> Any:
@@ -141,10 +156,11 @@ class SavedTensor:
         try:
             with zipfile.ZipFile(Section(descriptor, start, length)) as archive:
                 members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                pickled = archive.read(members["data.pkl"])
+                pickled = archive.open(members["data.pkl"]).read(1 << 16)
                 order = members.get("byteorder")
                 if order is not None and archive.read(order) != b"little":
                     raise damaged(file, "a chunk is not little-endian")
+            check_of_tensor(pickled)
             layout = RefusingUnpickler(io.BytesIO(pickled), _ALLOWED, str(file)).load()
         except UserError:
             raise

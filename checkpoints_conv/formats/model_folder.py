@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from checkpoints_conv.formats import nemo
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, reading
+
+log = logging.getLogger(__name__)
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MAX_DEPTH = 20
+_PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)
+SIDE_FILES = (
+    *("config.json", "generation_config.json", "params.json", "processor_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "chat_template*.json", "*.jinja"),
+    *("tokenizer*.json", "tokenizer*.model*", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "*.tiktoken"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "*reasoning_parser.py"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+"""What exports copy from a model's folder."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_DOCUMENTS = ("README.md", ".gitattributes", "SHA256SUMS")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -22,10 +40,11 @@ def weight_map(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if (folder / WHOLE).exists() or not index.exists():
         return {}
-    try:
-        found: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is not a safetensors index ({error}); download it again") from None
+    with reading(index, "a safetensors index", "download it again", TypeError, AttributeError, KeyError):
+        found = dict(json.loads(index.read_text())["weight_map"].items())
+        for name, file in found.items():
+            if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
+                raise ValueError(f"{name} is in {file!r:.60}, which is no file beside it")
     return found
 
 
@@ -83,21 +102,51 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises: UserError: it cannot be read or is no JSON object.
     """
-    try:
+    with reading(path, "JSON", "give a model's config.json, or download it again"):
         config = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a model's config.json") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a JSON object; download it again")
+        if not isinstance(config, dict):
+            raise UserError(f"{path} is not a JSON object; download it again")
+        if _depth(config) > _MAX_DEPTH:
+            raise RecursionError
     return config
 
 
+def _depth(value: Any) -> int:
+    """Objects and lists within each other."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+    return depth
+
+
 def side_files(folder: Path) -> Iterator[Path]:
-    """What a model folder holds besides weights: configs, tokenizer, chat template, generation config."""
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-    documents = ("README.md", ".gitattributes", "SHA256SUMS")
+    """What a model folder holds besides weights: configs, tokenizer, chat template, generation config.
+
+    Only files of names that models have; the others are named in the log. They may be secrets.
+
+    Raises: UserError: one of them is a link that leaves the folder.
+    """
+    left_out = []
     for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.endswith(weights) and path.name not in documents:
-            yield path
+        if not path.is_file() or path.name.endswith(_WEIGHTS) or path.name in _DOCUMENTS:
+            continue
+        if not any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES):
+            left_out.append(path.name)
+            continue
+        if not _stays_within(path, folder):
+            raise UserError(
+                f"{path} is a link to {path.resolve()}, outside of the model's folder; put a copy of the "
+                "file in its place, or remove it"
+            )
+        yield path
+    if left_out:
+        log.warning("%s: not copied, since models have no such files: %s", folder, ", ".join(left_out))
+
+
+def _stays_within(path: Path, folder: Path) -> bool:
+    """True for a file of the folder itself, and in the Hub's cache, where snapshots are links to blobs."""
+    inside = folder.resolve()
+    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
+    return path.resolve().parent in (inside, blobs)

@@ -6,15 +6,32 @@ and torch.distributed, which take seconds to import.
 
 from __future__ import annotations
 
+import faulthandler
 import io
+import os
 import pickle
+import pickletools
+import resource
 import struct
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from checkpoints_conv.formats.dtypes import Dtype
+from checkpoints_conv.formats.pieces import damaged
 from nemo_grpo.errors import UserError
+
+_FAILED = 1
+_OF_TENSORS = {
+    *("PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "MARK", "STOP", "REDUCE", "BINPERSID", "MEMOIZE"),
+    *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BUILD"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_DICT"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+}
+"""Opcodes by which a tensor is described."""
+_MAX_TENSOR_PICKLE = 4096
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,65 @@ class RefusingUnpickler(pickle.Unpickler):
         if kind != "storage" or not isinstance(dtype, Dtype):
             raise pickle.UnpicklingError(f"unknown reference {pid!r}")
         return StoredStorage(dtype, str(key), int(num_elements))
+
+
+def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
+    """What a pickle file holds, read in a child process first.
+
+    Deeply nested keys overflow the C stack, others take for ever to hash, and a few bytes can ask for all of
+    the memory; none of it is an exception.
+
+    Raises: UserError: it asks for code, or the child did not end well.  Exception: what it raises.
+    """
+
+    def load() -> Any:
+        with path.open("rb") as stream:
+            return RefusingUnpickler(stream, allowed, str(path)).load()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child has no use for
+        child = os.fork()
+    if not child:
+        try:
+            faulthandler.disable()
+            _limit(path.stat().st_size)
+            load()
+        except MemoryError:
+            os._exit(_FAILED)
+        except BaseException:
+            pass  # the parent meets it, too
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise damaged(path, "its pickle overflows the stack, the memory or the time that its size allows")
+    return load()
+
+
+def _limit(num_bytes: int) -> None:
+    """Of this process: time and memory for a pickle of this size, beyond those that it has taken."""
+    spent = sum(os.times()[:2])
+    memory = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    for kind, most in (
+        (resource.RLIMIT_CPU, int(spent) + 5 + num_bytes // (1 << 20)),
+        (resource.RLIMIT_AS, memory + (1 << 30) + 64 * num_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _soft, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def check_of_tensor(pickled: bytes) -> None:
+    """Refuse a pickle that does more than to describe one tensor; these are too many for a child each.
+
+    Raises: ValueError: it is longer than any tensor's, has keys, or numbers its values without end.
+    """
+    if len(pickled) > _MAX_TENSOR_PICKLE:
+        raise ValueError(f"{len(pickled)} bytes describe one tensor")
+    for opcode, argument, _ in pickletools.genops(pickled):
+        place = int(argument or 0) if "PUT" in opcode.name else 0
+        if opcode.name not in _OF_TENSORS or place > _MAX_TENSOR_PICKLE:
+            raise ValueError(f"{opcode.name} in the description of a tensor")
 
 
 @dataclass(frozen=True)

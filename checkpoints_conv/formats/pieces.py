@@ -35,7 +35,7 @@ class Buffer:
 
 def damaged(file: Path, why: str) -> UserError:
     """The error for a file that is not what it should be."""
-    return UserError(f"{file} is damaged or truncated: {why}; copy or download it again")
+    return UserError(f"{file} is damaged or truncated: {why:.300}; copy or download it again")
 
 
 def same(one: memoryview, other: memoryview) -> bool:

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors folders: read and write single tensors at their place, without mapping files.
+"""Hugging Face safetensors folders: single tensors read at their place, without mapping files.
 
 The format is a length, a JSON header and the bytes. Reading through the header and ``pread`` instead of a
 memory map keeps the resident memory small, and finds truncated files before anything is converted.
@@ -8,43 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.formats import fp8
-from checkpoints_conv.formats.dtypes import (
-    DTYPES,
-    WEIGHT_DTYPES,
-    Dtype,
-    byte_view,
-    check_finite,
-    num_bytes_of,
-    tensor_of,
-)
+from checkpoints_conv.formats import fp8, mxfp4
+from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
 from checkpoints_conv.formats.model_folder import INDEX, check_weights, weight_files, weight_map
-from checkpoints_conv.formats.pieces import (
-    Buffer,
-    close_all,
-    crc32_of,
-    damaged,
-    open_all,
-    read_into,
-    write_from,
-)
-from nemo_grpo.errors import UserError
+from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
+from checkpoints_conv.formats.places import grouped, is_numbered, whole_shape
+from nemo_grpo.errors import UserError, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
 _MAX_HEADER = 100 << 20
-Planned = tuple[str, Dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor to be written."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +33,7 @@ class StoredTensor:
     """Where one tensor lies.
 
     Attributes: dtype: as it is read.  offset: first byte within the file.
-                scales: of a matrix that is stored in FP8, in blocks (`formats.fp8`).
+                scales: of matrices in FP8 (`formats.fp8`) or MXFP4 (`formats.mxfp4`).
     """
 
     file: Path
@@ -71,14 +52,31 @@ class StoredTensor:
         """Size of one row."""
         return num_bytes_of(self.dtype, self.shape[1:])
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """True for a matrix of 4-bit numbers, which can only be read whole."""
+        return self.scales is not None and self.scales.dtype == DTYPES["uint8"]
+
+    def piece(self, first: int, shape: tuple[int, ...]) -> StoredTensor:
+        """What begins at row ``first`` and has this shape."""
+        if self.scales is None:
+            return replace(self, shape=shape, offset=self.offset + first * self.row_bytes)
+        assert self.is_mxfp4, self
+        scales = self.scales.piece(first, self.scales.shape[1:])
+        codes = first * self.scales.row_bytes * mxfp4.BLOCK_BYTES
+        return replace(self, shape=shape, offset=self.offset + codes, scales=scales)
+
 
 class SafetensorsFolder:
     """The weights of a Hugging Face model folder. Attributes: folder; tensors: by name."""
 
-    def __init__(self, folder: Path, *, decodes: bool = True) -> None:
+    def __init__(
+        self, folder: Path, pieces: Mapping[str, tuple[int, ...]] | None = None, *, decodes: bool = True
+    ) -> None:
         """Read every header and check it against the file.
 
-        Args:   decodes: FP8 with scales per block is read as bf16, and the scales are no tensors.
+        Args:   pieces: names and shapes of those in which tensors are to be read (`formats.places`).
+                decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
         Raises: UserError: no safetensors, a shard of the index is missing, or a file is damaged.
         """
         self.folder = folder
@@ -94,6 +92,8 @@ class SafetensorsFolder:
         self._check_index()
         if decodes:
             self._pair_scales()
+            self._pair_blocks()
+        self._take_apart(pieces or {})
         self._descriptors = open_all(self.files)
 
     @property
@@ -123,6 +123,10 @@ class SafetensorsFolder:
         if stored.scales is None:
             self._fill(stored.file, stored.offset + first * stored.row_bytes, data)
             return
+        if stored.is_mxfp4:
+            assert (first, count) == (0, stored.shape[0]), stored
+            data[:] = byte_view(self._decoded(stored, stored.scales))
+            return
         columns, blocks = stored.shape[1], stored.scales
         codes = bytearray(count * columns)
         self._fill(stored.file, stored.offset + first * columns, memoryview(codes))
@@ -132,6 +136,14 @@ class SafetensorsFolder:
         coded = tensor_of(codes, DTYPES["float8_e4m3fn"], (count, columns))
         scaled = tensor_of(scales, blocks.dtype, (below - above, blocks.shape[1]))
         data[:] = byte_view(fp8.decode(coded, scaled, first))
+
+    def _decoded(self, stored: StoredTensor, scales: StoredTensor) -> Tensor:
+        """An expert's matrix from MXFP4."""
+        codes, powers = bytearray(scales.num_bytes * mxfp4.BLOCK_BYTES), bytearray(scales.num_bytes)
+        self._fill(stored.file, stored.offset, memoryview(codes))
+        self._fill(scales.file, scales.offset, memoryview(powers))
+        blocks = tensor_of(codes, scales.dtype, (*scales.shape, mxfp4.BLOCK_BYTES))
+        return mxfp4.decode(blocks, tensor_of(powers, scales.dtype, scales.shape))
 
     def _fill(self, file: Path, offset: int, data: memoryview) -> None:
         if read_into(self._descriptors[file], offset, data) != len(data):
@@ -155,6 +167,37 @@ class SafetensorsFolder:
             self.tensors[name.removesuffix(fp8.SCALE)] = decoded
             del self.tensors[name]
 
+    def _pair_blocks(self) -> None:
+        """Put the 4-bit numbers of MXFP4 matrices and their scales together.
+
+        Raises: UserError: they are of other blocks.
+        """
+        for name in [name for name in self.tensors if name.endswith(mxfp4.BLOCKS)]:
+            whole = name.removesuffix(mxfp4.BLOCKS)
+            blocks, scales = self.tensors[name], self.tensors.get(whole + mxfp4.SCALES)
+            if scales is None or blocks.dtype != DTYPES["uint8"]:
+                continue
+            shape = mxfp4.decoded_shape(blocks.shape, scales.shape)
+            if shape is None or scales.dtype != DTYPES["uint8"]:
+                raise UserError(
+                    f"{name} is {blocks.dtype} {list(blocks.shape)}, its scales {scales.dtype} "
+                    f"{list(scales.shape)}: no MXFP4; dequantise the model to bf16 and convert that"
+                )
+            self.tensors[whole] = replace(blocks, dtype=DTYPES["bfloat16"], shape=shape, scales=scales)
+            del self.tensors[name], self.tensors[whole + mxfp4.SCALES]
+
+    def _take_apart(self, pieces: Mapping[str, tuple[int, ...]]) -> None:
+        """Name the pieces of tensors; a tensor of another shape stays whole."""
+        for whole, group in grouped(pieces.items()):
+            stored = self.tensors.get(whole)
+            if stored is None or stored.shape != whole_shape(*zip(*group, strict=True)):
+                continue
+            del self.tensors[whole]
+            first = 0
+            for name, shape in group:
+                self.tensors[name] = stored.piece(first, shape)
+                first += 1 if is_numbered(name) else shape[0]
+
     def close(self) -> None:
         """Close the files."""
         close_all(self._descriptors)
@@ -174,18 +217,18 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises: UserError: the file is truncated or its header is no safetensors header.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
+    further = TypeError, AttributeError, KeyError
+    with (
+        reading(file, "a safetensors file", "it may be truncated; copy or download it again", *further),
+        file.open("rb") as stream,
+    ):
+        size, start = file.stat().st_size, stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise damaged(file, f"a header of {length} bytes does not fit in {size} bytes")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(file, f"its header cannot be read ({error})") from None
+        header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if stored.offset != end:
@@ -197,114 +240,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(file: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    stored = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), base + begin)
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
+    if not all(type(number) is int and 0 <= number < 1 << 60 for number in (begin, end, *shape)):
+        raise ValueError(f"data_offsets {[begin, end]!r:.60} and shape {shape!r:.60} are no lists of sizes")
+    stored = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(shape), base + begin)
     if end - begin != stored.num_bytes:
         raise ValueError(f"data_offsets {[begin, end]} for {entry['dtype']} {entry['shape']}")
     return stored
-
-
-def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
-    """Divide tensors over files in order; a file holds at most ``max_shard_bytes``, or one larger tensor."""
-    shards: list[list[Planned]] = [[]]
-    size = 0
-    for tensor in tensors:
-        num_bytes = num_bytes_of(tensor[1], tensor[2])
-        if shards[-1] and size + num_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += num_bytes
-    return shards
-
-
-class SafetensorsWriter:
-    """Writes tensors to places that are fixed beforehand, in any order and from any thread.
-
-    Files are made at their full size with their headers; `open` and `write` fill in the data.
-    """
-
-    def __init__(
-        self, folder: Path, tensors: Iterable[Planned], max_shard_bytes: int, name: str = "model"
-    ) -> None:
-        shards = plan_shards(tensors, max_shard_bytes)
-        self.folder = folder
-        self.tensors: dict[str, StoredTensor] = {}
-        self.descriptors: dict[Path, int] = {}
-        for number, shard in enumerate(shards, start=1):
-            suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            self._lay_out(folder / f"{name}{suffix}.safetensors", shard)
-
-    def _lay_out(self, file: Path, shard: list[Planned]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, dtype, shape in shard:
-            begin, end = end, end + num_bytes_of(dtype, shape)
-            header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        self.descriptors[file] = descriptor
-        write_from(descriptor, 0, memoryview(struct.pack("<Q", len(text)) + text))
-        os.ftruncate(descriptor, 8 + len(text) + end)
-        for name, dtype, shape in shard:
-            offset = 8 + len(text) + header[name]["data_offsets"][0]
-            self.tensors[name] = StoredTensor(file, dtype, shape, offset)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all data."""
-        return sum(stored.num_bytes for stored in self.tensors.values())
-
-    def open(self, name: str) -> TensorWriter:
-        """The place of a tensor, to be filled piece by piece."""
-        return TensorWriter(name, self.tensors[name], self.descriptors[self.tensors[name].file])
-
-    def write(self, name: str, data: memoryview) -> int:
-        """Put a tensor's bytes at their place. Returns: their crc32."""
-        place = self.open(name)
-        place.write(data)
-        assert place.is_full, name
-        return place.crc32
-
-    def holds(self, name: str, crc32: int) -> bool:
-        """True if what lies at the tensor's place has this checksum."""
-        if name not in self.tensors:
-            return False
-        stored = self.tensors[name]
-        return crc32_of(self.descriptors[stored.file], stored.offset, stored.num_bytes) == crc32
-
-    def close(self) -> None:
-        """Close the files."""
-        close_all(self.descriptors)
-
-    def write_index(self) -> None:
-        """Write the index that transformers and vLLM look for; one file alone needs none."""
-        if len({stored.file for stored in self.tensors.values()}) < 2:
-            return
-        weight_map = {name: stored.file.name for name, stored in self.tensors.items()}
-        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-class TensorWriter:
-    """Fills a tensor's place from front to end. Attributes: name; stored; crc32: of what was written."""
-
-    def __init__(self, name: str, stored: StoredTensor, descriptor: int) -> None:
-        self.name, self.stored, self.crc32 = name, stored, 0
-        self._descriptor, self._done = descriptor, 0
-
-    @property
-    def is_full(self) -> bool:
-        """True once all bytes are there."""
-        return self._done == self.stored.num_bytes
-
-    def write(self, data: memoryview) -> None:
-        """Append whole numbers; they are checked, and their checksum is taken, while they are in the cache.
-
-        Raises: UserError: one is NaN or infinite.
-        """
-        check_finite(data, self.stored.dtype, self.name)
-        write_from(self._descriptor, self.stored.offset + self._done, data)
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self._done += len(data)

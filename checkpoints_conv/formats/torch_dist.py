@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from checkpoints_conv.formats import nemo
 from checkpoints_conv.formats.archive import SavedTensor
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
-from checkpoints_conv.formats.pickles import RefusingUnpickler, refused
+from checkpoints_conv.formats.pickles import load_guarded, refused
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,8 +107,8 @@ def find_checkpoint(path: Path) -> Path:
         if (folder / METADATA).exists():
             return folder
         latest = folder / LATEST
-        if latest.exists() and (number := latest.read_text().strip()).isdigit():
-            named = folder / f"iter_{int(number):07d}"
+        if latest.exists() and (number := _iteration(latest)) is not None:
+            named = folder / f"iter_{number:07d}"
             if (named / METADATA).exists():
                 return named
             if next(folder.glob(f"iter_*/{METADATA}"), None) is not None:
@@ -123,12 +123,19 @@ def find_checkpoint(path: Path) -> Path:
         if iterations:
             return iterations[0]
     for file in (path / "metadata.json", path / "weights" / "metadata.json"):
-        if file.exists() and '"zarr"' in file.read_text():
+        if file.is_file() and b'"zarr"' in file.read_bytes():
             raise UserError(f"{file.parent} is in the zarr format; save it again as torch_dist")
     raise UserError(
         f"{path} holds no torch_dist checkpoint (a folder with {METADATA}); give iter_NNNNNNN or the folder "
         "above it"
     )
+
+
+def _iteration(latest: Path) -> int | None:
+    """The number in a tracker's file; None for "release"."""
+    with reading(latest, "a text with an iteration's number", "restore it, or give the folder iter_NNNNNNN"):
+        text = latest.read_text(encoding="utf-8").strip()
+        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 @dataclass(frozen=True)
@@ -293,10 +300,10 @@ def _overlap(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> list[t
 def _read_keys(folder: Path) -> dict[str, Key]:
     path = folder / METADATA
     try:
-        with path.open("rb") as stream:
-            allowed = _ALLOWED | {("builtins", "getattr"): partial(_member_of, str(path))}
-            found = RefusingUnpickler(stream, allowed, str(path)).load()
-        assert isinstance(found, _STORED_METADATA)
+        allowed = _ALLOWED | {("builtins", "getattr"): partial(_member_of, str(path))}
+        found = load_guarded(path, allowed)
+        if not isinstance(found, _STORED_METADATA):
+            raise damaged(path, "it holds no torch_dist metadata")
         places = {(i.fqn, tuple(i.offset)): v for i, v in found.storage_data.items() if hasattr(i, "offset")}
         tensors = {
             name: stored
@@ -316,9 +323,23 @@ def _key(name: str, stored: Any, places: Mapping[Any, Any]) -> Key:
         place = places[name, tuple(chunk.offsets)]
         if getattr(place, "transform_descriptors", None):
             raise UserError(f"{name} is stored with {place.transform_descriptors}; save it uncompressed")
-        where = (str(place.relative_path), int(place.offset), int(place.length))
-        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where))
-    return Key(tuple(stored.size), stored.properties.dtype, tuple(chunks))
+        start, length = _sizes((place.offset, place.length))
+        chunks.append(
+            Chunk(_sizes(chunk.offsets), _sizes(chunk.sizes), str(place.relative_path), start, length)
+        )
+    shape, dtype = _sizes(stored.size), stored.properties.dtype
+    if not isinstance(dtype, Dtype) or any(len(one.sizes) != len(shape) for one in chunks):
+        raise ValueError(f"{name!r:.60} has chunks of another rank, or no dtype")
+    if any(len(one.offsets) != len(shape) for one in chunks):
+        raise ValueError(f"{name!r:.60} has chunks at places of another rank")
+    return Key(shape, dtype, tuple(chunks))
+
+
+def _sizes(numbers: Any) -> tuple[int, ...]:
+    found = tuple(numbers)
+    if not all(type(number) is int and 0 <= number < 1 << 60 for number in found):
+        raise ValueError(f"{found!r:.60} are no sizes")
+    return found
 
 
 def _check_file(folder: Path, name: str, end: int) -> None:

@@ -13,6 +13,7 @@ from nemo_grpo.cli import (
     convert,
     data,
     diagnose,
+    doctor,
     eval,
     launch,
     plan,
@@ -43,13 +44,14 @@ app.add_typer(slurm.app, name="slurm")
 app.command("train")(train.train)
 app.command("eval")(eval.eval_command)
 app.command("preflight")(preflight.preflight)
+app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("report")(report.report)
 app.add_typer(diagnose.app, name="diagnose")
 app.command("compare")(compare.compare)
 app.command("sweep")(compare.sweep)
-app.command("variants")(variants.variants)
+app.add_typer(variants.app, name="variants")
 
 
 def main(commands: typer.Typer = app) -> None:

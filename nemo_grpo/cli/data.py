@@ -32,14 +32,14 @@ def prepare(
             help="Local copy of the repository, or a folder of such copies by data set name: no network.",
         ),
     ] = None,
-    tokenizer: Annotated[
-        str, typer.Option(help="Folder or hub name; used by filters that count tokens.")
-    ] = "Qwen/Qwen2.5-7B",
     generate: Annotated[
         bool,
         typer.Option("--generate", help="Generate the problems: kk-3to7, kk-3to7-test. No network."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Prepare again even if up to date.")] = False,
+    any_count: Annotated[
+        bool, typer.Option("--any-count", help="Accept another number of problems than the paper states.")
+    ] = False,
 ) -> None:
     """Write data sets as JSONL, with manifests of sources, rules, counts and hashes.
 
@@ -53,7 +53,7 @@ def prepare(
         if generate:
             found.generate()
     request = Request(
-        out=out, revision=revision, source=source, tokenizer=tokenizer, generate=generate, force=force
+        out=out, revision=revision, source=source, generate=generate, force=force, any_count=any_count
     )
     check_copies(names, request)
     for name in names:
@@ -94,9 +94,7 @@ def list_() -> None:
 
 
 def _count(source: Source) -> str:
-    if source.expected is None:
-        return ""
-    return f"{'~' if source.expected.about else ''}{source.expected.count}"
+    return "" if source.expected is None else str(source.expected).replace("about ", "~")
 
 
 @app.command()

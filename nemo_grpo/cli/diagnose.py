@@ -80,9 +80,7 @@ def pivots(
     settings = PivotSettings(num_problems, share, most, k, replacement, seed, perturbation)
     with finite_logits(model):
         study, decode = _study(loaded, model, settings)
-    result = {"model": str(model), "task": loaded.nemo_grpo.task.model_dump(mode="json")} | study.to_dict(
-        decode
-    )
+    result = {"model": str(model), "task": loaded.task.model_dump(mode="json")} | study.to_dict(decode)
     _write(result, out)
     _show(result, out)
 
@@ -142,10 +140,10 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
         raise UserError(
             "nemo_grpo.engine.generator=vllm gives no entropies to the study; use auto, decoder or hf"
         )
-    task = section.task.build()
+    task = recipe.task.build()
     if isinstance(task, MultiTurnTask):
         raise UserError(
-            f"nemo_grpo.task.name={section.task.name}: responses have several turns, which the study cannot "
+            f"nemo_grpo.task.name={recipe.task.name}: responses have several turns, which the study cannot "
             "continue; choose a run of another task"
         )
     torch.set_num_threads(section.engine.num_threads)

@@ -155,6 +155,8 @@ def _show(
         line(own_layout(further["scale"]))
     for sentence in data:
         line(f"data: {sentence}")
+    for sentence in dict.fromkeys(sentence for one in plans for sentence in one.approximated):
+        line(f"approximated: {sentence}")
     for one in (one for one in plans if not one.accepted):
         for problem in one.problems:
             line(f"{one.name}: {problem}", "red")
@@ -178,6 +180,7 @@ def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) ->
                 "training_bytes": {row.part: row.num_bytes for row in one.rows},
                 "peak_bytes": one.peaks,
                 "cache_tokens": one.cache_tokens,
+                "approximated": one.approximated,
                 "time": one.forecast and as_dict(one.forecast, price),
             }
             for one in plans

@@ -61,6 +61,7 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
     """Print a recipe's line; ``missing`` gets the files that its task lacks."""
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.launch.data_files import check_data, missing_files
+    from nemo_grpo.plan.rules import shape_problems
     from nemo_grpo.recipe import advice, load_recipe, refuse_unsupported
 
     try:
@@ -70,6 +71,8 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
         recipe = load_recipe(path, overrides)
         if recipe.nemo_grpo.target == "embedded":
             refuse_unsupported(recipe)
+        if wrong := shape_problems(recipe):
+            raise UserError("; ".join(wrong))
         data = check_data(recipe)
         if lacking := missing_files(recipe):
             missing += lacking
@@ -77,6 +80,7 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
             raise UserError("; ".join(data.errors))
         else:
             try_own_rewards(recipe)
+            try_own_loss(recipe)
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}")
         return False
@@ -88,6 +92,17 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
 
 def _note(sentence: str) -> None:
     typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
+
+
+def try_own_loss(recipe: Recipe) -> None:
+    """The quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own.
+
+    Raises: UserError: a check does not hold.
+    """
+    if is_reference(recipe.loss_fn.variant):
+        from nemo_grpo.variants.checking import try_out
+
+        try_out(recipe.loss_fn, "loss_fn.variant")
 
 
 def try_own_rewards(recipe: Recipe) -> None:
@@ -102,14 +117,14 @@ def try_own_rewards(recipe: Recipe) -> None:
 
     from nemo_grpo.tasks.scoring import Scorer
 
-    with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
+    with closing(Scorer(recipe.task.build(), own.rewards, own.prompt)) as scorer:
         scorer.try_out(recipe.grpo.seed)
 
 
 def _summary(recipe: Recipe) -> str:
     m = recipe.policy.megatron_cfg
     return (
-        f"{recipe.loss_fn.variant}, {recipe.policy.model_name or 'warm start'}, "
+        f"{recipe.loss_fn.variant or recipe.loss_fn.title}, {recipe.policy.model_name or 'warm start'}, "
         f"{recipe.grpo.max_num_steps} steps of {recipe.grpo.num_prompts_per_step} x "
         f"{recipe.grpo.num_generations_per_prompt}, TP {m.tensor_model_parallel_size} "
         f"PP {m.pipeline_model_parallel_size} CP {m.context_parallel_size} DP {recipe.data_parallel_size}"

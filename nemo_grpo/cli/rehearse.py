@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from nemo_grpo.cli.recipe import Overrides
+from nemo_grpo.cli.recipe import Overrides, try_own_loss
 
 
 def rehearse(
@@ -69,6 +69,7 @@ def run_rehearsal(
 
     loaded = load_recipe(recipe, overrides)
     stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
+    try_own_loss(loaded)
     refuse(loaded, recipe, has_vllm=stack.vllm_python is not None)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.rehearsal", str(recipe), *overrides]

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nemo_grpo.cli.recipe import Overrides
+from nemo_grpo.cli.recipe import Overrides, try_own_loss
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ def train(
     loaded = load_recipe(recipe, overrides or [])  # before the imports below, which take seconds
     for sentence in advice(loaded):
         log.warning("%s", sentence)
+
+    try_own_loss(loaded)
 
     from nemo_grpo.engine.run_command import run_recipe
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.surrogates import MAX_LOG_RATIO
 
 KLType = Literal["k1", "k2", "k3"]
 
@@ -15,6 +16,7 @@ def kl_estimate(
     """Estimate the divergence from the reference policy.
 
     With d = logp_ref - logp:   k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1   (Schulman 2020)
+    In k3 d is clamped from above at `MAX_LOG_RATIO`, without gradient there.
 
     Args:    both [B, T], nats.
     Returns: [B, T]; gradient flows through next_token_logprobs only as far as these formulas carry it (k3's
@@ -51,5 +53,9 @@ def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
 
 
 def _excess_of_exp(x: Tensor) -> Tensor:
-    """exp(x) - x - 1, accurate near 0, where the plain sum would cancel."""
+    """exp(x) - x - 1, accurate near 0, where the plain sum would cancel; x clamped at `MAX_LOG_RATIO`.
+
+    Only from above: far below 0 the value is -x - 1, which cannot overflow.
+    """
+    x = x.clamp(max=MAX_LOG_RATIO)
     return torch.expm1(x) - x

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.batch import TokenBatch
-from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.statistics import percentiles, row_std, token_mean, token_std
+from nemo_grpo.core.surrogates import MAX_LOG_RATIO
 from nemo_grpo.core.token_weights import step_covariance
 
 COVARIANCE_SHARES = {
@@ -34,6 +35,7 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
     lengths = mask.sum(1)
     covariance = step_covariance(batch.prev_logprobs, base.per_token(mask), mask)
     drift = batch.prev_logprobs - batch.generation_logprobs
+    bounded = drift.clamp(max=MAX_LOG_RATIO)
     metrics = {
         "reward/mean": rewards.sum() / num_valid,
         "reward/std": row_std(rewards, valid),
@@ -46,7 +48,7 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
         "advantage/abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),
         "covariance/mean": token_mean(covariance, mask),
         "mismatch/logprob_abs_mean": token_mean(drift.abs(), mask),
-        "mismatch/kl": token_mean(torch.exp(drift) - drift - 1, mask),
+        "mismatch/kl": token_mean(bounded.exp() - bounded - 1, mask),
         "logprob/mean": token_mean(batch.prev_logprobs, mask),
     }
     values = percentiles(covariance[mask], tuple(COVARIANCE_SHARES.values()))

@@ -16,6 +16,7 @@ from nemo_grpo.core.checks import require
 from nemo_grpo.core.importance import ImportanceCorrection
 from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.metrics import step_metrics
+from nemo_grpo.core.surrogates import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ Terms = Callable[[PreparedBatch], TokenTerms]
 FurtherMetrics = Callable[[PreparedBatch, "dict[str, Tensor]"], "dict[str, Tensor]"]
 
 
+def _far_below(batch: TokenBatch) -> Tensor:
+    """[B, T]: 1 for tokens whose KL estimate is clamped, because the reference is that much likelier."""
+    assert batch.reference_policy_logprobs is not None
+    gap = batch.reference_policy_logprobs - batch.kl_logprobs.detach()
+    return (gap > MAX_LOG_RATIO).to(gap.dtype)
+
+
 @dataclass(frozen=True)
 class Objective:
     """An algorithm, as two plain functions and a normalisation.
@@ -61,8 +69,8 @@ class Objective:
         kl_penalty: beta, the factor of the KL term.
         correction: reweighting of the policy term by policy over sampler, or None.
         needs_entropy, needs_reference: which optional tensors of `TokenBatch` are required.
-        needs_prev_logprobs: ``shape`` reads logprobs or entropies from the scoring pass. If it does not,
-            advantages follow from rewards alone, and a step's only update can score in its own forward pass.
+        needs_scores: ``shape`` reads logprobs or entropies from the scoring pass. If it does not, advantages
+            follow from rewards alone, and a step's only update can score in its own forward pass.
         whole_groups_per_loss_call: the loss needs exactly one complete group per call (CW-GRPO's
             author_compat).
         learns_without_advantages: ``terms`` has a gradient where the advantage is 0, the KL penalty's aside.
@@ -77,7 +85,7 @@ class Objective:
     correction: ImportanceCorrection | None = None
     needs_entropy: bool = False
     needs_reference: bool = False
-    needs_prev_logprobs: bool = True
+    needs_scores: bool = True
     whole_groups_per_loss_call: bool = False
     learns_without_advantages: bool = False
 
@@ -167,5 +175,5 @@ class Objective:
             terms = replace(terms, policy=weights * terms.policy)
             metrics |= {"loss/policy": -terms.policy.detach()} | about
         if terms.kl is not None:
-            metrics["kl/reference"] = terms.kl.detach()
+            metrics |= {"kl/reference": terms.kl.detach(), "kl/clamped_fraction": _far_below(prepared.batch)}
         return terms, metrics

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from nemo_grpo.core.lazy import Tensor, torch
 
+MAX_LOG_RATIO = 20.0
+"""Nats at which log-ratios are clamped, value and gradient.
+
+exp(20) is 5e8. exp(89) is infinite in float32; the loss then is infinite or NaN even where a clip would
+bound it."""
+
 
 def importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor) -> Tensor:
-    """rho = exp(logp - logp_prev), [B, T]."""
-    return torch.exp(next_token_logprobs - prev_logprobs)
+    """rho = exp(logp - logp_prev), [B, T]; the exponent is clamped at `MAX_LOG_RATIO`."""
+    return torch.exp((next_token_logprobs - prev_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def sequence_importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -16,11 +22,11 @@ def sequence_importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor
     Implements GSPO (2507.18071) Eq. 7.
 
     Args:    next_token_logprobs, prev_logprobs: [B, T], nats.  mask: [B, T] bool.
-    Returns: [B, T]; the gradient reaches every token of the response.
+    Returns: [B, T]; the gradient reaches every token of the response. The mean is clamped at `MAX_LOG_RATIO`.
     """
     drift = torch.where(mask, next_token_logprobs - prev_logprobs, 0.0)
     mean = drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return torch.exp(mean).expand_as(drift)
+    return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).expand_as(drift)
 
 
 def clipped_policy_gradient(

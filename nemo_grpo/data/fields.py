@@ -5,10 +5,12 @@ Every function here makes a ``Mapping``: row -> `Entry`, or None for a row that 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_grpo.tasks.jsonl import worked_answer
 from nemo_grpo.tasks.rewards.final_answer import last_boxed
 
 Row = Mapping[str, Any]
@@ -81,6 +83,16 @@ def chat_row(*, prefix: str = "", suffix: str = "", keep: Sequence[str] = ()) ->
     return entry
 
 
+def worked(question: str, answer: str) -> FieldMapping:
+    """One column is the question, one the solution that ends in ``#### answer``: GSM8K."""
+
+    def entry(row: Row) -> Entry:
+        solution, final = worked_answer(text(row[answer])) or ("", "")
+        return Entry(text(row[question]), final, {"solution": solution})
+
+    return entry
+
+
 def dialogue(row: Row) -> Entry:
     """Open-Reasoner-Zero: a pair [{"value": question}, {"ground_truth": {"value": answer}}]."""
     question, reply = row["row"]
@@ -117,3 +129,18 @@ def picture(
         return Entry(found.question, found.answer, found.metadata, tuple(images))
 
     return entry
+
+
+def offered_choices(row: Row) -> Entry:
+    """SAT, worded as VisualThinker-R1-Zero's process_dataset.py words it: the question offers its answers.
+
+    Deviation: it shuffles them anew in every run; here the question decides their order.
+    """
+    answers = [text(answer) for answer in row["answers"]]
+    random.Random(text(row["question"])).shuffle(answers)
+    offered = f"{', '.join(answers[:-1])} or {answers[-1]}"
+    question = (
+        f"Answer in natural language. {text(row['question'])} Choose between the following options: {offered}"
+    )
+    metadata = {"question_type": row["question_type"]}
+    return Entry(question, text(row["correct_answer"]), metadata, tuple(row["image_bytes"]))

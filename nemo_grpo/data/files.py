@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from nemo_grpo.data.fields import Entry, FieldMapping, Row
-from nemo_grpo.data.filters import Filter, Options
+from nemo_grpo.data.filters import Filter
 from nemo_grpo.data.sources import Source
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import flush
@@ -19,14 +19,17 @@ SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF
 
 
 def write_problems(
-    source: Source, path: Path, rows: Iterable[Row], options: Options
+    source: Source, path: Path, rows: Iterable[Row], check: Callable[[int], None]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Write the file under a temporary name, then rename. Returns: the filters' counts, number of images."""
+    """Write the file under a temporary name, then rename. Returns: the filters' counts, number of images.
+
+    Args: check: sees the number of problems before the file is renamed; raises if it is not acceptable.
+    """
     temporary, images = path.with_suffix(".jsonl.tmp"), path.with_suffix(".images")
     new_images = path.with_suffix(".images.tmp")
     shutil.rmtree(new_images, ignore_errors=True)
     num_images = 0
-    chain = _Chain(source.chain, options)
+    chain = _Chain(source.chain)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for number, entry in chain.run(_entries(source.name, source.mapping, rows)):
@@ -38,6 +41,7 @@ def write_problems(
                 where = {"images": [f"{images.name}/{name}" for name in names]} if names else {}
                 content = entry.question, entry.answer, {**entry.metadata, **where}
                 file.write(as_line(Problem(f"{source.name}-{number}", *content)))
+        check(chain.counts()[-1]["after"])
         flush(temporary)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -64,9 +68,9 @@ def _entries(name: str, mapping: FieldMapping, rows: Iterable[Row]) -> Iterator[
 class _Chain:
     """Filters in order, with counts of the entries before and after each."""
 
-    def __init__(self, filters: tuple[Filter, ...], options: Options) -> None:
+    def __init__(self, filters: tuple[Filter, ...]) -> None:
         self._filters = filters
-        self._keeps = [filter.build(options) for filter in filters]
+        self._keeps = [filter.build() for filter in filters]
         self._met = [0] * (len(filters) + 1)
 
     def run(self, entries: Iterable[tuple[int, Entry]]) -> Iterator[tuple[int, Entry]]:

@@ -11,19 +11,6 @@ Keep = Callable[[Entry], bool]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Inputs that a filter may need.
-
-    Attributes:
-        count_tokens: length of a text in tokens; None where no filter needs it.
-        excluded: questions of the data sets that `Source.excludes` names, as `same_question` writes them.
-    """
-
-    count_tokens: Callable[[str], int] | None = None
-    excluded: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
 class Filter:
     """A rule over entries, in their order.
 
@@ -31,13 +18,11 @@ class Filter:
         rule: what is kept, in words; part of the manifest.
         cited: paper and passage, or another reason.
         build: makes the test; called once per run, so that the test may keep state.
-        needs_tokens: needs `Options.count_tokens`.
     """
 
     rule: str
     cited: str
-    build: Callable[[Options], Keep]
-    needs_tokens: bool = False
+    build: Callable[[], Keep]
 
 
 def same_question(question: str) -> str:
@@ -47,7 +32,7 @@ def same_question(question: str) -> str:
 
 def complete() -> Filter:
     """Question and answer are not empty; always the first filter."""
-    return Filter("question and answer are not empty", "file format", lambda _: _is_complete)
+    return Filter("question and answer are not empty", "file format", lambda: _is_complete)
 
 
 def _is_complete(entry: Entry) -> bool:
@@ -58,24 +43,27 @@ def levels(wanted: Iterable[str], cited: str) -> Filter:
     """The metadata's ``level`` is one of these."""
     kept = frozenset(wanted)
     rule = f"level is one of {', '.join(sorted(kept))}"
-    return Filter(rule, cited, lambda _: lambda entry: str(entry.metadata.get("level")) in kept)
+    return Filter(rule, cited, lambda: lambda entry: str(entry.metadata.get("level")) in kept)
 
 
-def short_solution(max_tokens: int, cited: str) -> Filter:
-    """The metadata's ``solution`` has at most ``max_tokens`` tokens."""
+def short_solution(max_words: int, cited: str) -> Filter:
+    """The metadata's ``solution`` has at most ``max_words`` words, as white space separates them."""
 
-    def build(options: Options) -> Keep:
-        count = options.count_tokens
-        assert count is not None
-        return lambda entry: count(str(entry.metadata.get("solution", ""))) <= max_tokens
+    def keep(entry: Entry) -> bool:
+        return len(str(entry.metadata.get("solution", "")).split()) <= max_words
 
-    return Filter(f"solution has at most {max_tokens} tokens", cited, build, needs_tokens=True)
+    return Filter(f"solution has at most {max_words} words", cited, lambda: keep)
+
+
+def one_image(cited: str) -> Filter:
+    """The entry has one image."""
+    return Filter("one image", cited, lambda: lambda entry: len(entry.images) == 1)
 
 
 def unique_questions(cited: str) -> Filter:
     """The first of several entries with the same question and the same images."""
 
-    def build(_: Options) -> Keep:
+    def build() -> Keep:
         seen: set[object] = set()
 
         def keep(entry: Entry) -> bool:
@@ -89,16 +77,10 @@ def unique_questions(cited: str) -> Filter:
     return Filter("first of equal questions", cited, build)
 
 
-def not_in(names: Iterable[str], cited: str) -> Filter:
-    """The question is in none of the data sets of these names; see `Options.excluded`."""
-    rule = f"question is not in {', '.join(names)}"
-    return Filter(rule, cited, lambda options: lambda e: same_question(e.question) not in options.excluded)
-
-
 def first(count: int, cited: str) -> Filter:
     """The first ``count`` entries."""
 
-    def build(_: Options) -> Keep:
+    def build() -> Keep:
         left = iter(range(count))
         return lambda entry: next(left, None) is not None
 

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol
@@ -56,6 +57,7 @@ class Hub:
     Attributes:
         splits: read one after the other.  config: the subset; None: the default.
         files: patterns of the files that these splits need, for a download by hand.
+        num_rows: read the first rows alone; None: all.
     """
 
     repository: str
@@ -63,11 +65,13 @@ class Hub:
     config: str | None = None
     files: tuple[str, ...] = ()
     revision: str | None = None
+    num_rows: int | None = None
 
     @property
     def label(self) -> str:
         config = f", {self.config}" if self.config else ""
-        return f"{self.repository} ({'+'.join(self.splits)}{config})"
+        rows = f"[:{self.num_rows}]" if self.num_rows else ""
+        return f"{self.repository} ({'+'.join(self.splits)}{config}{rows})"
 
     def instructions(self, revision: str | None) -> str:
         include = "".join(f" --include '{pattern}'" for pattern in self.files)
@@ -82,6 +86,9 @@ class Hub:
         return sha
 
     def rows(self, revision: str, folder: Path | None) -> Iterator[Row]:
+        return islice(self._all_rows(revision, folder), self.num_rows)
+
+    def _all_rows(self, revision: str, folder: Path | None) -> Iterator[Row]:
         for split in self.splits:
             if folder is None:
                 yield from _load(self.repository, self.config, split=split, revision=revision)

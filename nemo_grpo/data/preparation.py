@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from nemo_grpo.data.fields import Row
 from nemo_grpo.data.files import write_problems
-from nemo_grpo.data.filters import Options, same_question
 from nemo_grpo.data.generated import Generated
 from nemo_grpo.data.manifest import read_manifest, write_manifest
 from nemo_grpo.data.sources import SOURCES, Source, find_source
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.files import sha256_of
-from nemo_grpo.tasks.jsonl import read_problems
-
-log = logging.getLogger(__name__)
 
 FORMAT = 1
 """Format version; a new number makes every file be prepared again."""
@@ -33,20 +29,20 @@ class Request:
     Attributes:
         out: folder of the files.  revision: branch, tag or commit; None: the table's pin, or the newest.
         source: local copy of the repository, or a folder that holds such copies by data set name.
-        tokenizer: a folder or hub name; counts tokens where a filter asks for it.
         generate: generate problems instead of reading published ones, if the data set has a generator.
         force: prepare even if the manifest says that nothing would change.
+        any_count: accept another number of problems than the paper or publisher states.
     """
 
     out: Path
     revision: str | None = None
     source: Path | None = None
-    tokenizer: str = "Qwen/Qwen2.5-7B"
     generate: bool = False
     force: bool = False
+    any_count: bool = False
 
-    def copy_of(self, source: Source, *, alone: bool) -> Path | None:
-        """The local copy for this set; a folder without one counts only for the set that was asked for.
+    def copy_of(self, source: Source) -> Path | None:
+        """The local copy for this set.
 
         Raises: UserError: the folder holds copies of other repositories, which would be read instead.
         """
@@ -54,8 +50,6 @@ class Request:
             return None
         if (self.source / source.name).is_dir():
             return self.source / source.name
-        if not alone:
-            return None
         others = [
             other.name
             for other in SOURCES.values()
@@ -82,7 +76,7 @@ def check_copies(names: Sequence[str], request: Request) -> None:
     if folder is None or request.generate:
         return
     sources = [find_source(name) for name in names]
-    alike = [source for source in sources if request.copy_of(source, alone=True) == folder]
+    alike = [source for source in sources if request.copy_of(source) == folder]
     if len({_repository(source) for source in alike}) > 1:
         listed = " and ".join(source.name for source in alike)
         raise UserError(
@@ -107,30 +101,32 @@ def prepare(name: str, request: Request) -> Prepared:
     ``<name>.images``.
 
     Raises: UserError: unknown name; the source cannot be reached or read (says what to download where); rows
-            lack a column.
+            lack a column; the number of problems is not the stated one.
     """
     source = find_source(name)
     if request.generate:
-        return _prepare(source.generate(), replace(request, source=None), alone=True)
+        return _prepare(source.generate(), replace(request, source=None))
     if find_spec("datasets") is None:
         raise UserError("nemo-grpo data prepare needs the datasets library; pip install 'nemo-grpo[data]'")
-    return _prepare(source, request, alone=True)
+    return _prepare(source, request)
 
 
-def _prepare(source: Source, request: Request, *, alone: bool) -> Prepared:
+def _prepare(source: Source, request: Request) -> Prepared:
     path = request.out / f"{source.name}.jsonl"
-    folder = request.copy_of(source, alone=alone)
+    folder = request.copy_of(source)
     wanted = _wanted(source, request, folder)
     existing = _up_to_date(path, wanted)
     if existing is not None and not request.force:
+        _check_count(source, request, existing["num_problems"])
         return Prepared(path, existing, fresh=False)
     revision = _resolve(source, request, folder)
-    options = _options(source, request)
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {request.out} cannot be made ({error.strerror}); choose another") from error
-    counts, num_images = write_problems(source, path, _rows(source, request, revision, folder), options)
+    rows = _rows(source, request, revision, folder)
+    check = partial(_check_count, source, request)
+    counts, num_images = write_problems(source, path, rows, check)
     manifest = {
         "name": source.name,
         "file": path.name,
@@ -143,7 +139,6 @@ def _prepare(source: Source, request: Request, *, alone: bool) -> Prepared:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_manifest(path, manifest)
-    _warn_of_counts(source, manifest["num_problems"])
     return Prepared(path, manifest, fresh=True)
 
 
@@ -156,7 +151,6 @@ def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, 
         "requested_revision": request.revision or source.origin.revision,
         "local_copy": str(folder) if folder else None,
         "rules": [filter.rule for filter in source.chain],
-        "tokenizer": request.tokenizer if source.needs_tokens else None,
     }
 
 
@@ -196,33 +190,11 @@ def _unreachable(source: Source, revision: str | None, folder: Path | None, erro
     )
 
 
-def _options(source: Source, request: Request) -> Options:
-    excluded: set[str] = set()
-    for name in source.excludes:
-        other = _prepare(find_source(name), replace(request, revision=None, force=False), alone=False)
-        excluded |= {same_question(problem.question) for problem in read_problems([other.path])}
-    count = _token_counter(request.tokenizer) if source.needs_tokens else None
-    return Options(count_tokens=count, excluded=frozenset(excluded))
-
-
-def _token_counter(name: str) -> Callable[[str], int]:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--tokenizer {name} cannot be loaded ({first_line(error)}); give the folder of a model "
-            "of the Qwen2.5 series, whose tokenizer the paper's lengths are counted with"
-        ) from error
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _warn_of_counts(source: Source, count: int) -> None:
+def _check_count(source: Source, request: Request, count: int) -> None:
     expected = source.expected
-    if expected is not None and not expected.matches(count):
-        about = "about " if expected.about else ""
-        log.warning(
-            "%s has %d problems; %s%d are stated (%s)",
-            *(source.name, count, about, expected.count, expected.stated),
+    if expected is not None and not expected.matches(count) and not request.any_count:
+        raise UserError(
+            f"{source.name} has {count} problems, and {expected} are stated ({expected.stated}); the paper's "
+            "steps and results are those of its own set: check --revision and --source, or take what is "
+            "there with --any-count"
         )

@@ -57,7 +57,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """An empty folder to fill before `complete`, one at a time; every process of the run calls both."""
-        temporary = self._temporary(step)
+        temporary = self.temporary(step)
         if self.leads:
             self.remove_leftovers()
             temporary.mkdir(parents=True)
@@ -69,11 +69,12 @@ class CheckpointStore:
         final = self.folder / _name(step)
         self.barrier()
         if self.leads:
-            self._publish(self._temporary(step), final, {"step": step, **info})
+            self._publish(self.temporary(step), final, {"step": step, **info})
         self.barrier()
         return final
 
-    def _temporary(self, step: int) -> Path:
+    def temporary(self, step: int) -> Path:
+        """Where a checkpoint lies between `begin` and `complete`."""
         return self.folder / f"{_TEMPORARY}{_name(step)}"
 
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:

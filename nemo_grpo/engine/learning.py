@@ -70,7 +70,7 @@ class Learner:
         The forward pass of an update that is the step's only one also scores, if the advantages do not wait
         for that.
         """
-        if self.objective.needs_prev_logprobs or self.recipe.num_updates_per_step > 1:
+        if self.objective.needs_scores or self.recipe.num_updates_per_step > 1:
             prepared = self.prepare(step, state, self.score(step), self.reference(step))
             state.carried = prepared.carried
             clock.lap("time/score")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from checkpoints_conv.model_card import Training
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron import parallel
-from nemo_grpo.engine.megatron.checkpoint import begin_save
+from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
 from nemo_grpo.engine.run_folder import RunFolder
@@ -69,11 +69,14 @@ class Saver:
         """Wait until the save under way, if there is one, is a complete checkpoint.
 
         Raises: TrainingAborted: it could not be written.
+                UserError: it could not be read back.
         """
         if self._under_way is not None:
             (step, info, write), self._under_way = self._under_way, None
             with self._explained(step):
                 write.finish()
+                self.store.barrier()
+                check_readable(self.store.temporary(step) / WEIGHTS)
                 self.store.complete(step, info)
 
     @contextmanager

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.reward_shaping import overlong_penalty
-from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.parallel import is_rank_zero
@@ -143,7 +142,7 @@ def validation_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
         training_sampling(recipe, tokenizer),
         temperature=generation.val_temperature or 1.0,
         top_p=generation.val_top_p,
-        top_k=value_of(recipe, "policy.generation.val_top_k", generation.top_k),
+        top_k=generation.val_top_k,
         greedy=generation.val_temperature == 0,
     )
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 
@@ -68,7 +67,7 @@ def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Trac
 
 
 def _enabled(recipe: Recipe, name: str) -> bool:
-    return bool(value_of(recipe, f"logger.{name}_enabled", False))
+    return bool(getattr(recipe.logger, f"{name}_enabled"))
 
 
 class _Careful:
@@ -116,9 +115,7 @@ class WandB:
     def __init__(self, recipe: Recipe, folder: Path, _from_step: int) -> None:
         import wandb
 
-        section = {
-            k: v for k, v in dict(value_of(recipe, "logger.wandb", {})).items() if not k.startswith("log_")
-        }
+        section = {k: v for k, v in recipe.logger.wandb.items() if not k.startswith("log_")}
         settings = wandb.Settings(init_timeout=INIT_SECONDS, console="off", silent=True)
         given = {
             "project": "nemo_grpo",
@@ -151,7 +148,7 @@ class MLflow:
     def __init__(self, recipe: Recipe, folder: Path, _from_step: int) -> None:
         from mlflow import MlflowClient
 
-        section = dict(value_of(recipe, "logger.mlflow", {}))
+        section = recipe.logger.mlflow
         place = section.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         self.client = MlflowClient(place or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
         name = section.get("experiment_name") or "nemo_grpo"

@@ -60,8 +60,7 @@ class Trainer:
         if resume:
             self.run.lock()
         self.objective = recipe.loss_fn.build()
-        self.task = recipe.nemo_grpo.task.build()
-        own = recipe.nemo_grpo
+        own, self.task = recipe.nemo_grpo, recipe.task.build()
         self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
@@ -71,7 +70,7 @@ class Trainer:
         self.generator = setup.build_generator(recipe, self.source)
         self.sampling = setup.training_sampling(recipe, self.tokenizer)
         self.learner = Learner(recipe, self.objective, self.policy)
-        self.problems = self.task.validation_problems(recipe.grpo.max_val_samples)
+        self.problems = self.task.validation_problems(recipe.grpo.num_val_problems)
         checkpointing = recipe.checkpointing
         self.store = CheckpointStore(
             recipe.checkpoint_dir,

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 DEFAULT_PROMPTS = {
     "math": "gpg_7b",
     "logic": "tr_grpo_logic",
-    "vision_math": "gpg",
-    "vision_classification": "gpg",
+    "vision_math": "gpg_geoqa",
+    "vision_classification": "gpg_cv_bench",
     "vision_grounding": "gpg_grounding",
 }
 """Task -> its default preset."""
@@ -96,7 +96,7 @@ class Choice:
         data_dir: of prepared sets.  limit: maximum number of problems; None: all, or the recipe's number.
         task: name for files without a manifest; None: math.
         preset: prompt by name; None: the recipe's, or the task's default.
-        prompts: task -> preset, before `DEFAULT_PROMPTS`.
+        prompts: benchmark or task -> preset, before `DEFAULT_PROMPTS`.
         images: the generator takes images.
         recipe: its prompt, and its parameters for the same task.
     """
@@ -176,12 +176,17 @@ def _asked(path: Path | None, choice: Choice) -> tuple[TaskConfig, Prompt, str, 
         given = recipe.task.model_dump() if recipe is not None and of_recipe else {}
         files = {"validation_files": (str(path),), "train_files": ()}
         config = _file_task(name)(**{**given, **files})
-    preset = choice.preset or (None if recipe else {**DEFAULT_PROMPTS, **choice.prompts}.get(config.name))
+    preset = choice.preset or (None if recipe else _default_preset(path, config.name, choice))
     if preset is not None:
         return config, _preset(preset), preset, of_recipe
     if recipe is not None:
         return config, recipe.prompt, RECIPE, True
     return config, Prompt(), "none", of_recipe
+
+
+def _default_preset(path: Path | None, task: str, choice: Choice) -> str | None:
+    by_name = None if path is None else choice.prompts.get(path.stem)
+    return by_name or {**DEFAULT_PROMPTS, **choice.prompts}.get(task)
 
 
 def _preset(name: str) -> Prompt:

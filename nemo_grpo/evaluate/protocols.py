@@ -15,7 +15,7 @@ class Protocol:
     source: where the values stand.
     k: samples per problem.  temperature: 0 is greedy.  max_tokens: at most what the model's positions
         leave behind the longest prompt.
-    prompts: task -> preset, where no recipe sets the prompt.
+    prompts: benchmark or task -> preset, where no recipe sets the prompt.
     """
 
     source: str
@@ -57,6 +57,7 @@ PROTOCOLS: dict[str, Protocol] = {
         "the release's R1-V and VisualThinker-R1-Zero evaluations (AMAP-ML/GPG): greedy; Visual-RFT's leave "
         "the sampling to the model's generation_config.json and allow 128 tokens on LISA",
         *(1, 0.0, 1.0, 1024),
+        prompts={"vision_classification": "question", "cv-bench": "gpg_cv_bench"},
     ),
     "r1": Protocol("DeepSeek-R1's model card (2501.12948)", 64, 0.6, 0.95, 32768),
     "qwen-math": Protocol(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_grpo.data import SOURCES
+from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.rollout_rules import validation_files_hold_the_validation_problems
 from nemo_grpo.tasks.jsonl import FileTaskConfig, count_problems
@@ -33,11 +34,19 @@ def check_data(recipe: Recipe) -> DataCheck:
     task, missing = recipe.nemo_grpo.task, missing_files(recipe)
     if missing or not isinstance(task, FileTaskConfig):
         return DataCheck(tuple(remedies(missing)), (), "")
-    counts = {key: count_problems(getattr(task, key)) for key in ("train_files", "validation_files")}
+    errors = tuple(validation_files_hold_the_validation_problems(recipe))
+    try:
+        counts = {
+            key: count_problems(getattr(task, key), with_images=task.needs_images)
+            for key in ("train_files", "validation_files")
+        }
+    except UserError as error:
+        return DataCheck(errors or (f"nemo_grpo.task.train_files: {error}",), (), "")
     found = ", ".join(f"{count} problems in {key}" for key, count in counts.items() if count is not None)
-    return DataCheck(
-        tuple(validation_files_hold_the_validation_problems(recipe)), tuple(_repeated(recipe, counts)), found
-    )
+    if trained := counts["train_files"]:
+        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / trained
+        found += f": {epochs:.3g} epochs of training"
+    return DataCheck(errors, tuple(_repeated(recipe, counts)), found)
 
 
 def missing_files(recipe: Recipe) -> list[str]:

@@ -1,5 +1,6 @@
 """The cluster engine: every variant on NeMo-RL (Ray, Megatron, vLLM), without a change to NeMo-RL's source.
 
-`run_grpo` is the driver; `loss` runs on the workers, `advantage` and `sampling` on the driver; `compat` lists
-every private name that they use.
+`run_grpo` is the driver; `loss` runs on the workers, `advantage` and `sampling` on the driver. `hooks` lists
+what they replace of NeMo-RL, `uses` what they call; `doctor` compares both with a source tree, `compat` with
+the installed one.
 """

@@ -18,12 +18,15 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
 
 SEED_STRIDE = 1_000_003
 """Step n draws with the seed grpo.seed x this + n, as in the embedded engine."""
+OF_SCORES = ("mismatch/", "covariance/")
+"""Metrics of scored logprobs, in whose place NeMo-RL gives zeros under force_on_policy_ratio."""
 
 
 def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
@@ -59,13 +62,16 @@ class VariantEstimator:
         seed: int = 0,
         first_step: int = 0,
         exchange: StepExchange | None = None,
+        diagnostics: StepDiagnostics | None = None,
     ) -> None:
         """Args: first_step: finished steps of a resumed run, so that random draws continue."""
         self.objective = config.build()
+        self.scores_nothing = config.force_on_policy_ratio
         self.num_generations = num_generations
         self.seed = seed
         self.step = first_step
         self.exchange = exchange or StepExchange()
+        self.diagnostics = diagnostics
         self.last_metrics: dict[str, float] = {}
 
     def compute_advantage(
@@ -101,8 +107,12 @@ class VariantEstimator:
         metrics = dict(prepared.metrics)
         if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+        if self.scores_nothing:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_SCORES)}
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))
+        if self.diagnostics is not None and logs is not None:
+            self.last_metrics |= self.diagnostics.measure(self.objective, prepared, logs, self.step)
         self.exchange.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
 
@@ -118,7 +128,7 @@ class VariantEstimator:
         name = self.objective.name
         if policy is None:
             raise UserError(
-                f"{name}: NeMo-RL gave no logprobs of the policy; leave loss_fn.force_on_policy_ratio out"
+                f"{name}: NeMo-RL gave no logprobs of the policy, as its trainers do; use a tested version"
             )
         if self.objective.needs_reference and reference is None:
             raise UserError(

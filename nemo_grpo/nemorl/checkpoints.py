@@ -13,11 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl.observers import after_checkpoint, after_checkpoint_begun
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.exchange import StepExchange
@@ -41,11 +41,9 @@ def save_side_files(
     Args: checkpointer: NeMo-RL's `CheckpointManager`.  tokenizer: a tokenizer or processor.
           model_config: transformers' configuration of the model.  exchange: its ``carried`` goes there, too.
     """
-    begin: Callable[..., Any] = checkpointer.init_tmp_checkpoint
     generation_config = _generation_config(model_config.name_or_path)
 
-    def init_tmp_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        folder = begin(*args, **kwargs)
+    def add(folder: Any) -> None:
         side = Path(folder) / SIDE_FOLDER
         side.mkdir(parents=True, exist_ok=True)
         model_config.save_pretrained(side)
@@ -54,9 +52,8 @@ def save_side_files(
         tokenizer.save_pretrained(side)
         if exchange is not None and exchange.carried:
             (Path(folder) / CARRIED).write_text(json.dumps(exchange.carried))
-        return folder
 
-    checkpointer.init_tmp_checkpoint = init_tmp_checkpoint
+    after_checkpoint_begun(checkpointer, add)
 
 
 def _generation_config(model: str) -> Any:
@@ -141,16 +138,12 @@ class Exports:
 
     def after_every_save(self, checkpointer: Any) -> None:
         """From now on, export every checkpoint that ``checkpointer`` finishes."""
-        # HEAD renames in a separate method, from a thread; 0.7.0 within finalize_checkpoint.
-        name = "_rename_checkpoint" if hasattr(checkpointer, "_rename_checkpoint") else "finalize_checkpoint"
-        finish: Callable[[Any], None] = getattr(checkpointer, name)
 
-        def then_export(checkpoint_path: Any) -> None:
-            finish(checkpoint_path)
+        def link(checkpoint_path: Any) -> None:
             path = Path(checkpoint_path)  # the newest, which NeMo-RL keeps at least until the next
             self._link(path.with_name(path.name.removeprefix("tmp_")))
 
-        setattr(checkpointer, name, then_export)
+        after_checkpoint(checkpointer, link)
 
     def _is_missing(self, checkpoint: Path) -> bool:
         """True without an export, or with one of an older checkpoint of the same step."""

@@ -1,4 +1,7 @@
-"""From a recipe to NeMo-RL's configuration: the recipe merged into NeMo-RL's shipped base."""
+"""From a recipe to NeMo-RL's configuration: the recipe merged into NeMo-RL's shipped base.
+
+A recipe with NeMo-RL's own data is complete: only its loss is replaced, if it names a variant.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.dotted import value_of
+from nemo_grpo.dotted import set_value, value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.nemorl.hooks import HOOKS
+from nemo_grpo.nemorl.uses import BASE, SFT, VISION_BASE
+from nemo_grpo.recipe import Recipe, host, load_recipe
+from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 
 log = logging.getLogger(__name__)
 
-SFT = "nemo_rl.algorithms.sft"
-BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
-"""NeMo-RL's base configurations, for text and for images."""
+VISION_PROCESSOR = "vlm_hf_data_processor"
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "grpo.val_num_generations_per_prompt": (1,),
@@ -56,8 +60,11 @@ class ClusterRun:
 
     @property
     def has_images(self) -> bool:
-        """True for tasks with images."""
-        return self.recipe.nemo_grpo.task.needs_images
+        """True for tasks with images, and for data that NeMo-RL's function for vision models encodes."""
+        task = self.recipe.nemo_grpo.task
+        if task is not None:
+            return task.needs_images
+        return any(data.get("processor") == VISION_PROCESSOR for _, data in host.data_sets(self.recipe))
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
@@ -74,7 +81,14 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         )
     if compat.version() == compat.V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
-    tree = nemo_rl_tree(recipe, resolve(apply_overrides(load_tree(path), overrides)), _base_tree(recipe))
+    for note in recipe.notes:
+        log.info("%s", note)
+    given = resolve(apply_overrides(load_tree(path), overrides))
+    if recipe.nemo_grpo.task is None:
+        tree = host_tree(recipe, given)
+    else:
+        tree = nemo_rl_tree(recipe, given, _base_tree(recipe))
+    gather_before_refits(recipe, tree)
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
     return ClusterRun(recipe, _validated(tree, compat.GRPO))
@@ -105,6 +119,28 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
     return tree
 
 
+def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
+    """Set overlap_param_gather to false where the refit would send weights of before the step."""
+    is_mended = hasattr(
+        compat.import_name("nemo_rl.models.policy.lm_policy:Policy"), "sync_params_before_refit"
+    )
+    for reason in () if is_mended else refit_sends_updated_weights(recipe):
+        log.warning("%s", reason)
+        set_value(tree, OVERLAP, False)
+
+
+def host_tree(recipe: Recipe, given: Mapping[str, Any]) -> Tree:
+    """NeMo-RL's configuration of a recipe that keeps its data.
+
+    Args: given: recipe and overrides, resolved, without our defaults.
+    """
+    tree, _ = host.adapted(given)
+    if not recipe.loss_fn.is_stock:
+        tree["loss_fn"] |= loss_section(recipe)
+    tree["nemo_grpo"] = recipe.nemo_grpo.model_dump(mode="json")
+    return tree
+
+
 def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
     """NeMo-RL's configuration for supervised training.
 
@@ -126,10 +162,10 @@ def sft_section(recipe: Recipe) -> dict[str, Any]:
     unit = micro * recipe.data_parallel_size
     return {
         "max_num_steps": grpo.max_num_steps,
-        "max_num_epochs": value_of(recipe, "grpo.max_num_epochs", 1),
+        "max_num_epochs": grpo.max_num_epochs,
         "val_period": grpo.val_period,
         "val_batches": ALL_BATCHES,
-        "val_global_batch_size": -(-grpo.max_val_samples // unit) * unit,
+        "val_global_batch_size": -(-grpo.num_val_problems // unit) * unit,
         "val_micro_batch_size": micro,
         "val_at_start": grpo.val_at_start,
         "val_at_end": grpo.val_at_end,
@@ -157,10 +193,10 @@ def early_stop_metric(name: str) -> str:
 
     Raises: UserError: this NeMo-RL has no early stop.
     """
-    if compat.version() == compat.V0_7_0:
+    if not compat.has_name(HOOKS["threshold"].target):
         raise UserError(
-            f"grpo.stop_at_validation_metric={name}: NeMo-RL {compat.V0_7_0} has no early stop and "
-            "would train on; leave it and stop_at_validation_threshold out"
+            f"grpo.stop_at_validation_metric={name}: this NeMo-RL has no early stop and would train on; "
+            "leave it and stop_at_validation_threshold out"
         )
     return name.removeprefix("val:").removeprefix("validation/")
 
@@ -187,7 +223,7 @@ def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> 
 
 
 def _base_tree(recipe: Recipe) -> Tree:
-    name = VISION_BASE if recipe.nemo_grpo.task.needs_images else BASE
+    name = VISION_BASE if recipe.task.needs_images else BASE
     path = base_folder() / name
     compat.import_name("nemo_rl.utils.config:register_omegaconf_resolvers")()
     from omegaconf import OmegaConf
@@ -202,9 +238,7 @@ def base_folder() -> Path:
 
     Raises: UserError: nemo_rl was installed without them.
     """
-    import nemo_rl
-
-    folder = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs"
+    folder = compat.package_folder().parent / "examples" / "configs"
     if not (folder / BASE).is_file():
         raise UserError(
             f"{folder / BASE} is missing: NeMo-RL's own base configuration is needed; run in NeMo-RL's "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.extensions import receive_files
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import compat, uses
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
@@ -68,7 +68,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     task.train_problem(0, grpo.seed)
     with closing(Scorer(task, own.rewards, own.prompt)) as scorer:
         scorer.try_out(grpo.seed)
-    return TaskProblems(task, task.validation_problems(grpo.max_val_samples) if grpo.validates else [])
+    return TaskProblems(task, task.validation_problems(grpo.num_val_problems) if grpo.validates else [])
 
 
 def setup_data(
@@ -253,7 +253,7 @@ class TaskEnvironment(TaskEnvironmentImpl):
 
 def start_environment(config: Mapping[str, Any]) -> Any:
     """An actor with a task, in the Python of NeMo-RL's driver."""
-    registry = compat.import_name(compat.ACTOR_PYTHONS)
+    registry = compat.import_name(uses.ACTOR_PYTHONS)
     registry[ACTOR] = registry["nemo_rl.environments.math_environment.MathEnvironment"]
     environments = compat.import_name(f"{_ENVIRONMENTS}.utils:ENV_REGISTRY")
     environments.setdefault(TASK_NAME, {"actor_class_fqn": ACTOR})

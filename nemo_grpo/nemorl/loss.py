@@ -120,12 +120,15 @@ class ObjectiveLoss:
         def aligned(name: str) -> Tensor | None:
             return data[name][:, 1:] if name in data else None
 
+        # NeMo-RL then scores nothing, and data["prev_logprobs"] is zeros.
+        forced = self.config.force_on_policy_ratio
+        scored = next_token_logprobs.detach() if forced else data["prev_logprobs"][:, 1:]
         sample_mask = data["sample_mask"]
         unused = torch.zeros_like(sample_mask, dtype=torch.int64)
         needs_kl = self.reference_policy_kl_penalty > 0
         batch = TokenBatch(
             next_token_logprobs=next_token_logprobs,
-            prev_logprobs=data["prev_logprobs"][:, 1:],
+            prev_logprobs=scored,
             generation_logprobs=aligned("generation_logprobs"),
             reference_policy_logprobs=aligned("reference_policy_logprobs") if needs_kl else None,
             unfiltered_logprobs=data.get("curr_logprobs_unfiltered") if needs_kl else None,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import compat, uses, versions
 from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
 from nemo_grpo.nemorl.refit import Refits
 
@@ -27,6 +27,12 @@ log = logging.getLogger(__name__)
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 WORKER = "nemo_grpo.nemorl.worker.PolicyWorker"
 ENTROPY_WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
+NEEDS: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    WORKER: (versions.STAGES,),
+    ENTROPY_WORKER: (versions.STAGES, versions.ENTROPIES),
+}
+"""What of NeMo-RL each of our workers needs."""
 
 
 def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> Callable[..., Any]:
@@ -34,23 +40,27 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
 
     Args:    exchange: receives entropies if the variant needs them, and provides the estimator's tensors.
           refits: is notified of every send of weights.
+    Raises: UserError: this NeMo-RL does not fit the worker that the recipe needs.
     """
     stock: Any = compat.import_name("nemo_rl.models.policy.lm_policy:Policy")
-
+    worker = worker_class(run.recipe)
+    for part in NEEDS[worker]:
+        compat.require(part)
     learns_always = has_further_losses(run.master_config)
 
     class ExchangingPolicy(stock):  # type: ignore[misc]
         """NeMo-RL's policy; its base is known only where NeMo-RL is."""
 
-        def get_logprobs(self, data: Any, **further: Any) -> Any:
-            found = super().get_logprobs(data, **further)
+        def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
+            found = super().get_logprobs(*arguments, **named)
             exchange.entropies = found.pop(ENTROPIES, None)
             return found
 
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
             for name, tensor in exchange.take_train_tensors().items():
                 data[name] = tensor
-            if not learns_always and has_no_gradient(data, run.recipe.loss_fn):
+            config = run.recipe.loss_fn
+            if not (learns_always or config.is_stock) and has_no_gradient(data, config):
                 log.info("no group carries signal: metrics only, no update")
                 further["eval_mode"] = True
             return super().train(data, loss_fn, **further)
@@ -62,7 +72,7 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
             return refits.sends(self, super().broadcast_weights_for_collective(*args, **further))
 
     def make(**arguments: Any) -> Any:
-        if worker := worker_class(run.recipe):
+        if worker:
             register_worker(worker)
             arguments["worker_extension_cls_fqn"] = worker
         return ExchangingPolicy(**arguments)
@@ -74,6 +84,8 @@ def worker_class(recipe: Recipe) -> str | None:
     """Our worker that the recipe needs; None for NeMo-RL's own."""
     if recipe.loss_fn.needs_entropy:
         return ENTROPY_WORKER
+    if not recipe.policy.megatron_cfg.enabled:
+        return None
     has_stages = recipe.policy.megatron_cfg.pipeline_model_parallel_size > 1
     return WORKER if has_stages and recipe.policy.generation.temperature != 1.0 else None
 
@@ -109,8 +121,8 @@ def has_further_losses(master_config: Any) -> bool:
 
 def register_worker(worker: str) -> None:
     """Let one of our workers run in the environment of NeMo-RL's; Ray must be initialised."""
-    python = compat.import_name(compat.ACTOR_PYTHON)(STOCK_WORKER)
+    python = compat.import_name(uses.ACTOR_PYTHON)(STOCK_WORKER)
     if python.startswith("uv"):
         make = compat.import_name("nemo_rl.utils.venvs:create_local_venv_on_each_node")
         python = make(python, STOCK_WORKER)
-    compat.import_name(compat.ACTOR_PYTHONS)[worker] = python
+    compat.import_name(uses.ACTOR_PYTHONS)[worker] = python

@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import hooks
 
 log = logging.getLogger(__name__)
 
-GENERATION = "nemo_rl.models.generation.vllm.vllm_generation:VllmGeneration"
-UPDATES = ("update_weights_via_ipc_zmq", "update_weights_from_collective")
-"""Methods that start an update; each returns a future per engine: True, or False if it failed."""
+UPDATES = ("update on the same GPUs", "update on other GPUs")
+"""Hooks of what starts an update; each returns a future per engine: True, or False if it failed."""
 MARKS = ("Error in VllmInternalWorkerExtension.", "Exception during collective_rpc for weight update")
 """Start of the worker's printed error. An engine of several GPUs returns only once the other ranks have given
 up too; the line appears earlier."""
@@ -44,12 +43,13 @@ class Refits:
         """Make NeMo-RL's driver wait for every update that it starts, and listen to the workers' output."""
         from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
-        generation = compat.import_name(GENERATION)
-        for name in UPDATES:
-            setattr(generation, name, self._watched(getattr(generation, name)))
+        for key in UPDATES:
+            hooks.install(key, self.watched)
         global_worker_stdstream_dispatcher.add_handler(__name__, self.heard)
 
-    def _watched(self, update: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """What starts an update and waits for it."""
+
         def start_and_wait(*args: Any, **kwargs: Any) -> Any:
             futures = update(*args, **kwargs)
             self.wait(futures)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import hooks
 from nemo_grpo.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -28,16 +29,18 @@ def resume_with_optimizer(recipe: Recipe) -> None:
     A run that saves its optimizer but would resume without one is refused by a UserError from NeMo-RL's
     `setup`: it would silently become a different run.
     """
-    manager: Any = compat.import_name("nemo_rl.utils.checkpoint:CheckpointManager")
-    stock = manager.get_resume_paths
 
-    def get_resume_paths(last_checkpoint_path: Any, **further: Any) -> Paths:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "Optimizer will be freshly initialized"
-            weights, optimizer = stock(last_checkpoint_path, **further)
-        return weights, optimizer or optimizer_of(weights, is_required=recipe.checkpointing.save_optimizer)
+    def find(theirs: Callable[..., Paths]) -> Any:
+        def get_resume_paths(*arguments: Any, **named: Any) -> Paths:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "Optimizer will be freshly initialized"
+                weights, optimizer = theirs(*arguments, **named)
+            is_required = recipe.checkpointing.save_optimizer
+            return weights, optimizer or optimizer_of(weights, is_required=is_required)
 
-    manager.get_resume_paths = staticmethod(get_resume_paths)
+        return staticmethod(get_resume_paths)
+
+    hooks.install("resume", find)
 
 
 def optimizer_of(weights: Path | None, *, is_required: bool) -> Path | None:

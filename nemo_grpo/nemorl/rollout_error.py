@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.cluster_rules import OVERLAP
 from nemo_grpo.recipe.rollout_rules import uses_fp8
@@ -42,7 +41,7 @@ def bound(recipe: Recipe) -> float | None:
     """The largest healthy error of a step; None for asynchronous training, whose rollouts may use older
     weights.
     """
-    if value_of(recipe, "grpo.async_grpo.enabled"):
+    if recipe.grpo.is_async:
         return None
     return FP8_BOUND if uses_fp8(recipe) else BF16_BOUND
 
@@ -62,16 +61,15 @@ def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
     if limit is None:
         yield
         return
-    log_metrics = logger.log_metrics
 
-    def watched(metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
-        if METRIC in metrics:
-            error = per_update(recipe, float(metrics[METRIC]))
-            exceeds = not error <= limit  # nan does
-            if exceeds:
-                log.warning(WARNING, step, METRIC, error, limit)
-            metrics = {**metrics, EXCEEDS: float(exceeds)}
-        return log_metrics(metrics, step, *args, **kwargs)
+    def judge(metrics: Mapping[str, Any], step: int) -> Mapping[str, float]:
+        if METRIC not in metrics:
+            return {}
+        error = per_update(recipe, float(metrics[METRIC]))
+        exceeds = not error <= limit  # nan does
+        if exceeds:
+            log.warning(WARNING, step, METRIC, error, limit)
+        return {EXCEEDS: float(exceeds)}
 
-    with compat.replaced(logger, "log_metrics", watched):
+    with listening(logger, adds=judge):
         yield

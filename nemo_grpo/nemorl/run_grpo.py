@@ -19,19 +19,22 @@ from checkpoints_conv.families import family_for
 from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError, first_line
-from nemo_grpo.nemorl import compat, sft
+from nemo_grpo.nemorl import compat, hooks, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
 from nemo_grpo.nemorl.compat import Setup
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.host_data import set_up_data
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.ray_address import check_ray_address
 from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.resume import resume_with_optimizer
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.run_record import record_run
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
+from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
 from nemo_grpo.nemorl.worker_python import check_async_save
 
@@ -53,12 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         try:
             compat.check()
             run = load_run(arguments.config, arguments.overrides)
-            loss_fn = ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=_fused(run.master_config))
-            ready = set_up(run)  # refuses what only the task can check: a missing file, too few problems
+            ready = set_up(run)  # refuses what only the data can tell: a missing file, too few problems
         except UserError as error:
             sys.stderr.write(f"error: {error}\n")
             return EXIT_USAGE
-        return train(run, loss_fn, ready)
+        return train(run, ready)
     except Exception:  # may not recur in the next attempt
         # Not left to the interpreter's end: the error's frames hold NeMo-RL's workers, and workers that are
         # freed after Ray has gone wait for ever.
@@ -67,17 +69,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Ready(NamedTuple):
-    """All arguments of NeMo-RL's trainer except our loss; ``processor`` is None without images.
+    """All arguments of NeMo-RL's trainer; ``processor`` is None without images.
 
     ``exports`` is set if the recipe exports every checkpoint. ``is_supervised``: the trainer is NeMo-RL's for
-    supervised training, with its own loss.
+    supervised training. ``last_step``: the step at which training is complete.
     """
 
     parts: Setup
+    loss_fn: Any
     tokenizer: Any
     processor: Any
     environments: list[Any]
     exports: Exports | None
+    last_step: int
     is_supervised: bool = False
 
 
@@ -91,26 +95,32 @@ def set_up(run: ClusterRun) -> Ready:
     from nemo_grpo.nemorl.environments import read_problems, setup_data
 
     share_sources()
-    problems = read_problems(run)
+    recipe = run.recipe
+    problems = read_problems(run) if recipe.nemo_grpo.task is not None else None
     check_async_save(run.master_config)
     compat.keep_tensor_pickles_plain()
     hf_config = model_config(run)
     exports = exports_of(run, hf_config)
     config = run.master_config
     remove_remains(config.policy)
-    resume_with_optimizer(run.recipe)
+    resume_with_optimizer(recipe)
     config.logger["log_dir"] = compat.import_name("nemo_rl.utils.logger:get_next_experiment_dir")(
         config.logger["log_dir"]
     )
+    check_ray_address()
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     processor, tokenizer = load_tokenizer(run)
-    if run.recipe.loss_fn.learns_from_demonstrations:
+    if recipe.loss_fn.learns_from_demonstrations:
+        assert problems is not None, "recipe.host refuses it"
         parts = sft.set_up(run, problems, tokenizer)
         save_side_files(parts.checkpointer, tokenizer, hf_config)
-        return Ready(parts, tokenizer, None, [{}, {}], exports, is_supervised=True)
+        last = recipe.grpo.max_num_steps
+        return Ready(parts, parts.loss_fn, tokenizer, None, [{}, {}], exports, last, is_supervised=True)
     from nemo_grpo.nemorl.policy import policy_factory
 
-    dataset, val_dataset, *environments = setup_data(run, problems, processor or tokenizer)
+    encoder = processor or tokenizer
+    data = set_up_data(run, encoder) if problems is None else setup_data(run, problems, encoder)
+    dataset, val_dataset, *environments = data
     exchange, refits = StepExchange(), Refits()
     refits.install()
     parts = compat.unpack_setup(
@@ -123,16 +133,19 @@ def set_up(run: ClusterRun) -> Ready:
             policy_factory=policy_factory(run, exchange, refits),
         )
     )
-    check_epochs(run, parts)
-    install(run, exchange, finished_steps(parts))
-    resume_carried(run.recipe.loss_fn, parts.checkpointer, exchange)
-    save_side_files(parts.checkpointer, processor or tokenizer, hf_config, exchange)
-    return Ready(parts, tokenizer, processor, environments, exports)
+    last = last_step(run, parts)
+    loss_fn = parts.loss_fn
+    if not recipe.loss_fn.is_stock:
+        loss_fn = ObjectiveLoss(recipe.loss_fn, use_fused_linear_logprobs=_fused(config))
+        install(run, exchange, finished_steps(parts), tokenizer)
+        resume_carried(recipe.loss_fn, parts.checkpointer, exchange)
+    save_side_files(parts.checkpointer, encoder, hf_config, exchange)
+    return Ready(parts, loss_fn, tokenizer, processor, environments, exports, last)
 
 
-def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
+def train(run: ClusterRun, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
-    parts, tokenizer, processor, environments, exports, is_supervised = ready
+    parts, exports = ready.parts, ready.exports
     code = None
     try:
         try:
@@ -141,13 +154,13 @@ def train(run: ClusterRun, loss_fn: ObjectiveLoss, ready: Ready) -> int:
                 exports.begin()
             recipe, logger = run.recipe, parts.logger
             with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
-                if is_supervised:
-                    sft.run_trainer(parts, tokenizer)
+                if ready.is_supervised:
+                    sft.run_trainer(parts, ready.tokenizer)
                 else:
-                    run_trainer(parts, loss_fn, tokenizer, processor, environments)
+                    run_trainer(ready)
         finally:
-            close(parts, environments)
-        code = exit_code(run, parts, stop)
+            close(parts, ready.environments)
+        code = exit_code(run, ready, stop)
     finally:
         if exports is not None:  # 0: nothing will restart this run
             exports.wait() if code == 0 else exports.stop()
@@ -188,9 +201,14 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     return processor, tokenizer
 
 
-def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:
+def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer: Any) -> None:
     """Put the variant's estimator and sampling where NeMo-RL's trainers look for theirs."""
     recipe = run.recipe
+    diagnostics = StepDiagnostics(
+        recipe.run_dir,
+        recipe.nemo_grpo.engine.diagnostics_period,
+        lambda token: str(tokenizer.decode([token])),
+    )
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
         return VariantEstimator(
@@ -199,12 +217,12 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int) -> None:
             seed=recipe.grpo.seed,
             first_step=first_step,
             exchange=exchange,
+            diagnostics=diagnostics,
         )
 
-    compat.replace_global(
-        "_create_advantage_estimator", create_advantage_estimator, compat.ESTIMATOR_NAMESPACES
-    )
-    compat.replace_global("dynamic_sampling", dynamic_sampling_for(recipe.loss_fn, exchange), (compat.GRPO,))
+    sample = dynamic_sampling_for(recipe.loss_fn, exchange)
+    hooks.install("estimator", lambda _theirs: create_advantage_estimator)
+    hooks.install("sampling", lambda _theirs: sample)
 
 
 def finished_steps(parts: Setup) -> int:
@@ -216,23 +234,28 @@ def finished_steps(parts: Setup) -> int:
     return max(int(value_of(state, name, 0)) for name in ("total_steps", "current_step"))
 
 
-def check_epochs(run: ClusterRun, parts: Setup) -> None:
-    """Check that max_num_epochs passes over the data last until synchronous training's last step.
+def last_step(run: ClusterRun, parts: Setup) -> int:
+    """The step at which training is complete: max_num_steps, or the end of NeMo-RL's own data.
 
-    Raises: UserError: it would silently return earlier.
+    Raises: UserError: a task's data end earlier, with max_num_epochs.
     """
     grpo, state, config = run.recipe.grpo, parts.grpo_save_state, parts.master_config
     if value_of(config, "grpo.async_grpo.enabled", False):
-        return
+        return grpo.max_num_steps
     num_epochs, epoch = value_of(config, "grpo.max_num_epochs", 1), int(value_of(state, "current_epoch", 0))
     left = grpo.max_num_steps - finished_steps(parts)
     possible = (num_epochs - epoch) * len(parts.dataloader) - int(value_of(state, "current_step", 0))
+    if possible < left and run.recipe.nemo_grpo.task is None:
+        log.info("grpo.max_num_epochs=%s ends training after %d more steps", num_epochs, max(possible, 0))
+        return grpo.max_num_steps - left + max(possible, 0)
     if possible < left:
+        end = finished_steps(parts) + max(possible, 0)
         raise UserError(
             f"grpo.max_num_epochs={num_epochs}: {left} steps remain until grpo.max_num_steps="
             f"{grpo.max_num_steps}, but the data ends after {max(possible, 0)} ({len(parts.dataloader)} per "
-            f"epoch, {epoch} epochs done); raise it, recipes/base/cluster.yaml has 1000"
+            f"epoch, {epoch} epochs done); raise it, or set the steps to {end}"
         )
+    return grpo.max_num_steps
 
 
 def model_config(run: ClusterRun) -> Any:
@@ -273,11 +296,9 @@ def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
     return exports
 
 
-def run_trainer(
-    parts: Setup, loss_fn: ObjectiveLoss, tokenizer: Any, processor: Any, environments: list[Any]
-) -> None:
-    """NeMo-RL's trainer, synchronous or asynchronous, with our loss."""
-    config = parts.master_config
+def run_trainer(ready: Ready) -> None:
+    """NeMo-RL's trainer, synchronous or asynchronous."""
+    parts, processor, config = ready.parts, ready.processor, ready.parts.master_config
     is_async = bool(value_of(config, "grpo.async_grpo.enabled", False))
     trainer = compat.import_name(f"{compat.GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}")
     further: dict[str, Any] = {}
@@ -294,9 +315,9 @@ def run_trainer(
         parts.policy_generation,
         parts.dataloader,
         parts.val_dataloader,
-        tokenizer,
-        loss_fn,
-        *environments,
+        ready.tokenizer,
+        ready.loss_fn,
+        *ready.environments,
         parts.logger,
         parts.checkpointer,
         parts.grpo_save_state,
@@ -317,9 +338,9 @@ def close(parts: Setup, environments: list[Any]) -> None:
         log.exception("generation did not shut down")
 
 
-def exit_code(run: ClusterRun, parts: Setup, stop: Stop) -> int:
+def exit_code(run: ClusterRun, ready: Ready, stop: Stop) -> int:
     """See `main`. A trainer that returns early without a known reason has printed its error."""
-    done, wanted = max(finished_steps(parts), stop.last_step), run.recipe.grpo.max_num_steps
+    done, wanted = max(finished_steps(ready.parts), stop.last_step), ready.last_step
     if done >= wanted:
         return 0
     if stop.reached_threshold:

@@ -16,7 +16,7 @@ from typing import Any
 from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
 from nemo_grpo.engine.run_folder import VERSIONS_FILE, keep_own_files, versions
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -51,13 +51,11 @@ def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
     (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
     (folder / VERSIONS_FILE).write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
     keep_own_files(folder, recipe.own_files)
-    log_metrics, watch = logger.log_metrics, Watch(recipe.grpo.max_num_steps)
+    watch = Watch(recipe.grpo.max_num_steps)
 
-    def recorded(
-        metrics: Mapping[str, Any], step: int, prefix: str | None = "", *rest: Any, **named: Any
-    ) -> Any:
+    def record(metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         row = {
-            name_of(prefix or "", name): float(value)
+            name_of(prefix, name): float(value)
             for name, value in metrics.items()
             if isinstance(value, Real) or getattr(value, "ndim", None) == 0
         }
@@ -65,7 +63,6 @@ def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
             file.write(json.dumps({"step": step, **row}) + "\n")
         for sentence in watch({"step": step, **row}) if SIGNAL in row else ():
             log.warning("%s", sentence)
-        return log_metrics(metrics, step, prefix, *rest, **named)
 
-    with compat.replaced(logger, "log_metrics", recorded):
+    with listening(logger, told=record):
         yield

@@ -18,6 +18,7 @@ from nemo_grpo.engine.rollout import Group
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import Setup
 from nemo_grpo.nemorl.config import SFT, ClusterRun
+from nemo_grpo.nemorl.versions import SUPERVISED
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.environments import TaskProblems
@@ -32,8 +33,9 @@ OF_SETUP = (
 def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Setup:
     """Encode the demonstrations and set NeMo-RL's training up on them.
 
-    Raises: UserError: the task has no demonstrations, or one is too long.
+    Raises: UserError: the task has no demonstrations, one is too long, or this NeMo-RL does not fit.
     """
+    compat.require(SUPERVISED)
     recipe, config = run.recipe, run.master_config
     shown = Demonstrations(recipe, problems.task, tokenizer)
     shown.check()

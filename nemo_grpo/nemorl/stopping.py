@@ -6,21 +6,18 @@ returns after errors, which it only prints, so a return alone does not mean succ
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_grpo.engine.signals import StopRequest, stop_on_signals
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import hooks
+from nemo_grpo.nemorl.observers import listening
 
 log = logging.getLogger(__name__)
 
-THRESHOLD_MODULES = (compat.GRPO, "nemo_rl.algorithms.grpo_sync")
-THRESHOLD_FUNCTION = "_validation_early_stop_message"
-"""In HEAD; its trainers end the run if it returns a message."""
 LAST_PREFIX = "timing/train"
 
 
@@ -47,44 +44,31 @@ def stop_after_step(logger: Any = None) -> Iterator[Stop]:
 
     Args: logger: NeMo-RL's; every trainer's last call of a step is for `LAST_PREFIX`.
     """
-    checker = compat.import_name("nemo_rl.utils.timer:TimeoutChecker")
-    ask = checker.check_save
     with ExitStack() as stack:
         stop = Stop(stack.enter_context(stop_on_signals()))
 
-        def check_save(self: Any) -> bool:
-            due = bool(ask(self)) or (bool(stop.request) and not stop.happened)
-            stop.happened |= due
-            return due
+        def asked(theirs: Callable[..., Any]) -> Callable[..., bool]:
+            def check_save(*arguments: Any, **named: Any) -> bool:
+                due = bool(theirs(*arguments, **named)) or (bool(stop.request) and not stop.happened)
+                stop.happened |= due
+                return due
 
-        stack.enter_context(compat.replaced(checker, "check_save", check_save))
-        _watch_threshold(stop, stack)
-        if logger is not None:
-            _watch_steps(logger, stop, stack)
-        yield stop
+            return check_save
 
-
-def _watch_threshold(stop: Stop, stack: ExitStack) -> None:
-    for module in THRESHOLD_MODULES:
-        if compat.has_name(f"{module}:{THRESHOLD_FUNCTION}"):
-            ask = compat.import_name(f"{module}:{THRESHOLD_FUNCTION}")
-
-            def message(*args: Any, ask: Any = ask, **kwargs: Any) -> Any:
-                text = ask(*args, **kwargs)
+        def noticed(theirs: Callable[..., Any]) -> Callable[..., Any]:
+            def message(*arguments: Any, **named: Any) -> Any:
+                text = theirs(*arguments, **named)
                 stop.reached_threshold |= text is not None
                 return text
 
-            owner = importlib.import_module(module)
-            stack.enter_context(compat.replaced(owner, THRESHOLD_FUNCTION, message))
+            return message
 
+        def count(_metrics: Any, step: int, prefix: str) -> None:
+            if prefix == LAST_PREFIX:
+                stop.last_step = step
 
-def _watch_steps(logger: Any, stop: Stop, stack: ExitStack) -> None:
-    log_metrics = logger.log_metrics
-
-    def watched(metrics: Any, step: int, *args: Any, **kwargs: Any) -> Any:
-        done = log_metrics(metrics, step, *args, **kwargs)
-        if kwargs.get("prefix") == LAST_PREFIX:
-            stop.last_step = step
-        return done
-
-    stack.enter_context(compat.replaced(logger, "log_metrics", watched))
+        stack.enter_context(hooks.placed("stop", asked))
+        stack.enter_context(hooks.placed("threshold", noticed))
+        if logger is not None:
+            stack.enter_context(listening(logger, told=count))
+        yield stop

@@ -16,7 +16,6 @@ import ray
 import torch
 from megatron.core import parallel_state
 from nemo_rl.distributed.model_utils import allgather_cp_sharded_tensor
-from nemo_rl.models.megatron import train as stock_train
 from nemo_rl.models.megatron.pipeline_parallel import broadcast_tensors_from_last_stage
 from nemo_rl.models.megatron.train import LogprobsPostProcessor, apply_temperature_scaling
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
@@ -24,7 +23,7 @@ from nemo_rl.models.policy.workers import megatron_policy_worker as stock
 from torch import Tensor
 
 from nemo_grpo.core.logprobs import logprobs_and_entropy
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import hooks
 from nemo_grpo.nemorl.exchange import ENTROPIES
 
 Process = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -37,8 +36,10 @@ class EntropyPostProcessor(LogprobsPostProcessor):  # type: ignore[misc]
     padding counts, as in NeMo-RL's logprobs.
     """
 
-    def __call__(self, data_dict: Any, input_ids: Tensor, cu_seqlens_padded: Tensor | None) -> Process:
-        logprobs: Process = super().__call__(data_dict, input_ids, cu_seqlens_padded)
+    def __call__(
+        self, data_dict: Any, input_ids: Tensor, cu_seqlens_padded: Tensor | None, *rest: Any, **named: Any
+    ) -> Process:
+        logprobs: Process = super().__call__(data_dict, input_ids, cu_seqlens_padded, *rest, **named)
         shape = data_dict["input_ids"].shape
 
         def process(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -49,7 +50,8 @@ class EntropyPostProcessor(LogprobsPostProcessor):  # type: ignore[misc]
             else:
                 shifted = torch.nn.functional.pad(entropies[:, : shape[1] - 1], (1, 0))
             loss, found = logprobs(logits)
-            return loss, {**found, ENTROPIES: shifted}
+            width = found["logprobs"].shape[1]  # less than the rows', where NeMo-RL has padded them
+            return loss, {**found, ENTROPIES: shifted[:, :width]}
 
         return process
 
@@ -84,7 +86,7 @@ def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tenso
     return rows
 
 
-def scale_logits_only(output: Tensor, sampling_params: Any) -> Tensor:
+def scale_logits_only(output: Tensor, *arguments: Any, **named: Any) -> Tensor:
     """NeMo-RL's temperature scaling, on the last pipeline stage only.
 
     NeMo-RL 0.7.0 and 7ea279abf divide every stage's output in place, and an earlier stage's output is hidden
@@ -92,14 +94,14 @@ def scale_logits_only(output: Tensor, sampling_params: Any) -> Tensor:
     """
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return output
-    return apply_temperature_scaling(output, sampling_params)
+    return apply_temperature_scaling(output, *arguments, **named)
 
 
 class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):  # type: ignore[misc]
     """NeMo-RL's, with `scale_logits_only`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        stock_train.apply_temperature_scaling = scale_logits_only
+        hooks.install("temperature", lambda _theirs: scale_logits_only)
         super().__init__(*arguments, **named)
 
 
@@ -108,20 +110,20 @@ class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
 
     in_reference = False
 
-    def get_reference_policy_logprobs(self, **arguments: Any) -> Any:
+    def get_reference_policy_logprobs(self, *arguments: Any, **named: Any) -> Any:
         """As NeMo-RL's, without entropies: the reference's are not needed."""
         self.in_reference = True
         try:
-            return super().get_reference_policy_logprobs(**arguments)
+            return super().get_reference_policy_logprobs(*arguments, **named)
         finally:
             self.in_reference = False
 
-    def get_logprobs(self, *, data: Any, **further: Any) -> Any:
+    def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
         """As NeMo-RL's, with `ENTROPIES` [B, S] beside the logprobs."""
         if self.in_reference:
-            return super().get_logprobs(data=data, **further)
+            return super().get_logprobs(*arguments, **named)
         with collected_entropies() as microbatches:
-            found = super().get_logprobs(data=data, **further)
+            found = super().get_logprobs(*arguments, **named)
         rows = None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             length = found["logprobs"].shape[1]
@@ -150,7 +152,7 @@ def collected_entropies() -> Iterator[list[Tensor]]:
 
             return keep
 
-    with compat.replaced(stock, "LogprobsPostProcessor", Keeping):
+    with hooks.placed("post-processor", lambda _theirs: Keeping):
         yield kept
 
 

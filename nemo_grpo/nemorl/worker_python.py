@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import compat, uses
 from nemo_grpo.nemorl.policy import STOCK_WORKER
 
 ASYNC_SAVE = "policy.megatron_cfg.checkpoint.async_save"
@@ -45,7 +45,7 @@ def worker_python() -> str | None:
 
     Returns: None if NeMo-RL creates their environment at start-up (by uv) and it does not exist yet.
     """
-    command: str = compat.import_name(compat.ACTOR_PYTHON)(STOCK_WORKER)
+    command: str = compat.import_name(uses.ACTOR_PYTHON)(STOCK_WORKER)
     if not command.startswith("uv"):
         return command
     if os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower() == "true":

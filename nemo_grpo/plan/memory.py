@@ -100,7 +100,8 @@ def layer_bytes_per_token(shape: ModelSpec, setup: Setup, recompute: tuple[str, 
     log-sum-exp 4 heads / t; [inputs of the norms on q and k 2 (q + kv) / t]; gate and up 4 f / t, their
     product 2 f / t. s is t with sequence parallelism, else 1. Experts: router 4 E; K chosen ones per token,
     each with input and output 4 h and 6 f / expert TP (balanced routing). Follows Korthikanti et al.
-    (2205.05198) with a gated feed-forward layer, grouped queries and no stored attention matrix.
+    (2205.05198) with a gated feed-forward layer, grouped queries and no stored attention matrix. Linear
+    attention is taken to keep what attention keeps.
 
     Args: recompute: megatron-core's names of modules whose inner tensors are not kept.
     """
@@ -243,7 +244,9 @@ def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
         attention = divided / tp + replicated
     else:
         kv = max(shape.num_key_value_heads / tp, 1) * shape.head_dim
-        attention = h * (2 * shape.query_size / tp + 2 * kv)
+        queries = (3 if shape.has_output_gate else 2) * shape.query_size / tp
+        share = shape.attention_share
+        attention = share * h * (queries + 2 * kv) + (1 - share) * shape.linear_sizes[0] / tp
     if not shape.num_experts:
         return attention + 3 * h * shape.ffn_size / tp, 0.0
     share = shape.num_dense_layers / shape.num_layers
@@ -254,9 +257,11 @@ def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
 def cache_bytes_per_token(shape: ModelSpec, setup: Setup) -> float:
     """Keys and values of one token on one GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes.
 
+    Linear attention keeps a state for each sequence, not for each token, which is not counted.
+
     Latent attention caches its compressed keys and values, whole on every rank: layers x (rank + rope).
     """
-    layers = shape.num_layers / setup.vllm_pipeline
+    layers = shape.attention_share * shape.num_layers / setup.vllm_pipeline
     if shape.key_value_rank:
         return layers * (shape.key_value_rank + shape.rope_head_dim) * setup.vllm_cache_bytes
     heads = max(shape.num_key_value_heads / setup.vllm_tensor, 1)

@@ -52,10 +52,22 @@ class Counts:
         )
 
 
+def mixer_sizes(shape: ModelSpec) -> tuple[float, float]:
+    """`attention_sizes`, or the mean over all layers where some have linear attention."""
+    share, sizes = shape.attention_share, attention_sizes(shape)
+    if share == 1:
+        return sizes
+    divided, replicated = (
+        share * one + (1 - share) * other for one, other in zip(sizes, shape.linear_sizes, strict=True)
+    )
+    return divided, replicated
+
+
 def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
     """(weights that TP divides, weights on every rank) of one layer's attention.
 
-    Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h, and [2 head_dim if q and k are normed].
+    Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h + [heads of sinks] + [q h for a gate], and
+    [2 head_dim if q and k are normed] + [h if the output is biased].
     Latent attention: the matrices up from both ranks and the output are divided, those down to them and
     their norms are not; queries without a rank come from h. (megatron/core: attention.py,
     multi_latent_attention.py.)
@@ -69,28 +81,35 @@ def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
         return up + heads * width * h, down + shape.query_rank + shape.key_value_rank
     qkv = shape.query_size + 2 * shape.key_value_size
     norms = 2 * shape.head_dim if shape.has_qk_norm else 0
-    return h * qkv + (qkv if shape.has_qkv_bias else 0) + shape.query_size * h, norms
+    norms += h if shape.has_all_biases else 0
+    sinks = shape.num_attention_heads if shape.has_sinks else 0
+    outputs = (2 if shape.has_output_gate else 1) * shape.query_size * h
+    return h * qkv + (qkv if shape.has_qkv_bias else 0) + outputs + sinks, norms
 
 
-def layer_counts(shape: ModelSpec, layout: Layout, *, is_dense: bool = False) -> Counts:
+def layer_counts(
+    shape: ModelSpec, layout: Layout, *, is_dense: bool = False, is_linear: bool = False
+) -> Counts:
     """One transformer layer.
 
     linear     = (attention + [3 h f if dense] + [3 h f per shared expert]) / TP
     replicated = attention's + 2 h + [2 h if post norms] + [E h if experts]
-                 + [E for a correction bias beside shared experts]
-    expert     = E / EP x 3 h f / ETP
+                 + [E for a bias of the router, or h for a gate of the shared experts]
+    expert     = E / EP x (3 h f + [2 f + h of biases]) / ETP
 
-    Args: is_dense: one of the dense layers of a model with experts.
+    Args: is_dense: one of the dense layers of a model with experts.  is_linear: with linear attention.
     """
     h, f = shape.hidden_size, shape.ffn_size
-    divided, replicated = attention_sizes(shape)
+    divided, replicated = shape.linear_sizes if is_linear else attention_sizes(shape)
     replicated += (4 if shape.has_post_norms else 2) * h
     if not shape.num_experts or is_dense:
         width = shape.dense_ffn_size if is_dense else f
         return Counts(linear=(divided + 3 * h * width) // layout.tensor, replicated=replicated)
-    experts = shape.num_experts // layout.expert * 3 * h * f // layout.expert_tensor
+    biases = 2 * f + h if shape.has_all_biases else 0
+    experts = shape.num_experts // layout.expert * (3 * h * f + biases) // layout.expert_tensor
     divided += shape.num_shared_experts * 3 * h * f
-    router = shape.num_experts * (h + (1 if shape.num_shared_experts else 0))
+    is_biased = shape.has_all_biases or (shape.num_shared_experts and not shape.has_shared_gate)
+    router = shape.num_experts * (h + (1 if is_biased else 0)) + (h if shape.has_shared_gate else 0)
     return Counts(divided // layout.tensor, 0, replicated + router, experts)
 
 
@@ -101,8 +120,11 @@ def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
     """
     first, last = stage == 0, stage == layout.pipeline - 1
     dealt = layout.stage_layers(shape.num_layers)
-    num_dense = min(max(shape.num_dense_layers - sum(dealt[:stage]), 0), dealt[stage])
-    counts = layer_counts(shape, layout) * (dealt[stage] - num_dense)
+    begin = sum(dealt[:stage])
+    num_dense = min(max(shape.num_dense_layers - begin, 0), dealt[stage])
+    num_linear = sum(begin <= layer < begin + dealt[stage] for layer in shape.linear_layers)
+    counts = layer_counts(shape, layout) * (dealt[stage] - num_dense - num_linear)
+    counts += layer_counts(shape, layout, is_linear=True) * num_linear
     if num_dense:
         counts += layer_counts(shape, layout, is_dense=True) * num_dense
     matrix = shape.vocab_size * shape.hidden_size // layout.tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +53,7 @@ class Plan:
     Attributes: rows: parts of the training phase on its heaviest pipeline stage.
                 peaks: phase -> bytes per GPU; empty where the layout itself is wrong.
                 cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
+                approximated: sentences on what of this model is not counted exactly.
                 problems: messages ``key=value: rule; remedy``.
                 nearest: overrides that make it fit; None where it fits, or where nothing was found.
                 forecast: time of the step and the run; None without rollouts, where the layout is wrong, or
@@ -68,6 +70,7 @@ class Plan:
     rows: tuple[Row, ...]
     peaks: dict[str, int]
     cache_tokens: int
+    approximated: tuple[str, ...]
     problems: tuple[str, ...]
     nearest: tuple[str, ...] | None
     hardware: Hardware
@@ -123,11 +126,26 @@ def plan_recipe(
         rows=_rows(shape, setup, stage) if is_laid_out else (),
         peaks=_peaks(shape, setup, stage) if is_laid_out else {},
         cache_tokens=_cache_tokens(shape, setup, gpu_bytes) if is_laid_out else 0,
+        approximated=tuple(_approximated(shape)),
         problems=found,
         nearest=nearest_layout(recipe, shape, gpu_bytes) if found else None,
         hardware=hardware,
         forecast=time,
     )
+
+
+def _approximated(shape: ModelSpec) -> Iterator[str]:
+    if shape.sliding_window:
+        yield (
+            f"layers that see {shape.sliding_window} positions are counted as if they saw all; KV cache and "
+            "times are upper bounds"
+        )
+    if shape.linear_layers:
+        yield (
+            f"{len(shape.linear_layers)} layers of linear attention are taken to keep the activations of "
+            "attention; of their time only matrix products count, and not the state that vLLM keeps for each "
+            "sequence"
+        )
 
 
 def _rows(shape: ModelSpec, setup: Setup, stage: int) -> tuple[Row, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.families import ModelSpec, read_spec
 from checkpoints_conv.formats.model_folder import read_config
@@ -153,12 +154,122 @@ _DEEPSEEK_V3 = {
 """2412.19437, section 4.2, without the head for multi-token prediction."""
 
 
+_GLM = {
+    "model_type": "glm4_moe",
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151552,
+}
+_GLM_4_5 = _GLM | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 92,
+    "use_qk_norm": True,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 12288,
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+}
+_GLM_4_5_AIR = _GLM | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 46,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 10944,
+    "n_routed_experts": 128,
+    "moe_intermediate_size": 1408,
+    "max_position_embeddings": 131072,
+}
+"""2508.06471, table 1, without the head for multi-token prediction."""
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "intermediate_size": 2880,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+}
+"""2508.10925, section 2."""
+_QWEN3_5 = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+}
+
+
+def _qwen3_5(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    tower = {"in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    tower |= {"num_position_embeddings": 2304, "out_hidden_size": text["hidden_size"], **vision}
+    kind = "qwen3_5_moe" if "num_experts" in text else "qwen3_5"
+    return {"model_type": kind, "text_config": _QWEN3_5 | text, "vision_config": tower}
+
+
+_QWEN3_5_VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+_QWEN3_5_9B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+}
+_QWEN3_5_27B = {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}
+_QWEN3_5_35B_A3B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_QWEN3_5_397B_A17B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 64,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
+}
+_WHOLE_CONFIGS = {
+    "Qwen/Qwen3.5-9B": _qwen3_5(_QWEN3_5_9B, _QWEN3_5_VISION),
+    "Qwen/Qwen3.5-27B": _qwen3_5(_QWEN3_5_27B, _QWEN3_5_VISION),
+    "Qwen/Qwen3.5-35B-A3B": _qwen3_5(_QWEN3_5_35B_A3B, _QWEN3_5_VISION),
+    "Qwen/Qwen3.5-397B-A17B": _qwen3_5(_QWEN3_5_397B_A17B, _QWEN3_5_VISION),
+    "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
+    "deepseek-ai/DeepSeek-V3-0324": _DEEPSEEK_V3,
+    "zai-org/GLM-4.5": _GLM_4_5 | {"max_position_embeddings": 131072},
+    "zai-org/GLM-4.6": _GLM_4_5 | {"max_position_embeddings": 202752},
+    "zai-org/GLM-4.7": _GLM_4_5 | {"max_position_embeddings": 202752},
+    "zai-org/GLM-4.5-Air": _GLM_4_5_AIR,
+    "openai/gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "openai/gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+}
+
 PRESETS: dict[str, ModelSpec] = {
     **{name: _preset(name, size, length) for size, names in _NAMES.items() for name, length in names.items()},
-    **{
-        name: read_spec(_DEEPSEEK_V3, name)
-        for name in ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-0324")
-    },
+    **{name: read_spec(config, name) for name, config in _WHOLE_CONFIGS.items()},
 }
 """Name on the Hub -> what its config.json says of shapes."""
 
@@ -174,11 +285,13 @@ def shape_of(recipe: Recipe, config_file: Path | None = None) -> ModelSpec:
         return read_spec(config, "warm start")
     assert name is not None
     local = config_file or Path(name) / "config.json"
+    longest = recipe.policy.hf_config_overrides.get("max_position_embeddings")
+    changed: dict[str, Any] = {"max_position_embeddings": longest} if isinstance(longest, int) else {}
     if config_file is not None or local.is_file():
-        return read_spec(read_config(local), name)
+        return replace(read_spec(read_config(local), name), **changed)
     if name not in PRESETS:
         raise UserError(
             f"policy.model_name={name}: neither a folder with a config.json nor in the planner's "
             f"table{did_you_mean(name, PRESETS)}; give --model-config FILE"
         )
-    return PRESETS[name]
+    return replace(PRESETS[name], **changed)

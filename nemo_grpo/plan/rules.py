@@ -6,14 +6,20 @@ They register themselves as the rules of `nemo_grpo.recipe.registry` do.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
+from nemo_grpo.errors import UserError
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.memory import GIB, USABLE
-from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.layout import expert_refusals, stage_refusals, width_refusals
 from nemo_grpo.recipe.registry import Scope, messages, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
 
 BLOCK = 128
 """Width of a block that shares one FP8 scale."""
@@ -93,8 +99,8 @@ def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: Setup) -> Iterator[str
             )
 
 
-@rule(Scope.SHAPE)
-def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+@rule(Scope.MEMORY)
+def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> Iterator[str]:
     if setup.fp8_recipe == "mxfp8":
         yield f"{MEGATRON}.fp8_cfg.fp8_recipe=mxfp8 needs Blackwell; on H100 and H200 use blockwise"
 
@@ -161,6 +167,15 @@ _REMEDIES = {
     "activations": "set activation_checkpointing=true, lower train_micro_batch_size, or raise TP or CP",
     "logits": "lower train_micro_batch_size, raise TP or CP, or set policy.logprob_chunk_size",
 }
+
+
+def shape_problems(recipe: Recipe) -> list[str]:
+    """Messages about a recipe whose model's shape is known here, whatever the GPUs; else none."""
+    try:
+        shape = shape_of(recipe)
+    except UserError:
+        return []
+    return [] if recipe.policy.dtensor_cfg.enabled else messages(Scope.SHAPE, shape, setup_of(recipe))
 
 
 def problems(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> list[str]:

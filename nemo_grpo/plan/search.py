@@ -8,13 +8,11 @@ from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
-from nemo_grpo.dotted import value_of
 from nemo_grpo.plan.candidates import accepted, candidates
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import StepTime, step_time
-from nemo_grpo.recipe.sections import PACKING
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -66,7 +64,7 @@ def _candidates(recipe: Recipe, base: Forecast, shape: ModelSpec, batch: int) ->
     tensors = [ranks for ranks in TENSOR if start.gpus_per_node % ranks == 0]
     experts = [ranks for ranks in EXPERT if shape.num_experts % ranks == 0] if shape.num_experts else [1]
     sizes = tensors, pipelines, CONTEXT if start.packed else (1,), experts
-    given = value_of(recipe, f"{PACKING}.train_mb_tokens") is not None
+    given = recipe.policy.sequence_packing.train_mb_tokens is not None
     rows_tried = (start.train_tokens // start.max_length,) if given else ROWS
     recomputes = dict.fromkeys((start.recompute, (), ("full",)))
     for setup in candidates(_rollouts(start, ahead=base.work.trajectory_age > 0), sizes, recomputes):

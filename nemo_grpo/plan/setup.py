@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
+
+
+VLLM_SEQUENCES = 1024
+"""vLLM's default of max_num_seqs on these GPUs."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,7 @@ class Setup:
                 num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
-                vllm_max_sequences: that an engine decodes at once; 1024 is vLLM's default on these GPUs; the
-                    embedded engine's decoder too.
+                vllm_max_sequences: that an engine decodes at once; the embedded engine's decoder too.
                 precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
                 packed: microbatches are packed by tokens; else padded.
     """
@@ -57,7 +58,7 @@ class Setup:
     has_rollouts: bool
     embedded: bool = False
     vllm_expert: int = 1
-    vllm_max_sequences: int = 1024
+    vllm_max_sequences: int = VLLM_SEQUENCES
     vllm_eager: bool = False
     packed: bool = True
     precision_bytes: int = 2
@@ -93,11 +94,10 @@ def setup_of(recipe: Recipe) -> Setup:
     cluster = recipe.nemo_grpo.target == "cluster"
     longest = p.max_total_sequence_length
     per_rank = p.train_global_batch_size // max(recipe.data_parallel_size, 1)
-    offloads = value_of(recipe, f"{MEGATRON}.optimizer.optimizer_cpu_offload", False)
-    fraction = value_of(recipe, f"{MEGATRON}.optimizer.optimizer_offload_fraction", 0.0)
-    ddp = f"{MEGATRON}.distributed_data_parallel_config"
+    sampler, vllm = p.generation, p.generation.vllm_cfg
+    fp32_gradients = not cluster or m.distributed_data_parallel_config.grad_reduce_in_fp32
     return Setup(
-        layout=m.layout,
+        layout=p.layout,
         num_nodes=recipe.cluster.num_nodes,
         gpus_per_node=recipe.cluster.gpus_per_node,
         num_rollout_gpus=recipe.num_rollout_gpus,
@@ -106,28 +106,28 @@ def setup_of(recipe: Recipe) -> Setup:
         num_microbatches=max(per_rank // p.train_micro_batch_size, 1),
         max_length=longest,
         recompute=_recompute(recipe),
-        grad_bytes=4 if not cluster or value_of(recipe, f"{ddp}.grad_reduce_in_fp32", False) else 2,
+        grad_bytes=4 if fp32_gradients else 2,
         optimizer=m.optimizer.optimizer,
         distributed_optimizer=m.optimizer.use_distributed_optimizer,
         precision_aware=m.optimizer.use_precision_aware_optimizer,
-        offload_fraction=fraction if offloads else 0.0,
+        offload_fraction=m.optimizer.optimizer_offload_fraction if m.optimizer.optimizer_cpu_offload else 0.0,
         lora_dim=lora.dim if lora else 0,
         lora_modules=tuple(lora.target_modules) if lora else (),
         fp8_training=fp8 is not None,
         fp8_recipe=fp8.fp8_recipe if fp8 else "",
-        logprob_chunk=value_of(recipe, "policy.logprob_chunk_size", 0),
-        vllm_tensor=value_of(recipe, f"{VLLM}.tensor_parallel_size", 1),
-        vllm_pipeline=value_of(recipe, f"{VLLM}.pipeline_parallel_size", 1),
-        vllm_fp8=value_of(recipe, f"{VLLM}.precision") == "fp8",
-        vllm_cache_bytes=1 if str(value_of(recipe, f"{VLLM}.kv_cache_dtype")).startswith("fp8") else 2,
-        vllm_share=value_of(recipe, f"{VLLM}.gpu_memory_utilization", 0.6),
-        has_rollouts=cluster and value_of(recipe, f"{GENERATION}.backend") == "vllm",
+        logprob_chunk=p.logprob_chunk_size or 0,
+        vllm_tensor=vllm.tensor_parallel_size,
+        vllm_pipeline=vllm.pipeline_parallel_size,
+        vllm_fp8=vllm.precision == "fp8",
+        vllm_cache_bytes=2 if vllm.kv_cache_dtype == "auto" else 1,
+        vllm_share=vllm.gpu_memory_utilization,
+        has_rollouts=cluster and sampler.backend == "vllm",
         embedded=not cluster,
-        vllm_expert=value_of(recipe, f"{VLLM}.expert_parallel_size", 1),
-        vllm_max_sequences=value_of(recipe, f"{GENERATION}.vllm_kwargs.max_num_seqs", 1024)
+        vllm_expert=vllm.expert_parallel_size,
+        vllm_max_sequences=sampler.vllm_kwargs.max_num_seqs or VLLM_SEQUENCES
         if cluster
         else p.generation_batch_size,
-        vllm_eager=bool(value_of(recipe, f"{VLLM}.enforce_eager", False)),
+        vllm_eager=vllm.enforce_eager,
         packed=p.sequence_packing.enabled,
         precision_bytes=4 if p.precision == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,

@@ -15,7 +15,7 @@ from nemo_grpo.plan import memory
 from nemo_grpo.plan.collectives import exchange_seconds, gather_seconds
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import Hardware
-from nemo_grpo.plan.parameters import attention_sizes, stage_counts
+from nemo_grpo.plan.parameters import mixer_sizes, stage_counts
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.workload import Workload
 
@@ -45,9 +45,11 @@ def microbatches(setup: Setup, work: Workload, data_parallel: int, capacity: int
 def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> tuple[float, float, float]:
     """FLOPs of one token in one layer's forward pass: (dense products, attention, the chosen experts').
 
-    Attention: scores and weighted values, 2 x 2 x width of all heads x attended tokens.
+    Attention: scores and weighted values, 2 x 2 x width of all heads x attended tokens. Layers with linear
+    attention are spread evenly over all; of theirs only the matrices are counted.
     """
-    divided, replicated = attention_sizes(shape)
+    divided, replicated = mixer_sizes(shape)
+    attended *= shape.attention_share
     h, f = shape.hidden_size, shape.ffn_size
     if shape.key_value_rank:
         scores = 2 * attended * shape.num_attention_heads * (2 * shape.head_dim + shape.rope_head_dim)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.plan.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ def workload_of(recipe: Recipe, lengths: Lengths, signal: float = SIGNAL) -> Wor
     Args: signal: share of groups whose rewards differ.
     """
     grpo, own = recipe.grpo, recipe.nemo_grpo
-    is_async = bool(value_of(recipe, "grpo.async_grpo.enabled", False))
-    age = value_of(recipe, "grpo.async_grpo.max_trajectory_age_steps", 1)
     samples = own.evaluation.num_samples if own.target == "embedded" else grpo.val_num_generations_per_prompt
     return Workload(
         num_samples=recipe.num_sequences_per_step,
@@ -63,10 +60,10 @@ def workload_of(recipe: Recipe, lengths: Lengths, signal: float = SIGNAL) -> Wor
         lengths=lengths,
         scoring_passes=scoring_passes(recipe),
         num_draws=_draws(recipe, signal),
-        trajectory_age=age if is_async else 0,
+        trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo and grpo.is_async else 0,
         num_steps=grpo.max_num_steps,
-        val_period=grpo.val_period,
-        val_samples=grpo.max_val_samples * samples,
+        val_period=max(grpo.val_period, 0),
+        val_samples=(grpo.max_val_samples or 0) * samples,
         save_period=recipe.checkpointing.save_period if recipe.checkpointing.enabled else 0,
         saves_optimizer=recipe.checkpointing.save_optimizer,
     )
@@ -80,7 +77,7 @@ def scoring_passes(recipe: Recipe) -> int:
     would read it, which is 1 in a single update.
     """
     variant = recipe.loss_fn
-    is_read = variant.needs_prev_logprobs or variant.needs_entropy or recipe.num_updates_per_step > 1
+    is_read = variant.needs_scores or recipe.num_updates_per_step > 1
     scores = recipe.nemo_grpo.target == "cluster" or is_read
     return int(scores) + int(variant.needs_reference)
 

@@ -6,15 +6,16 @@ They hold for recipes with ``nemo_grpo.target: cluster``; see `registry`. Read f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.rules import disagreement
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, PACKING
 
 OVERLAP = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
+TP_CHECK_OFF = "NRL_IGNORE_TP_ACCURACY_CHECK"
 BLOCKWISE_ENV = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 RECOMPUTE_MODULES = frozenset(
     ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -31,7 +32,7 @@ def warm_start_is_for_the_embedded_engine(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def leave_one_out_baseline_is_set(recipe: Recipe) -> Iterator[str]:
     if recipe.grpo.use_leave_one_out_baseline is None:
         yield (
@@ -43,7 +44,7 @@ def leave_one_out_baseline_is_set(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_batches_divide_the_step(recipe: Recipe) -> Iterator[str]:
     p, per_rank = recipe.policy, recipe.num_sequences_per_step // max(recipe.data_parallel_size, 1)
-    if p.sequence_packing.enabled or value_of(recipe, "policy.dynamic_batching.enabled"):
+    if p.sequence_packing.enabled or p.dynamic_batching.enabled:
         return
     if per_rank % p.logprob_batch_size:
         yield (
@@ -53,7 +54,7 @@ def logprob_batches_divide_the_step(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def context_parallel_needs_packing(recipe: Recipe) -> Iterator[str]:
     cp = recipe.policy.megatron_cfg.context_parallel_size
     if cp > 1 and not recipe.policy.sequence_packing.enabled:
@@ -63,11 +64,10 @@ def context_parallel_needs_packing(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def sequence_padding_fits_the_layout(recipe: Recipe) -> Iterator[str]:
-    m = recipe.policy.megatron_cfg
-    given = value_of(recipe, "policy.make_sequence_length_divisible_by", m.tensor_model_parallel_size)
-    multiple = m.layout.sequence_multiple
+    given = recipe.policy.make_sequence_length_divisible_by
+    multiple = recipe.policy.layout.sequence_multiple
     if given % multiple:
         yield (
             f"policy.make_sequence_length_divisible_by={given} is not a multiple of {multiple} (2 "
@@ -77,7 +77,7 @@ def sequence_padding_fits_the_layout(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def dynamic_batching_excludes_packing_and_pipelines(recipe: Recipe) -> Iterator[str]:
-    if not value_of(recipe, "policy.dynamic_batching.enabled"):
+    if not recipe.policy.dynamic_batching.enabled:
         return
     pp = recipe.policy.megatron_cfg.pipeline_model_parallel_size
     if recipe.policy.sequence_packing.enabled:
@@ -92,7 +92,7 @@ def dynamic_batching_excludes_packing_and_pipelines(recipe: Recipe) -> Iterator[
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def lora_modules_and_dtype_are_named(recipe: Recipe) -> Iterator[str]:
     peft = recipe.policy.megatron_cfg.lora_in_use
     if peft is None:
@@ -109,53 +109,49 @@ def lora_modules_and_dtype_are_named(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def fused_logprobs_exclude_other_settings(recipe: Recipe) -> Iterator[str]:
-    if not value_of(recipe, f"{MEGATRON}.use_fused_linear_logprobs"):
-        return
     g, m = recipe.policy.generation, recipe.policy.megatron_cfg
+    if not m.use_fused_linear_logprobs:
+        return
     clashes = {
         f"{PACKING}.enabled=true": recipe.policy.sequence_packing.enabled,
         f"{MEGATRON}.context_parallel_size={m.context_parallel_size}": m.context_parallel_size > 1,
         f"{GENERATION}.top_k={g.top_k}": g.top_k is not None,
         f"{GENERATION}.top_p={g.top_p}": g.top_p < 1,
-        f"{OVERLAP}=true": overlaps_param_gather(recipe),
+        f"{OVERLAP}=true": m.distributed_data_parallel_config.overlap_param_gather,
         f"loss_fn.variant={recipe.loss_fn.variant}, which needs entropies": recipe.loss_fn.needs_entropy,
     }
     for setting in (setting for setting, clash in clashes.items() if clash):
         yield f"{MEGATRON}.use_fused_linear_logprobs=true does not work with {setting}; change one of them"
 
 
-def overlaps_param_gather(recipe: Recipe) -> bool:
-    """NeMo-RL's base configurations set it to true, which holds for a recipe that leaves it out."""
-    return bool(value_of(recipe, OVERLAP, True))
-
-
-@rule(Scope.CLUSTER)
+@rule(Scope.ADVICE)
 def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
     m = recipe.policy.megatron_cfg
-    if not (overlaps_param_gather(recipe) and m.optimizer.use_distributed_optimizer):
+    overlaps = m.distributed_data_parallel_config.overlap_param_gather
+    if recipe.nemo_grpo.target != "cluster" or not (m.enabled and overlaps):
         return
     shards = recipe.data_parallel_size * m.context_parallel_size  # megatron-core shards over both
     if m.expert_model_parallel_size > 1:  # experts' parameters shard over the ranks divided by EP and ETP
         stage = recipe.world_size // m.pipeline_model_parallel_size
         shards = max(shards, stage // (m.expert_model_parallel_size * m.layout.expert_tensor))
-    if shards > 1:
+    if m.optimizer.use_distributed_optimizer and shards > 1:
         yield (
-            f"{OVERLAP}=true (NeMo-RL's default): each of the {shards} ranks that share the distributed "
-            "optimizer updates its own part of the weights, and the refit sends the others as they were "
-            "before the step (NeMo-RL pull request 4086); set it to false"
+            f"{OVERLAP}=true (NeMo-RL's default): each of the {shards} ranks updates its own part of the "
+            "weights, and a NeMo-RL without its pull request 4086 sends the others as they were before the "
+            "step; the driver sets it to false there"
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def chunked_logprobs_need_deferred_fp32_logits(recipe: Recipe) -> Iterator[str]:
-    chunk = value_of(recipe, "policy.logprob_chunk_size")
-    if chunk is not None and not value_of(recipe, f"{MEGATRON}.defer_fp32_logits"):
+    chunk = recipe.policy.logprob_chunk_size
+    if chunk is not None and not recipe.policy.megatron_cfg.defer_fp32_logits:
         yield f"policy.logprob_chunk_size={chunk} needs {MEGATRON}.defer_fp32_logits=true; set it"
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def precision_is_bf16(recipe: Recipe) -> Iterator[str]:
     if recipe.policy.precision != "bfloat16":
         yield (
@@ -164,18 +160,18 @@ def precision_is_bf16(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def blockwise_fp8_uses_fp32_scales(recipe: Recipe) -> Iterator[str]:
     fp8 = recipe.policy.megatron_cfg.fp8_in_use
-    scales = value_of(recipe, f"{MEGATRON}.env_vars.{BLOCKWISE_ENV}", "null")
-    if fp8 and fp8.fp8_recipe == "blockwise" and str(scales) != "1":
+    scales = (recipe.policy.megatron_cfg.env_vars or {}).get(BLOCKWISE_ENV, "null")
+    if fp8 and fp8.fp8_recipe == "blockwise" and scales != "1":
         yield (
             f"{MEGATRON}.env_vars.{BLOCKWISE_ENV}={scales}: blockwise FP8 trains with FP32 scales, as the "
             'rollouts use; set it to "1"'
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def parameters_stay_in_bf16(recipe: Recipe) -> Iterator[str]:
     fp8 = recipe.policy.megatron_cfg.fp8_in_use
     if fp8 and fp8.fp8_param:
@@ -185,24 +181,22 @@ def parameters_stay_in_bf16(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def optimizer_settings_agree(recipe: Recipe) -> Iterator[str]:
     o, key = recipe.policy.megatron_cfg.optimizer, f"{MEGATRON}.optimizer"
-    offloads = value_of(recipe, f"{key}.optimizer_cpu_offload")
-    fraction = value_of(recipe, f"{key}.optimizer_offload_fraction", 0.0)
     if o.use_precision_aware_optimizer and not (o.use_distributed_optimizer and o.optimizer == "adam"):
         yield (
             f"{key}.use_precision_aware_optimizer=true needs optimizer=adam and "
             f"use_distributed_optimizer=true, not {o.optimizer} and "
             f"{str(o.use_distributed_optimizer).lower()}; set it to false"
         )
-    if offloads and not o.use_distributed_optimizer:
+    if o.optimizer_cpu_offload and not o.use_distributed_optimizer:
         yield f"{key}.optimizer_cpu_offload=true needs use_distributed_optimizer=true; set it"
-    if offloads and not 0 < fraction <= 1:
-        yield f"{key}.optimizer_offload_fraction={fraction} must be above 0, at most 1, to offload; use 1.0"
+    if o.optimizer_cpu_offload and o.optimizer_offload_fraction == 0:
+        yield f"{key}.optimizer_offload_fraction=0.0 must be above 0 to offload; use 1.0"
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def expert_parallel_divides_the_pipeline_stage(recipe: Recipe) -> Iterator[str]:
     m = recipe.policy.megatron_cfg
     etp = m.layout.expert_tensor
@@ -215,7 +209,7 @@ def expert_parallel_divides_the_pipeline_stage(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def recompute_modules_exist(recipe: Recipe) -> Iterator[str]:
     unknown = sorted(set(recipe.policy.megatron_cfg.recompute_modules or ()) - RECOMPUTE_MODULES)
     if unknown:
@@ -237,43 +231,48 @@ def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[str]:
     p = recipe.policy
-    if p.megatron_cfg.tensor_model_parallel_size >= 4 and p.train_micro_batch_size != p.logprob_batch_size:
+    # models/policy/lm_policy.py asks for one of the three
+    is_scored = not (recipe.loss_fn.force_on_policy_ratio or os.environ.get(TP_CHECK_OFF))
+    if p.layout.tensor >= 4 and p.train_micro_batch_size != p.logprob_batch_size and is_scored:
         yield (
             f"policy.logprob_batch_size={p.logprob_batch_size} differs from "
             f"train_micro_batch_size={p.train_micro_batch_size}: with TP >= 4 the two then round differently "
-            "and NeMo-RL refuses to start; make them equal"
+            f"and NeMo-RL refuses to start; make them equal, or set {TP_CHECK_OFF}=1 in its environment"
         )
 
 
 @rule(Scope.CLUSTER)
 def no_other_advantage_estimator_is_set(recipe: Recipe) -> Iterator[str]:
-    estimator = value_of(recipe, "grpo.adv_estimator")
-    if not isinstance(estimator, Mapping):
+    estimator = recipe.grpo.adv_estimator
+    if recipe.loss_fn.is_stock or estimator is None:
         return
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
-        if estimator.get(key) not in (None, getattr(recipe.loss_fn, key, False)):
-            yield disagreement(recipe, f"grpo.adv_estimator.{key}", key, estimator[key])
-    if estimator.get("name", "grpo") != "grpo":
+        given = getattr(estimator, key)
+        if given not in (None, getattr(recipe.loss_fn, key, False)):
+            yield disagreement(recipe, f"grpo.adv_estimator.{key}", key, given)
+    if estimator.name != "grpo":
         yield (
-            f"grpo.adv_estimator.name={estimator['name']}: advantages come from loss_fn.variant="
+            f"grpo.adv_estimator.name={estimator.name}: advantages come from loss_fn.variant="
             f"{recipe.loss_fn.variant}, which ignores this; leave it out"
         )
 
 
 @rule(Scope.CLUSTER)
 def shaped_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
-    for key in ("grpo.advantage_clip_low", "grpo.advantage_clip_high"):
-        value = value_of(recipe, key)
+    for key in ("advantage_clip_low", "advantage_clip_high"):
+        value = getattr(recipe.grpo, key)
         if recipe.loss_fn.shapes_advantages and value is not None:
             yield (
-                f"{key}={value} would clip advantages that {recipe.loss_fn.variant} has shaped, and distort "
-                "its loss; set it to null"
+                f"grpo.{key}={value:g} would clip advantages that {recipe.loss_fn.variant} has shaped, and "
+                "distort its loss; set it to null"
             )
 
 
 @rule(Scope.CLUSTER)
 def reference_policy_is_loaded(recipe: Recipe) -> Iterator[str]:
-    if recipe.loss_fn.compares_with_reference and not value_of(recipe.loss_fn, "reference_policy_kl_penalty"):
+    if recipe.loss_fn.compares_with_reference and not getattr(
+        recipe.loss_fn, "reference_policy_kl_penalty", 0
+    ):
         yield (
             f"loss_fn.reference_policy_kl_penalty=0: {recipe.loss_fn.variant} needs the reference policy, "
             "which NeMo-RL loads only for a penalty above 0; use the paper's, or 1e-9 for almost none"
@@ -281,9 +280,29 @@ def reference_policy_is_loaded(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.CLUSTER)
-def data_plane_is_off(recipe: Recipe) -> Iterator[str]:
-    if value_of(recipe, "data_plane.enabled"):
+def entropies_come_from_megatron(recipe: Recipe) -> Iterator[str]:
+    """`nemorl.worker` extends NeMo-RL's Megatron worker; its DTensor worker returns no entropies."""
+    if recipe.loss_fn.needs_entropy and recipe.policy.dtensor_cfg.enabled:
         yield (
-            "data_plane.enabled=true drops the tensors that variants add to a batch (weights, entropies); "
-            "set it to false"
+            f"policy.dtensor_cfg.enabled=true: {recipe.loss_fn.variant} needs entropies, which only the "
+            f"Megatron workers return; train with {MEGATRON}.enabled=true"
+        )
+
+
+@rule(Scope.CLUSTER)
+def nemo_gym_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
+    """examples/nemo_gym/run_grpo_nemo_gym.py starts the environments from inside NeMo-RL's setup."""
+    if recipe.nemo_grpo.task is None and recipe.env.should_use_nemo_gym:
+        yield (
+            "env.should_use_nemo_gym=true: NeMo-Gym's environments are started by NeMo-RL's "
+            "examples/nemo_gym/run_grpo_nemo_gym.py alone; use that, or another environment"
+        )
+
+
+@rule(Scope.CLUSTER)
+def data_plane_is_off(recipe: Recipe) -> Iterator[str]:
+    if recipe.data_plane.enabled:
+        yield (
+            "data_plane.enabled=true: this driver runs NeMo-RL's trainers without it, since it drops the "
+            "tensors that variants add to a batch (weights, entropies); set it to false"
         )

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
-
-ROLLOUTS_ONLY = (
-    "grpo.async_grpo.enabled",
-    "grpo.overlong_filtering",
-    "grpo.reward_shaping.enabled",
-    "grpo.use_dynamic_sampling",
-)
-"""Settings of rollouts that have an effect where they are true."""
 
 
 @rule(Scope.ALL)
@@ -30,10 +21,16 @@ def groups_fit_the_objective(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def demonstrations_need_no_rollout_settings(recipe: Recipe) -> Iterator[str]:
-    variant = recipe.loss_fn.variant
-    for key in ROLLOUTS_ONLY if recipe.loss_fn.learns_from_demonstrations else ():
-        if value_of(recipe, key):
-            yield f"{key}=true has no effect on {variant}, which samples nothing; set it to false"
+    variant, g = recipe.loss_fn.variant, recipe.grpo
+    rollouts_only = {
+        "async_grpo.enabled": g.is_async,
+        "overlong_filtering": g.overlong_filtering,
+        "reward_shaping.enabled": g.reward_shaping.enabled,
+        "use_dynamic_sampling": g.use_dynamic_sampling,
+    }
+    for key, is_on in rollouts_only.items():
+        if is_on and recipe.loss_fn.learns_from_demonstrations:
+            yield f"grpo.{key}=true has no effect on {variant}, which samples nothing; set it to false"
 
 
 @rule(Scope.ALL)
@@ -49,7 +46,7 @@ def demonstrations_make_one_update_per_step(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def demonstrations_are_texts(recipe: Recipe) -> Iterator[str]:
     task = recipe.nemo_grpo.task
-    if recipe.loss_fn.learns_from_demonstrations and task.needs_images:
+    if recipe.loss_fn.learns_from_demonstrations and task is not None and task.needs_images:
         yield (
             f"nemo_grpo.task.name={task.name}: {recipe.loss_fn.variant} has no demonstrations with images; "
             "use a task of texts"

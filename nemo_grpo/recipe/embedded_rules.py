@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import as_yaml, did_you_mean
-from nemo_grpo.recipe.megatron_sections import ModelOverrides
+from nemo_grpo.recipe.megatron_sections import ModelOverrides, Section
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, PACKING
@@ -59,6 +59,7 @@ SUPPORTED: dict[str, Supported] = {
     "logger.swanlab_enabled": OFF,
     "nemo_grpo.engine.generator": Supported(("auto", "decoder", "hf"), "use auto"),
     "policy.draft.enabled": OFF,
+    "policy.dtensor_cfg.enabled": OFF,
     "policy.dynamic_batching.enabled": OFF,
     "policy.generation.stop_strings": Supported((None, []), "use stop_token_ids"),
     "policy.hf_config_overrides": EMPTY,
@@ -84,7 +85,7 @@ SUPPORTED: dict[str, Supported] = {
     f"{_PEFT}.lora_dtype": Supported((None, "None"), "use null, which is policy.precision", _LORA),
     f"{PACKING}.algorithm": Supported(("first_fit_decreasing",), "use first_fit_decreasing", _PACKED),
     f"{PACKING}.fuse_loss": Supported((None, False), "remove it", _PACKED),
-    "reward_penalties": UNSET,
+    "reward_penalties": EMPTY,
 }
 """Keys that change a run -> what the embedded engine supports."""
 
@@ -95,13 +96,15 @@ def settings_are_supported(recipe: Recipe) -> Iterator[str]:
         value = value_of(recipe, key)
         values = [value_of(recipe, v.key) if isinstance(v, ValueOf) else v for v in supported.values]
         if value not in values and (supported.where is None or value_of(recipe, supported.where)):
-            yield f"{key}={as_yaml(value)} is not supported by the embedded engine: {supported.remedy}"
+            shown = "{..}" if isinstance(value, Section | dict) else as_yaml(value)
+            yield f"{key}={shown} is not supported by the embedded engine: {supported.remedy}"
 
 
 @rule(Scope.EMBEDDED)
 def task_has_no_images(recipe: Recipe) -> Iterator[str]:
-    if recipe.nemo_grpo.task.needs_images:
-        yield f"nemo_grpo.task.name={recipe.nemo_grpo.task.name}: {IMAGES}"
+    task = recipe.nemo_grpo.task
+    if task is not None and task.needs_images:
+        yield f"nemo_grpo.task.name={task.name}: {IMAGES}"
 
 
 @rule(Scope.EMBEDDED)

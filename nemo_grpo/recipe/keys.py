@@ -22,24 +22,20 @@ from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.variants import OBJECTIVES
 
 FREE_FORM = (
-    "policy.hf_config_overrides",
-    "policy.megatron_cfg.model_overrides",
-    "policy.megatron_cfg.env_vars",
-    "policy.generation.vllm_kwargs",
-    "policy.optimizer.kwargs",
     "policy.scheduler",
-    "policy.tokenizer.chat_template_kwargs",
     "policy.dtensor_cfg.automodel_kwargs",
     "data.train",
     "data.validation",
     "data.default",
-    "env",
     "logger.mlflow",
     "logger.swanlab",
     "logger.tensorboard",
     "logger.wandb",
 )
-"""Any key may follow these: they belong to other libraries, or users choose the names."""
+"""Any key may follow these, besides those that the list marks: NeMo-RL hands them on to others."""
+
+ANY = ".*"
+"""Ends a line of `nemo_rl_keys.txt` about a mapping whose keys users choose."""
 
 CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
 """Keys that depend on the task, which checks them."""
@@ -49,10 +45,21 @@ OURS = ("loss_fn", "nemo_grpo")
 
 
 @cache
-def nemo_rl_keys() -> frozenset[str]:
-    """Dotted leaf keys of NeMo-RL's sections."""
+def _lines() -> frozenset[str]:
     text = resources.files("nemo_grpo.recipe").joinpath("nemo_rl_keys.txt").read_text()
     return frozenset(line for line in text.split("\n") if line and not line.startswith("#"))
+
+
+@cache
+def nemo_rl_keys() -> frozenset[str]:
+    """Dotted leaf keys of NeMo-RL's sections."""
+    return frozenset(line.removesuffix(ANY) for line in _lines())
+
+
+@cache
+def free_form() -> frozenset[str]:
+    """Keys that any key may follow."""
+    return frozenset(line.removesuffix(ANY) for line in _lines() if line.endswith(ANY)).union(FREE_FORM)
 
 
 @cache
@@ -119,7 +126,7 @@ def unknown_key_message(key: str, value: Any) -> str:
 
 
 def _is_free(key: str) -> bool:
-    return any(key == root or key.startswith(f"{root}.") for root in FREE_FORM)
+    return not free_form().isdisjoint((*parents(key), key))
 
 
 def _hangs_below_a_value(key: str) -> bool:

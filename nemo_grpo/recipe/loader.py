@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -196,11 +197,23 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
             f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
         ) from None
     except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
-        raise UserError(f"{error.full_key}: {first_line(error)}; correct the ${{...}} of this key") from None
+        reason = f"{first_line(error)}{_referred(tree, str(error.full_key))}"
+        raise UserError(f"{error.full_key}: {reason}; correct the ${{...}} of this key") from None
     except (OmegaConfBaseException, *UNREADABLE) as error:
         raise UserError(first_line(error)) from None
     assert isinstance(resolved, dict)
     return _with_plain_values(resolved, "the recipe")
+
+
+def _referred(tree: Mapping[str, Any], key: str) -> str:
+    """``, with grpo.seed="one"`` for each key, or section that is none, that a value refers to."""
+    found = {}
+    for dots, name in re.findall(r"\$\{(\.*)(\w[\w.]*)\}", str(value_of(tree, key))):
+        whole = ".".join([*key.split(".")[: -len(dots)], name]) if dots else name
+        parts = (*parents(whole), whole)
+        last = next((part for part in parts if not isinstance(value_of(tree, part), Mapping)), whole)
+        found[last] = shown(value_of(tree, last))
+    return "".join(f", with {name}={value}" for name, value in found.items())
 
 
 def from_environment(tree: Mapping[str, Any]) -> Tree:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_serializer, model_validator
 
 from nemo_grpo.recipe.layout import Layout
 
@@ -35,32 +35,49 @@ class Section(BaseModel):
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @model_serializer(mode="wrap")
+    def _without_nulls_that_nobody_wrote(self, dump: Any) -> dict[str, Any]:
+        """Where a key is missing NeMo-RL has a default of its own, which a null would replace."""
+        given = self.model_fields_set
+        return {name: value for name, value in dump(self).items() if value is not None or name in given}
+
+
+class Switch(Section):
+    """A feature of NeMo-RL of which only this is read."""
+
+    enabled: bool = False
+    """Use it."""
+
 
 class MegatronOptimizer(Section):
     """Megatron-core's optimizer."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW."""
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "adaptive_muon", "soap", "lion"] = "adam"
+    """adam is AdamW; beyond adam and sgd the cluster needs the package emerging-optimizers."""
     lr: float = Field(gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay; 0: none."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay; 0: none."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay of the first moment; 0: the gradient itself."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """Decay of the second moment; 0: the square of the gradient itself."""
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     sgd_momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of sgd."""
+    """Momentum of sgd; 0: none."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0: no clipping."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     use_precision_aware_optimizer: bool = False
     """Optimizer state in reduced precision (GPU only)."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state in host memory."""
+    optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of the state that optimizer_cpu_offload moves; 0: none."""
 
     @section_rule
     def _min_lr_is_at_most_lr(self) -> Iterator[str]:
@@ -76,13 +93,13 @@ class MegatronScheduler(Section):
     lr_decay_iters: int | None = Field(default=None, gt=0)
     """Updates until min_lr; null: all updates of the run."""
     lr_warmup_iters: int = Field(default=0, ge=0)
-    """Updates of linear warm-up."""
+    """Updates of linear warm-up; 0: none."""
     lr_warmup_init: float = Field(default=0.0, ge=0)
-    """Learning rate at the start of the warm-up."""
+    """Learning rate at the start of the warm-up; 0: none."""
     start_weight_decay: float = Field(default=0.01, ge=0)
-    """Weight decay at the start; not given: optimizer.weight_decay."""
+    """Weight decay at the start; 0: none; not given: optimizer.weight_decay."""
     end_weight_decay: float = Field(default=0.01, ge=0)
-    """Weight decay at the end; not given: optimizer.weight_decay."""
+    """Weight decay at the end; 0: none; not given: optimizer.weight_decay."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change from start to end weight decay."""
 
@@ -114,9 +131,9 @@ class ModelOverrides(Section):
     first_last_layers_bf16: bool = False
     """Under FP8, the first and last layers stay in BF16 (Transformer Engine's advice)."""
     num_layers_at_start_in_bf16: int = Field(default=1, ge=0)
-    """Number of first layers."""
+    """Number of first layers; 0: none."""
     num_layers_at_end_in_bf16: int = Field(default=1, ge=0)
-    """Number of last layers."""
+    """Number of last layers; 0: none."""
 
 
 class Peft(Section):
@@ -133,13 +150,13 @@ class Peft(Section):
     alpha: int = Field(default=32, gt=0)
     """Scale; the update is multiplied by alpha / dim."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter; not supported by the embedded engine."""
-    lora_A_init_method: str = "xavier"
+    """Dropout before the adapter; 0: none; not supported by the embedded engine."""
+    lora_A_init_method: Literal["xavier", "normal", "kaiming", "uniform", "zero"] = "xavier"
     """Initialisation of A; the embedded engine: xavier, a normal distribution."""
-    lora_B_init_method: str = "zero"
+    lora_B_init_method: Literal["xavier", "normal", "kaiming", "uniform", "zero"] = "zero"
     """Initialisation of B; zero: training starts at the base model."""
-    lora_dtype: str | None = None
-    """Precision of the adapters; null: policy.precision."""
+    lora_dtype: Literal["float32", "bfloat16", "float16", "None"] | None = None
+    """Precision of the adapters; null: policy.precision; None is a text in NeMo-RL's base."""
 
 
 class MegatronCheckpoint(Section):
@@ -147,6 +164,15 @@ class MegatronCheckpoint(Section):
 
     async_save: bool = False
     """Train on while a checkpoint is written; its tensors are held as a copy in host memory meanwhile."""
+
+
+class DistributedDataParallel(Section):
+    """How gradients and parameters travel between the data-parallel ranks; the defaults are NeMo-RL's."""
+
+    grad_reduce_in_fp32: bool = False
+    """Sum gradients in FP32."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters during the next forward pass."""
 
 
 class Megatron(Section):
@@ -162,6 +188,12 @@ class Megatron(Section):
     """CP."""
     expert_model_parallel_size: int = Field(default=1, gt=0)
     """EP."""
+    expert_tensor_parallel_size: int = Field(default=1, gt=0)
+    """TP of the experts."""
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, gt=0)
+    """Layers of an uneven pipeline's first stage; null: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, gt=0)
+    """Layers of an uneven pipeline's last stage; null: as many as the others."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence."""
     activation_checkpointing: bool = False
@@ -182,20 +214,35 @@ class Megatron(Section):
     """LoRA; null: off."""
     checkpoint: MegatronCheckpoint = Field(default_factory=MegatronCheckpoint)
     """Checkpoints."""
+    distributed_data_parallel_config: DistributedDataParallel = Field(default_factory=DistributedDataParallel)
+    """Data parallelism."""
+    env_vars: dict[str, str] | None = None
+    """Environment of the workers; null: as it is."""
+    defer_fp32_logits: bool = False
+    """Keep logits in the model's precision until the loss."""
+    use_fused_linear_logprobs: bool = False
+    """Logprobs from hidden states in chunks, without whole logits."""
+    mtp_num_layers: int = Field(default=0, ge=0)
+    """Layers of multi-token prediction; 0: none."""
+    mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
+    """Weight of the loss of multi-token prediction; 0: none."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    """How tokens reach their experts' ranks."""
+    force_reconvert_from_hf: bool = False
+    """Convert the Hugging Face model anew, even if it has been converted."""
 
     @property
     def layout(self) -> Layout:
         """How a replica of the model lies on the ranks."""
-        further = self.model_extra or {}
         return Layout(
             tensor=self.tensor_model_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
             context=self.context_parallel_size,
             expert=self.expert_model_parallel_size,
-            expert_tensor=further.get("expert_tensor_parallel_size") or 1,
+            expert_tensor=self.expert_tensor_parallel_size,
             sequence_parallel=self.sequence_parallel,
-            first_stage_layers=further.get("num_layers_in_first_pipeline_stage"),
-            last_stage_layers=further.get("num_layers_in_last_pipeline_stage"),
+            first_stage_layers=self.num_layers_in_first_pipeline_stage,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage,
         )
 
     @property
@@ -209,22 +256,12 @@ class Megatron(Section):
         return self.peft if self.peft is not None and self.peft.enabled else None
 
     @section_rule
-    def _megatron_is_enabled(self) -> Iterator[str]:
-        if not self.enabled:
-            yield "enabled=false: both engines train with Megatron-core; set it to true"
-
-    @section_rule
     def _sequence_parallel_needs_tensor_parallel(self) -> Iterator[str]:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield (
                 "sequence_parallel=true shards over the TP ranks, but tensor_model_parallel_size=1; set it "
                 "to false or raise TP"
             )
-
-    @section_rule
-    def _fp8_excludes_precision_aware_optimizer(self) -> Iterator[str]:
-        if self.fp8_in_use and self.optimizer.use_precision_aware_optimizer:
-            yield ("optimizer.use_precision_aware_optimizer=true does not work with fp8_cfg; set it to false")
 
     @section_rule
     def _delayed_scaling_covers_all_layers(self) -> Iterator[str]:

@@ -119,8 +119,8 @@ class NemoGRPOSection(OwnSection):
     """Folder of all runs."""
     target: Literal["embedded", "cluster"] = "embedded"
     """The engine that the recipe is for; cluster: NeMo-RL, whose rules then apply too."""
-    task: SerializeAsAny[TaskConfig]
-    """Problems and verifier: a name and its parameters."""
+    task: SerializeAsAny[TaskConfig] | None
+    """Problems and verifier: a name and its parameters; null: NeMo-RL's own sections data and env."""
     prompt: Prompt = Field(default_factory=Prompt)
     """Prompt."""
     rewards: dict[str, float] = {"accuracy": 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -9,11 +10,14 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, field_validator
 
-from nemo_grpo.dotted import value_of
+from nemo_grpo.errors import UserError
 from nemo_grpo.extensions import texts_of
 from nemo_grpo.recipe.loader import Tree, merge
+from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.recipe.own import NemoGRPOSection
-from nemo_grpo.recipe.sections import GENERATION, Checkpointing, Cluster, GRPOSection, Logger, Policy
+from nemo_grpo.recipe.policy_sections import Policy
+from nemo_grpo.recipe.sections import Checkpointing, Cluster, Data, Environments, GRPOSection, Logger
+from nemo_grpo.tasks import TaskConfig
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import VariantConfig
 
@@ -29,18 +33,23 @@ class Recipe(BaseModel):
     """The variant and its parameters; ``loss_fn.build()`` makes the objective."""
     policy: Policy
     """Model, batches, engines."""
-    data: dict[str, Any] = {}
-    """NeMo-RL's datasets; the embedded engine takes its problems from nemo_grpo.task."""
-    env: dict[str, Any] = {}
-    """NeMo-RL's environments; the embedded engine takes its rewards from nemo_grpo.task."""
+    data: Data = Field(default_factory=Data)
+    """NeMo-RL's data sets; they are used where nemo_grpo.task is not given."""
+    env: Environments = Field(default_factory=Environments)
+    """NeMo-RL's environments; they are used where nemo_grpo.task is not given."""
     checkpointing: Checkpointing = Field(default_factory=Checkpointing)
     """Checkpoints."""
     logger: Logger = Field(default_factory=Logger)
     """Logs."""
     cluster: Cluster = Field(default_factory=Cluster)
     """Ranks."""
+    data_plane: Switch = Field(default_factory=Switch)
+    """NeMo-RL's transport of batches outside the driver."""
+    reward_penalties: dict[str, Any] = {}
+    """NeMo-RL's penalties in NeMo-Gym's environments."""
     nemo_grpo: NemoGRPOSection
     """Settings that NeMo-RL's config lacks."""
+    _notes: tuple[str, ...] = PrivateAttr(())
 
     _from_environment: Tree = PrivateAttr(default_factory=dict)
 
@@ -50,6 +59,11 @@ class Recipe(BaseModel):
         return parse_loss_fn(section) if isinstance(section, Mapping) else section
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Of a recipe of NeMo-RL's own: what the variant replaces, what will be lost; a sentence each."""
+        return self._notes
+
+    @property
     def world_size(self) -> int:
         """Ranks that train, at least one."""
         return max(self.cluster.gpus_per_node * self.cluster.num_nodes - self.num_rollout_gpus, 1)
@@ -57,18 +71,17 @@ class Recipe(BaseModel):
     @property
     def num_rollout_gpus(self) -> int:
         """GPUs that only sample; 0 if rollouts and training share GPUs."""
-        colocated = f"{GENERATION}.colocated"
-        if self.nemo_grpo.target == "embedded" or value_of(self, f"{colocated}.enabled", True):
+        colocated = self.policy.generation.colocated
+        if self.nemo_grpo.target == "embedded" or colocated.enabled:
             return 0
         if self.cluster.num_nodes == 1:
-            return int(value_of(self, f"{colocated}.resources.gpus_per_node", 0))
-        return int(value_of(self, f"{colocated}.resources.num_nodes", 0)) * self.cluster.gpus_per_node
+            return colocated.resources.gpus_per_node or 0
+        return (colocated.resources.num_nodes or 0) * self.cluster.gpus_per_node
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that share one replica of the model: TP x PP x CP."""
-        m = self.policy.megatron_cfg
-        return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+        return math.prod(self.policy.layout.sizes)
 
     @property
     def data_parallel_size(self) -> int:
@@ -86,6 +99,16 @@ class Recipe(BaseModel):
         return self.num_sequences_per_step // self.policy.train_global_batch_size
 
     @property
+    def task(self) -> TaskConfig:
+        """The task.
+
+        Raises: UserError: the recipe keeps NeMo-RL's own data, and this command works on a task.
+        """
+        if self.nemo_grpo.task is None:
+            raise UserError("nemo_grpo.task is missing; this command needs one: data and env are NeMo-RL's")
+        return self.nemo_grpo.task
+
+    @property
     def run_dir(self) -> Path:
         """Folder of the run."""
         return Path(self.nemo_grpo.runs_dir) / self.nemo_grpo.run_name
@@ -100,7 +123,8 @@ class Recipe(BaseModel):
     def own_files(self) -> dict[str, str]:
         """Files of the user's own variant, task and rewards -> their texts."""
         own = self.nemo_grpo
-        return texts_of([self.loss_fn.variant, own.task.name, *own.rewards])
+        names = (self.loss_fn.variant, own.task and own.task.name, *own.rewards)
+        return texts_of([name for name in names if name])
 
     def to_dict(self) -> Tree:
         """Plain nested mapping of every value; `load_recipe_dict` turns it back into an equal recipe."""

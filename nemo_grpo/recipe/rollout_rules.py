@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_grpo.dotted import value_of
+from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import GENERATION, VLLM
 from nemo_grpo.tasks.jsonl import FileTaskConfig, count_problems
 
-VAL_BATCH_SIZE = 256
-"""Of NeMo-RL's base configurations."""
+
+def samples_with_vllm(recipe: Recipe) -> bool:
+    """True if vllm_cfg has an effect; NeMo-RL's other samplers read a section of their own."""
+    return recipe.policy.generation.backend == "vllm"
 
 
 def uses_fp8(recipe: Recipe) -> bool:
     """True if the policy trains in FP8 or samples in it."""
-    return bool(recipe.policy.megatron_cfg.fp8_in_use) or value_of(recipe, f"{VLLM}.precision") == "fp8"
+    return bool(recipe.policy.megatron_cfg.fp8_in_use) or (
+        samples_with_vllm(recipe) and recipe.policy.generation.vllm_cfg.precision == "fp8"
+    )
 
 
 @rule(Scope.CLUSTER)
 def validation_samples_like_training(recipe: Recipe) -> Iterator[str]:
     g = recipe.policy.generation
+    if recipe.env.should_use_nemo_gym:  # the one place where it may differ
+        return
     for key, value, other in (
         ("val_temperature", g.val_temperature, g.temperature),
         ("val_top_p", g.val_top_p, g.top_p),
-        ("val_top_k", value_of(recipe, f"{GENERATION}.val_top_k", g.top_k), g.top_k),
+        ("val_top_k", g.val_top_k, g.top_k),
     ):
         if value != other:
             yield (
@@ -46,39 +52,56 @@ def reference_and_policy_are_scored_alike(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule(Scope.ALL)
+def number_of_validation_problems_is_set(recipe: Recipe) -> Iterator[str]:
+    """Null is for NeMo-Gym (algorithms/grpo.py, `GRPOConfig`); else NeMo-RL divides by it."""
+    if recipe.env.should_use_nemo_gym:
+        return
+    for key in ("max_val_samples", "val_batch_size"):
+        if getattr(recipe.grpo, key) is None:
+            yield f"grpo.{key}=null leaves it to NeMo-Gym, which this recipe does not use; name a number"
+
+
 @rule(Scope.CLUSTER)
 def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[str]:
     grpo, task = recipe.grpo, recipe.nemo_grpo.task
     if not isinstance(task, FileTaskConfig) or not grpo.validates:
         return
-    available = count_problems(task.validation_files)
-    if available is not None and grpo.max_val_samples > available:
+    try:
+        available = count_problems(task.validation_files, with_images=task.needs_images)
+    except UserError as error:
+        yield f"nemo_grpo.task.validation_files: {error}"
+        return
+    if available is not None and (grpo.max_val_samples or 0) > available:
         yield (
             f"grpo.max_val_samples={grpo.max_val_samples}: nemo_grpo.task.validation_files has {available} "
             f"problems; use {available} or fewer"
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def validation_batches_divide_the_problems(recipe: Recipe) -> Iterator[str]:
-    g, batch = recipe.grpo, value_of(recipe, "grpo.val_batch_size", VAL_BATCH_SIZE)
-    if g.validates and (batch < 1 or g.max_val_samples % batch):
+    g, batch, problems = recipe.grpo, recipe.grpo.val_batch_size, recipe.grpo.max_val_samples
+    if batch is None or problems is None:  # number_of_validation_problems_is_set
+        return
+    if g.validates and problems % batch:
         yield (
-            f"grpo.val_batch_size={batch} does not divide grpo.max_val_samples={g.max_val_samples}: NeMo-RL "
-            "validates whole batches only, and with none reports an accuracy of 0; make them equal"
+            f"grpo.val_batch_size={batch} does not divide grpo.max_val_samples={problems}: NeMo-RL "
+            " validates whole batches only, and with none reports an accuracy of 0; make them equal"
         )
 
 
 @rule(Scope.CLUSTER)
 def fp8_kv_cache_needs_fp8_weights(recipe: Recipe) -> Iterator[str]:
-    cache, precision = value_of(recipe, f"{VLLM}.kv_cache_dtype"), value_of(recipe, f"{VLLM}.precision")
-    if str(cache).startswith("fp8") and precision != "fp8":
+    v = recipe.policy.generation.vllm_cfg
+    if samples_with_vllm(recipe) and v.kv_cache_dtype != "auto" and v.precision != "fp8":
         yield (
-            f"{VLLM}.kv_cache_dtype={cache} needs {VLLM}.precision=fp8, not {precision}; set it, or use auto"
+            f"{VLLM}.kv_cache_dtype={v.kv_cache_dtype} needs {VLLM}.precision=fp8, not {v.precision}; set "
+            "it, or use auto"
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def fp8_needs_importance_sampling_correction(recipe: Recipe) -> Iterator[str]:
     if uses_fp8(recipe) and not recipe.loss_fn.use_importance_sampling_correction:
         yield (
@@ -89,14 +112,17 @@ def fp8_needs_importance_sampling_correction(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def vllm_layout_tiles_the_gpus(recipe: Recipe) -> Iterator[str]:
-    tp, pp, ep = (value_of(recipe, f"{VLLM}.{k}_parallel_size", 1) for k in ("tensor", "pipeline", "expert"))
+    if not samples_with_vllm(recipe):
+        return
+    v = recipe.policy.generation.vllm_cfg
+    tp, pp, ep = v.tensor_parallel_size, v.pipeline_parallel_size, v.expert_parallel_size
     world, per_node = recipe.num_rollout_gpus or recipe.world_size, recipe.cluster.gpus_per_node
     if world % (tp * pp) or ((tp * pp) % per_node and per_node % (tp * pp)):
         yield (
             f"{VLLM}.tensor_parallel_size={tp} x pipeline_parallel_size={pp} does not tile the {world} GPUs "
             f"in nodes of {per_node}; use a divisor of {per_node}"
         )
-    if pp > 1 and not value_of(recipe, f"{VLLM}.async_engine"):
+    if pp > 1 and not v.async_engine:
         yield f"{VLLM}.pipeline_parallel_size={pp} needs {VLLM}.async_engine=true; set it, or use 1"
     if ep > 1 and ep % tp:
         yield f"{VLLM}.expert_parallel_size={ep} must be a multiple of tensor_parallel_size={tp}; use {tp}"
@@ -104,10 +130,11 @@ def vllm_layout_tiles_the_gpus(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def separate_rollouts_leave_gpus_to_train(recipe: Recipe) -> Iterator[str]:
-    if value_of(recipe, f"{GENERATION}.colocated.enabled", True):
+    colocated, c = recipe.policy.generation.colocated, recipe.cluster
+    if colocated.enabled:
         return
-    key, c = f"{GENERATION}.colocated.resources", recipe.cluster
-    gpus, nodes = value_of(recipe, f"{key}.gpus_per_node", 0), value_of(recipe, f"{key}.num_nodes", 0)
+    key, nodes = f"{GENERATION}.colocated.resources", colocated.resources.num_nodes or 0
+    gpus = colocated.resources.gpus_per_node or 0
     if c.num_nodes == 1 and (not 0 < gpus < c.gpus_per_node or nodes > 1):
         yield (
             f"{key}.gpus_per_node={gpus}: separate rollouts (colocated.enabled=false) take some of the "
@@ -123,8 +150,8 @@ def separate_rollouts_leave_gpus_to_train(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def vllm_max_model_len_covers_the_longest_sequence(recipe: Recipe) -> Iterator[str]:
-    length, longest = recipe.policy.max_total_sequence_length, value_of(recipe, f"{VLLM}.max_model_len")
-    if longest is not None and longest < length:
+    length, longest = recipe.policy.max_total_sequence_length, recipe.policy.generation.vllm_cfg.max_model_len
+    if samples_with_vllm(recipe) and longest < length:
         yield (
             f"{VLLM}.max_model_len={longest} is less than policy.max_total_sequence_length={length}; make "
             "them equal"
@@ -132,30 +159,23 @@ def vllm_max_model_len_covers_the_longest_sequence(recipe: Recipe) -> Iterator[s
 
 
 @rule(Scope.CLUSTER)
-def vllm_memory_share_is_a_fraction(recipe: Recipe) -> Iterator[str]:
-    share = value_of(recipe, f"{VLLM}.gpu_memory_utilization")
-    if share is not None and not 0 < share < 1:
-        yield f"{VLLM}.gpu_memory_utilization={share} must be above 0 and below 1; 0.6 is NeMo-RL's"
-
-
-@rule(Scope.CLUSTER)
 def async_grpo_settings_agree(recipe: Recipe) -> Iterator[str]:
-    if not value_of(recipe, "grpo.async_grpo.enabled"):
+    if not recipe.grpo.is_async:
         return
     key = "grpo.async_grpo.enabled=true"
     if recipe.grpo.use_dynamic_sampling:
         yield f"{key} does not work with grpo.use_dynamic_sampling=true; switch one of them off"
     if recipe.grpo.reward_shaping.enabled:
         yield f"{key} does not work with grpo.reward_shaping.enabled=true; switch one of them off"
-    if not value_of(recipe, f"{VLLM}.async_engine"):
+    if samples_with_vllm(recipe) and not recipe.policy.generation.vllm_cfg.async_engine:
         yield f"{key} needs {VLLM}.async_engine=true; set it"
-    if value_of(recipe, f"{GENERATION}.colocated.enabled", True):
+    if recipe.policy.generation.colocated.enabled:
         yield f"{key} needs rollouts on separate GPUs; set {GENERATION}.colocated.enabled=false"
 
 
 @rule(Scope.CLUSTER)
 def async_grpo_needs_importance_sampling_correction(recipe: Recipe) -> Iterator[str]:
-    if value_of(recipe, "grpo.async_grpo.enabled") and not recipe.loss_fn.use_importance_sampling_correction:
+    if recipe.grpo.is_async and not recipe.loss_fn.use_importance_sampling_correction:
         yield (
             "grpo.async_grpo.enabled=true: rollouts are older than the policy, and NeMo-RL refuses to train "
             "on them uncorrected; set loss_fn.use_importance_sampling_correction=true"
@@ -164,25 +184,15 @@ def async_grpo_needs_importance_sampling_correction(recipe: Recipe) -> Iterator[
 
 @rule(Scope.CLUSTER)
 def batch_multiplier_needs_dynamic_sampling(recipe: Recipe) -> Iterator[str]:
-    factor = value_of(recipe, "grpo.batch_multiplier", 1)
+    factor = recipe.grpo.batch_multiplier
     if factor != 1 and not recipe.grpo.use_dynamic_sampling:
-        yield f"grpo.batch_multiplier={factor} needs grpo.use_dynamic_sampling=true; set it, or use 1"
-
-
-@rule(Scope.CLUSTER)
-def max_num_epochs_is_positive(recipe: Recipe) -> Iterator[str]:
-    epochs = value_of(recipe, "grpo.max_num_epochs", 1)
-    if epochs < 1:
-        yield (
-            f"grpo.max_num_epochs={epochs}: NeMo-RL would return before the first step; use 1 or more (one "
-            "epoch of a task's data lasts for grpo.max_num_steps)"
-        )
+        yield f"grpo.batch_multiplier={factor:g} needs grpo.use_dynamic_sampling=true; set it, or use 1"
 
 
 @rule(Scope.CLUSTER)
 def max_rollout_turns_covers_the_task(recipe: Recipe) -> Iterator[str]:
-    turns, task = value_of(recipe, "grpo.max_rollout_turns", 1), recipe.nemo_grpo.task
-    if turns < task.num_turns:
+    turns, task = recipe.grpo.max_rollout_turns, recipe.nemo_grpo.task
+    if task is not None and turns < task.num_turns:
         yield (
             f"grpo.max_rollout_turns={turns}: a response to {task.name} takes up to {task.num_turns} turns, "
             f"and would end before its answer; use {task.num_turns}"
@@ -192,7 +202,9 @@ def max_rollout_turns_covers_the_task(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def overlong_penalty_needs_responses_of_one_turn(recipe: Recipe) -> Iterator[str]:
     task, shaping = recipe.nemo_grpo.task, recipe.grpo.reward_shaping
-    if shaping.enabled and shaping.stop_properly_penalty_coef is None and task.stop_texts:
+    if task is None or not task.stop_texts:
+        return
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
         yield (
             "grpo.reward_shaping.enabled=true: NeMo-RL measures only the first turn of a response, but one "
             f"to {task.name} has several; set it to false"
@@ -202,7 +214,10 @@ def overlong_penalty_needs_responses_of_one_turn(recipe: Recipe) -> Iterator[str
 @rule(Scope.CLUSTER)
 def vllm_stops_at_the_end_of_a_turn(recipe: Recipe) -> Iterator[str]:
     stops, task = recipe.policy.generation.stop_strings, recipe.nemo_grpo.task
-    if task.stop_texts and value_of(recipe, f"{VLLM}.skip_tokenizer_init", not stops):
+    skips = recipe.policy.generation.vllm_cfg.skip_tokenizer_init
+    if task is None or not task.stop_texts:
+        return
+    if skips or (skips is None and not stops):
         yield (
             f"{GENERATION}.stop_strings={stops or 'null'}: NeMo-RL starts vLLM without a tokenizer, which "
             f"then cannot see where a turn of {task.name} ends; set it to [{', '.join(task.stop_texts)}], "

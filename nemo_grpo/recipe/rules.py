@@ -71,6 +71,40 @@ def updates_average_whole_groups(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.ALL)
+def prompt_has_room(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL ends a response where the sequence is full, and its base configurations let both be equal."""
+    response, longest = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
+    if response > longest or (response == longest and recipe.nemo_grpo.target == "embedded"):
+        yield (
+            f"policy.generation.max_new_tokens={response} leaves no room for the prompt in "
+            f"policy.max_total_sequence_length={longest}; lower one or raise the other"
+        )
+
+
+@rule(Scope.ALL)
+def microbatches_hold_the_longest_sequence(recipe: Recipe) -> Iterator[str]:
+    if recipe.nemo_grpo.target == "embedded":
+        yield from _short_microbatches(recipe)
+
+
+@rule(Scope.ADVICE)
+def a_long_sequence_may_end_the_run(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL's packer raises an error only when such a sequence comes (data/packing/algorithms.py)."""
+    if recipe.nemo_grpo.target == "cluster":
+        yield from _short_microbatches(recipe)
+
+
+def _short_microbatches(recipe: Recipe) -> Iterator[str]:
+    p, longest = recipe.policy, recipe.policy.max_total_sequence_length
+    for key, tokens in (("train_mb_tokens", p.train_mb_tokens), ("logprob_mb_tokens", p.logprob_mb_tokens)):
+        if tokens is not None and tokens < longest:
+            yield (
+                f"policy.sequence_packing.{key}={tokens} is less than policy.max_total_sequence_length="
+                f"{longest}, and a longer sequence than this ends the run; raise it"
+            )
+
+
+@rule(Scope.ALL)
 def layout_divides_the_ranks(recipe: Recipe) -> Iterator[str]:
     m, world, size = recipe.policy.megatron_cfg, recipe.world_size, recipe.model_parallel_size
     if world % size:
@@ -99,10 +133,22 @@ def microbatches_divide_the_update(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def grpo_section_agrees_with_the_loss(recipe: Recipe) -> Iterator[str]:
+    if recipe.loss_fn.is_stock:
+        return
     for key in ("normalize_rewards", "use_leave_one_out_baseline"):
         given, used = getattr(recipe.grpo, key), getattr(recipe.loss_fn, key, False)
         if given is not None and given != used:
             yield disagreement(recipe, f"grpo.{key}", key, given)
+
+
+@rule(Scope.ALL)
+def forced_ratio_makes_one_update_per_step(recipe: Recipe) -> Iterator[str]:
+    if recipe.loss_fn.force_on_policy_ratio and recipe.num_updates_per_step != 1:
+        yield (
+            "loss_fn.force_on_policy_ratio=true: the ratio is 1 in the first of "
+            f"{recipe.num_updates_per_step} updates only; use policy.train_global_batch_size="
+            f"{recipe.num_sequences_per_step}, or false"
+        )
 
 
 @rule(Scope.ALL)

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_grpo.dotted import parents, set_value, value_of
+from nemo_grpo.dotted import is_missing, set_value, value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import (  # noqa: F401 - they register
     cluster_rules,
     demonstration_rules,
     embedded_rules,
+    host,
     rollout_rules,
     rules,
     saving_rules,
@@ -31,6 +32,9 @@ DERIVED_DEFAULTS = {
     "policy.generation_batch_size": "policy.train_global_batch_size",
     "policy.generation.val_temperature": "policy.generation.temperature",
     "policy.generation.val_top_p": "policy.generation.top_p",
+    "policy.generation.val_top_k": "policy.generation.top_k",
+    "policy.generation.vllm_cfg.max_model_len": "policy.max_total_sequence_length",
+    "policy.make_sequence_length_divisible_by": "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.optimizer.clip_grad": "policy.max_grad_norm",
     "policy.megatron_cfg.scheduler.start_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
     "policy.megatron_cfg.scheduler.end_weight_decay": "policy.megatron_cfg.optimizer.weight_decay",
@@ -68,6 +72,7 @@ def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> 
 def _validated(tree: Tree) -> Recipe:
     if errors := dotted_key_errors(tree):
         raise RecipeErrors(errors)
+    tree, notes = host.adapted(tree)
     errors, filled = unknown_key_errors(tree), _with_derived_defaults(tree)
     try:
         recipe = Recipe.model_validate(filled)
@@ -82,14 +87,17 @@ def _validated(tree: Tree) -> Recipe:
     errors += messages(Scope.ALL, recipe)
     if recipe.nemo_grpo.target == "cluster":
         errors += messages(Scope.CLUSTER, recipe)
+        errors += messages(Scope.MEGATRON, recipe) if recipe.policy.megatron_cfg.enabled else []
+        (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
     if errors:
         raise RecipeErrors(errors)
+    recipe._notes = tuple(notes)
     return recipe
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """Settings that are allowed but probably not meant, one sentence each."""
-    return messages(Scope.ADVICE, recipe)
+    """Settings that a variant replaces, or that are probably not meant, one sentence each."""
+    return [*recipe.notes, *messages(Scope.ADVICE, recipe)]
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
@@ -152,10 +160,9 @@ def _with_derived_defaults(tree: Tree) -> Tree:
     """Fill in missing keys by `DERIVED_DEFAULTS`; the model reports wrong types."""
     filled = merge({}, tree)
     for key, source in DERIVED_DEFAULTS.items():
-        value, sections = value_of(filled, source), [value_of(filled, above, {}) for above in parents(key)]
-        if value is None or value_of(filled, key) is not None:
+        if key.startswith("loss_fn.") and value_of(filled, "loss_fn.variant") is None:  # NeMo-RL's own loss
             continue
-        if all(isinstance(section, dict) for section in sections):
+        if (value := value_of(filled, source)) is not None and is_missing(filled, key):
             set_value(filled, key, value)
     return filled
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.rehearsal import evidence, report
+from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, NotStarted
 from nemo_grpo.rehearsal.environment import find_stack
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, prepare, train
 
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Rehearse a recipe.
 
-    Returns: 0 if every stage passed; 1 if one failed; 2 if the recipe is refused.
+    Returns: 0 if every stage passed; 1 if one failed; 2 if the recipe is refused; 69 if Ray did not start,
+             which says nothing about the recipe.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal", description=__doc__)
     parser.add_argument("recipe", type=Path)
@@ -43,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
+    except NotStarted as error:
+        sys.stderr.write(f"failed: {error}\n")
+        return EXIT_NOT_STARTED
 
 
 def run(rehearsal: Rehearsal) -> int:

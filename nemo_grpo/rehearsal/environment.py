@@ -1,4 +1,4 @@
-"""The processes of a rehearsal: environment, a private Ray with logical GPUs, the driver in it."""
+"""The processes of a rehearsal: their software, their environment, their end."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nemo_grpo
 from nemo_grpo.errors import UserError
-from nemo_grpo.ports import reserved_port
 from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
 
 HERE = Path(__file__).parent
@@ -41,17 +38,6 @@ WARM_MODULES = {
 }
 """Server -> modules that its forks need, except Ray and its importers."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-RAY_PORTS = (
-    "port",
-    "ray-client-server-port",
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
-    "metrics-export-port",
-)
-RAY_IS_UP = b"will now block forever"
-"""Printed by `ray start --block` once all its parts run; its port answers earlier."""
-RAY_PATIENCE = 180.0
-"""Seconds for Ray to come up."""
 
 
 @dataclass(frozen=True)
@@ -133,50 +119,6 @@ def _vllm_python(given: Path | None) -> Path | None:
         raise UserError(f"--vllm-python={given} is not there; `make venv-vllm` makes one, or leave it out")
     python = given or REPOSITORY / ".venv-vllm/bin/python"
     return python.absolute() if python.is_file() else None
-
-
-@contextmanager
-def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[dict[str, str]]:
-    """A private Ray with logical GPUs; yields the environment for its driver.
-
-    Raises: UserError: it does not come up.
-    """
-    ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
-    options = {
-        "num-gpus": num_gpus,
-        "num-cpus": 4 * num_gpus + 8,
-        "object-store-memory": 512 << 20,
-        "include-dashboard": "false",
-    }
-    with (
-        ExitStack() as held,
-        tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch,
-    ):
-        options |= {name: held.enter_context(reserved_port()) for name in RAY_PORTS}
-        environment = {**stack.environment(folder), WARM: scratch}
-        command = [*ray, "start", "--head", "--block", f"--temp-dir={scratch}"]
-        command += [f"--{name}={value}" for name, value in options.items()]
-        with (folder / "ray.log").open("wb") as log, background(command, environment, log) as process:
-            deadline = time.monotonic() + RAY_PATIENCE
-            while RAY_IS_UP not in (folder / "ray.log").read_bytes():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise UserError(f"Ray did not start; see {folder / 'ray.log'}")
-                time.sleep(0.2)
-            with warm_interpreters(stack, folder, environment):  # later: Ray gives its parts 30 s to start
-                yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{options['port']}"}
-
-
-@contextmanager
-def warm_interpreters(stack: Stack, folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, run the interpreters that workers are forked from."""
-    with ExitStack() as running:
-        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
-            if python is not None:
-                socket_path = str(Path(environment[WARM]) / name)
-                command = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve", socket_path]
-                log = running.enter_context((folder / f"warm-{name}.log").open("wb"))
-                running.enter_context(background([*command, *WARM_MODULES[name]], environment, log))
-        yield
 
 
 def warm_command(python: str, server: str, folder: str | None) -> list[str]:

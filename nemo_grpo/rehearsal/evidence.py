@@ -1,33 +1,67 @@
-"""Evidence that each stage of a rehearsal did its work: numbers of the run, each with its bound."""
+"""Evidence that each stage of a rehearsal did its work: numbers of the run, each with its bound.
+
+A stage that has nothing to compare fails. What the run logged is compared with what follows from its recorded
+tokens without NeMo-RL: rewards from the grader, logprobs from transformers, advantages, loss and gradient
+from the variant.
+"""
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+import torch
+
+from nemo_grpo.core.reward_shaping import overlong_penalty
 from nemo_grpo.nemorl.rollout_error import bound, per_update
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.problems import RehearsedTask
-from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint, run_python
-from nemo_grpo.tasks import Problem
-from nemo_grpo.tasks.base import reward_of
-from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.rehearsal.comparisons import (
+    bridges_export,
+    compare_folders,
+    compare_with_adapters,
+    compare_with_base,
+    compare_with_model,
+    validation_loss,
+)
+from nemo_grpo.rehearsal.recomputed import (
+    Recomputed,
+    aligned,
+    all_logprobs,
+    k3,
+    load,
+    recompute,
+    sequences_of,
+)
+from nemo_grpo.rehearsal.recorded import Recorded, Scored
+from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint
+
+log = logging.getLogger(__name__)
 
 REFIT_BOUND = 4e-4
 """Largest healthy gen_kl_error of a rehearsal, tighter than a job's: both sides compute in BF16 on one CPU,
 which gave 1e-7 to 2e-4. Old weights gave 3e-3 to 5e-2, depending on how far an update moves the policy;
 hidden states divided by the temperature gave 5e-4 to 4e-3."""
-WORKER_TOLERANCE = 0.015
-"""Largest mean difference of logprobs, exported model in float32 against the BF16 worker, nats: rounding gave
-0.002 to 0.004, hidden states divided by the temperature 0.016 to 0.036."""
+ADVANTAGE_TOLERANCE = 0.02
+"""Largest mean difference of advantages, relative to their mean size: BF16 entropies and logprobs."""
+LOSS_TOLERANCE = 0.02
+"""Largest difference of the loss, relative to the size of its parts: BF16 against float32."""
+NORM_TOLERANCE = 0.05
+"""Largest relative difference of the gradient's norm, BF16 against float32."""
 SAMPLE_LENGTH = 300
+
+
+class Evidence(Recorded):
+    """A rehearsal's output, and a step of it computed once more."""
+
+    @cached_property
+    def recomputed(self) -> Recomputed:
+        """See `recompute`."""
+        return recompute(self)
 
 
 @dataclass(frozen=True)
@@ -39,51 +73,6 @@ class Stage:
     proof: str
 
 
-class Evidence:
-    """A rehearsal's output, read once."""
-
-    def __init__(self, rehearsal: Rehearsal) -> None:
-        self.rehearsal = rehearsal
-        self.recipe = rehearsal.small
-
-    @cached_property
-    def steps(self) -> dict[int, dict[str, float]]:
-        """Metrics by step."""
-        found: dict[int, dict[str, float]] = {}
-        for row in metrics(self.recipe):
-            found.setdefault(int(row["step"]), {}).update(row)
-        return {step: row for step, row in found.items() if "loss/total" in row}
-
-    def series(self, name: str) -> list[float]:
-        """One metric's values in the order of steps."""
-        return [row[name] for _, row in sorted(self.steps.items()) if name in row]
-
-    def responses(self, step: int) -> list[dict[str, Any]]:
-        """NeMo-RL's record of a step's responses."""
-        files = sorted(Path(str(self.recipe.logger.log_dir)).glob(f"exp_*/train_data_step{step}.jsonl"))
-        return [json.loads(line) for line in files[-1].read_text().splitlines()] if files else []
-
-    @cached_property
-    def scored(self) -> list[tuple[Problem, str, Mapping[str, float]]]:
-        """The run's responses with their problems and scores, if the prompt identifies the problem."""
-        settings = self.rehearsal.recipe.nemo_grpo
-        task = RehearsedTask(self.rehearsal.recipe, self.rehearsal.problems.task)
-        by_length = sorted(task.known, key=lambda problem: -len(problem.question))
-        found: list[tuple[Problem, str]] = []
-        for step in sorted(self.steps):
-            for row in self.responses(step):
-                prompt, *turns = row["content"][0] if isinstance(row["content"][0], list) else row["content"]
-                problem = next((p for p in by_length if p.question in prompt), None)
-                if problem is not None:
-                    found.append((problem, "".join(turns)))
-        scorer = Scorer(task, settings.rewards, settings.prompt)
-        try:
-            scores = scorer([problem for problem, _ in found], [response for _, response in found])
-        finally:
-            scorer.close()
-        return [(*one, score) for one, score in zip(found, scores, strict=True)]
-
-
 def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
     """All stages, in order.
 
@@ -91,8 +80,8 @@ def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
           something shows the reason, and nothing is exported.
     """
     evidence = Evidence(rehearsal)
-    names = SUPERVISED if rehearsal.recipe.loss_fn.learns_from_demonstrations else tuple(CHECKS)
-    checks = {name: CHECKS[name] for name in names if failure is None or name != "export"}
+    names = SUPERVISED if evidence.is_supervised else tuple(CHECKS)
+    checks = {name: CHECKS[name] for name in names if failure is None or name not in AFTER_TRAINING}
     found = [_judged(name, check, evidence) for name, check in checks.items()]
     if failure is None:
         return found
@@ -105,6 +94,9 @@ def _judged(name: str, check: Callable[[Evidence], str], evidence: Evidence) -> 
         return Stage(name, True, check(evidence))
     except Failed as failure:
         return Stage(name, False, str(failure))
+    except Exception as error:  # what a check cannot read proves nothing
+        log.exception("stage %s", name)
+        return Stage(name, False, f"its evidence cannot be read: {error!r}")
 
 
 def _refuse(fails: bool, reason: str) -> None:
@@ -114,161 +106,216 @@ def _refuse(fails: bool, reason: str) -> None:
 
 def setup(evidence: Evidence) -> str:
     r = evidence.rehearsal
-    engine = "vLLM" if r.stack.vllm_python else "the stand-in sampler"
     _refuse(not evidence.steps, "no step was trained")
-    if r.recipe.loss_fn.learns_from_demonstrations:
-        return f"{r.layout.number} policy worker(s), {r.layout}; NeMo-RL's supervised training"
-    return f"{r.layout.number} policy worker(s), {r.layout}; rollouts by {engine}"
+    engine = "vLLM" if r.stack.vllm_python else "the stand-in sampler"
+    what = "NeMo-RL's supervised training" if evidence.is_supervised else f"rollouts by {engine}"
+    return f"{r.layout.number} policy worker(s), {r.layout}; {what}"
 
 
 def refit(evidence: Evidence) -> str:
-    """Rollouts come from the trained weights, also after updates."""
+    """Rollouts come from the trained weights, also after updates; old weights would have been seen."""
     recipe = evidence.recipe
     errors = [per_update(recipe, error) for error in evidence.series("mismatch/kl")]
     ratio = max(evidence.series("train/token_mult_prob_error"), default=math.nan)
     shown = f"gen_kl_error {', '.join(f'{e:.1e}' for e in errors)}; token_mult_prob_error at most {ratio:.4f}"
+    _refuse(len(errors) < max(len(evidence.steps), 1), f"{shown}; not logged in every step")
     if bound(recipe) is None:
-        return f"{shown}; no bound: asynchronous rollouts may be of older weights"
-    _refuse(not errors or not all(e <= REFIT_BOUND for e in errors), f"{shown}; the bound is {REFIT_BOUND:g}")
-    return f"{shown} (bound {REFIT_BOUND:g})"
+        _refuse(not errors[0] <= REFIT_BOUND, f"{shown}; the bound of the first step is {REFIT_BOUND:g}")
+        return f"{shown}; later steps have no bound: asynchronous rollouts may be of older weights"
+    _refuse(not all(e <= REFIT_BOUND for e in errors), f"{shown}; the bound is {REFIT_BOUND:g}")
+    stale = _error_of_old_weights(evidence)
+    _refuse(
+        not stale > REFIT_BOUND,
+        f"{shown}; the first weights would have given {stale:.1e} later, so that a refit is not tested",
+    )
+    return f"{shown} (bound {REFIT_BOUND:g}; the first weights would give up to {stale:.1e})"
+
+
+def _error_of_old_weights(evidence: Evidence) -> float:
+    """gen_kl_error of the later steps, had the policy stayed what it was in the first; the largest."""
+    model, temperature = load(evidence.rehearsal.model.folder), evidence.recipe.policy.generation.temperature
+    errors = [0.0]
+    for step in sorted(evidence.steps)[1:]:
+        if rows := evidence.responses(step):
+            sequences = sequences_of(rows)
+            old, _ = all_logprobs(model, sequences, temperature)
+            errors.append(k3(old, aligned(rows, "generation_logprobs"), sequences.mask))
+    return max(errors)
 
 
 def rollout(evidence: Evidence) -> str:
+    """Every response is recorded, and the first step's are sampled from the model at the temperature."""
     lengths, cut = evidence.series("length/mean"), evidence.series("train/truncation_rate")
     _refuse(not lengths, "no responses are logged")
-    return f"mean length {fmean(lengths):.1f} tokens, {fmean(cut or [0.0]):.0%} truncated"
+    number = evidence.recipe.num_sequences_per_step
+    counts = {step: len(evidence.responses(step)) for step in evidence.steps}
+    _refuse(set(counts.values()) != {number}, f"responses recorded by step: {counts}; {number} are sampled")
+    shown = f"mean length {fmean(lengths):.1f} tokens, {fmean(cut or [0.0]):.0%} truncated"
+    first = min(evidence.steps)
+    _refuse(first != 1, f"{shown}; the first step is not logged")
+    temperature = evidence.recipe.policy.generation.temperature
+    found = compare_with_model(
+        evidence.rehearsal.model.folder, evidence.responses(1), "generation_logprobs", temperature, "sampler"
+    )
+    return f"{shown}; in step 1 {found}"
 
 
-def reward(evidence: Evidence) -> str:
-    """The recipe's rewards on the responses of the run, component by component."""
-    components = reward_components(evidence)
+def rewards(evidence: Evidence) -> str:
+    """The recipe's rewards on the responses of the run, component by component, are those it trained on."""
     means = evidence.series("reward/mean")
+    components = reward_components(evidence)
     shown = f"mean {', '.join(f'{mean:.3f}' for mean in means)}; {_shown(components)}"
-    _refuse(not all(map(math.isfinite, means)), shown)
-    return shown
+    _refuse(not means or not all(map(math.isfinite, means)), shown)
+    if not evidence.is_graded_here:
+        return f"{shown}; by NeMo-RL's environment"
+    wrong = [
+        one for one in evidence.scored if not math.isclose(one.recorded, _shaped(evidence, one), abs_tol=1e-4)
+    ]
+    if wrong:
+        raise Failed(f"{shown}; {_disagreement(wrong, len(evidence.scored))}")
+    _refuse(not evidence.scored, f"{shown}, so no reward is compared")
+    return f"{shown}; {len(evidence.scored)} rewards are the grader's"
+
+
+def _shaped(evidence: Evidence, one: Scored) -> float:
+    """A reward with the recipe's penalty of long responses."""
+    shaping = evidence.recipe.grpo.reward_shaping
+    if not shaping.enabled:
+        return one.reward
+    penalty = overlong_penalty(
+        torch.tensor([one.length]),
+        max_response_length=shaping.max_response_length,
+        buffer_length=shaping.overlong_buffer_length,
+        penalty=shaping.overlong_buffer_penalty,
+    )
+    return one.reward + float(penalty)
+
+
+def _disagreement(wrong: Sequence[Scored], number: int) -> str:
+    one = wrong[0]
+    return (
+        f"{len(wrong)} of {number} are not what the grader says: {one.response[:SAMPLE_LENGTH]!r} has "
+        f"{one.recorded:g}, the grader says {one.reward:g}"
+    )
 
 
 def advantage(evidence: Evidence) -> str:
-    shares = evidence.series("groups/valid_fraction")
+    """The variant's advantages of the recorded rewards are those that were trained on."""
+    shares, is_stock = evidence.series("groups/valid_fraction"), evidence.recipe.loss_fn.is_stock
+    if is_stock:
+        shares = [percent / 100 for percent in evidence.series("baseline_reward/pct_mixed")]
     shown = f"groups with signal {', '.join(f'{share:.0%}' for share in shares)}"
     _refuse(not any(shares), f"{shown}: every response of a group gets the same reward, so nothing is learnt")
-    return shown
+    if is_stock:
+        return f"{shown}; by NeMo-RL's estimator, not recomputed"
+    again = evidence.recomputed
+    assert again.advantages is not None, "rollouts"
+    assert again.recorded_advantages is not None, "rollouts"
+    size = float(again.advantages.abs().mean())
+    difference = float((again.advantages - again.recorded_advantages).abs().mean())
+    _refuse(size == 0, f"{shown}; every advantage of step {again.step} is 0")
+    _refuse(
+        not difference <= ADVANTAGE_TOLERANCE * size,
+        f"{shown}; advantages of step {again.step} differ from the variant's by {difference / size:.1%}",
+    )
+    return f"{shown}; step {again.step}'s are the variant's up to {difference / size:.1%}"
 
 
 def update(evidence: Evidence) -> str:
+    """Loss and gradient are what transformers and the variant give for the same tokens."""
     losses, norms = evidence.series("loss/total"), evidence.series("grad_norm")
     few = slice(None, None, max(1, len(losses) // small.NUM_STEPS))
     shown = f"loss {', '.join(f'{x:.4f}' for x in losses[few])}; "
     shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     _refuse(not any(norms), f"{shown}: no step moved the weights")
+    if evidence.recipe.loss_fn.is_stock:
+        return f"{shown}; by NeMo-RL's loss, not recomputed"
+    return f"{shown}; {_loss_and_norm(evidence)}"
+
+
+def _loss_and_norm(evidence: Evidence) -> str:
+    again = evidence.recomputed
+    logged = evidence.steps[again.step]
+    loss, norm = logged["loss/total"], logged["grad_norm"]
+    shown = f"step {again.step} recomputed: loss {again.loss:.4f}"
+    off = abs(loss - again.loss) / max(again.scale, 1e-12)
+    _refuse(not off <= LOSS_TOLERANCE, f"{shown}, but {loss:.4f} is logged")
+    if again.gradient_norm is None:
+        return f"{shown}, its first update's"
+    apart = abs(norm / again.gradient_norm - 1) if again.gradient_norm else math.inf
+    shown += f", norm {again.gradient_norm:.3f}"
+    _refuse(not apart <= NORM_TOLERANCE, f"{shown}, but {norm:.3f} is logged")
     return shown
 
 
 def validation(evidence: Evidence) -> str:
+    """The logged accuracy is the grader's; after supervised training the loss is transformers'."""
     if not evidence.rehearsal.recipe.grpo.validates:
         return "the recipe has none"
-    name = "val_loss" if evidence.recipe.loss_fn.learns_from_demonstrations else "accuracy"
-    key = f"validation/{name}"
-    found = [row[key] for row in metrics(evidence.recipe) if key in row]
-    _refuse(not found, f"no {key} is logged")
-    return f"{name} {found[-1]:.3f} of {small.NUM_VALIDATION} problems"
+    name = "val_loss" if evidence.is_supervised else "accuracy"
+    found = evidence.validations(name)
+    _refuse(not found, f"no validation/{name} is logged")
+    step, value = max(found.items())
+    shown = f"{name} {value:.3f} of {small.NUM_VALIDATION} problems"
+    if evidence.is_supervised:
+        again = validation_loss(evidence)
+        _refuse(
+            not math.isclose(value, again, rel_tol=LOSS_TOLERANCE), f"{shown}, but {again:.3f} recomputed"
+        )
+        return f"{shown}; {again:.3f} recomputed"
+    if not evidence.is_graded_here:
+        return f"{shown}, by NeMo-RL's environment"
+    graded = evidence.validated(step)
+    _refuse(len(graded) != small.NUM_VALIDATION, f"{shown}; {len(graded)} of them are recognised")
+    accuracy = fmean(one.scores["accuracy"] for one in graded)
+    _refuse(not math.isclose(value, accuracy, abs_tol=1e-4), f"{shown}; the grader says {accuracy:.3f}")
+    return f"{shown}, as the grader says"
 
 
 def checkpoint(evidence: Evidence) -> str:
     newest = newest_checkpoint(evidence.rehearsal)
     side = newest / "policy" / "tokenizer"
     _refuse(not (side / "config.json").is_file(), f"{newest} has no config.json and tokenizer")
+    last = max(evidence.steps, default=0)
+    _refuse(newest.name != f"step_{last}", f"{newest} is the newest, but step {last} was trained")
     return f"{newest.name}, with config.json and tokenizer"
 
 
 def stop_and_resume(evidence: Evidence) -> str:
-    done, stop = sorted(evidence.steps), evidence.rehearsal.stopped_after
-    _refuse(done != list(range(1, small.num_steps(evidence.recipe) + 1)), f"steps {done} are logged")
+    done, stop = [int(row["step"]) for row in evidence.rows], evidence.rehearsal.stopped_after
+    wanted = list(range(1, small.num_steps(evidence.recipe) + 1))
+    _refuse(done != wanted, f"steps {done} are logged; each of {wanted[0]} to {wanted[-1]} once is expected")
     return f"SIGUSR1 in step {stop}: exit 75; started again at step {stop + 1}: exit 0"
 
 
 def export(evidence: Evidence) -> str:
     """Compare the converters' export of the stop's checkpoint with Bridge's and with the resumed worker."""
-    rehearsal = evidence.rehearsal
-    if rehearsal.recipe.nemo_grpo.task.needs_images:
+    rehearsal, recipe = evidence.rehearsal, evidence.recipe
+    if rehearsal.problems.task.needs_images:
         return "left out: the converters do not support vision models"
-    step = evidence.recipe.checkpoint_dir / f"step_{small.STOP_AFTER}"
-    source = step if step.is_dir() else newest_checkpoint(rehearsal)
-    ours = _convert(rehearsal, source)
-    found = [f"{source.name} in {rehearsal.seconds['conversion']:.1f} s"]
-    if evidence.recipe.policy.megatron_cfg.lora_in_use is None:
-        theirs = rehearsal.folder / "hf-of-bridge"
-        (weights,) = (source / "policy" / "weights").glob("iter_*")
-        with rehearsal.timed("Bridge's export"):
-            folders = map(str, (rehearsal.model.folder, weights, theirs))
-            run_python(rehearsal, ["-m", "nemo_grpo.rehearsal.export", *folders], "bridge.log")
-        found.append(compare_folders(ours, theirs))
-    rows = evidence.responses(small.STOP_AFTER + 1) if source == step else []
-    if rows:
-        found.append(compare_with_worker(ours, rows, evidence.recipe.policy.generation.temperature))
+    source, ours, base = evidence.stop_checkpoint, evidence.exported, evidence.rehearsal.model.folder
+    found = [f"{source.name} in {rehearsal.seconds.get('conversion', 0.0):.1f} s"]
+    compare_with_base(ours, base)
+    if recipe.policy.megatron_cfg.lora_in_use is None:
+        found.append(compare_folders(ours, bridges_export(rehearsal, source)))
+    else:
+        found.append(compare_with_adapters(ours, base, source, recipe.policy.megatron_cfg))
+    if evidence.is_supervised:
+        return "; ".join(found)
+    rows = evidence.responses(evidence.resumed_step)
+    _refuse(source.name != f"step_{rehearsal.stopped_after}", f"{source}: the stop's checkpoint is gone")
+    _refuse(not rows, f"no responses of step {evidence.resumed_step} are recorded")
+    temperature = recipe.policy.generation.temperature
+    found.append(compare_with_model(ours, rows, "prev_logprobs", temperature, "resumed worker"))
     return "; ".join(found)
-
-
-def _convert(rehearsal: Rehearsal, checkpoint: Path) -> Path:
-    output = rehearsal.folder / "hf"
-    arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
-    arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
-    if rehearsal.small.policy.megatron_cfg.lora_in_use:
-        arguments += ["--lora", "merge", "--base", str(rehearsal.model.folder)]
-    with rehearsal.timed("conversion"):
-        run_python(rehearsal, arguments, "conversion.log")
-    return output
-
-
-def compare_folders(ours: Path, theirs: Path) -> str:
-    """Check that two Hugging Face folders hold the same model.
-
-    Raises: Failed: a name is missing, or a weight differs in any bit.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (ours, theirs)]
-    mine, other = (model.state_dict() for model in models)
-    _refuse(set(mine) != set(other), f"other names than Bridge's: {sorted(set(mine) ^ set(other))[:5]}")
-    different = [name for name in mine if not torch.equal(mine[name], other[name])]
-    _refuse(bool(different), f"weights differ from Bridge's: {different[:5]}")
-    tokens = torch.arange(3, 35)[None]
-    with torch.no_grad():
-        logits = [model(tokens).logits for model in models]
-    _refuse(not torch.equal(*logits), "logits differ from those of Bridge's export")
-    return f"{len(mine)} weights and the logits equal those of Megatron-Bridge's export, bit for bit"
-
-
-def compare_with_worker(folder: Path, rows: list[dict[str, Any]], temperature: float) -> str:
-    """Check that transformers reproduces the worker's logprobs on the resumed run's responses.
-
-    Raises: Failed: they differ by more than BF16 rounding.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    differences = []
-    for row in rows:
-        length = row["input_lengths"][0]
-        ids = torch.tensor(row["token_ids"][0][:length])[None]
-        with torch.no_grad():
-            logprobs = torch.log_softmax(model(ids).logits[0, :-1] / temperature, -1)
-        mine = logprobs.gather(1, ids[0, 1:, None])[:, 0]
-        trains = torch.tensor(row["token_loss_mask"][0][:length])[1:].bool()
-        differences += (mine - torch.tensor(row["prev_logprobs"][0][:length])[1:])[trains].abs().tolist()
-    shown = f"logprobs {fmean(differences):.4f} from the worker's in the mean, at most {max(differences):.4f}"
-    _refuse(fmean(differences) > WORKER_TOLERANCE, f"{shown}; {WORKER_TOLERANCE} is allowed")
-    return shown
 
 
 CHECKS: dict[str, Callable[[Evidence], str]] = {
     "setup": setup,
     "refit": refit,
     "rollout": rollout,
-    "reward": reward,
+    "reward": rewards,
     "advantage": advantage,
     "update": update,
     "validation": validation,
@@ -279,6 +326,7 @@ CHECKS: dict[str, Callable[[Evidence], str]] = {
 """Stage -> the function that proves it, or raises `Failed`."""
 SUPERVISED = ("setup", "update", "validation", "checkpoint", "stop and resume", "export")
 """Stages of a run on demonstrations, which has no rollouts."""
+AFTER_TRAINING = ("export",)
 
 
 # ---------------------------------------------------------------------- responses
@@ -286,9 +334,9 @@ SUPERVISED = ("setup", "update", "validation", "checkpoint", "stop and resume", 
 
 def reward_components(evidence: Evidence) -> dict[str, float]:
     """Mean of each component that the recipe weights, over the run's responses."""
-    scores = [score for _, _, score in evidence.scored]
-    weights = evidence.rehearsal.recipe.nemo_grpo.rewards
-    return {name: fmean(score[name] for score in scores) for name in weights} if scores else {}
+    weights = evidence.rehearsal.taught.nemo_grpo.rewards
+    found = evidence.scored
+    return {name: fmean(one.scores[name] for one in found) for name in weights} if found else {}
 
 
 def _shown(components: Mapping[str, float]) -> str:
@@ -299,11 +347,9 @@ def _shown(components: Mapping[str, float]) -> str:
 
 def sample(evidence: Evidence) -> str:
     """One response with its reward; the best one."""
-    weights = evidence.rehearsal.recipe.nemo_grpo.rewards
-    found = max(evidence.scored, key=lambda one: reward_of(one[2], weights), default=None)
-    if found is None:
+    best = max(evidence.scored, key=lambda one: one.reward, default=None)
+    if best is None:
         return ""
-    problem, response, score = found
-    shown = re.sub(r"\s+", " ", response)[:SAMPLE_LENGTH]
-    question = re.sub(r"\s+", " ", problem.question)[:SAMPLE_LENGTH]
-    return f"{question!r} -> {shown!r}: reward {reward_of(score, weights):g} ({_shown(score)})"
+    shown = re.sub(r"\s+", " ", best.response)[:SAMPLE_LENGTH]
+    question = re.sub(r"\s+", " ", best.problem.question)[:SAMPLE_LENGTH]
+    return f"{question!r} -> {shown!r}: reward {best.reward:g} ({_shown(best.scores)})"

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from nemo_grpo.dotted import set_value, value_of
+from nemo_grpo.dotted import set_value
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge
+from nemo_grpo.rehearsal import host
+from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.tasks import TaskConfig
+from nemo_grpo.tasks.mathematics import MathConfig
 
 NUM_STEPS = 3
 """Two steps, a stop, and one step after the resume."""
@@ -26,17 +29,6 @@ MICROBATCH = 2
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
-
-
-class Change(NamedTuple):
-    """One key of the recipe that a rehearsal sets.
-
-    Attributes: reason: why this recipe's value cannot stay; empty for what every rehearsal sets.
-    """
-
-    key: str
-    value: Any
-    reason: str = ""
 
 
 class Ranks(NamedTuple):
@@ -60,7 +52,7 @@ class Ranks(NamedTuple):
 
 def ranks_of(recipe: Recipe) -> Ranks:
     """The recipe's."""
-    layout = recipe.policy.megatron_cfg.layout
+    layout = recipe.policy.layout
     return Ranks(*layout.sizes, recipe.data_parallel_size, layout.expert)
 
 
@@ -86,13 +78,15 @@ def changes(
     yield from _ranks(recipe, layout)
     yield from _without_a_gpu(recipe)
     yield from _rollouts(recipe, model, uses_vllm)
-    section = {**task.model_dump(mode="json"), "_override_": True}
-    yield Change("nemo_grpo.task", section)
+    yield from _data(recipe, task)
+    yield from host.replaced_parts(recipe)
+    run_dir = runs_dir / recipe.nemo_grpo.run_name
+    yield Change("nemo_grpo.run_name", recipe.nemo_grpo.run_name)
     yield Change("nemo_grpo.runs_dir", str(runs_dir))
-    yield Change("checkpointing.checkpoint_dir", f"{runs_dir}/${{nemo_grpo.run_name}}/checkpoints")
-    yield Change("logger.log_dir", f"{runs_dir}/${{nemo_grpo.run_name}}/logs")
+    yield Change("checkpointing.checkpoint_dir", str(run_dir / "checkpoints"))
+    yield Change("logger.log_dir", str(run_dir / "logs"))
     for service in ("wandb", "mlflow", "swanlab"):
-        if value_of(recipe, f"logger.{service}_enabled"):
+        if getattr(recipe.logger, f"{service}_enabled"):
             yield Change(f"logger.{service}_enabled", False, "no network")
     yield Change("logger.monitor_gpus", False)
 
@@ -113,6 +107,18 @@ def full_size_changes(recipe: Recipe, uses_vllm: bool) -> Iterator[Change]:
     yield Change("policy.model_name", str(model.folder))
     yield Change("nemo_grpo.runs_dir", str(runs_dir))
     yield Change("logger.monitor_gpus", False)
+
+
+def _data(recipe: Recipe, task: TaskConfig) -> Iterator[Change]:
+    if recipe.nemo_grpo.task is not None:
+        yield Change("nemo_grpo.task", {**task.model_dump(mode="json"), "_override_": True})
+        return
+    assert isinstance(task, MathConfig)
+    for split in ("train", "validation"):
+        yield Change(f"data.{split}", host.section(recipe, task, split))
+    for name, settings in recipe.env.settings.items():
+        if isinstance(settings, dict) and settings.get("num_workers") is not None:
+            yield Change(f"env.{name}.num_workers", 1)
 
 
 def num_steps(recipe: Recipe) -> int:
@@ -138,6 +144,8 @@ def _loop(recipe: Recipe) -> Iterator[Change]:
         yield Change("grpo.stop_at_validation_metric", None, "three steps")
         yield Change("grpo.stop_at_validation_threshold", None, "three steps")
     yield Change("checkpointing.save_period", num_steps(recipe))
+    if not recipe.checkpointing.enabled:
+        yield Change("checkpointing.enabled", True, "a rehearsal stops and resumes")
     if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
         yield Change("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
     yield Change(f"{MEGATRON}.optimizer.lr", LEARNING_RATE)
@@ -153,7 +161,7 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> Iterator[Change]:
     prompt = model.longest_prompt + ROOM
     yield Change(f"{GENERATION}.max_new_tokens", response)
     yield Change("policy.max_total_sequence_length", _multiple(prompt + response, 64))
-    if value_of(recipe, "data.max_input_seq_length") is not None:
+    if recipe.data.max_input_seq_length is not None:
         yield Change("data.max_input_seq_length", prompt)
     yield Change("policy.train_micro_batch_size", min(p.train_micro_batch_size, MICROBATCH))
     yield Change("policy.logprob_batch_size", min(p.logprob_batch_size, MICROBATCH))
@@ -188,9 +196,8 @@ def _without_a_gpu(recipe: Recipe) -> Iterator[Change]:
         yield Change(f"{MEGATRON}.{key}", False)
     yield Change(f"{MEGATRON}.optimizer.use_precision_aware_optimizer", False)
     yield Change(f"{MEGATRON}.checkpoint.async_save", False)
-    offload = f"{MEGATRON}.optimizer.optimizer_cpu_offload"
-    if value_of(recipe, offload):
-        yield Change(offload, False, "there is no GPU to offload from")
+    if m.optimizer.optimizer_cpu_offload:
+        yield Change(f"{MEGATRON}.optimizer.optimizer_cpu_offload", False, "there is no GPU to offload from")
     if m.fp8_in_use:
         yield Change(f"{MEGATRON}.fp8_cfg.enabled", False, "FP8 needs Transformer Engine")
     if m.model_overrides is not None and m.model_overrides.first_last_layers_bf16:
@@ -198,11 +205,11 @@ def _without_a_gpu(recipe: Recipe) -> Iterator[Change]:
 
 
 def _rollouts(recipe: Recipe, model: RehearsalModel, uses_vllm: bool) -> Iterator[Change]:
-    vllm = f"{GENERATION}.vllm_cfg"
+    vllm, engine = f"{GENERATION}.vllm_cfg", recipe.policy.generation.vllm_cfg
     for key in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
-        if value_of(recipe, f"{vllm}.{key}", 1) != 1:
+        if getattr(engine, key) != 1:
             yield Change(f"{vllm}.{key}", 1, "an engine on a CPU is one process")
-    if value_of(recipe, f"{vllm}.precision", "bfloat16") != "bfloat16":
+    if engine.precision != "bfloat16":
         yield Change(f"{vllm}.precision", "bfloat16", "FP8 needs a GPU")
         yield Change(f"{vllm}.use_deep_gemm", False, "FP8 needs a GPU")
     yield Change(f"{vllm}.gpu_memory_utilization", 0.1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.sections import VLLM
+from nemo_grpo.rehearsal.host import refuse_data
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -24,12 +24,14 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
             "unchanged; use nemo-grpo train"
         )
     task = recipe.nemo_grpo.task
-    if task.needs_images:
+    if task is None:
+        refuse_data(recipe)
+    elif task.needs_images:
         raise UserError(
             f"nemo_grpo.task.name={task.name}: a rehearsal has no small vision model; use recipe "
             "check and plan, and look closely at the first step on a GPU"
         )
-    if value_of(recipe, f"{VLLM}.async_engine") and not has_vllm:
+    if recipe.policy.generation.vllm_cfg.async_engine and not has_vllm:
         raise UserError(
             f"{VLLM}.async_engine=true: the stand-in sampler has no asynchronous engine; run make "
             "venv-vllm and leave --sampler out"

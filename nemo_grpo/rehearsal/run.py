@@ -13,8 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE
@@ -23,22 +23,20 @@ from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.progress import progress
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
-from nemo_grpo.rehearsal.environment import Stack, background, find_stack, ray_cluster
+from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
+from nemo_grpo.rehearsal.environment import Stack, background, find_stack
 from nemo_grpo.rehearsal.recipe import full_size_changes, write_recipe
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 900.0
-"""Seconds without a new step after which the driver counts as stuck."""
-POLL = 0.5
 RECIPE, LOG = "recipe.yaml", "driver.log"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one recipe.
 
-    Returns: the driver's exit code: 0 finished, 2 refused, 75 stopped with a checkpoint (continue with
-    --resume).
+    Returns: the driver's exit code: 0 finished, 1 failed, 2 refused, 75 stopped with a checkpoint (continue
+             with --resume); 69 if Ray did not start.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal.run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
@@ -62,9 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
-    except stages.Failed as error:
+    except (stages.Failed, NotStarted) as error:
         sys.stderr.write(f"failed: {error}\n")
-        return 1
+        return EXIT_NOT_STARTED if isinstance(error, NotStarted) else 1
 
 
 def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, *, resume: bool) -> Path:
@@ -112,46 +110,41 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
 def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     """Run NeMo-RL's driver to its end in a private Ray; a signal stops it after a step, with a checkpoint.
 
-    Raises: UserError: the driver refuses.  Failed: it fails, or makes no more steps.
+    Raises: UserError: the driver refuses.  Failed: it fails, or is stuck.  NotStarted: Ray does not come up.
     """
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
     command += ["--config", str(folder / RECIPE)]
     log.info("starting Ray and NeMo-RL; its output: %s", folder / LOG)
     with (
-        ray_cluster(stack, folder, recipe.cluster.gpus_per_node) as environment,
+        ray_cluster(stack, folder, recipe.cluster.gpus_per_node) as cluster,
         (folder / LOG).open("ab") as out,
-        background(command, environment, out) as process,
+        background(command, cluster.environment, out) as process,
     ):
-        follow(process, recipe)
+        follow(process, cluster, recipe)
     code = process.returncode
     if code == EXIT_USAGE:
         raise UserError(f"the driver refuses the recipe:\n{stages.tail(folder / LOG)}")
     if code == -signal.SIGUSR1:
         raise stages.Failed("stopped before the driver handles signals, without a checkpoint; start it again")
     if code not in (0, EXIT_INTERRUPTED):
-        raise stages.Failed(f"exit code {code}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
+        raise stages.Failed(f"{stages.ended(code)}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
     return int(code)
 
 
-def follow(process: subprocess.Popen[bytes], recipe: Recipe) -> None:
+def follow(process: subprocess.Popen[bytes], cluster: Cluster, recipe: Recipe) -> None:
     """Show a line per step until the process ends; pass a request to stop on.
 
-    Raises: Failed: no new step within `PATIENCE`.
+    Raises: Failed: see `stages.polls`.
     """
-    done, is_told, is_running = stages.last_step(recipe), False, True
-    deadline = time.monotonic() + PATIENCE
+    done, is_told = stages.last_step(recipe), False
     with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - done) as advance:
-        while is_running:
-            is_running = process.poll() is None  # checked before the steps, so that none is missed
+        for _ in chain(stages.polls(process, cluster, recipe.run_dir / LOG), [None]):  # once more at the end
             for step in range(done, stages.last_step(recipe)):
-                done, deadline = step + 1, time.monotonic() + PATIENCE
+                done = step + 1
                 advance(standing(recipe))
             if stop and not is_told:
                 process.send_signal(signal.SIGUSR1)
                 is_told = True
-            if time.monotonic() > deadline:
-                raise stages.Failed(f"no step for {PATIENCE:.0f} s after step {done}; {recipe.run_dir / LOG}")
-            time.sleep(POLL if is_running else 0)
 
 
 def standing(recipe: Recipe) -> str:

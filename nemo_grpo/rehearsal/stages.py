@@ -19,16 +19,17 @@ from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.environment import Stack, background, ray_cluster, warm_command
+from nemo_grpo.rehearsal.cluster import Cluster, ray_cluster
+from nemo_grpo.rehearsal.environment import Stack, background, warm_command
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
+from nemo_grpo.rehearsal.progress import Progress, Stuck
 from nemo_grpo.rehearsal.refusal import refuse
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 300.0
-"""Seconds that one start of the driver may take."""
 LAST_LINES = 15
+POLL = 0.1
 NOISE = re.compile(r"\x1b\[\d+m\(|nanobind: | - (leaked|\.\.\. skipped)|See https://nanobind")
 
 
@@ -36,7 +37,8 @@ NOISE = re.compile(r"\x1b\[\d+m\(|nanobind: | - (leaked|\.\.\. skipped)|See http
 class Rehearsal:
     """State of one rehearsal.
 
-    Attributes: recipe: as it would be submitted.  small: as it is run.  seconds: of each part.
+    Attributes: recipe: as it would be submitted.  taught: the same with what the small model learns as its
+                task and prompt.  small: as it is run.  seconds: of each part.
                 stopped_after: the step that SIGUSR1 came in.
                 driver: what Python is given to run, before ``--config``.
     """
@@ -44,6 +46,7 @@ class Rehearsal:
     folder: Path
     stack: Stack
     recipe: Recipe
+    taught: Recipe
     small: Recipe
     changes: list[small.Change]
     layout: small.Ranks
@@ -82,15 +85,17 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     recipe, has_vllm = load_recipe(path, overrides), stack.vllm_python is not None
     refuse(recipe, path, has_vllm=has_vllm)
     folder.mkdir(parents=True)
-    problems = problems_of(recipe, folder / "problems")
-    task = RehearsedTask(recipe, problems.task)
+    problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
+    lessons = {"task": problems.task, "prompt": problems.prompt}
+    taught = recipe.model_copy(update={"nemo_grpo": recipe.nemo_grpo.model_copy(update=lessons)})
+    task = RehearsedTask(taught, problems.task)
     num_validation = small.NUM_VALIDATION if recipe.grpo.validates else 0
-    model = make_model(recipe, task, num_validation, folder / "model")
+    model = make_model(taught, task, num_validation, folder / "model")
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(small.changes(recipe, problems.task, model, layout, folder / "runs", has_vllm))
     file = folder / "recipe.yaml"
     small.write_recipe(file, path, overrides, changed)
-    made = Rehearsal(folder, stack, recipe, load_recipe(file), changed, layout, model, problems)
+    made = Rehearsal(folder, stack, recipe, taught, load_recipe(file), changed, layout, model, problems)
     made.seconds["preparation"] = time.monotonic() - start
     return made
 
@@ -98,39 +103,60 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
 def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
     """Run the driver up to a stop by SIGUSR1, then again to the end; without a stop once.
 
-    Raises: UserError: the driver refuses the recipe.  Failed: exit codes other than 75, then 0.
+    Raises: UserError: the driver refuses the recipe.  Failed: exit codes other than 75, then 0; no progress;
+            the end of Ray.  NotStarted: Ray does not come up.
     """
     num_gpus = rehearsal.small.cluster.gpus_per_node
-    with ray_cluster(rehearsal.stack, rehearsal.folder, num_gpus) as environment:
+    with ray_cluster(rehearsal.stack, rehearsal.folder, num_gpus) as cluster:
         if stops:
             with rehearsal.timed("training to the stop"):
-                _driver(rehearsal, environment, "driver-1.log", EXIT_INTERRUPTED, small.STOP_AFTER)
+                _driver(rehearsal, cluster, "driver-1.log", EXIT_INTERRUPTED, small.STOP_AFTER)
             rehearsal.stopped_after = last_step(rehearsal.small)
         with rehearsal.timed("resumed" if stops else "training"):
-            _driver(rehearsal, environment, "driver-2.log", 0)
+            _driver(rehearsal, cluster, "driver-2.log", 0)
 
 
 def _driver(
-    rehearsal: Rehearsal, environment: dict[str, str], name: str, expected: int, stop_after: int | None = None
+    rehearsal: Rehearsal, cluster: Cluster, name: str, expected: int, stop_after: int | None = None
 ) -> None:
     """Start NeMo-RL's driver as a job does, signal it to stop during step ``stop_after``, and wait."""
-    path = rehearsal.folder / name
+    path, environment = rehearsal.folder / name, cluster.environment
     python = warm_command(str(rehearsal.stack.python), "policy", environment.get(WARM))
     command = [*python, "-W", "ignore", *rehearsal.driver, "--config", str(rehearsal.recipe_file)]
     with path.open("wb") as out, background(command, environment, out) as process:
-        is_told, deadline = stop_after is None, time.monotonic() + PATIENCE
-        while process.poll() is None:
-            if time.monotonic() > deadline:
-                raise Failed(f"no end after {PATIENCE:.0f} s; {path}")
+        is_told = stop_after is None
+        for _ in polls(process, cluster, path):
             if not is_told and last_step(rehearsal.small) >= (stop_after or 0) - 1:
                 process.send_signal(signal.SIGUSR1)
                 is_told = True
-            time.sleep(0.1)
         code = process.returncode
     if code == EXIT_USAGE:
         raise UserError(_last_error(path))
     if code != expected:
-        raise Failed(f"exit code {code} where {expected} was expected; {path}:\n{tail(path)}")
+        raise Failed(f"{ended(code)} where exit code {expected} was expected; {path}:\n{tail(path)}")
+
+
+def polls(process: subprocess.Popen[bytes], cluster: Cluster, path: Path) -> Iterator[None]:
+    """Every now and then while the driver runs, as long as Ray runs and something gets on.
+
+    Args:   path: the driver's log.
+    Raises: Failed: Ray has ended, or nothing moves any more.
+    """
+    progress = Progress([path], [process.pid, *cluster.sessions])
+    while process.poll() is None:
+        if gone := cluster.end:
+            raise Failed(gone)
+        try:
+            progress.check()
+        except Stuck as stuck:
+            raise Failed(f"the driver is stuck: {stuck}; {path}:\n{tail(path)}") from None
+        yield
+        time.sleep(POLL)
+
+
+def ended(code: int) -> str:
+    """How a process ended: ``exit code 1``, or ``killed by SIGKILL``."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def last_step(recipe: Recipe) -> int:

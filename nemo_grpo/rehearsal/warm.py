@@ -120,6 +120,7 @@ def serve(path: str, modules: list[str]) -> list[str]:
     running: dict[int, socket.socket] = {}
     while os.getppid() == parent:
         _report_ends(running)
+        _end_abandoned(running)
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             arguments = _fork(connection, listener, running, not_yet)
@@ -136,6 +137,19 @@ def _report_ends(running: dict[int, socket.socket]) -> None:
         code = os.waitstatus_to_exitcode(status)
         with running.pop(pid) as connection, suppress(OSError):
             connection.sendall((code if code >= 0 else 128 - code).to_bytes(HEADER, "big"))
+
+
+def _end_abandoned(running: dict[int, socket.socket]) -> None:
+    """Kill the forks whose `run` was killed: whoever did so meant the command."""
+    for pid, connection in running.items():
+        try:
+            is_gone = not connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            continue
+        except ConnectionError:  # it has not read all
+            is_gone = True
+        if is_gone:
+            os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still this process
 
 
 def _fork(

@@ -1,4 +1,4 @@
-"""Knights and knaves with 2 to 8 people in Logic-RL's form, graded as TR-GRPO Table 5."""
+"""Knights and knaves with 2 to 8 people in Logic-RL's form, graded as its code does (TR-GRPO Table 5)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from nemo_grpo.tasks.logic_puzzles import (
     role,
     solutions,
 )
-from nemo_grpo.tasks.response import format_reward, last_answer, render_response
-from nemo_grpo.tasks.rewards.forms import with_opened_think
-from nemo_grpo.tasks.rewards.roles import ALL_RIGHT, WRONG, graded, parse_roles
+from nemo_grpo.tasks.response import last_answer, render_response
+from nemo_grpo.tasks.rewards.forms import FORMS, with_opened_think
+from nemo_grpo.tasks.rewards.roles import UNREADABLE, all_right, graded, parse_roles
 
+SPEAKER = "Assistant:"
+"""Logic-RL's release grades what follows its first occurrence, in a response too."""
 People = Annotated[int, Field(ge=2, le=8)]
 
 
@@ -35,8 +37,8 @@ class LogicConfig(FileTaskConfig):
     reward_components: ClassVar = {
         "accuracy": ACCURACY,
         "format": FORMAT,
-        "format_signed": "+1: think block, then answer block; -1: any other form (TR-GRPO Table 5)",
-        "answer": "+2: everybody is right; -1.5: some are; -2: nobody, no readable answer, or a wrong form",
+        "format_signed": "+1: the response has the form of task.form; -1: it does not (TR-GRPO Table 5)",
+        "answer": "+2: everybody is right; -1.5: somebody is wrong; -2: somebody is missing, or a wrong form",
     }
 
     name: Literal["logic"] = "logic"
@@ -46,6 +48,8 @@ class LogicConfig(FileTaskConfig):
     """Sizes of the held-out puzzles, in turn; metadata.num_people records each problem's size."""
     num_names: int = Field(default=len(NAMES), ge=2, le=len(NAMES))
     """Names to draw from; few make it easier for a small policy. Not for files."""
+    form: Literal["tags", "think_answer"] = "tags"
+    """The form rewarded. tags: every tag once, in order (Logic-RL); think_answer: and nothing else."""
     think_is_open: bool = False
     """The prompt ends with ``<think>``, by its response_prefix or by the chat template."""
 
@@ -78,16 +82,17 @@ class _Graded:
         return ", ".join(f"{name} {role(is_knight)}" for name, is_knight in sorted(roles.items()))
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """``answer`` depends on the form, as in Logic-RL; ``accuracy`` does not."""
+        """``answer`` depends on the form and on the words, as in Logic-RL; ``accuracy`` does not."""
         response = with_opened_think(response, self.config.think_is_open)
         reference = parse_roles(problem.answer)
-        answer = graded(reference or {}, parse_roles(last_answer(response) or ""))
-        well_formed = format_reward(response)
+        graded_part = response.split(SPEAKER, 1)[-1]
+        well_formed = FORMS[self.config.form](graded_part)
+        answer = graded(reference or {}, last_answer(graded_part) or "")
         return {
-            "accuracy": float(reference is not None and answer == ALL_RIGHT),
+            "accuracy": float(all_right(reference, parse_roles(last_answer(response) or ""))),
             "format": well_formed,
             "format_signed": 1.0 if well_formed else -1.0,
-            "answer": answer if well_formed else WRONG,
+            "answer": answer if well_formed else UNREADABLE,
         }
 
 

@@ -5,9 +5,12 @@ The same grading serves the mathematical vision task; `docs/tasks.md` says which
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
@@ -19,11 +22,19 @@ from nemo_grpo.tasks.rewards.math_grader import SHARED
 class MathConfig(FileTaskConfig):
     """Parameters of `Math`."""
 
+    reward_components: ClassVar = {
+        **FileTaskConfig.reward_components,
+        "cosine": "of the length: 0.5 to 1 for a correct answer, -0.5 to 0 for a wrong one (open-rs)",
+    }
+
     name: Literal["math"] = "math"
     form: Form = "boxed"
-    """What ``format`` rewards: think_answer (GPG), think (CW-GRPO) or boxed."""
+    """What ``format`` rewards: boxed, think (CW-GRPO), think_answer (GPG), think_closed (open-rs), tags."""
     think_is_open: bool = False
     """The prompt ends with ``<think>``, by its response_prefix or by the chat template."""
+
+    cosine_max_length: int = Field(default=1000, gt=0)
+    """Characters over which the component cosine falls; in longer responses it rises again (open-rs)."""
 
     def build(self) -> Math:
         return Math(self)
@@ -71,6 +82,12 @@ class MathematicalAnswers:
 
 class Math(MathematicalAnswers, FileTask):
     """Mathematical problems with one answer each."""
+
+    def score(self, problem: Problem, response: str) -> dict[str, float]:
+        """As for all mathematics, and ``cosine``: open-rs's rewards.py with the values of its gpg.py."""
+        scores = super().score(problem, response)
+        falling = (1 + math.cos(math.pi * len(response) / self.config.cosine_max_length)) / 4
+        return {**scores, "cosine": falling + (0.5 if scores["accuracy"] else -0.5)}
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The problem's solution in the form that ``format`` rewards; unchanged if that is its own."""

@@ -13,6 +13,7 @@ _TAGS = (
     " The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, "
     "respectively, i.e., <think> reasoning process here </think>{space}<answer> answer here </answer>"
 )
+_BLOCKS = "Output the thinking process in <think> </think> and final answer{what} in <answer> </answer> tags."
 _MONOLOGUE = (
     "You are a helpful AI Assistant, designed to provided well-reasoned and detailed responses. You FIRST "
     "think about the reasoning process as an internal monologue and then provide the user with the answer."
@@ -24,7 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         system=f"{_CONVERSATION}, and put your final answer within \\boxed{{}} ."
         f"{_TAGS.format(space=' ')}. Note that respond by English, NOT use other languages."
     ),
-    # GPG Appendix B.4, system prompt for the 1.5B model and for the vision tasks.
+    # GPG Appendix B.4, system prompt for the 1.5B model.
     "gpg": dict(system=f"{_CONVERSATION}.{_TAGS.format(space='')}"),
     # GPG Appendix B.4, Qwen 7B. Here, too, the paper's text has "boxed" alone.
     "gpg_7b": dict(
@@ -63,19 +64,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "character within <answer></answer> tags. i.e., <answer> (1) Zoey is a knight\n (2) ... </answer>.",
         response_prefix="<think>",
     ),
-    # GPG's grounding follows Visual-RFT: one box of two corners, in pixels.
+    # GPG's release, vision: R1-V's grpo.py; VisualThinker-R1-Zero's grpo.py for instruction-tuned models, and
+    # its evaluation on CV-Bench; Visual-RFT's data sets, which ask by themselves; its grpo_lisa.py.
+    "gpg_geoqa": dict(template=f"{{question}}  {_BLOCKS.format(what=' (number)')}"),
+    "gpg_sat": dict(template=f"{{question}}  {_BLOCKS.format(what=' (option)')}"),
+    "gpg_cv_bench": dict(template=f"{{question}}\n{_BLOCKS.format(what='')}"),
+    "question": dict(template="{question}"),
     "gpg_grounding": dict(
-        system=f"{_CONVERSATION}.{_TAGS.format(space='')}",
-        template="Output the bounding box in the image corresponding to the instruction: {question}. Output "
-        "the thinking process in <think> </think> and the box in <answer> </answer>, in the form "
-        "<think> thinking process </think><answer>(x1,y1),(x2,y2)</answer>",
+        template="Output the bounding box in the image corresponding to the instruction: {question} Output "
+        'the thinking process in <think> </think> and your grouding box. Following "<think> thinking process '
+        '</think>\n<answer>(x1,y1),(x2,y2)</answer>)" format.'
     ),
-    # TR-GRPO Appendix B.1.3 follows Search-R1 and prints no prompt; these are our words for its tags.
+    # TR-GRPO Appendix B.1.3 follows Search-R1 in verl-tool: examples/data_preprocess/search_r1.py there.
     "search_qa": dict(
-        template="Answer the question. Think inside <think> and </think> first. If you lack a fact, write "
-        "<search>your query</search>; what is found comes back between <information> and </information>. "
-        "Search as often as you need to. Then give the answer alone, in as few words as it takes, such as "
-        "<answer>Vienna</answer>.\n\nQuestion: {question}",
+        system="You are a helpful and harmless assistant.",
+        template="Answer the given question. You must conduct reasoning inside <think> and </think> first "
+        "every time you get new information. After reasoning, if you find you lack some knowledge, you can "
+        "call a search engine by <search> query </search> and it will return the top searched results "
+        "between <information> and </information>. You can search as many times as your want. If you find no "
+        "further external knowledge needed, you can directly provide the answer inside <answer> and "
+        "</answer>, without detailed illustrations. For example, <answer> Beijing </answer>. Question: "
+        "{question}",
     ),
 }
 """Name -> fields of `Prompt`. ERPO prints none; its boxed rate asks for one with

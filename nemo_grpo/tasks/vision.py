@@ -14,7 +14,12 @@ from nemo_grpo.tasks.base import FORMAT, Answered, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.mathematics import MathematicalAnswers, sum_problem
 from nemo_grpo.tasks.response import extract_answer, format_reward
-from nemo_grpo.tasks.rewards.boxes import intersection_over_union, parse_box, shared_and_union
+from nemo_grpo.tasks.rewards.boxes import (
+    generalized_iou,
+    intersection_over_union,
+    parse_box,
+    shared_and_union,
+)
 from nemo_grpo.tasks.rewards.forms import Form, with_opened_think
 
 _COUNT = re.compile(r"(?<![\w.,-])\d{1,9}(?:\.0{1,9})?(?![\w,]|\.\d)")
@@ -48,6 +53,7 @@ class VisionGroundingConfig(VisionConfig):
         "accuracy": "1: the box has an IoU of at least iou_threshold with the reference; 0: it does not",
         "format": FORMAT,
         "iou": "intersection over union of box and reference; 0 without a box",
+        "giou": "generalized IoU + 1, in [0, 2]; 0 without a box",
     }
 
     name: Literal["vision_grounding"] = "vision_grounding"
@@ -77,7 +83,8 @@ class VisionGrounding(_Vision):
         assert reference is not None
         iou = 0.0 if box is None else intersection_over_union(reference, box)
         found = iou >= self.config.iou_threshold and iou > 0
-        return {"accuracy": float(found), "format": self._format(response), "iou": iou}
+        giou = 0.0 if box is None else generalized_iou(reference, box) + 1
+        return {"accuracy": float(found), "format": self._format(response), "iou": iou, "giou": giou}
 
     def overall(self, answered: Answered) -> dict[str, float]:
         """``box_miou``: mean IoU of all responses; ``box_ciou``: sum of intersections / sum of unions."""

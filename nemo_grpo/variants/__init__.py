@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from nemo_grpo.core.objective import Objective
 from nemo_grpo.errors import UserError, as_yaml, did_you_mean
 from nemo_grpo.extensions import is_reference, load_class
 from nemo_grpo.variants.base import VariantConfig
+from nemo_grpo.variants.cispo import CISPO
 from nemo_grpo.variants.clip_cov import ClipCov
 from nemo_grpo.variants.cw_grpo import CWGRPO
 from nemo_grpo.variants.dapo import DAPO
@@ -19,6 +21,8 @@ from nemo_grpo.variants.dr_grpo import DrGRPO
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.gpg import GPG
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.gspo import GSPO
+from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
 
@@ -26,6 +30,8 @@ VARIANTS: dict[str, type[VariantConfig]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
     "clip_cov": ClipCov,
     "cw_grpo": CWGRPO,
     "tr_grpo": TRGRPO,
@@ -37,29 +43,31 @@ VARIANTS: dict[str, type[VariantConfig]] = {
 OBJECTIVES: dict[str, type[VariantConfig]] = {**VARIANTS, "sft": SFT}
 """What ``loss_fn.variant`` can be: the variants, which learn from rollouts, and the supervised baseline."""
 
-_STOCK_LOSS_KEYS = {
-    "force_on_policy_ratio": "it would replace prev_logprobs, which variants read, by zeros; one update per "
-    "step (policy.train_global_batch_size = prompts x generations) has ratio 1 anyway",
+REFUSED_STOCK_KEYS = {
     "token_level_loss": "use loss_fn.aggregation=token_mean or sequence_mean",
     "disable_ppo_ratio": "for plain policy gradient use loss_fn.variant="
     + " or ".join(name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields),
     "use_kl_in_reward": "the KL penalty is a term of the loss in every variant; leave this key out",
+    "use_cispo": "use loss_fn.variant=cispo, or leave it out",
+    "positive_example_nll_weight": "no variant has this term; leave it out",
 }
-"""Keys of NeMo-RL's own loss that no variant supports -> the remedy."""
+"""Keys of NeMo-RL's own loss that ask for another objective than a variant's -> the remedy."""
 
 
 def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
     """Validate a recipe's ``loss_fn`` section.
 
-    Args:    loss_fn: ``variant`` and that variant's parameters.
+    Args:    loss_fn: ``variant`` and that variant's parameters; ``variant: null`` is NeMo-RL's own loss.
     Returns: the variant's configuration; ``.build()`` makes the objective.
-    Raises:  UserError: unknown variant or key (naming the nearest), wrong type, or values that break a
-                 rule.
+    Raises:  UserError: no or an unknown variant or key (naming the nearest), wrong type, or values that break
+                 a rule.
     """
-    name = loss_fn.get("variant")
-    config = variant_class(str(name), "loss_fn.variant")
-    for key, remedy in _STOCK_LOSS_KEYS.items():
-        if key in loss_fn:
+    if "variant" not in loss_fn:
+        raise UserError(f"loss_fn.variant is missing; add one of {', '.join(OBJECTIVES)}")
+    name = loss_fn["variant"]
+    config = NeMoRLLoss if name is None else variant_class(str(name), "loss_fn.variant")
+    for key, remedy in REFUSED_STOCK_KEYS.items():
+        if key in loss_fn and not config.is_stock:
             raise UserError(f"loss_fn.{key}={as_yaml(loss_fn[key])} is not supported: {remedy}")
     try:
         return config.model_validate(dict(loss_fn))
@@ -73,10 +81,26 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
     Raises: UserError: there is none; the message begins with ``key``.
     """
     if is_reference(name):
-        return load_class(name, VariantConfig, key)
+        try:
+            return load_class(name, VariantConfig, key)
+        except UserError as error:
+            raise UserError(_without_annotation(str(error)) or str(error)) from None
     if name not in OBJECTIVES:
         raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
     return OBJECTIVES[name]
+
+
+def _without_annotation(message: str) -> str:
+    """What pydantic says of ``nmae = value`` in a class, in one line with the nearest name; else empty."""
+    before, told, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
+    if not told:
+        return ""
+    name, place = after.partition(" ")[0], after.rpartition("(")[2]
+    known = [known for known in vars(VariantConfig) if not known.startswith("_")]
+    hint = did_you_mean(name, known) if difflib.get_close_matches(name, known) else ""
+    return (
+        f"{before}{name} is nothing that a variant has{hint}; a parameter is `{name}: type = value` ({place}"
+    )
 
 
 def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
@@ -91,7 +115,9 @@ def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
             )
         return f"loss_fn.{key} is not a parameter of {name}{hint}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn: {message}"
+    if error["type"] in ("literal_error", "none_required"):  # a key that the variant fixes says why
+        message += f" ({config.model_fields[key].description})"
+    return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn.{message}"
 
 
 def build_objective(variant: str, **parameters: Any) -> Objective:

@@ -14,7 +14,12 @@ from nemo_grpo.core.importance import ImportanceCorrection, Truncation
 from nemo_grpo.core.kl import KLType, kl_estimate, with_score_function
 from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.objective import Objective, Shaped, TokenTerms
-from nemo_grpo.core.surrogates import clipped_policy_gradient, importance_ratio, sequence_importance_ratio
+from nemo_grpo.core.surrogates import (
+    MAX_LOG_RATIO,
+    clipped_policy_gradient,
+    importance_ratio,
+    sequence_importance_ratio,
+)
 
 
 class VariantConfig(BaseModel):
@@ -24,6 +29,10 @@ class VariantConfig(BaseModel):
 
     title: ClassVar[str] = "own variant"
     paper: ClassVar[str] = "none"
+    stock_switch: ClassVar[str | None] = None
+    """NeMo-RL's boolean that asks its own loss for this objective."""
+    is_stock: ClassVar[bool] = False
+    """NeMo-RL's own loss, which NeMo-RL computes with its own advantages."""
     needs_entropy: ClassVar[bool] = False
     """`shape` reads the policy's entropies."""
     needs_prev_logprobs: ClassVar[bool] = True
@@ -36,6 +45,9 @@ class VariantConfig(BaseModel):
     """A step is the task's demonstrations, one per prompt; nothing is sampled."""
     learns_without_advantages: ClassVar[bool] = False
     """`terms` has a gradient where the advantage is 0, such as an entropy bonus; the KL penalty aside."""
+    stops_gradient: ClassVar[bool] = False
+    """`terms` multiplies by something of the current policy under ``detach()``: the gradient is not the
+    derivative of the value."""
     whole_groups_key: ClassVar[str | None] = None
     """Boolean parameter under which every loss call needs exactly one whole group."""
     sampling_keys: ClassVar[tuple[str, ...]] = ()
@@ -64,6 +76,19 @@ class VariantConfig(BaseModel):
     truncated_importance_sampling_ratio_min: float | None = Field(
         None, ge=0, description="lower bound of the weight; null: 0"
     )
+
+    force_on_policy_ratio: bool = Field(
+        False, description="take the ratio as 1 without a scoring pass; one update per step (NeMo-RL)"
+    )
+
+    @model_validator(mode="after")
+    def _forced_ratio_needs_no_scored_logprobs(self) -> VariantConfig:
+        if self.force_on_policy_ratio and not self.is_stock and self.needs_scores:
+            raise ValueError(
+                "force_on_policy_ratio=true: the advantages are shaped by the scored logprobs or entropies, "
+                "which NeMo-RL then leaves out; set it to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _constant_aggregation_has_max_response_length(self) -> VariantConfig:
@@ -107,9 +132,19 @@ class VariantConfig(BaseModel):
         )
 
     @property
+    def needs_scores(self) -> bool:
+        """True if `shape` waits for the scoring pass, for its logprobs or its entropies."""
+        return self.needs_prev_logprobs or self.needs_entropy
+
+    @property
     def needs_reference(self) -> bool:
         """True if the reference policy's logprobs are needed."""
         return self.compares_with_reference
+
+    @property
+    def has_stop_gradient(self) -> bool:
+        """True if the gradient is the derivative only with what ``detach()`` gives held at its value."""
+        return self.stops_gradient
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -144,7 +179,7 @@ class VariantConfig(BaseModel):
             correction=self.importance_correction(),
             needs_entropy=self.needs_entropy,
             needs_reference=self.needs_reference,
-            needs_prev_logprobs=self.needs_prev_logprobs,
+            needs_scores=self.needs_scores,
             whole_groups_per_loss_call=self.needs_whole_groups,
             learns_without_advantages=self.learns_without_advantages,
         )
@@ -187,6 +222,11 @@ class KLConfig(VariantConfig):
     def needs_reference(self) -> bool:
         """True with a KL penalty, or for the advantages."""
         return self.compares_with_reference or self.reference_policy_kl_penalty > 0
+
+    @property
+    def has_stop_gradient(self) -> bool:
+        """True with a stop-gradient in the policy term or in the penalty."""
+        return self.stops_gradient or (self.needs_reference and self.kl_score_function_gradient)
 
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
         """[B, T] KL estimate, or None without a penalty."""
@@ -277,4 +317,9 @@ class RatioConfig(GroupRewardConfig, KLConfig):
 def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
     """[B, T] diagnostics of how far the policy moved within the step; ``ratio``: of tokens or responses."""
     moved = batch.next_token_logprobs.detach() - batch.prev_logprobs
-    return {"ratio/mean": ratio.detach(), "kl/previous": moved.exp().sub_(1).sub_(moved)}
+    bounded = moved.clamp(max=MAX_LOG_RATIO)
+    return {
+        "ratio/mean": ratio.detach(),
+        "ratio/clamped_fraction": (moved.abs() > MAX_LOG_RATIO).to(moved.dtype),
+        "kl/previous": bounded.exp().sub_(1).sub_(bounded),
+    }

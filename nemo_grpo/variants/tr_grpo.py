@@ -40,6 +40,7 @@ class TRGRPO(RatioConfig):
     title: ClassVar[str] = "TR-GRPO"
     paper: ClassVar[str] = "Token-Level Probability Shaping (2511.00066)"
     needs_prev_logprobs: ClassVar[bool] = False
+    stops_gradient: ClassVar[bool] = True
 
     variant: Literal["tr_grpo"] = "tr_grpo"
     ratio_clip_max: float | None = Field(0.24, ge=0, description="upper clip distance from 1 (Table 6)")
@@ -56,7 +57,7 @@ class TRGRPO(RatioConfig):
         "outside", description="weight times the clipped term, or inside the clip as printed in Eq. 10"
     )
     kl_weighting: Literal["inside", "none", "outer"] = Field(
-        "inside", description="weight in the KL: inside the ratio (Eq. 11), none, or as a factor"
+        "inside", description="weight in the KL: inside its ratio (Eq. 11), outer (a factor), or none"
     )
     weighting: Literal["probability", "equal", "random", "reverse"] = Field(
         "probability", description="ablations of Table 4: 1, uniform in [0.5, 1.5], or 2 - w"

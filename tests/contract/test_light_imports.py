@@ -14,6 +14,7 @@ HEAVY = ("torch", "transformers", "megatron", "numpy")
 STATEMENTS = {
     "import": "import nemo_grpo.cli, nemo_grpo.variants",
     "plan": "from nemo_grpo.cli import plan; plan.plan(['recipes/erpo', 'nemo_grpo.run_name=x'])",
+    "doctor": "from nemo_grpo.nemorl import doctor; doctor.recorded('0.7.0')",
     "load": "from nemo_grpo.recipe import load_recipe; load_recipe('recipes/quickstart-erpo.yaml')",
 }
 

@@ -22,8 +22,12 @@ ALLOWED = {
     "nemo_grpo/data/sources.py": set(TASKS),  # the table of data sets says which task each is for
     "nemo_grpo/tasks/presets.py": {"cw_grpo", "gpg", "search_qa"},  # prompts, named after papers
     "nemo_grpo/evaluate/benchmarks.py": {"cw_grpo", "gpg", *TASKS},  # defaults of prepared sets
-    "nemo_grpo/evaluate/protocols.py": {"cw_grpo", "erpo", "tr_grpo", "gpg", "math"},  # evaluations of papers
+    "nemo_grpo/evaluate/protocols.py": {  # evaluations of papers
+        *("cw_grpo", "erpo", "tr_grpo", "gpg", "math", "vision_classification")
+    },
     "nemo_grpo/cli/eval.py": {"cw_grpo", "erpo", "tr_grpo"},  # its help lists the protocols
+    "nemo_grpo/aliases.py": {"gspo"},  # what a key of other trainers becomes
+    "nemo_grpo/rehearsal/host.py": {"math"},  # an environment of NeMo-RL's
     "nemo_grpo/cli/compare.py": {"cw_grpo", "tr_grpo", "erpo"},  # what it compares unless told otherwise
 }
 

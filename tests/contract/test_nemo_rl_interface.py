@@ -5,25 +5,22 @@ The records are written by scripts/record_nemo_rl.py.
 
 from __future__ import annotations
 
-import inspect
-import json
+import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.advantage import VariantEstimator
+from nemo_grpo.nemorl import compat, doctor, hooks, source, uses
 from nemo_grpo.nemorl.config import sft_section
-from nemo_grpo.nemorl.exchange import StepExchange
-from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.sft import OF_SETUP
+from nemo_grpo.nemorl.signatures import misfit, shape
+from nemo_grpo.nemorl.versions import TESTED
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig
 
+ROOT = Path(__file__).parents[2]
+ADAPTER = ROOT / "nemo_grpo" / "nemorl"
 OURS_ALONE = {
     "variant",
     "aggregation",
@@ -34,66 +31,125 @@ OURS_ALONE = {
     "kl_score_function_gradient",
 }
 """Keys of every ratio variant that NeMo-RL's loss does not have, or has elsewhere."""
+VERSIONS = list(TESTED)
 
 
-@pytest.fixture(params=list(compat.TESTED))
-def recorded(request) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(Path(__file__).with_name(f"nemo_rl-{request.param}.json").read_text())
-    return record | {"version": request.param}
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_tested_version_is_supported_and_nothing_is_missing_from_its_record(version):
+    found = doctor.diagnose(doctor.recorded(version))
+    assert found.verdict == "supported", found.differences
+    assert found.like == version
+    hooked = {key: hook for key, hook in hooks.HOOKS.items() if version in hook.versions}
+    replaced = {
+        key for key, hook in hooked.items() if hook.instead and version in hooks.HOOKS[hook.instead].versions
+    }
+    expected = {use.name for use in uses.USES if version in use.versions and not use.code}
+    assert (set(hooked) - replaced) | expected <= set(doctor.recorded(version))
 
 
-def parameters(function: Any) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_setup_returns_what_is_unpacked(version):
+    returned = doctor.recorded(version)[f"{hooks.GRPO}:setup"]["returns"]
+    assert len(returned) == len(compat.Setup._fields)
+    known = [
+        (theirs, ours) for theirs, ours in zip(returned, compat.Setup._fields, strict=True) if theirs != "_"
+    ]
+    assert all(theirs.removesuffix("_actor") == ours for theirs, ours in known)
+    assert len(doctor.recorded(version)[f"{uses.SFT}:setup"]["returns"]) == len(OF_SETUP)
 
 
-def test_every_name_of_the_table_was_there(recorded):
-    expected = {name for name, versions in compat.NAMES.items() if recorded["version"] in versions}
-    assert expected <= set(recorded["names"])
-
-
-def test_sampling_has_the_signature_that_it_replaces(recorded):
-    ours = dynamic_sampling_for(parse_loss_fn({"variant": "gpg"}), StepExchange())
-    assert parameters(ours) == recorded["signatures"]["dynamic_sampling"]
-
-
-def test_estimator_takes_every_call(recorded):
-    assert len(recorded["advantage_calls"]) == 2, "synchronous and asynchronous training"
-    for keywords in recorded["advantage_calls"]:
-        inspect.signature(VariantEstimator.compute_advantage).bind(None, **dict.fromkeys(keywords))
-
-
-def test_loss_takes_the_call_of_nemo_rls_own(recorded):
-    assert parameters(ObjectiveLoss.__call__) == recorded["loss_call"]
-
-
-def test_trainers_take_what_the_driver_gives_in_that_order(recorded):
+@pytest.mark.parametrize("version", VERSIONS)
+def test_trainers_take_what_the_driver_gives_in_that_order(version):
     given = [
         *("policy", "policy_generation", "dataloader", "val_dataloader", "tokenizer", "loss_fn"),
         *("task_to_env", "val_task_to_env", "logger", "checkpointer", "grpo_save_state", "master_config"),
     ]
     for trainer in ("grpo_train", "async_grpo_train"):
-        taken = [name.removeprefix("wrapped_") for name in recorded["signatures"][trainer]]
-        assert taken[: len(given)] == given
-    assert {"max_trajectory_age_steps", "teacher_worker_groups", "alias_to_group_alias"} <= set(
-        recorded["signatures"]["async_grpo_train"]
-    )
-    assert {"processor", "policy_factory"} <= set(recorded["signatures"]["setup"])
+        taken = doctor.recorded(version)[f"{hooks.GRPO}:{trainer}"]["parameters"]
+        assert [name.removeprefix("wrapped_") for name in taken[: len(given)]] == given
 
 
-def test_supervised_training_takes_and_returns_what_the_driver_does(recorded):
-    given = ["policy", "train_dataloader", "val_dataloader", "tokenizer", "loss_fn", "master_config"]
-    assert recorded["sft_train"] == [*given, "logger", "checkpointer", "sft_save_state"]
-    assert recorded["sft_setup_arity"] == len(OF_SETUP)
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml")
-    assert sorted(sft_section(recipe)) == recorded["sft_settings"]
+def test_keys_of_our_losses_mean_the_same_to_nemo_rl():
+    assert set(RatioConfig.model_fields) - OURS_ALONE == set(uses.LOSS_KEYS)
 
 
-def test_setup_returns_what_is_unpacked(recorded):
-    assert recorded["setup_arity"] == len(compat.Setup._fields)
+def test_the_supervised_section_is_the_recorded_call():
+    recipe = load_recipe(ROOT / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml")
+    use = next(use for use in uses.USES if use.name == f"{uses.SFT}:SFTConfig")
+    assert use.call == f"({', '.join(f'{name}=_' for name in sft_section(recipe))})"
 
 
-def test_keys_of_our_losses_mean_the_same_to_nemo_rl(recorded):
-    assert set(RatioConfig.model_fields) - OURS_ALONE <= set(recorded["loss_keys"])
+def adapter() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(ADAPTER.glob("*.py"))]
+
+
+def called_name(call: ast.expr) -> str | None:
+    """NAME of a call of ``compat.import_name(NAME)(...)``; None for other calls, or if it is no constant."""
+    function = getattr(call, "func", None)
+    if not isinstance(function, ast.Call) or not ast.unparse(function.func).endswith("import_name"):
+        return None
+    known = vars(uses) | {"compat": compat, "uses": uses, "_ENVIRONMENTS": "nemo_rl.environments"}
+    try:
+        return str(eval(ast.unparse(function.args[0]), known))
+    except NameError:
+        return None
+
+
+THROUGH_VARIABLES = {
+    *(f"{hooks.GRPO}:{trainer}" for trainer in ("grpo_train", "async_grpo_train")),
+    *(f"{uses.SFT}:SFTConfig", hooks.POLICY, "nemo_rl.environments.interfaces:EnvironmentReturn"),
+    *("nemo_rl.algorithms.utils:get_tokenizer", "nemo_rl.utils.venvs:create_local_venv_on_each_node"),
+    *("nemo_rl.data.processors:vlm_hf_data_processor", "nemo_rl.data.utils:setup_response_data"),
+    *(use.name for use in uses.USES if use.part in uses.ELSEWHERE),
+}
+"""Names whose calls in the sources are not of that form."""
+
+
+def test_every_call_of_a_name_is_recorded_as_it_is_made():
+    calls = {use.name: use.call for use in uses.USES if use.call}
+    seen = set()
+    for path, tree in adapter():
+        for node in ast.walk(tree):
+            if name := called_name(node):
+                seen.add(name)
+                assert misfit(as_parameters(calls[name]), shape(node)) == "", (path.name, name)
+    assert set(calls) - seen <= THROUGH_VARIABLES
+
+
+def as_parameters(call: str) -> list[str]:
+    """Parameters that take a call of the table and nothing else."""
+    words = [word.strip() for word in call.strip("()").split(",") if word.strip()]
+    positional = [f"p{place}=" for place, word in enumerate(words) if word == "_"]
+    return [*positional, "/", "*", *(f"{word.partition('=')[0]}=" for word in words if "=" in word)]
+
+
+def test_nothing_of_nemo_rl_is_rebound_outside_the_table():
+    """No ``setattr`` and no assignment to another module's attribute, but in `hooks`."""
+    allowed = {("compat.py", "torch.storage._load_from_bytes")}
+    found = set()
+    for path, tree in adapter():
+        modules = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and path.name != "hooks.py":
+                found.add((path.name, ast.unparse(node)))
+            for target in getattr(node, "targets", []):
+                if isinstance(target, ast.Attribute) and ast.unparse(target).partition(".")[0] in modules:
+                    found.add((path.name, ast.unparse(target)))
+    assert found == allowed
+
+
+def test_every_hook_is_installed_or_overridden_somewhere():
+    text = "".join(path.read_text() for path in ADAPTER.glob("*.py") if path.name != "hooks.py")
+    package = source.Tree(ROOT, "nemo_grpo")
+    for key, hook in hooks.HOOKS.items():
+        assert package.find(hook.ours) is not None, key
+        if hook.how == "wrapped" and key not in ("policy",):
+            assert f'"{key}"' in text, key
 
 
 @pytest.mark.parametrize(

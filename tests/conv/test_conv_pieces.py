@@ -21,7 +21,7 @@ from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.archive import SavedTensor, Section, save, strides_of, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, byte_view
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
-from checkpoints_conv.formats.safetensors_io import SafetensorsWriter
+from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.job import flush_behind

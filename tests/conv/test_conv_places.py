@@ -12,7 +12,8 @@ import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
 from checkpoints_conv import job as job_module
-from checkpoints_conv.formats.safetensors_io import SafetensorsFolder, SafetensorsWriter
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
+from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf

@@ -261,3 +261,40 @@ def test_more_files_than_a_process_may_open_by_default(source, checkpoint, monke
 
 def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+SECRETS = {
+    ".env": "TOKEN=1",
+    ".git-credentials": "x",
+    "id_rsa": "x",
+    "notes.txt": "x",
+    "training_args.json": "x",
+}
+
+
+def test_only_files_that_models_have_reach_an_export(source, checkpoint, tmp_path, caplog):
+    shutil.copytree(source, tmp_path / "model")
+    for name, text in SECRETS.items():
+        (tmp_path / "model" / name).write_text(text)
+    (tmp_path / "model" / "merges.txt").write_text("a b")
+    found = names_in(megatron_to_hf(checkpoint, tmp_path / "model", tmp_path / "hf"))
+    assert "merges.txt" in found
+    assert "chat_template.jinja" in found
+    assert not SECRETS.keys() & set(found)
+    assert "not copied, since models have no such files: .env, .git-credentials, id_rsa" in caplog.text
+
+
+def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(source, checkpoint, tmp_path):
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots" / "0123"
+    shutil.copytree(source, snapshot)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "x").write_text("a\nb\n")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/x")
+    exported = megatron_to_hf(checkpoint, snapshot, tmp_path / "hf")
+    assert (exported / "vocab.txt").read_text() == "a\nb\n"
+    (snapshot / "merges.txt").symlink_to("/etc/passwd")
+    with pytest.raises(
+        UserError, match=r"merges\.txt is a link to /etc/passwd, outside of the model's folder"
+    ):
+        megatron_to_hf(checkpoint, snapshot, tmp_path / "other")

@@ -84,7 +84,7 @@ def test_pieces_follow_the_rows_of_the_whole():
     ]
 
 
-OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl", "deepseek-v3", "moonlight")
+OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl", "deepseek-v3", "moonlight", "glm", "gpt-oss")
 """transformers stacks experts, and renames a model's parts, while it loads; the round trip has the files."""
 
 
@@ -185,6 +185,16 @@ OF_MODEL = {
         ({"scoring_func": "softmax"}, "scoring_func=softmax is not DeepSeek-V3's sigmoid"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not DeepSeek-V3's 1"),
     ],
+    "glm-4.5": [({"n_shared_experts": 2}, "n_shared_experts=2 is not GLM-4.5's 1; Megatron-Bridge builds")],
+    "gpt-oss": [
+        ({"sliding_window": None}, "has no sliding_window"),
+        ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not gpt-oss's 7.0"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types="),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}},
+            "rope_type=default is not gpt-oss's",
+        ),
+    ],
 }
 
 
@@ -241,18 +251,25 @@ LAYER_NAMES_OF_VLLM = {
     "self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "self_attn.kv_a_layernorm.weight",
     "self_attn.kv_b_proj.weight", "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight",
+    "self_attn.sinks", "self_attn.o_proj.bias", "mlp.router.weight", "mlp.router.bias",
+    "mlp.experts.w13_bias", "mlp.experts.w2_bias",
 }  # fmt: skip
-"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe, gemma3 and deepseek_v2 models."""
+"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe, gemma3, deepseek_v2, glm4_moe and
+gpt_oss models; those of the last before its mapper renames the modules."""
 
 GATE_UP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 QKV = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 LATENT_QKV = {"q_a_proj": "fused_qkv_a_proj", "kv_a_proj_with_mqa": "fused_qkv_a_proj"}
-JOINED_BY_VLLM = {"deepseek-v3": GATE_UP | LATENT_QKV, "moonlight": GATE_UP}
+JOINED_BY_VLLM = {"deepseek-v3": GATE_UP | LATENT_QKV, "moonlight": GATE_UP, "gpt-oss": QKV}
 """Its loaders replace these parts of a name; those of the other families GATE_UP | QKV."""
 
 
 def name_in_vllm(name, joined):
     """The parameter that a checkpoint's tensor goes into, by the rules of vLLM's loaders."""
+    name = name.partition("[")[0]
+    name = re.sub(r"experts\.gate_up_proj(_bias)?$", r"experts.w13\1", name)
+    name = re.sub(r"experts\.down_proj(_bias)?$", r"experts.w2\1", name)
+    name = re.sub(r"experts\.(w13|w2)$", r"experts.\1_weight", name)
     expert = re.sub(r"experts\.\d+\.(gate|up)_proj\.", "experts.w13_", name)
     expert = re.sub(r"experts\.\d+\.down_proj\.", "experts.w2_", expert)
     for part, whole in joined.items():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conv_models import assert_same_tensors, names_in, tensors_of
 
-from checkpoints_conv.formats.safetensors_io import TensorWriter
+from checkpoints_conv.formats.safetensors_writer import TensorWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.hf_to_megatron import hf_to_megatron

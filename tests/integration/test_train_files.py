@@ -30,7 +30,7 @@ def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, t
     Trainer(r).train()
     samples = lines_of(r.run_dir / "samples.jsonl")
     assert {sample["problem"] for sample in samples} <= problems.keys()
-    assert all(set(sample["scores"]) == {"accuracy", "format"} for sample in samples)
+    assert all(set(sample["scores"]) == {"accuracy", "format", "cosine"} for sample in samples)
     last = rows(r.run_dir)[-1]
     assert last["step"] == 2
     assert "validation/accuracy" in last

@@ -1,4 +1,4 @@
-"""``bridge_conversions.py import|export MODEL CHECKPOINT [OUTPUT]``: Megatron-Bridge's own conversions.
+"""``bridge_conversions.py import|export|logits MODEL CHECKPOINT [OUTPUT]``: what Megatron-Bridge does itself.
 
 A separate process, because Bridge needs a rehearsal's hooks. Real: Bridge, its providers, mappings and files,
 megatron-core. Stand-ins: Transformer Engine's layers and CUDA.
@@ -7,6 +7,7 @@ megatron-core. Stand-ins: Transformer Engine's layers and CUDA.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "nemo_grpo" / "rehearsal" / "
 
 import rehearsal_hooks
 
+NUM_TOKENS = 20
+
 
 def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
-    """Write ``checkpoint`` from the Hugging Face folder ``model``, or ``output`` from both."""
+    """Write ``checkpoint`` from the Hugging Face folder ``model``, or ``output`` from both.
+
+    That is a folder, or a file with the logits that megatron-core's model computes for the ids 3, 4, 5, ...
+    """
     rehearsal_hooks.install()
     importlib.import_module("megatron.core")
     importlib.import_module("nemo_grpo.rehearsal.megatron").prepare()
@@ -27,7 +33,9 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
     from megatron.bridge import AutoBridge
 
     _use_local_gemma_layers()
-    _use_local_latent_layers()
+    _use_local_layers_of_two_kinds()
+    _use_local_attention_with_sinks()
+    _map_single_experts()
     from megatron.bridge.training.model_load_save import temporary_distributed_context
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -38,10 +46,21 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
             provider = bridge.to_megatron_provider(load_weights=True)
             provider.finalize()
             bridge.save_megatron_model(provider.provide_distributed_model(wrap_with_ddp=False), checkpoint)
+            return
+        built = bridge.load_megatron_model(checkpoint, skip_temp_dist_context=True)
+        if direction == "export":
+            bridge.save_hf_pretrained(built, output, strict=True)
         else:
-            bridge.save_hf_pretrained(
-                bridge.load_megatron_model(checkpoint, skip_temp_dist_context=True), output, strict=True
-            )
+            _save_logits(built[0], output)
+
+
+def _save_logits(model: Any, output: str) -> None:
+    import torch
+
+    ids = torch.arange(3, 3 + NUM_TOKENS)[None]
+    places, later = torch.arange(NUM_TOKENS)[None], torch.ones(NUM_TOKENS, NUM_TOKENS).triu(1).bool()
+    with torch.no_grad():
+        torch.save(model.eval()(ids, places, later[None, None]), output)
 
 
 def _use_local_gemma_layers() -> None:
@@ -76,8 +95,8 @@ def _use_local_gemma_layers() -> None:
     importlib.import_module("megatron.bridge.models.gemma.gemma3_provider").gemma3_layer_spec = layers
 
 
-def _use_local_latent_layers() -> None:
-    """DeepSeek's layers, made of megatron-core's own and stored under Transformer Engine's names.
+def _use_local_layers_of_two_kinds() -> None:
+    """DeepSeek's and GLM's layers, made of megatron-core's own and stored under Transformer Engine's names.
 
     Without a query rank megatron-core 0.19 puts a norm into the projection to the queries, which neither the
     model nor Bridge's mappings have and 0.16 does not build; here it is left out.
@@ -90,19 +109,24 @@ def _use_local_latent_layers() -> None:
     from nemo_grpo.engine.megatron.layers import CausalAttention, RMSNorm
 
     build = gpt_layer_specs.get_gpt_decoder_block_spec
-    stored = {
+    of_latent_attention = {
         f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
         for x in ("q", "kv")
     }
+    of_attention = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
     def layers(config: Any, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
         block = build(config, use_transformer_engine=False, vp_stage=vp_stage)
         for layer, has_experts in zip(block.layer_specs, config.moe_layer_freq, strict=True):
             parts, attention = layer.submodules, layer.submodules.self_attention.submodules
             parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-            attention.kv_layernorm = RMSNorm
-            attention.q_layernorm = RMSNorm if config.q_lora_rank else IdentityOp
             attention.core_attention = CausalAttention
+            if config.multi_latent_attention:
+                attention.kv_layernorm = RMSNorm
+                attention.q_layernorm = RMSNorm if config.q_lora_rank else IdentityOp
+            elif config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+            stored = of_latent_attention if config.multi_latent_attention else of_attention
             fused = {} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             parts.sharded_state_dict_keys_map = stored | fused
         block.layer_norm = RMSNorm
@@ -110,8 +134,50 @@ def _use_local_latent_layers() -> None:
 
     QKNormConfigResolver._mla_fused_linear_or_default = lambda self, linear, name: linear
     latent.YarnRotaryEmbedding = partial(latent.YarnRotaryEmbedding, use_cpu_initialization=True)
-    bridge = importlib.import_module("megatron.bridge.models.deepseek.deepseek_v3_bridge")
-    gpt_layer_specs.get_gpt_decoder_block_spec = bridge.get_gpt_decoder_block_spec = layers
+    gpt_layer_specs.get_gpt_decoder_block_spec = layers
+    for bridge in ("deepseek.deepseek_v3_bridge", "glm.glm45_bridge"):
+        importlib.import_module(f"megatron.bridge.models.{bridge}").get_gpt_decoder_block_spec = layers
+
+
+def _use_local_attention_with_sinks() -> None:
+    """gpt-oss' attention, megatron-core's own; rotary angles without CUDA."""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    provider = importlib.import_module("megatron.bridge.models.gpt_provider")
+    build = provider.transformer_engine_layer_spec
+
+    def layers(config: Any) -> Any:
+        block = build(config)
+        if config.softmax_type == "learnable":
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+                layer.submodules.sharded_state_dict_keys_map = {
+                    "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+                }
+        return block
+
+    provider.transformer_engine_layer_spec = layers
+    on_gpu = gpt_model.YarnRotaryEmbedding
+    gpt_model.YarnRotaryEmbedding = lambda *sizes, **further: on_gpu(
+        *sizes, **further | {"use_cpu_initialization": True}
+    )
+
+
+def _map_single_experts() -> None:
+    """Bridge's mapping of GLM knows Transformer Engine's experts, all in one module; here each is its own."""
+    glm = importlib.import_module("megatron.bridge.models.glm.glm45_bridge")
+    registry = glm.GLM45Bridge.mapping_registry
+    together, single = re.compile(r"experts\.(linear_fc\d)\.weight\*$"), r"experts.local_experts.*.\1.weight"
+
+    def with_single_experts(self: Any) -> Any:
+        mappings = registry(self).mappings
+        for one in [one for one in mappings if together.search(one.megatron_param)]:
+            hf, name = one.hf_param, together.sub(single, one.megatron_param)
+            mappings.append(type(one)(name, **hf) if isinstance(hf, dict) else type(one)(name, hf))
+        return glm.MegatronMappingRegistry(*mappings)
+
+    glm.GLM45Bridge.mapping_registry = with_single_experts
 
 
 def _use_no_extensions(provider: type) -> None:

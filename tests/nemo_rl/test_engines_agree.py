@@ -67,14 +67,14 @@ def test_engines_agree_on_three_variants(folder, stack, monkeypatch):
 
 
 def test_a_resumed_policy_goes_on_exactly_where_it_stopped(folder, stack, tmp_path, monkeypatch):
-    environment = importlib.import_module("nemo_grpo.rehearsal.environment")
+    cluster = importlib.import_module("nemo_grpo.rehearsal.cluster")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     log, output = folder / "resumed.log", tmp_path / "resumed.pt"
     script = Path(__file__).with_name("resumed_policy.py")
-    with environment.ray_cluster(stack, folder, 2) as environ, log.open("wb") as out:
+    with cluster.ray_cluster(stack, folder, 2) as ray, log.open("wb") as out:
         command = [sys.executable, "-W", "ignore", script, folder, output]
         done = subprocess.run(
-            command, env=environ, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT, check=False
+            command, env=ray.environment, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT, check=False
         )
     assert done.returncode == 0, log.read_text()[-3000:]
     found = torch.load(output, weights_only=False)

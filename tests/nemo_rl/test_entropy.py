@@ -178,7 +178,7 @@ def test_worker_gives_the_reference_no_entropies(worker_alone):
 @pytest.mark.parametrize(("last", "scaled"), [(True, 2.0), (False, 1.0)])
 def test_only_the_last_pipeline_stage_divides_its_output_by_the_temperature(monkeypatch, last, scaled):
     ours = our_worker()
-    train = ours.stock_train
+    from nemo_rl.models.megatron import train
 
     class Scores(ours.LogprobsPostProcessor):
         def __init__(self):
@@ -194,3 +194,27 @@ def test_only_the_last_pipeline_stage_divides_its_output_by_the_temperature(monk
         iter([mock.Mock()]), torch.nn.Identity(), Scores(), sampling_params=sampling(0.5)
     )
     assert (output == scaled).all()
+
+
+def test_further_arguments_pass_and_rows_that_nemo_rl_has_padded_are_cut(worker_alone, monkeypatch):
+    ours = our_worker()
+    older = ours.LogprobsPostProcessor.__call__
+
+    def newer(self, data_dict, input_ids, cu_seqlens_padded, original_seq_length):
+        process = older(self, data_dict, input_ids, cu_seqlens_padded)
+        return lambda logits: (0.0, {"logprobs": process(logits)[1]["logprobs"][:, :original_seq_length]})
+
+    monkeypatch.setattr(ours.LogprobsPostProcessor, "__call__", newer)
+    ids, table = rows()
+    padded = torch.nn.functional.pad(ids, (0, 6))
+    config = {"sequence_packing": {"enabled": False}}
+    _, data, _ = worker_alone
+    process = ours.EntropyPostProcessor(cfg=config, sampling_params=sampling(1.0))(
+        data_dict=type(data)(input_ids=padded),
+        input_ids=padded,
+        cu_seqlens_padded=None,
+        original_seq_length=WIDTH,
+    )
+    _, found = process(table[padded])
+    assert found["entropies"].shape == found["logprobs"].shape == (len(LENGTHS), WIDTH)
+    assert_scored(found, 1.0)

@@ -18,7 +18,6 @@ SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIA
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 9},
     "gpg_sequence_mean": {"variant": "gpg", "aggregation": "sequence_mean"},
     "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
-    "gspo": {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True},
     "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random"},
     "seq_mask_tis": {
         "variant": "grpo",

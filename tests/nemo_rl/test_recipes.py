@@ -19,6 +19,7 @@ from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import load_run, sft_section
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.stopping import LAST_PREFIX
+from nemo_grpo.nemorl.uses import Use
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 
@@ -156,9 +157,9 @@ def test_every_name_that_we_use_is_there():
 
 
 def test_a_missing_name_is_an_error_that_names_the_tested_versions(monkeypatch):
-    names = {"nemo_rl.algorithms.grpo:not_there": compat.BOTH}
+    monkeypatch.setattr(compat, "USES", (Use("nemo_rl.algorithms.grpo:not_there"),))
     with pytest.raises(UserError, match=r"lacks nemo_rl.algorithms.grpo:not_there; .* 0.7.0 or .*7ea279abf"):
-        compat.check(names)
+        compat.check()
 
 
 def test_setup_of_another_arity_is_refused():

@@ -12,6 +12,7 @@ from nemo_rl.algorithms import grpo
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.hooks import HOOKS, places
 from nemo_grpo.nemorl.refit import GRACE_S, UPDATES, RefitFailed, Refits
 
 pytestmark = pytest.mark.usefixtures("private_ray")
@@ -59,8 +60,9 @@ class Policy:
 @pytest.fixture
 def refits(monkeypatch):
     """Installed, and NeMo-RL's class as it was afterwards."""
-    for name in UPDATES:
-        monkeypatch.setattr(VllmGeneration, name, getattr(VllmGeneration, name))
+    for key in UPDATES:
+        for owner, name in places(HOOKS[key]):
+            monkeypatch.setattr(owner, name, getattr(owner, name))
     made = Refits()
     made.install()
     yield made

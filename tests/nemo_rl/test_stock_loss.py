@@ -14,6 +14,7 @@ from nemo_grpo.nemorl.loss import EXTREMES, build_loss
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 BOUNDS = {"truncated_importance_sampling_ratio": 1.02, "truncated_importance_sampling_ratio_min": 0.97}
 CORRECTED = {"use_importance_sampling_correction": True, **NO_KL}
+SEQUENCES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"variant": "grpo"}, NO_KL),
     "grpo_kl": (
@@ -33,15 +34,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dual_clip": ({"variant": "dapo", "ratio_clip_c": 3.0},
                   {"ratio_clip_max": 0.28, "ratio_clip_c": 3.0, **NO_KL}),
     "gspo": (
-        {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True,
-         "ratio_clip_min": 3e-2, "ratio_clip_max": 4e-2},
-        {"token_level_loss": False, "sequence_level_importance_ratios": True, "ratio_clip_min": 3e-2,
-         "ratio_clip_max": 4e-2, **NO_KL},
+        {"variant": "gspo", "ratio_clip_min": 3e-2, "ratio_clip_max": 4e-2},
+        {**SEQUENCES, "ratio_clip_min": 3e-2, "ratio_clip_max": 4e-2, **NO_KL},
+    ),
+    "gspo_defaults": (
+        {"variant": "gspo"},
+        {**SEQUENCES, "ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4, **NO_KL},
     ),
     "gspo_corrected": (
         {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True,
          "use_importance_sampling_correction": True},
-        {"token_level_loss": False, "sequence_level_importance_ratios": True, **CORRECTED},
+        {**SEQUENCES, **CORRECTED},
+    ),
+    "cispo": (
+        {"variant": "cispo", "ratio_clip_min": 0.1, "ratio_clip_max": 0.15},
+        {"use_cispo": True, "ratio_clip_min": 0.1, "ratio_clip_max": 0.15, **NO_KL},
+    ),
+    "cispo_recipe": (
+        {"variant": "cispo", "use_importance_sampling_correction": True},
+        {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 5.0, **CORRECTED},
+    ),
+    "cispo_kl": (
+        {"variant": "cispo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True},
+        {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 5.0, "reference_policy_kl_penalty": 0.1},
     ),
     "gpg": ({"variant": "gpg"}, {"disable_ppo_ratio": True, **NO_KL}),
     "corrected": ({"variant": "grpo", "use_importance_sampling_correction": True}, CORRECTED),

@@ -29,8 +29,9 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
 from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.hooks import HOOKS, places
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.stopping import THRESHOLD_FUNCTION, Stop, stop_after_step
+from nemo_grpo.nemorl.stopping import Stop, stop_after_step
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray")  # the trainers ask it for its nodes
@@ -45,10 +46,9 @@ SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIA
 @pytest.fixture(autouse=True)
 def names_are_restored(monkeypatch):
     """The driver rebinds NeMo-RL's globals for good, a test for itself."""
-    for module in compat.ESTIMATOR_NAMESPACES:
-        for name in ("_create_advantage_estimator", "dynamic_sampling"):
-            if compat.has_name(f"{module}:{name}"):
-                monkeypatch.setattr(f"{module}.{name}", compat.import_name(f"{module}:{name}"))
+    for key in ("estimator", "sampling"):
+        for owner, name in places(HOOKS[key]):
+            monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
 class Run:
@@ -204,16 +204,16 @@ def test_nemo_rl_is_left_as_it_was_after_a_stop():
 def test_a_run_that_reached_its_goal_is_known(tmp_path):
     stop_at = "grpo.stop_at_validation"
     overrides = (f"{stop_at}_metric=validation/accuracy", f"{stop_at}_threshold=0.5")
-    if compat.version() == compat.V0_7_0:
+    if not places(HOOKS["threshold"]):
         with pytest.raises(UserError, match="has no early stop"):
             Run(tmp_path, {"variant": "grpo"}, *overrides)
         return
     config = Run(tmp_path, {"variant": "grpo"}, *overrides).run.master_config.grpo
     goal = (config.stop_at_validation_threshold, config.stop_at_validation_metric)
     with stop_after_step() as stop:
-        assert getattr(grpo, THRESHOLD_FUNCTION)({"accuracy": 0.4}, *goal) is None
+        assert grpo._validation_early_stop_message({"accuracy": 0.4}, *goal) is None
         assert not stop.reached_threshold
-        getattr(grpo, THRESHOLD_FUNCTION)({"accuracy": 0.5}, *goal)
+        grpo._validation_early_stop_message({"accuracy": 0.5}, *goal)
         assert stop.reached_threshold
 
 

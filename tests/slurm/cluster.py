@@ -146,7 +146,8 @@ class Cluster:
         folder = Path("/run/munge")
         folder.mkdir(exist_ok=True)
         shutil.chown(folder, "munge", "munge")
-        self._munged = self._start("munged.log", "runuser", "-u", "munge", "--", "munged", "--foreground")
+        as_munge = ("--reuid=munge", "--regid=munge", "--clear-groups")  # runuser would die in its place
+        self._munged = self._start("munged.log", *as_munge, "munged", "--foreground")
         wait_for(
             lambda: subprocess.run(["munge", "-n"], capture_output=True).returncode == 0, 20, "munged answers"
         )

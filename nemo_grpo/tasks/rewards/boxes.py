@@ -34,6 +34,15 @@ def intersection_over_union(a: Box, b: Box) -> float:
     return shared / union if union > 0 and math.isfinite(union) else 0.0
 
 
+def generalized_iou(a: Box, b: Box) -> float:
+    """IoU less the part of the boxes' hull that neither covers, in [-1, 1]; 0 where both boxes are empty."""
+    _, union = shared_and_union(a, b)
+    hull = _area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
+    if not 0 < hull < math.inf:
+        return 0.0
+    return intersection_over_union(a, b) - (hull - union) / hull
+
+
 def shared_and_union(a: Box, b: Box | None) -> tuple[float, float]:
     """Areas of intersection and union; of one box alone 0 and its own area."""
     if b is None:

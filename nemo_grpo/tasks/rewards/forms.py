@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from nemo_grpo.tasks.response import format_reward, render_response
+from nemo_grpo.tasks.response import TAGS, format_reward, render_response
 from nemo_grpo.tasks.rewards.final_answer import last_boxed
 
-Form = Literal["think_answer", "think", "boxed"]
+Form = Literal["think_answer", "tags", "think", "think_closed", "boxed"]
 
 
 def matched_think_tags(response: str) -> float:
     """1 if there is one ``<think>`` followed by one ``</think>`` (CW-GRPO Appendix C)."""
     once = response.count("<think>") == 1 == response.count("</think>")
     return float(once and response.index("<think>") < response.index("</think>"))
+
+
+def tags_in_order(response: str) -> float:
+    """1 if every tag of think and answer block occurs once, in order, whatever stands around them.
+
+    Logic-RL's release (TR-GRPO Table 5): kk.py, validate_response_structure.
+    """
+    places = [response.find(tag) for tag in TAGS]
+    return float(places == sorted(places) and all(response.count(tag) == 1 for tag in TAGS))
+
+
+def think_closed(response: str) -> float:
+    """1 if ``</think>`` stands once on a line of its own (rewards.py of open-rs, CW-GRPO, GPG)."""
+    return float(response.count("\n</think>\n") == 1)
 
 
 def boxed(response: str) -> float:
@@ -25,7 +39,9 @@ def boxed(response: str) -> float:
 
 FORMS: dict[Form, Callable[[str], float]] = {
     "think_answer": format_reward,
+    "tags": tags_in_order,
     "think": matched_think_tags,
+    "think_closed": think_closed,
     "boxed": boxed,
 }
 """``think_answer`` is GPG's (Appendix B.4): one think block, one answer block, nothing else."""
@@ -33,10 +49,12 @@ FORMS: dict[Form, Callable[[str], float]] = {
 
 def demonstrated_form(solution: str, answer: str, form: Form) -> str:
     """A worked solution as a response of this form."""
-    if form == "think_answer":
+    if form in ("think_answer", "tags"):
         return render_response(solution, answer)
     if form == "think":
         return f"<think>{solution}</think>\n\n\\boxed{{{answer}}}"
+    if form == "think_closed":
+        return f"<think>{solution}\n</think>\n\n\\boxed{{{answer}}}"
     return solution if last_boxed(solution) else f"{solution} \\boxed{{{answer}}}"
 
 

@@ -1,8 +1,13 @@
-"""Who is a knight and who a knave: reading such answers, and grading them as Logic-RL does."""
+"""Who is a knight and who a knave: reading such answers, and grading them as Logic-RL's release does.
+
+TR-GRPO Table 5 is that reward; the release is verl/utils/reward_score/kk.py of Unakar/Logic-RL and of
+zhyang2226/AR-Lopti, whose splits TR-GRPO uses.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 
 Roles = dict[str, bool]
 """Name in lower case -> is a knight."""
@@ -13,8 +18,8 @@ _ROLE = re.compile(
     re.IGNORECASE,
 )
 
-ALL_RIGHT, PARTLY_RIGHT, WRONG = 2.0, -1.5, -2.0
-"""TR-GRPO Table 5, which is Logic-RL's."""
+ALL_RIGHT, COMPLETE, UNREADABLE = 2.0, -1.5, -2.0
+"""TR-GRPO Table 5; its "partially correct" is Logic-RL's: everybody has a role, right or not."""
 
 
 def parse_roles(answer: str) -> Roles | None:
@@ -30,11 +35,28 @@ def parse_roles(answer: str) -> Roles | None:
     return roles or None
 
 
-def graded(reference: Roles, answer: Roles | None) -> float:
-    """2: everybody is right.  -1.5: everybody has a role and somebody is right.  -2: anything else."""
-    if answer is None or not reference.keys() <= answer.keys():
-        return WRONG
-    num_right = sum(answer[name] == is_knight for name, is_knight in reference.items())
-    if num_right == len(reference):
-        return ALL_RIGHT
-    return PARTLY_RIGHT if num_right else WRONG
+def all_right(reference: Roles | None, answer: Roles | None) -> bool:
+    """Whether the answer gives everybody of the reference the right role; further people do not matter."""
+    return reference is not None and answer is not None and reference.items() <= answer.items()
+
+
+def graded(reference: Roles, answer: str) -> float:
+    """The answer's reward, read as narrowly as Logic-RL's release reads it.
+
+    2: everybody of the reference is right.  -1.5: everybody has a role, and somebody's is wrong.
+    -2: somebody is not named as ``Zoey is a knight``, or the words knight and knave do not occur once for
+    each person.
+    """
+    lower = answer.lower()
+    if lower.count("knight") + lower.count("knave") != len(reference):
+        return UNREADABLE
+    claims = {name: _claim(name).search(answer) for name in reference}
+    if not all(claims.values()):
+        return UNREADABLE
+    said = {name: claim[1].lower() == "knight" for name, claim in claims.items() if claim}
+    return ALL_RIGHT if said == reference else COMPLETE
+
+
+@cache
+def _claim(name: str) -> re.Pattern[str]:
+    return re.compile(rf"\b{re.escape(name)}\b\s+is\s+a\s+\b(knight|knave)\b", re.IGNORECASE)

@@ -103,7 +103,7 @@ def test_constant_aggregation_needs_its_length():
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("gpro", {}, "did you mean 'grpo'"),
+        ("grppo", {}, "did you mean 'grpo'"),
         ("ppo", {}, "loss_fn.variant='ppo' is not a variant"),
         ("grpo", {"ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
         ("gpg", {"ratio_clip_max": 0.2}, "loss_fn.ratio_clip_max is not a parameter of gpg"),

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from nemo_grpo.core.kl import kl_estimate, weighted_k3, with_score_function
-from nemo_grpo.core.surrogates import clipped_policy_gradient
+from nemo_grpo.core.surrogates import (
+    MAX_LOG_RATIO,
+    clipped_policy_gradient,
+    importance_ratio,
+    sequence_importance_ratio,
+)
 
 
 def row(*numbers: float) -> torch.Tensor:
@@ -68,3 +73,24 @@ def test_k3_is_accurate_where_the_policies_are_close():
     distance = torch.tensor([[1e-4, -1e-4]], dtype=torch.float32)  # k3 = d^2 / 2 + d^3 / 6 + ...
     kl = kl_estimate(-distance, torch.zeros_like(distance), "k3")
     torch.testing.assert_close(kl, torch.full_like(kl, 5e-9), rtol=2e-3, atol=0)
+
+
+def test_ratio_and_kl_are_unchanged_below_the_clamp_and_finite_beyond():
+    gaps = torch.linspace(-MAX_LOG_RATIO, MAX_LOG_RATIO, 41)[None]
+    zero = torch.zeros_like(gaps)
+    assert torch.equal(importance_ratio(gaps, zero), gaps.exp())
+    assert torch.equal(kl_estimate(-gaps, zero, "k3"), torch.expm1(gaps) - gaps)
+    mean = sequence_importance_ratio(gaps[:, 1:], zero[:, 1:], torch.ones(1, 40, dtype=torch.bool))
+    assert torch.equal(mean, gaps[:, 1:].mean(1, keepdim=True).exp().expand(1, 40))
+    far = torch.tensor([[100.0, -100.0, 90.0]], requires_grad=True)
+    for value in (
+        importance_ratio(far, torch.zeros(1, 3)),
+        sequence_importance_ratio(far[:, :1], torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)),
+        kl_estimate(-far, torch.zeros(1, 3), "k3"),
+        weighted_k3(-far, torch.zeros(1, 3), torch.ones(1, 3)),
+    ):
+        (gradient,) = torch.autograd.grad(value.sum(), far)
+        assert value.isfinite().all()
+        assert gradient.isfinite().all()
+        assert gradient[0, 0] == 0
+    assert kl_estimate(-far, torch.zeros(1, 3), "k3")[0, 1].item() == pytest.approx(99.0)  # as without clamp

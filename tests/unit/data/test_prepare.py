@@ -1,7 +1,6 @@
 """Every publisher's schema through the real readers; manifests; what happens without a network."""
 
 import json
-import logging
 import urllib.error
 from dataclasses import replace
 
@@ -26,23 +25,24 @@ def offline(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
     monkeypatch.setattr("nemo_grpo.data.origins.urlopen", refuse)
-    monkeypatch.setattr(
-        "nemo_grpo.data.preparation._token_counter", lambda name: lambda text: len(text.split())
-    )
 
 
 def problems(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(name, tmp_path, **options):
+def run(name, tmp_path, any_count=True, **options):
     write(name, tmp_path / "copies")
-    return prepare(name, Request(tmp_path / "out", source=tmp_path / "copies", **options))
+    return prepare(
+        name, Request(tmp_path / "out", source=tmp_path / "copies", any_count=any_count, **options)
+    )
 
 
 FIRST = {
     "open-rs": ("1+1?", "2", {"solution": "two", "level": "Easy"}),
     "open-s1": ("1+1?", "2", {"solution": "two"}),
+    "gsm8k": ("6 of 206?", "1200", {"solution": "He has 200 * 6 = 1200."}),
+    "gsm8k-test": ("6 of 206?", "1200", {"solution": "He has 200 * 6 = 1200."}),
     "math-lighteval": (
         "What is 1+1?", "2", {"level": "Level 5", "type": "Algebra", "solution": "So \\boxed{2}."}
     ),
@@ -59,11 +59,8 @@ FIRST = {
     "hotpotqa": ("who wrote it", "Ada", {"answers": ["Ada", "Ada L."]}),
     "geoqa": ("Angle?", "145°", {"images": ["geoqa.images/000000-0.png"]}),
     "sat": (
-        "Moved?", "left",
-        {
-            "answers": ["left", "right"], "question_type": "obj_movement",
-            "images": ["sat.images/000000-0.png", "sat.images/000000-1.png"],
-        },
+        "Answer in natural language. Moved? Choose between the following options: right, left or up", "left",
+        {"question_type": "obj_movement", "images": ["sat.images/000000-0.png"]},
     ),
     "cv-bench": (
         "How many?\n(A) 1\n(B) 2\n(C) 3", "(C)",
@@ -110,7 +107,7 @@ def test_puzzles_can_be_generated_without_overlap(tmp_path, monkeypatch):
     assert full.made_here.num_problems == full.expected.count == 4500
     monkeypatch.setitem(SOURCES, "kk-3to7", replace(full, made_here=replace(full.made_here, num_problems=50)))
     names = ("kk-3to7", "kk-3to7-test")
-    train, test = (prepare(name, Request(tmp_path / "out", generate=True)) for name in names)
+    train, test = (prepare(name, Request(tmp_path / "out", generate=True, any_count=True)) for name in names)
     sizes = [problem["metadata"]["num_people"] for problem in problems(train.path)]
     assert sizes == [size for size in (3, 4, 5, 6, 7) for _ in range(10)]
     assert len({problem["question"] for problem in problems(train.path)}) == 50
@@ -119,7 +116,7 @@ def test_puzzles_can_be_generated_without_overlap(tmp_path, monkeypatch):
     ]
     assert not statements[0] & statements[1]
     assert train.manifest["source"] == "generated (logic, seed 0)"
-    assert not prepare("kk-3to7", Request(tmp_path / "out", generate=True)).fresh
+    assert not prepare("kk-3to7", Request(tmp_path / "out", generate=True, any_count=True)).fresh
     assert verify(tmp_path / "out") == dict.fromkeys(names)
 
 
@@ -173,7 +170,7 @@ def test_files_of_the_same_name_are_not_taken_for_each_other(tmp_path):
 def test_a_json_list_of_dialogues_is_read(tmp_path):
     pairs = [[{"from": "human", "value": "1+1?"}, {"from": "assistant", "ground_truth": {"value": "2"}}]]
     (tmp_path / "orz_math_57k_collected.json").write_text(json.dumps(pairs))
-    done = prepare("orz-57k", Request(tmp_path / "out", source=tmp_path))
+    done = prepare("orz-57k", Request(tmp_path / "out", source=tmp_path, any_count=True))
     assert problems(done.path) == [{"id": "orz-57k-0", "question": "1+1?", "answer": "2", "metadata": {}}]
 
 
@@ -189,7 +186,7 @@ def test_grounding_boxes_enclose_all_target_polygons(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/1.json").write_text(json.dumps(notes))
     (tmp_path / "train/1.jpg").write_bytes(b"\xff\xd8\xff")
-    done = prepare("lisa-train", Request(tmp_path / "out", source=tmp_path))
+    done = prepare("lisa-train", Request(tmp_path / "out", source=tmp_path, any_count=True))
     (problem,) = problems(done.path)
     assert problem["answer"] == "(5,20),(31,40)"
     assert problem["metadata"]["target"] == [shape["points"] for shape in notes["shapes"][:2]]
@@ -205,7 +202,7 @@ def test_geoqas_test_set_is_the_releases_list_with_its_images(tmp_path):
         prepare("geoqa-test", Request(tmp_path / "out", source=tmp_path))
     (tmp_path / "Geo170K/images/test").mkdir(parents=True)
     (tmp_path / "Geo170K/images/test/0.png").write_bytes(PNG)
-    done = prepare("geoqa-test", Request(tmp_path / "out", source=tmp_path))
+    done = prepare("geoqa-test", Request(tmp_path / "out", source=tmp_path, any_count=True))
     (problem,) = problems(done.path)
     assert (problem["question"], problem["answer"]) == ("Angle?", "140°")
     assert problem["metadata"] == {"images": ["geoqa-test.images/000000-0.png"]}
@@ -222,7 +219,7 @@ def test_classes_of_a_test_set_come_from_the_releases_labels(tmp_path):
     with pytest.raises(UserError, match=r"b\.jpg is missing"):
         prepare("pets37-test", Request(tmp_path / "out", source=tmp_path))
     (tmp_path / "images/b.jpg").write_bytes(b"\xff\xd8\xffB")
-    done = prepare("pets37-test", Request(tmp_path / "out", source=tmp_path))
+    done = prepare("pets37-test", Request(tmp_path / "out", source=tmp_path, any_count=True))
     first, second = problems(done.path)
     assert (first["answer"], second["answer"]) == ("american_bulldog", "abyssinian")
     assert (tmp_path / "out" / first["metadata"]["images"][0]).read_bytes().endswith(b"B")
@@ -247,13 +244,12 @@ def test_a_list_of_labels_that_holds_code_is_refused(tmp_path, capsys):
 
 
 def test_rules_are_applied_in_order_and_counted(tmp_path):
-    write("math500", tmp_path / "copies")
     done = run("math-l35", tmp_path)
-    # Levels 5, 2, 3, 4 of train and 4 of test; "What is 4+1?" is in MATH-500; one solution has 301 words.
-    assert [(f["before"], f["after"]) for f in done.manifest["filters"]] == [(5, 5), (5, 4), (4, 3), (3, 2)]
-    assert [problem["question"] for problem in problems(done.path)] == ["What is 1+1?", "What is 5+1?"]
-    assert [problem["id"] for problem in problems(done.path)] == ["math-l35-0", "math-l35-4"]
-    assert done.manifest["tokenizer"] == "Qwen/Qwen2.5-7B"
+    # Levels 5, 2, 3, 4 of train and 4 of test; the solution of level 3 has 205 words, that of test 204.
+    assert [(f["before"], f["after"]) for f in done.manifest["filters"]] == [(5, 5), (5, 4), (4, 3)]
+    asked = ["What is 1+1?", "What is 4+1?", "What is 5+1?"]
+    assert [problem["question"] for problem in problems(done.path)] == asked
+    assert [problem["id"] for problem in problems(done.path)] == ["math-l35-0", "math-l35-3", "math-l35-4"]
     assert all(rule["cited"] for rule in done.manifest["filters"])
 
 
@@ -264,10 +260,35 @@ def test_repeated_questions_are_dropped_and_empty_ones_counted(tmp_path):
     }  # fmt: skip
 
 
-def test_other_counts_than_stated_are_warned_of(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        run("aime24", tmp_path)
-    assert "aime24 has 1 problems; 30 are stated (CW-GRPO Table 4)" in caplog.text
+def test_images_of_a_row_beside_the_first_drop_it_from_sat(tmp_path):
+    done = run("sat", tmp_path)
+    assert done.manifest["filters"][1]["before"] == 2
+    assert done.manifest["source"] == "array/SAT (train[:15000])"
+
+
+def test_rows_beyond_the_first_ones_are_not_read(tmp_path, monkeypatch):
+    source = SOURCES["aime25"]
+    monkeypatch.setitem(SOURCES, "aime25", replace(source, origin=replace(source.origin, num_rows=2)))
+    row = {"problem": "p", "answer": "70"}
+    monkeypatch.setitem(FILES, "aime25", {"test.jsonl": [row] * 3})
+    assert run("aime25", tmp_path).manifest["num_problems"] == 2
+
+
+def test_other_counts_than_stated_are_refused_unless_accepted(tmp_path):
+    refused = (
+        r"aime24 has 1 problems, and 30 are stated \(CW-GRPO Table 4\).* take what is there with --any-count"
+    )
+    with pytest.raises(UserError, match=refused):
+        run("aime24", tmp_path, any_count=False)
+    assert not list((tmp_path / "out").iterdir())
+    assert run("aime24", tmp_path).fresh
+    with pytest.raises(UserError, match=refused):
+        run("aime24", tmp_path, any_count=False)
+
+
+@pytest.mark.parametrize(("count", "fits"), [(8388, True), (8525, True), (8356, False), (4931, False)])
+def test_erpos_set_may_differ_by_a_hundredth(count, fits):
+    assert SOURCES["math-l35"].expected.matches(count) is fits
 
 
 def test_a_file_that_is_up_to_date_is_left_alone(tmp_path):

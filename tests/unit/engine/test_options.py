@@ -24,7 +24,7 @@ from nemo_grpo.engine.megatron.options import (
 )
 from nemo_grpo.recipe.embedded_rules import SUPPORTED
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.sections import Megatron
+from nemo_grpo.recipe.megatron_sections import Megatron
 
 CUDA = (13, 0)
 

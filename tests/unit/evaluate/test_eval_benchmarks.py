@@ -235,6 +235,25 @@ def test_a_protocol_has_its_sources_values(name, k, temperature, top_p, max_toke
     assert load_benchmarks("aime24", choice)[0].prompt_name == prompt
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "prompt"),
+    [
+        ("cv-bench", "vision_classification", "gpg_cv_bench"),
+        ("pets37-test", "vision_classification", "question"),
+        ("geoqa-test", "vision_math", "gpg_geoqa"),
+        ("lisa-val", "vision_grounding", "gpg_grounding"),
+    ],
+)
+def test_a_set_with_images_is_asked_as_gpgs_release_asks_it(name, task, prompt, tmp_path):
+    answer = "(0,0),(1,1)" if task == "vision_grounding" else "1"
+    (tmp_path / "x.png").touch()
+    line = {"id": "a", "question": "q", "answer": answer, "metadata": {"images": ["x.png"]}}
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+    prompts = find_protocol("gpg_vision").prompts
+    choice = Choice(tmp_path, task=task, prompts=prompts, images=True)
+    assert load_benchmarks(str(tmp_path / f"{name}.jsonl"), choice)[0].prompt_name == prompt
+
+
 def test_a_protocol_is_recorded_cut_to_the_models_length_and_gives_way_to_options(model, data, tmp_path):
     sets = ["--model", model, "--benchmarks", "aime24", "--data-dir", data, "--device", "cpu"]
     few = ["--num-problems", 1, "--prompt", "tr_grpo_math"]

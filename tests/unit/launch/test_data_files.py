@@ -65,7 +65,7 @@ def test_counts_are_compared_with_what_the_recipe_draws():
     fitting = ["grpo.max_val_samples=3", "grpo.num_prompts_per_step=8"]
     good = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, *fitting]))
     assert good.errors == good.notes == ()
-    assert good.found == "8 problems in train_files, 3 problems in validation_files"
+    assert good.found == "8 problems in train_files, 3 problems in validation_files: 160 epochs of training"
 
 
 def test_recipe_check_names_missing_data_once_for_all_recipes_and_passes():
@@ -102,4 +102,7 @@ def test_the_preflight_refuses_a_job_without_its_data():
     write("train.jsonl", 20)
     write("validation.jsonl", 256)
     (row,) = data(load_recipe(ROOT / "recipes/quickstart.yaml", MINE), job)
-    assert (row.verdict, row.found) == ("ok", "20 problems in train_files, 256 problems in validation_files")
+    assert (row.verdict, row.found) == (
+        "ok",
+        "20 problems in train_files, 256 problems in validation_files: 128 epochs of training",
+    )

@@ -15,7 +15,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.stopping import Stop
 
-RUN = Of(recipe=Of(grpo=Of(max_num_steps=100), checkpointing=Of(enabled=True)))
+RUN = Of(recipe=Of(grpo=Of(max_num_steps=100), nemo_grpo=Of(task="math"), checkpointing=Of(enabled=True)))
 
 
 def ended(total, current, is_async=False):
@@ -26,6 +26,10 @@ def ended(total, current, is_async=False):
 
 def stop(happened=False, reached_threshold=False, last_step=0):
     return Stop(StopRequest(), happened, reached_threshold, last_step)
+
+
+def ready(parts, last_step=100, exports=None):
+    return run_grpo.Ready(parts, None, None, None, [], exports, last_step)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,19 @@ def stop(happened=False, reached_threshold=False, last_step=0):
     ],
 )
 def test_exit_code_is_0_only_for_a_finished_run(parts, how, code):
-    assert run_grpo.exit_code(RUN, parts, how) == code
+    assert run_grpo.exit_code(RUN, ready(parts), how) == code
+
+
+def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
+    recipe = Of(grpo=Of(max_num_steps=100), nemo_grpo=Of(task=None), checkpointing=Of(enabled=True))
+    parts = ended(6, 6)
+    parts.master_config["grpo"]["max_num_epochs"] = 3
+    parts.dataloader = range(10)
+    run = Of(recipe=recipe)
+    last = run_grpo.last_step(run, parts)
+    assert last == 6 + 3 * 10 - 6
+    assert run_grpo.exit_code(run, ready(ended(30, 0), last), stop()) == 0
+    assert run_grpo.exit_code(run, ready(ended(29, 9), last), stop()) == 1
 
 
 class Exports:
@@ -78,7 +94,7 @@ def trained(monkeypatch):
     def train(parts, how, exports):
         monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
         parts.logger = parts.checkpointer = None
-        return run_grpo.train(RUN, None, run_grpo.Ready(parts, None, None, [], exports))
+        return run_grpo.train(RUN, ready(parts, exports=exports))
 
     return train, closed
 
@@ -135,7 +151,7 @@ def test_a_model_folder_without_a_config_is_refused(tmp_path):
 
 def test_without_checkpoints_the_logged_steps_tell():
     run = Of(recipe=Of(grpo=RUN.recipe.grpo, checkpointing=Of(enabled=False)))
-    nothing_saved = ended(0, 0, is_async=True)
+    nothing_saved = ready(ended(0, 0, is_async=True))
     assert run_grpo.exit_code(run, nothing_saved, stop(last_step=100)) == 0
     assert run_grpo.exit_code(run, nothing_saved, stop(last_step=30)) == 1
     assert run_grpo.exit_code(run, nothing_saved, stop(True, last_step=30)) == 1  # it cannot go on
@@ -158,9 +174,10 @@ def test_too_few_epochs_are_refused_before_the_first_step(epochs, batches, state
     config = {"grpo": {"max_num_epochs": epochs}}
     parts = Of(grpo_save_state=state, master_config=config, dataloader=range(batches))
     if not is_refused:
-        return run_grpo.check_epochs(RUN, parts)
+        assert run_grpo.last_step(RUN, parts) == 100
+        return
     with pytest.raises(UserError, match=f"max_num_epochs={epochs}: .*the data ends after"):
-        run_grpo.check_epochs(RUN, parts)
+        run_grpo.last_step(RUN, parts)
 
 
 def refuse(*_arguments):
@@ -173,7 +190,6 @@ def checked(monkeypatch):
     run = Of(recipe=Of(loss_fn=None), master_config={"policy": {}})
     monkeypatch.setattr(run_grpo.compat, "check", lambda: None)
     monkeypatch.setattr(run_grpo, "load_run", lambda *_: run)
-    monkeypatch.setattr(run_grpo, "ObjectiveLoss", lambda *_a, **_k: None)
 
 
 def test_refusal_after_ray_has_started_is_one_line_and_exit_code_2(checked, monkeypatch, capsys):

@@ -114,7 +114,7 @@ def test_draws_follow_the_step_and_resume_where_they_were():
 @pytest.mark.parametrize(
     ("loss_fn", "given", "message"),
     [
-        ({"variant": "grpo"}, {}, "force_on_policy_ratio"),
+        ({"variant": "grpo"}, {}, "no logprobs of the policy"),
         ({"variant": "erpo"}, {"logprobs_policy": torch.zeros(4, 4)}, "reference_policy_kl_penalty"),
         (
             {"variant": "erpo"},

@@ -17,7 +17,6 @@ CORRECTION = {"use_importance_sampling_correction": True, "truncated_importance_
 SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 9},
     "kl": {"variant": "grpo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True},
-    "gspo": {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True},
     "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
     "tis": {"variant": "grpo", **CORRECTION, "truncated_importance_sampling_type": "tis"},
     "random": {"variant": "tr_grpo", "weighting": "random"},

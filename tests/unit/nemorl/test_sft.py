@@ -21,8 +21,8 @@ def test_section_is_the_recipes_loop():
     recipe = load_recipe(RECIPE, ["grpo.seed=3", "grpo.val_at_start=false"])
     section = config.sft_section(recipe)
     assert section == {
-        "max_num_steps": 1583, "max_num_epochs": 1000, "val_period": 100, "val_batches": -1,
-        "val_global_batch_size": 256, "val_micro_batch_size": 2, "val_at_start": False, "val_at_end": True,
+        "max_num_steps": 1572, "max_num_epochs": 3, "val_period": 100, "val_batches": -1,
+        "val_global_batch_size": 144, "val_micro_batch_size": 2, "val_at_start": False, "val_at_end": True,
         "seed": 3, "only_unmask_final": False,
     }  # fmt: skip
 
@@ -68,8 +68,7 @@ def test_conversation_has_the_tokens_in_order_and_roles_where_the_loss_is():
 
 def test_the_last_step_is_known_without_a_checkpoint(monkeypatch):
     logger = Logger()
-    monkeypatch.setattr(stopping.compat, "import_name", lambda _name: MagicMock())
-    monkeypatch.setattr(stopping.compat, "has_name", lambda _name: False)
+    monkeypatch.setattr(stopping.hooks, "places", lambda _hook: [])
     with stopping.stop_after_step(logger) as stop:
         for step, last in ((1, stopping.LAST_PREFIX), (2, stopping.LAST_PREFIX), (3, "validation")):
             logger.log_metrics({"loss": 1.0}, step, prefix="train")

@@ -215,3 +215,17 @@ def test_scaling_is_drawn(tmp_path: Path) -> None:
 def test_wrong_questions_are_refused(arguments: tuple[str | Path, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(*arguments)
+
+
+def test_what_is_only_approximated_is_said() -> None:
+    output = run(HUGE, "policy.model_name=openai/gpt-oss-20b")[1]
+    assert "approximated: layers that see 128 positions are counted as if they saw all" in output
+    assert "approximated" not in run(HUGE)[1]
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "glm4_moe_lite"])
+def test_models_that_are_not_counted_are_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(UserError, match=f"model_type={model_type} is not supported: .*AutoBridge"):
+        shape_of(load_recipe(HUGE), file)

@@ -52,6 +52,14 @@ def test_preset_has_the_published_number_of_parameters(name: str) -> None:
     assert model_parameters(PRESETS[name]) == PUBLISHED[name]
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("openai/gpt-oss-20b", 20.91), ("openai/gpt-oss-120b", 116.83), ("zai-org/GLM-4.5-Air", 106.85)],
+)
+def test_preset_has_as_many_parameters_as_its_paper_says(name: str, billions: float) -> None:
+    assert model_parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
 def test_layer_is_divided_by_tensor_parallelism_and_norms_are_not() -> None:
     counts = layer_counts(SMALL, Layout(tensor=2))
     assert (counts.linear, counts.replicated, counts.expert) == (LINEAR // 2, 16, 0)

@@ -34,9 +34,20 @@ def test_the_page_holds_the_table():
         ("++policy.generation.max_tokens=5", "TRL's max_tokens is policy.generation.max_new_tokens"),
         (
             "++policy.train_batch_size=5",
-            "verl's train_batch_size is grpo.num_prompts_per_step, OpenRLHF's train_batch_size is "
-            "policy.train_global_batch_size",
+            "verl's train_batch_size is grpo.num_prompts_per_step (prompts, not responses), OpenRLHF's "
+            "train_batch_size is policy.train_global_batch_size (",
         ),
+        (
+            "++grpo.num_iterations=2",
+            "is policy.train_global_batch_size (below prompts x generations: several",
+        ),
+        ("++grpo.steps_per_generation=2", "TRL's steps_per_generation is policy.train_global_batch_size"),
+        ("++policy.ppo_epochs=2", "verl's ppo_epochs is policy.train_global_batch_size (below"),
+        ("++loss_fn.importance_sampling_level=sequence", "GSPO is loss_fn.variant=gspo"),
+        ("++use_vllm=true", "is policy.generation.backend (on a cluster; on this machine nemo_grpo.engine"),
+        ("++policy.lora_r=8", "TRL's lora_r is policy.megatron_cfg.peft.dim (with peft.enabled: true)"),
+        ("++policy.peft_config={r: 8}", "TRL's peft_config is policy.megatron_cfg.peft ({enabled: true"),
+        ("++max_completion_length=5", "TRL's max_completion_length is policy.generation.max_new_tokens"),
     ],
 )
 def test_a_name_of_another_library_is_answered_by_the_key(override, key):

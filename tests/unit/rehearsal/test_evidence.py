@@ -1,4 +1,7 @@
-"""What makes a stage pass or fail, on the metrics of runs that went well and of runs that did not."""
+"""What makes a stage pass or fail, on the metrics of runs that went well and of runs that did not.
+
+Metrics alone; `test_planted.py` has recorded runs with their responses and weights.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import evidence
 from nemo_grpo.rehearsal.evidence import Evidence, Stage
 from nemo_grpo.rehearsal.problems import problems_of
 from nemo_grpo.rehearsal.recipe import Ranks
+from nemo_grpo.rehearsal.recomputed import Recomputed
 from nemo_grpo.rehearsal.stages import Failed
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
@@ -43,9 +48,11 @@ def run(tmp_path):
         rehearsal: Any = SimpleNamespace(
             small=recipe,
             recipe=recipe,
+            taught=recipe,
             folder=tmp_path,
             problems=problems_of(recipe, tmp_path / "problems"),
             layout=Ranks(1, 1, 1, 1, 1),
+            model=SimpleNamespace(folder=tmp_path / "model"),
             stack=SimpleNamespace(vllm_python=None),
             stopped_after=2,
         )
@@ -59,22 +66,12 @@ def test_a_supervised_run_is_judged_by_its_own_stages(run):
         *("loss_fn={_override_: true, variant: sft}", "grpo.num_generations_per_prompt=1"),
         *("grpo.num_prompts_per_step=16", "checkpointing.metric_name=val:val_loss"),
     )
-    found = run(*[{"validation/val_loss": 0.5}] * 50, overrides=changes)
-    judged = {stage.name: stage for stage in evidence.stages(found.rehearsal, "no checkpoint")}
-    assert list(judged) == ["setup", "update", "validation", "checkpoint"]  # nothing was saved
-    assert judged["validation"].proof == "val_loss 0.500 of 4 problems"
-    assert judged["checkpoint"].proof == "no checkpoint"
+    found = run(*[{"grad_norm": 0.0}] * 50, overrides=changes)
+    assert evidence.stages(found.rehearsal, "it crashed") == [
+        Stage("setup", True, "1 policy worker(s), one rank; NeMo-RL's supervised training"),
+        Stage("update", False, "it crashed"),
+    ]
     assert evidence.stop_and_resume(found).startswith("SIGUSR1 in step 2")
-
-
-def test_a_healthy_run_passes(run):
-    found = run({}, {}, {})
-    for check in (evidence.setup, evidence.refit, evidence.rollout, evidence.advantage, evidence.update):
-        assert check(found)
-    assert evidence.stop_and_resume(found).endswith("exit 0")
-    assert evidence.refit(found) == (
-        "gen_kl_error 2.0e-05, 2.0e-05, 2.0e-05; token_mult_prob_error at most 1.0020 (bound 0.0004)"
-    )
 
 
 UNHEALTHY = {
@@ -97,14 +94,29 @@ NEVER = {
 
 
 @pytest.mark.parametrize(("check", "step", "reason"), NEVER.values(), ids=NEVER)
-def test_what_never_happens_fails_and_what_happens_once_passes(run, check, step, reason):
+def test_what_never_happens_fails_and_once_is_enough(run, monkeypatch, check, step, reason):
     with pytest.raises(Failed, match=reason):
         check(run(step, step, step))
+    monkeypatch.setattr(Evidence, "recomputed", property(lambda _: recomputed(step=2)))
     assert check(run(step, {}, step))
 
 
-def test_several_updates_share_the_bound(run):
+def recomputed(step: int) -> Recomputed:
+    return Recomputed(
+        step, HEALTHY["loss/total"], HEALTHY["grad_norm"], torch.ones(1, 2), torch.ones(1, 2), 1.0
+    )
+
+
+def test_error_that_a_step_does_not_log_fails(run):
+    found = run({}, {}, {})
+    del found.steps[2]["mismatch/kl"]
+    with pytest.raises(Failed, match="not logged in every step"):
+        evidence.refit(found)
+
+
+def test_several_updates_share_the_bound(run, monkeypatch):
     """NeMo-RL adds the error up over a step's updates."""
+    monkeypatch.setattr(evidence, "_error_of_old_weights", lambda _: 0.03)
     two = ("policy.train_global_batch_size=72",)
     assert evidence.refit(run({"mismatch/kl": 0.0007}, overrides=two))
     with pytest.raises(Failed):
@@ -114,13 +126,14 @@ def test_several_updates_share_the_bound(run):
 def test_a_step_that_is_missing_after_the_resume_is_seen(run):
     with pytest.raises(Failed, match=r"steps \[1, 2\] are logged"):
         evidence.stop_and_resume(run({}, {}))
+    assert evidence.stop_and_resume(run({}, {}, {})).endswith("exit 0")
 
 
 def test_driver_failure_is_reported_at_the_first_incomplete_stage(run):
     found = run({"groups/valid_fraction": 0.0}).rehearsal
     stages = evidence.stages(found, "exit code 1 where 75 was expected")
-    assert stages[-1] == Stage("advantage", False, "exit code 1 where 75 was expected")
-    assert [stage.name for stage in stages] == ["setup", "refit", "rollout", "reward", "advantage"]
+    assert [stage.ok for stage in stages] == [True, False]
+    assert stages[-1] == Stage("refit", False, "exit code 1 where 75 was expected")
 
 
 def test_responses_are_scored_as_the_recipe_weights_them(run, tmp_path):
@@ -132,8 +145,11 @@ def test_responses_are_scored_as_the_recipe_weights_them(run, tmp_path):
     right = f"so</think><answer>\\boxed{{{problem.answer}}}</answer>"
     folder = tmp_path / "logs" / "exp_001"
     folder.mkdir(parents=True)
-    lines = [{"content": [[f"user: {problem.question}", text]]} for text in (right, "no", "no", right)]
+    lines = [
+        {"content": [[f"user: {problem.question}", text]], "rewards": [2.0 if text == right else 0.0]}
+        for text in (right, "no", "no", right)
+    ]
     (folder / "train_data_step1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = f"{tmp_path}/own.py:short"
     assert evidence.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
-    assert f"reward 2 (accuracy 1.00, format 1.00, {own} 0.00)" in evidence.sample(found)
+    assert f"reward 2 (accuracy 1.00, format 1.00, cosine 1.00, {own} 0.00)" in evidence.sample(found)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_recipe_keeps_its_steps_and_sizes_and_loses_what_needs_a_gpu(
         "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
         "policy.generation.vllm_cfg.gpu_memory_utilization",
         "policy.generation.vllm_cfg.enforce_eager",
-        *(key for key in after if key.startswith("policy.generation.vllm_kwargs.")),
+        *(key for key in before | after if key.startswith("policy.generation.vllm_kwargs")),
     }
     assert after["policy.generation.vllm_kwargs.max_num_seqs"] == 128  # all rollouts of a step
     assert after["policy.generation.vllm_kwargs.max_num_batched_tokens"] >= 256
@@ -112,7 +113,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, stack: Stack, overrides: list[str]) 
     @contextmanager
     def no_ray(_stack: Stack, folder: Path, num_gpus: int):
         assert num_gpus == 1
-        yield {"PATH": ""}
+        yield SimpleNamespace(environment={"PATH": ""}, sessions=(), end=None)
 
     monkeypatch.setattr(run, "ray_cluster", no_ray)
 
@@ -151,7 +152,8 @@ def test_refusal_stop_and_failure_are_told_apart(driver: Driver) -> None:
         driver("print('no more memory', flush=True); exit(3)")
 
 
-def test_driver_without_a_step_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "PATIENCE", 0.5)
-    with pytest.raises(stages.Failed, match="no step for"):
+def test_driver_that_gets_nowhere_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_grpo.rehearsal.progress.QUIET", 0.5)
+    monkeypatch.setattr("nemo_grpo.rehearsal.progress.idle_share", lambda: 100.0)
+    with pytest.raises(stages.Failed, match="stuck: nothing was logged"):
         driver("import time; time.sleep(60)")

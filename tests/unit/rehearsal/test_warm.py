@@ -105,3 +105,18 @@ def _is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_fork_of_a_killed_command_is_ended(folder, tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text("import os, sys, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    command = [*warm_command(sys.executable, "policy", str(folder)), str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        fork = Path(f"/proc/{int(process.stdout.readline())}")
+        assert fork.exists()
+        process.kill()
+        deadline = time.monotonic() + 30
+        while fork.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not fork.exists()

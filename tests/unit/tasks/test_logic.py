@@ -4,6 +4,7 @@ import json
 import random
 import time
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.logic_puzzles import describe, draw_statements, is_true, solutions
-from nemo_grpo.tasks.rewards.roles import graded, parse_roles
+from nemo_grpo.tasks.rewards.roles import all_right, graded, parse_roles
 
 
 def task(**parameters):
@@ -175,17 +176,49 @@ def test_parse_roles(answer, roles):
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        ({"a": True, "b": False}, 2.0),
-        ({"b": False, "a": True}, 2.0),
-        ({"a": True, "b": False, "c": True}, 2.0),  # somebody else does not matter
-        ({"a": True, "b": True}, -1.5),
-        ({"a": False, "b": True}, -2.0),
-        ({"a": True}, -2.0),  # b is missing
-        (None, -2.0),
+        ("(1) Zoey is a knight\n(2) Jack is a knave", 2.0),
+        ("JACK  is a\nKNAVE and zoey is a knight.", 2.0),
+        ("Zoey is a knight, Jack is a knight", -1.5),
+        ("Zoey is a knave, Jack is a knight", -1.5),  # complete, all wrong
+        ("Zoey: knight, Jack: knave", -2.0),
+        ("Zoey is the knight, Jack is a knave", -2.0),
+        ("Zoey is a knight", -2.0),  # Jack is missing
+        ("Zoey is a knight, Jack is a knave, Mia is a knave", -2.0),  # a role too many
+        ("Zoey is a knight, Jack is a knave. The knight says so.", -2.0),  # the word once more
+        ("", -2.0),
     ],
 )
-def test_graded_is_table_5(answer, reward):
-    assert graded({"a": True, "b": False}, answer) == reward
+def test_graded_is_logic_rls(answer, reward):
+    assert graded({"zoey": True, "jack": False}, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ({"b": False, "a": True}, True),
+        ({"a": True, "b": False, "c": True}, True),  # somebody else does not matter
+        ({"a": True, "b": True}, False),
+        ({"a": True}, False),
+        (None, False),
+    ],
+)
+def test_all_right_by_hand(answer, right):
+    assert all_right({"a": True, "b": False}, answer) is right
+
+
+RECORDED = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data" / "logic_rewards.jsonl").read_text("utf-8").splitlines()
+]
+"""Generated responses behind an opened think tag, with the rewards that Logic-RL's released kk.py gave."""
+
+
+def test_table_5_equals_what_logic_rls_release_gave():
+    assert {case["reward"] for case in RECORDED} == {-3, -1, -0.5, 3}
+    logic = task(think_is_open=True)
+    for case in RECORDED:
+        scores = logic.score(Problem("x", "q", case["answer"]), case["response"])
+        assert scores["format_signed"] + scores["answer"] == case["reward"], case
 
 
 @pytest.mark.parametrize(
@@ -193,7 +226,10 @@ def test_graded_is_table_5(answer, reward):
     [
         (said("Jack is a knave, Zoey is a knight"), 1.0, 1.0, 2.0),
         (said("Jack is a knight, Zoey is a knight"), 0.0, 1.0, -1.5),
-        (said("Jack is a knight, Zoey is a knave"), 0.0, 1.0, -2.0),
+        (said("Jack is a knight, Zoey is a knave"), 0.0, 1.0, -1.5),
+        (said("Jack: knave, Zoey: knight"), 1.0, 1.0, -2.0),
+        ("<think>so</think> Thus: <answer>Zoey is a knight, Jack is a knave</answer> Done.", 1.0, 1.0, 2.0),
+        ("<answer>Zoey is a knight, Jack is a knave</answer><think>so</think>", 1.0, 0.0, -2.0),
         (said("I do not know"), 0.0, 1.0, -2.0),
         ("<answer>Zoey is a knight, Jack is a knave</answer>", 1.0, 0.0, -2.0),
         ("Zoey is a knight, Jack is a knave", 0.0, 0.0, -2.0),
@@ -204,6 +240,14 @@ def test_score_by_hand(response, accuracy, form, answer):
     scores = task().score(problem, response)
     signed = 1.0 if form else -1.0
     assert scores == {"accuracy": accuracy, "format": form, "format_signed": signed, "answer": answer}
+
+
+def test_strict_form_refuses_text_around_the_blocks():
+    problem = Problem("x", "q", "(1) Zoey is a knight")
+    response = "<think>so</think> Thus: <answer>Zoey is a knight</answer>"
+    assert task().score(problem, response)["answer"] == 2.0
+    scores = task(form="think_answer").score(problem, response)
+    assert scores == {"accuracy": 1.0, "format": 0.0, "format_signed": -1.0, "answer": -2.0}
 
 
 def test_response_that_begins_inside_the_think_block():

@@ -126,9 +126,13 @@ def test_format_rewards_by_hand(response, think_answer, think, box):
 def test_math_scores_and_extracts_the_same_answer():
     task = parse_task({"name": "math", "form": "think", "think_is_open": True}).build()
     problem = Problem("x", "q", r"\frac{3}{4}")
-    assert task.score(problem, r"so</think> \boxed{0.75}") == {"accuracy": 1.0, "format": 1.0}
-    assert task.score(problem, r"so \boxed{0.75}") == {"accuracy": 1.0, "format": 0.0}
-    assert task.score(problem, r"so</think> \boxed{0.7}") == {"accuracy": 0.0, "format": 1.0}
+    for response, accuracy, well_formed in (
+        (r"so</think> \boxed{0.75}", 1.0, 1.0),
+        (r"so \boxed{0.75}", 1.0, 0.0),
+        (r"so</think> \boxed{0.7}", 0.0, 1.0),
+    ):
+        scores = task.score(problem, response)
+        assert (scores["accuracy"], scores["format"]) == (accuracy, well_formed)
     assert task.extract(r"\boxed{ \dfrac{3}{4} }") == r"\frac{3}{4}"
     assert task.extract("3/4") is None
 
@@ -176,6 +180,7 @@ def test_any_text_has_a_short_answer_or_none(text):
         ({}, "Add 2. So \\boxed{5}."),  # as the file has it
         ({"form": "think"}, "<think>Add 2. So \\boxed{5}.</think>\n\n\\boxed{5}"),
         ({"form": "think_answer"}, "<think>Add 2. So \\boxed{5}.</think><answer>5</answer>"),
+        ({"form": "think_closed"}, "<think>Add 2. So \\boxed{5}.\n</think>\n\n\\boxed{5}"),
         ({"form": "think", "think_is_open": True}, "Add 2. So \\boxed{5}.</think>\n\n\\boxed{5}"),
     ],
 )
@@ -183,7 +188,8 @@ def test_demonstration_has_the_form_and_the_answer_that_are_rewarded(parameters,
     task = MathConfig(**parameters).build()
     problem = Problem("p", "3+2?", "5", {"solution": "Add 2. So \\boxed{5}."})
     assert task.demonstration(problem, random.Random(0)) == shown
-    assert task.score(problem, shown) == {"accuracy": 1.0, "format": 1.0}
+    scores = task.score(problem, shown)
+    assert (scores["accuracy"], scores["format"]) == (1.0, 1.0)
 
 
 def test_demonstration_boxes_the_answer_of_a_solution_that_does_not():

@@ -76,6 +76,12 @@ def test_presets_have_the_slot_once_and_the_papers_words():
     assert PRESETS["gpg"]["system"].endswith("here </think><answer> answer here </answer>")
     assert PRESETS["tr_grpo_math"]["template"].endswith(r"output the final answer within \boxed{ }.")
     assert PRESETS["tr_grpo_logic"]["response_prefix"] == "<think>"
+    end = "in <answer> </answer> tags."
+    assert PRESETS["gpg_geoqa"]["template"].startswith("{question}  Output the thinking process in <think>")
+    assert PRESETS["gpg_geoqa"]["template"].endswith(f"</think> and final answer (number) {end}")
+    assert PRESETS["gpg_sat"]["template"].endswith(f"</think> and final answer (option) {end}")
+    assert PRESETS["gpg_cv_bench"]["template"].endswith(f"</think> and final answer {end}")
+    assert PRESETS["search_qa"]["template"].endswith("<answer> Beijing </answer>. Question: {question}")
 
 
 def test_a_token_beyond_the_models_vocabulary_is_refused_by_the_problems_name():

@@ -15,6 +15,7 @@ from nemo_grpo.tasks import TASKS, Problem, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE, checked_score
 from nemo_grpo.tasks.knights_knaves import PUZZLES, solution, truths
 from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer
+from nemo_grpo.tasks.rewards.forms import FORMS
 
 ARITHMETIC = {"name": "arithmetic", "num_digits": 3, "operations": ["+", "-"]}
 FRACTIONS = {"name": "fractions"}
@@ -340,3 +341,30 @@ def test_a_score_that_is_no_number_counts_as_0_and_is_logged(caplog):
     problem = task.train_problem(0, 0)
     assert checked_score(task, problem, "7") == {"accuracy": 0.0, "format": 1.0, NOT_FINITE: 1.0}
     assert "accuracy=nan counts as 0 for the response '7'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("characters", "correct", "wrong"),
+    # 1 + cos(pi n / 1000) over 4, from 0.5 and from -0.5
+    [(500, 0.75, -0.25), (1000, 0.5, -0.5), (2000, 1.0, 0.0)],
+)
+def test_cosine_of_the_length_by_hand(characters, correct, wrong):
+    task, problem = parse_task({"name": "math"}).build(), Problem("x", "q", "7")
+    for answer, reward in (("7", correct), ("8", wrong)):
+        response = f"\\boxed{{{answer}}}".rjust(characters)
+        assert task.score(problem, response)["cosine"] == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("response", "closed", "in_order"),
+    [
+        ("so\n</think>\n7", 1.0, 0.0),
+        ("so</think>\n7", 0.0, 0.0),
+        ("so\n</think>\n7\n</think>\n", 0.0, 0.0),
+        ("a<think>so</think>b<answer>7</answer>c", 0.0, 1.0),
+        ("<answer>7</answer><think>so</think>", 0.0, 0.0),
+        ("<think>so</think><answer>7</answer><answer>7</answer>", 0.0, 0.0),
+    ],
+)
+def test_forms_of_the_releases_by_hand(response, closed, in_order):
+    assert (FORMS["think_closed"](response), FORMS["tags"](response)) == (closed, in_order)

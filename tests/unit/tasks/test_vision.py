@@ -6,7 +6,7 @@ import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
-from nemo_grpo.tasks.rewards.boxes import intersection_over_union, parse_box
+from nemo_grpo.tasks.rewards.boxes import generalized_iou, intersection_over_union, parse_box
 
 
 def score(name, answer, response, **parameters):
@@ -54,14 +54,30 @@ def test_intersection_over_union_by_hand(a, b, iou):
     assert intersection_over_union(b, a) == pytest.approx(iou)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "giou"),
+    [
+        ((0, 0, 2, 2), (0, 0, 2, 2), 1.0),
+        ((0, 0, 2, 2), (1, 1, 3, 3), 1 / 7 - 2 / 9),  # union 7, hull 9
+        ((0, 0, 1, 1), (2, 0, 3, 1), -1 / 3),  # apart: union 2, hull 3
+        ((0, 0, 0, 0), (0, 0, 0, 0), 0.0),
+    ],
+)
+def test_generalized_iou_by_hand(a, b, giou):
+    assert generalized_iou(a, b) == pytest.approx(giou)
+    assert generalized_iou(b, a) == pytest.approx(giou)
+
+
 def test_grounding_scores_overlap_and_whether_it_is_enough():
     half = score("vision_grounding", "(0,0),(40,20)", said("(0,0),(20,20)"))
-    assert half == {"accuracy": 1.0, "format": 1.0, "iou": 0.5}
+    assert half == {"accuracy": 1.0, "format": 1.0, "iou": 0.5, "giou": 1.5}
     less = score("vision_grounding", "(0,0),(40,20)", said("(0,0),(20,20)"), iou_threshold=0.6)
-    assert less == {"accuracy": 0.0, "format": 1.0, "iou": 0.5}
-    assert score("vision_grounding", "(0,0),(40,20)", "(0,0),(20,20)")["iou"] == 0.0
+    assert less == {"accuracy": 0.0, "format": 1.0, "iou": 0.5, "giou": 1.5}
+    unread = score("vision_grounding", "(0,0),(40,20)", "(0,0),(20,20)")
+    assert (unread["iou"], unread["giou"]) == (0.0, 0.0)
     nothing = score("vision_grounding", "(0,0),(40,20)", said("(50,50),(60,60)"), iou_threshold=0.0)
-    assert nothing == {"accuracy": 0.0, "format": 1.0, "iou": 0.0}
+    apart = pytest.approx(1 - 2700 / 3600)  # 800 + 100 of a hull of 60 x 60
+    assert nothing == {"accuracy": 0.0, "format": 1.0, "iou": 0.0, "giou": apart}
 
 
 def test_box_metrics_of_a_whole_evaluation_by_hand():

@@ -67,6 +67,26 @@ def grpo(step: Step, low: float = 0.2, high: float = 0.2, beta: float = 0.0) -> 
     return -total / tokens(step)
 
 
+def gspo(step: Step, low: float = 3e-4, high: float = 4e-4) -> float:
+    terms = []
+    for group in step:
+        for o, a in zip(group, group_advantages(group), strict=True):
+            drift = [c - p for c, p in zip(o["cur"], o["prev"], strict=True)]
+            terms.append(clipped(math.exp(mean(drift)), a, low, high) if drift else 0.0)
+    return -mean(terms)
+
+
+def cispo(step: Step, low: float = 1.0, high: float = 5.0, beta: float = 0.0) -> float:
+    total = 0.0
+    for group in step:
+        for o, a in zip(group, group_advantages(group), strict=True):
+            for t in range(len(o["cur"])):
+                rho = math.exp(o["cur"][t] - o["prev"][t])
+                weight = min(max(rho, 1 - low), 1 + high)
+                total += weight * a * o["cur"][t] - beta * (k3(o, t) if beta else 0.0)
+    return -total / tokens(step)
+
+
 def dr_grpo(step: Step, max_response_length: int) -> float:
     total = 0.0
     for group in step:

@@ -1,24 +1,15 @@
-"""Random and fixed rollout steps for the tests of variants, and what each variant is tested with."""
+"""Rollout steps drawn for the tests of variants, and what each variant is tested with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from nemo_grpo import Objective, PreparedBatch, TokenBatch, global_counts
-
-TOKEN_TENSORS = (
-    "next_token_logprobs",
-    "prev_logprobs",
-    "generation_logprobs",
-    "reference_policy_logprobs",
-    "entropies",
-)
+from nemo_grpo import TokenBatch
+from nemo_grpo.variants.checking.steps import random_step
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "grpo": {"reference_policy_kl_penalty": 0.1},
@@ -29,6 +20,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "tr_grpo": {"reference_policy_kl_penalty": 0.1},
     "erpo": {"num_buckets": 2},
     "gpg": {},
+    "gspo": {"ratio_clip_min": 0.05, "ratio_clip_max": 0.1},
+    "cispo": {"ratio_clip_min": 0.1, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.1},
 }
 """One setting per variant under which every part of it acts on small examples."""
 
@@ -46,6 +39,8 @@ FURTHER: list[tuple[str, dict[str, Any]]] = [
     ("tr_grpo", {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.1}),
     ("gpg", {"aggregation": "group_token_mean", "use_alpha": False}),
     ("gpg", {"reference_policy_kl_penalty": 0.1}),
+    ("gspo", {"use_importance_sampling_correction": True}),
+    ("cispo", {"aggregation": "group_token_mean"}),
     ("sft", {}),
 ]  # fmt: skip
 
@@ -64,45 +59,3 @@ def steps(draw: st.DrawFn) -> TokenBatch:
     ids = [5 * group - 3 for group, size in enumerate(sizes) for _ in range(size)]
     batch = random_step(lengths, rewards, ids, draw(st.integers(0, 2**31)))
     return replace(batch, sample_mask=~(torch.tensor(excluded) & (torch.arange(num_rows) % 3 == 2)))
-
-
-def random_step(
-    lengths: Sequence[int], rewards: Sequence[float], group_ids: Sequence[int], seed: int = 0
-) -> TokenBatch:
-    """Random logprobs of the given shape, the current policy somewhat away from the previous one."""
-    shape, generator = (len(lengths), max(*lengths, 1)), torch.Generator().manual_seed(seed)
-
-    def rand() -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    prev = -3 * rand() ** 2 - 1e-3
-    return TokenBatch(
-        next_token_logprobs=(prev + 0.8 * (rand() - 0.5)).requires_grad_(),
-        prev_logprobs=prev,
-        generation_logprobs=prev + 0.01 * (rand() - 0.5),
-        reference_policy_logprobs=prev + 0.5 * (rand() - 0.5),
-        entropies=2 * rand(),
-        token_mask=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
-        sample_mask=torch.ones(shape[0]),
-        rewards=torch.tensor(rewards, dtype=torch.float64),
-        group_ids=torch.tensor(group_ids),
-    )
-
-
-def counts(batch: TokenBatch) -> dict[str, Any]:
-    """What a loss divides by, of a batch that holds the whole step."""
-    return dict(zip(("global_valid_toks", "global_valid_seqs"), global_counts(batch), strict=True))
-
-
-def loss_and_gradient(
-    objective: Objective, batch: TokenBatch, parts: list[Tensor] | None = None
-) -> tuple[Tensor, Tensor, PreparedBatch]:
-    """Loss summed over ``parts`` (rows; default: all at once), and its gradient in next_token_logprobs."""
-    prepared = objective.prepare(batch, seed=11)
-    current = batch.next_token_logprobs
-    total = torch.zeros((), dtype=current.dtype)
-    for rows in [torch.arange(len(batch.rewards))] if parts is None else parts:
-        part = prepared.select(rows, next_token_logprobs=current[rows])
-        total = total + objective.loss(part, **counts(batch))[0]
-    (gradient,) = torch.autograd.grad(total, current)
-    return total.detach(), gradient, prepared

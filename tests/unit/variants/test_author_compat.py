@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from steps import TOKEN_TENSORS, counts, random_step
 
 from nemo_grpo import build_objective
+from nemo_grpo.variants.checking.steps import TOKEN_TENSORS, counts, random_step
 
 
 def released_code(batch):

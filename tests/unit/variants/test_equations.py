@@ -5,14 +5,23 @@ from __future__ import annotations
 import oracles
 import pytest
 from hypothesis import assume, given, settings
-from steps import loss_and_gradient, steps
+from steps import steps
 
 from nemo_grpo import TokenBatch, build_objective
+from nemo_grpo.variants.checking.steps import loss_and_gradient
 
 CASES = [
     ("grpo", {"reference_policy_kl_penalty": 0.1}, lambda s: oracles.grpo(s, beta=0.1)),
     ("dr_grpo", {"max_response_length": 7}, lambda s: oracles.dr_grpo(s, 7)),
     ("dapo", {}, lambda s: oracles.grpo(s, high=0.28)),
+    ("gspo", {}, oracles.gspo),
+    ("gspo", {"ratio_clip_min": 0.05, "ratio_clip_max": 0.1}, lambda s: oracles.gspo(s, 0.05, 0.1)),
+    ("cispo", {}, oracles.cispo),
+    (
+        "cispo",
+        {"ratio_clip_min": 0.1, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.1},
+        lambda s: oracles.cispo(s, 0.1, 0.2, beta=0.1),
+    ),
     ("cw_grpo", {}, oracles.cw_grpo),
     ("tr_grpo", {}, oracles.tr_grpo),
     (

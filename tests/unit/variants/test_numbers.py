@@ -8,10 +8,10 @@ from dataclasses import replace
 import oracles
 import pytest
 import torch
-from steps import counts, loss_and_gradient, random_step
 from test_equations import as_lists
 
 from nemo_grpo import TokenBatch, UserError, build_objective
+from nemo_grpo.variants.checking.steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
 
@@ -120,6 +120,60 @@ def test_dapo_clips_higher():
     _, dapo, _ = loss_and_gradient(build_objective("dapo"), batch)
     assert grpo[0, 0] == 0
     assert dapo[0, 0].item() == pytest.approx(-1.25 * A / 12, rel=1e-5)
+
+
+def test_gspo_clips_whole_responses_by_hand():
+    """Ratios 1.21, 1, 1 / 1.1: geometric means 1.1^(1/3) = 1.0323 above the clip at 1.02, and its inverse."""
+    up, down = [1.21, 1.0, 1 / 1.1], [1 / 1.21, 1.0, 1.1]
+    batch = moved(torch.tensor([up, up, up, up], dtype=torch.float64))
+    o = build_objective("gspo", ratio_clip_min=0.02, ratio_clip_max=0.02, advantage_eps=0.0)
+    loss, gradient, _ = loss_and_gradient(o, batch)
+    ratio = 1.1 ** (1 / 3)
+    assert loss.item() == pytest.approx(-(1.02 * A - ratio * A) / 4)  # four responses
+    assert not gradient[0].any()  # clipped as a whole: a token below 1 does not move either
+    assert gradient[1].tolist() == pytest.approx([ratio * A / (4 * 3)] * 3)
+    inverse = moved(torch.tensor([down, down, down, down], dtype=torch.float64))
+    _, gradient, _ = loss_and_gradient(o, inverse)
+    assert gradient[0].tolist() == pytest.approx([-A / (ratio * 4 * 3)] * 3)
+    assert not gradient[1].any()
+
+
+def test_cispo_bounds_weights_and_keeps_every_gradient_by_hand():
+    """Weights 1.3, 0.5 and 1.1 of ratios 1.5, 0.5 and 1.1: the gradient is -w A / 12 for every token."""
+    batch = moved(torch.tensor([[1.5, 0.5, 1.1]] * 4, dtype=torch.float64))
+    o = build_objective("cispo", ratio_clip_max=0.3, advantage_eps=0.0)
+    loss, gradient, _ = loss_and_gradient(o, batch)
+    weights = torch.tensor([1.3, 0.5, 1.1], dtype=torch.float64)
+    logprobs = batch.next_token_logprobs.detach()
+    assert loss.item() == pytest.approx(-(weights * A * (logprobs[0] - logprobs[1])).sum().item() / 12)
+    torch.testing.assert_close(gradient[0], -weights * A / 12)
+    torch.testing.assert_close(gradient[1], weights * A / 12)
+    bounded = build_objective("cispo", ratio_clip_min=0.4, ratio_clip_max=0.3, advantage_eps=0.0)
+    assert loss_and_gradient(bounded, batch)[1][0, 1].item() == pytest.approx(-0.6 * A / 12)
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_first_update_of_a_step_has_the_gradient_of_grpo(name):
+    batch = on_policy()
+    _, grpo, _ = loss_and_gradient(build_objective("grpo", aggregation="sequence_mean"), batch)
+    parameters = {} if name == "gspo" else {"aggregation": "sequence_mean"}
+    _, gradient, _ = loss_and_gradient(build_objective(name, **parameters), batch)
+    torch.testing.assert_close(gradient, grpo)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("gspo", {"aggregation": "token_mean"}, "aggregation=token_mean: .* use sequence_mean"),
+        ("gspo", {"sequence_level_importance_ratios": False}, "one ratio per response"),
+        ("cispo", {"sequence_level_importance_ratios": True}, "whose weights are of tokens"),
+        ("cispo", {"ratio_clip_c": 3.0}, "whose clip leaves every gradient"),
+        ("grpo", {"use_cispo": True}, "use loss_fn.variant=cispo"),
+    ],
+)
+def test_what_would_be_another_algorithm_is_refused(name, parameters, message):
+    with pytest.raises(UserError, match=message):
+        build_objective(name, **parameters)
 
 
 def test_clip_cov_removes_the_token_of_highest_covariance_by_hand():

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
-from steps import ALL, IDS, counts, random_step
+from steps import ALL, IDS, PARAMETERS
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo.engine.learning import Learner
+from nemo_grpo.plan.workload import scoring_passes
+from nemo_grpo.variants.checking.steps import counts, random_step
+from nemo_grpo.variants.grpo import GRPO
 
-FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg"}
+FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo"}
 
 
 def step() -> TokenBatch:
@@ -27,7 +33,7 @@ def test_a_variant_says_whether_its_advantages_need_prev_logprobs(name, paramete
     same = torch.equal(one.advantages, other.advantages)
     if one.token_weights is not None:
         same = same and torch.equal(one.token_weights, other.token_weights)
-    assert same == (not built.needs_prev_logprobs)
+    assert same == (not built.needs_scores)
 
 
 def test_the_variants_that_need_none():
@@ -36,7 +42,7 @@ def test_the_variants_that_need_none():
 
 @pytest.mark.parametrize("name", sorted(FROM_REWARDS_ALONE))
 def test_on_policy_loss_and_gradient_are_those_of_equal_prev_logprobs(name):
-    built, batch = build_objective(name, **(dict(ALL)[name] if name != "tr_grpo" else {})), step()
+    built, batch = build_objective(name, **(PARAMETERS[name] if name != "tr_grpo" else {})), step()
 
     def loss(prev: torch.Tensor, on_policy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         current = batch.next_token_logprobs.detach().clone().requires_grad_()
@@ -53,3 +59,29 @@ def test_on_policy_loss_and_gradient_are_those_of_equal_prev_logprobs(name):
     assert torch.equal(scored[0], unscored[0])
     assert torch.equal(scored[1], unscored[1])
     assert scored[1].abs().max() > 0
+
+
+class EntropyAlone(GRPO):
+    """Reads entropies, and nothing else of the scoring pass."""
+
+    needs_entropy: ClassVar[bool] = True
+
+
+def test_entropies_wait_for_the_scoring_pass_as_logprobs_do(monkeypatch):
+    """The engine scores before the update, and the planner counts the pass."""
+    config = EntropyAlone()
+    assert not config.needs_prev_logprobs
+    recipe = SimpleNamespace(
+        loss_fn=config, num_updates_per_step=1, nemo_grpo=SimpleNamespace(target="embedded")
+    )
+    assert scoring_passes(recipe) == 1
+
+    class Scored(Exception):
+        pass
+
+    def score(*_):
+        raise Scored
+
+    monkeypatch.setattr(Learner, "score", score)
+    with pytest.raises(Scored):
+        Learner(recipe, config.build(), None).learn(None, None, None)

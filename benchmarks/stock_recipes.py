@@ -1,0 +1,97 @@
+"""Which of NeMo-RL's own GRPO configurations are accepted, as they are and with one more line: a variant.
+
+    python benchmarks/stock_recipes.py RL [RL ...]
+
+Reads every YAML file below ``examples`` and ``research`` of NeMo-RL's repository that has a section ``grpo``
+and a policy, and checks it as `nemo-grpo recipe check` does. Prints how many are accepted, every reason for
+which others are refused, and the keys that are unknown. Nothing of NeMo-RL is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.keys import unknown_key_errors
+from nemo_grpo.recipe.loader import load_tree, resolve
+from nemo_grpo.recipe.validation import RecipeErrors, load_recipe
+from nemo_grpo.variants import VARIANTS
+
+PLACES = {name: "/somewhere" for name in ("HF_HOME", "PERSISTENT_CACHE", "NRL_MEGATRON_CHECKPOINT_DIR")}
+"""Environment variables that NeMo-RL's recipes read."""
+
+
+def main() -> None:
+    """Print a table for each repository."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("repositories", nargs="+", type=Path, metavar="RL", help="NeMo-RL's repository")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: all")
+    given = parser.parse_args()
+    os.environ.update({name: value for name, value in PLACES.items() if name not in os.environ})
+    for repository in given.repositories:
+        report(repository, given.variants.split(","))
+
+
+def report(repository: Path, variants: list[str]) -> None:
+    """Print what became of a repository's configurations."""
+    files = list(configurations(repository))
+    unknown = Counter(key for file in files for key in unknown_keys(file))
+    print(f"\n## {repository.name}: {len(files)} configurations\n")
+    print("unknown keys:", ", ".join(f"{key} ({count})" for key, count in unknown.items()) or "none")
+    print("\n| loss_fn.variant | accepted | refused |\n|---|---|---|")
+    reasons: dict[str, set[str]] = defaultdict(set)
+    for variant in ("", *variants):
+        refused = 0
+        for file in files:
+            errors = errors_of(file, variant)
+            refused += bool(errors)
+            for error in errors:
+                reasons[rule_of(error)].add(f"{file.stem}")
+        print(f"| {variant or 'none: as it is'} | {len(files) - refused} | {refused} |")
+    print("\n| reason | configurations |\n|---|---|")
+    for reason, stems in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        print(f"| {reason} | {len(stems)}, such as {min(stems)} |")
+
+
+def configurations(repository: Path) -> Iterator[Path]:
+    """Files with a section ``grpo`` and a policy, with their bases merged."""
+    for folder in ("examples", "research"):
+        for file in sorted((repository / folder).rglob("*.yaml")):
+            try:
+                tree = load_tree(file)
+            except UserError:  # another kind of YAML file, or a base that the repository lacks
+                continue
+            if isinstance(tree.get("grpo"), dict) and "policy" in tree:
+                yield file
+
+
+def unknown_keys(file: Path) -> list[str]:
+    """Keys of a configuration that this package does not know."""
+    return [error.split("=")[0] for error in unknown_key_errors(resolve(load_tree(file)))]
+
+
+def errors_of(file: Path, variant: str) -> list[str]:
+    """What `recipe check` says against a configuration; ``variant`` "" leaves its loss."""
+    try:
+        load_recipe(file, [f"++loss_fn.variant={variant}"] if variant else [])
+    except RecipeErrors as error:
+        return error.errors
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def rule_of(error: str) -> str:
+    """An error without its values."""
+    return re.sub(r"=[^ ,;:]+", "=..", re.sub(r"\d+", "N", error.partition("; ")[0]))[:150].replace("|", "/")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""GLM-4.5, 4.6 and 4.7: a few dense layers, then routed experts and a shared one; half of each head rotates.
+
+Names, and what every model of the family has in common, are Megatron-Bridge's. GLM-4.5-Air has no norms on
+queries and keys. The heads for multi-token prediction, which published checkpoints keep behind the last
+layer, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from checkpoints_conv.families.declaration import Declaration
+from checkpoints_conv.families.deepseek_v3 import LAYERS, balanced_experts, layer_kinds, refuse_others
+from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_mlp
+from checkpoints_conv.families.spec import ModelSpec
+
+_PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
+_FIXED = {"n_shared_experts": 1, "norm_topk_prob": True, "tie_word_embeddings": False}
+_ROTARY = 0.5
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """fd dense, fs shared width."""
+    return {"fd": config["intermediate_size"], "fs": config["moe_intermediate_size"]}
+
+
+def _table(spec: ModelSpec) -> tuple[Entry, ...]:
+    dense, sparse = range(spec.num_dense_layers), range(spec.num_dense_layers, spec.num_layers)
+    return (
+        *embeddings(spec.tied_embeddings),
+        *attention(spec.has_qkv_bias, spec.has_qk_norm),
+        *(replace(entry, layers=dense) for entry in gated_mlp(width="fd")),
+        *(replace(entry, layers=sparse) for entry in balanced_experts()),
+    )
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_others(config, _FIXED, "GLM-4.5")
+    rope = config.get("rope_parameters") or {}
+    return {
+        "_target_": _PROVIDER,
+        "transformer_layer_spec": LAYERS,
+        "rotary_percent": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", _ROTARY)),
+        **layer_kinds(config),
+        "moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
+        "moe_router_pre_softmax": False,
+        "moe_aux_loss_coeff": 0.001,
+    }
+
+
+FAMILY = Declaration(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    has_qkv_bias="attention_bias",
+    has_qk_norm="use_qk_norm",
+    is_computed=False,
+    stacks_layers=False,
+    table=_table,
+    sizes=_sizes,
+    settings=_settings,
+)

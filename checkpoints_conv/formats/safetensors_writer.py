@@ -1,0 +1,129 @@
+"""Writing safetensors files: every tensor at a place that is fixed beforehand."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
+from checkpoints_conv.formats.model_folder import INDEX
+from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
+from checkpoints_conv.formats.places import grouped, whole_name, whole_shape
+from checkpoints_conv.formats.safetensors_io import StoredTensor
+
+Planned = tuple[str, Dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor to be written, or of a piece (`formats.places`)."""
+
+
+def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
+    """Divide tensors over files in order; a file holds at most ``max_shard_bytes``, or one larger tensor."""
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for _, pieces in grouped(tensors):
+        num_bytes = sum(num_bytes_of(dtype, shape) for _, dtype, shape in pieces)
+        if shards[-1] and size + num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1] += pieces
+        size += num_bytes
+    return shards
+
+
+class SafetensorsWriter:
+    """Writes tensors to places that are fixed beforehand, in any order and from any thread.
+
+    Files are made at their full size with their headers; `open` and `write` fill in the data.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Iterable[Planned], max_shard_bytes: int, name: str = "model"
+    ) -> None:
+        shards = plan_shards(tensors, max_shard_bytes)
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self.descriptors: dict[Path, int] = {}
+        for number, shard in enumerate(shards, start=1):
+            suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            self._lay_out(folder / f"{name}{suffix}.safetensors", shard)
+
+    def _lay_out(self, file: Path, shard: list[Planned]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end, begins = 0, {}
+        for whole, pieces in grouped(shard):
+            names, dtypes, shapes = zip(*pieces, strict=True)
+            begin = end
+            for name, dtype, shape in pieces:
+                begins[name], end = end, end + num_bytes_of(dtype, shape)
+            axes = list(whole_shape(names, shapes))
+            header[whole] = {"dtype": dtypes[0].safetensors, "shape": axes, "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        self.descriptors[file] = descriptor
+        write_from(descriptor, 0, memoryview(struct.pack("<Q", len(text)) + text))
+        os.ftruncate(descriptor, 8 + len(text) + end)
+        for name, dtype, shape in shard:
+            self.tensors[name] = StoredTensor(file, dtype, shape, 8 + len(text) + begins[name])
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all data."""
+        return sum(stored.num_bytes for stored in self.tensors.values())
+
+    def open(self, name: str) -> TensorWriter:
+        """The place of a tensor, to be filled piece by piece."""
+        return TensorWriter(name, self.tensors[name], self.descriptors[self.tensors[name].file])
+
+    def write(self, name: str, data: memoryview) -> int:
+        """Put a tensor's bytes at their place. Returns: their crc32."""
+        place = self.open(name)
+        place.write(data)
+        assert place.is_full, name
+        return place.crc32
+
+    def holds(self, name: str, crc32: int) -> bool:
+        """True if what lies at the tensor's place has this checksum."""
+        if name not in self.tensors:
+            return False
+        stored = self.tensors[name]
+        return crc32_of(self.descriptors[stored.file], stored.offset, stored.num_bytes) == crc32
+
+    def close(self) -> None:
+        """Close the files."""
+        close_all(self.descriptors)
+
+    def write_index(self) -> None:
+        """Write the index that transformers and vLLM look for; one file alone needs none."""
+        if len({stored.file for stored in self.tensors.values()}) < 2:
+            return
+        weight_map = {whole_name(name): stored.file.name for name, stored in self.tensors.items()}
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class TensorWriter:
+    """Fills a tensor's place from front to end. Attributes: name; stored; crc32: of what was written."""
+
+    def __init__(self, name: str, stored: StoredTensor, descriptor: int) -> None:
+        self.name, self.stored, self.crc32 = name, stored, 0
+        self._descriptor, self._done = descriptor, 0
+
+    @property
+    def is_full(self) -> bool:
+        """True once all bytes are there."""
+        return self._done == self.stored.num_bytes
+
+    def write(self, data: memoryview) -> None:
+        """Append whole numbers; they are checked, and their checksum is taken, while they are in the cache.
+
+        Raises: UserError: one is NaN or infinite.
+        """
+        check_finite(data, self.stored.dtype, self.name)
+        write_from(self._descriptor, self.stored.offset + self._done, data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._done += len(data)

@@ -1,0 +1,265 @@
+"""Whether a NeMo-RL tree still has everything that `hooks` and `uses` touch.
+
+`observe` describes it, by its syntax; `diagnose` compares that with the records of the tested versions, which
+lie in ``interfaces``. Nothing is imported from the tree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeGuard
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import source
+from nemo_grpo.nemorl.hooks import HOOKS, Hook
+from nemo_grpo.nemorl.signatures import misfit
+from nemo_grpo.nemorl.source import Tree
+from nemo_grpo.nemorl.uses import FILES, METRICS_READ, TEXTS, USES, Use
+from nemo_grpo.nemorl.versions import EVERY_RUN, TESTED
+
+RECORDS = Path(__file__).with_name("interfaces")
+"""One description of each version of `TESTED`, written by scripts/record_nemo_rl.py."""
+
+Description = Mapping[str, Any]
+Interface = Mapping[str, Description]
+"""Name of a hook or use -> its description; without those that the tree lacks."""
+Verdict = Literal["supported", "untested", "broken"]
+
+
+class Finding(NamedTuple):
+    """What has become of one thing that we touch.
+
+    Attributes: name: NeMo-RL's.  why: what it is for.  part: who needs it.  state: against the nearest tested
+        version.  how: the change.  breaks: a run that needs it fails, or would silently do something else.
+    """
+
+    name: str
+    why: str
+    part: str
+    state: Literal["there", "changed", "gone"]
+    how: str = ""
+    breaks: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.state} {self.name}{': ' * bool(self.how)}{self.how}"
+
+
+class Diagnosis(NamedTuple):
+    """Attributes: like: the tested version with the fewest differences.  findings: of every hook and use."""
+
+    like: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """``supported`` only for exactly a tested version's interface."""
+        if any(finding.breaks for finding in self.findings):
+            return "broken"
+        return "untested" if self.differences else "supported"
+
+    @property
+    def differences(self) -> list[Finding]:
+        """Findings that are not ``there``, breaking ones first."""
+        return sorted((f for f in self.findings if f.state != "there"), key=lambda f: not f.breaks)
+
+
+def diagnose_tree(root: Path) -> Diagnosis:
+    """Diagnose the NeMo-RL repository in a folder.
+
+    Raises: UserError: there is none.
+    """
+    if not (root / "nemo_rl" / "__init__.py").is_file():
+        raise UserError(f"--nemo-rl {root} has no nemo_rl/__init__.py; give the folder of NeMo-RL's clone")
+    return diagnose(observe(Tree(root, "nemo_rl")))
+
+
+def observe(tree: Tree) -> dict[str, Any]:
+    """Describe everything that we touch in a NeMo-RL tree."""
+    found: dict[str, Any] = {
+        key: _hook(tree, hook)
+        for key, hook in HOOKS.items()
+        if not (hook.instead and tree.find(HOOKS[hook.instead].target))
+    }
+    found |= {key: _use(tree, use) for key, use in _uses().items()}
+    for module, texts in TEXTS.items():
+        found[f"texts of {module}"] = {text: text in tree.text(module) for text in texts}
+    found |= {file: {} for file in FILES if (tree.root / file).is_file()}
+    names = set().union(*(source.subscripts(tree.parsed(module), "metrics") for module in METRICS_READ))
+    found["metrics that the trainers read"] = {"names": sorted(names)}
+    return {key: description for key, description in found.items() if description is not None}
+
+
+@cache
+def recorded(version: str) -> Interface:
+    """The interface of a version of `TESTED`."""
+    record: Interface = json.loads((RECORDS / f"nemo_rl-{version}.json").read_text(encoding="utf-8"))
+    return record
+
+
+def diagnose(now: Interface) -> Diagnosis:
+    """Compare an interface with the tested versions'."""
+
+    tables: dict[str, Hook | Use] = {**HOOKS, **_uses()}
+    required = [key for key, touch in tables.items() if touch.is_required and not _replaced(touch, now)]
+
+    def against(version: str) -> Diagnosis:
+        then = recorded(version)
+        keys = dict.fromkeys([*then, *required, *now])
+        return Diagnosis(version, tuple(_finding(key, then.get(key), now) for key in keys))
+
+    return min(map(against, TESTED), key=lambda d: (len(d.differences), d.like))
+
+
+def _replaced(touch: Hook | Use, now: Interface) -> TypeGuard[Hook]:
+    """True for a hook that another one stands in for in this interface."""
+    return isinstance(touch, Hook) and touch.instead in now
+
+
+def _uses() -> dict[str, Use]:
+    """Every use by a name of its own: one definition may be called and compared by its code, too."""
+    return {f"{use.name} (code)" if use.code else use.name: use for use in USES}
+
+
+def _hook(tree: Tree, hook: Hook) -> dict[str, Any] | None:
+    found = tree.find(hook.target)
+    if found is None:
+        return None
+    description: dict[str, Any] = {"kind": source.kind(found), "parameters": tree.parameters(found)}
+    if hook.returns:
+        description["returns"] = source.returned(found)
+    if "." in hook.target.partition(":")[2] or hook.how == "overridden":
+        description["calls"] = tree.calls(hook.called or _last(hook.target), hook.within, hook.guard)
+        return description
+    modules = tree.importers(hook.target)
+    description["bound_in"] = modules
+    description["calls"] = sorted({c for module in modules for c in tree.calls(_last(hook.target), module)})
+    return description
+
+
+def _use(tree: Tree, use: Use) -> dict[str, Any] | None:
+    found = tree.find(use.name)
+    if found is None:
+        return None
+    description: dict[str, Any] = {"kind": source.kind(found)}
+    if use.code:
+        return description | {"code": tree.code(found)}
+    if description["kind"] == "class":
+        description["bases"] = source.bases(found)
+        if "Protocol" in description["bases"]:
+            description["members"] = tree.members(found)
+    if use.ours:
+        description["abstract"] = tree.abstract(found)
+    if use.call or description["kind"].endswith("function"):
+        description["parameters"] = tree.parameters(found)
+    if use.returns:
+        description["returns"] = source.returned(found)
+    if use.reads:
+        listed = source.keys(found)
+        description["has"] = {
+            name: name in listed if listed else tree.find(f"{use.name}.{name}") is not None
+            for name in use.reads
+        }
+    return description
+
+
+def _last(target: str) -> str:
+    return target.replace(":", ".").rpartition(".")[2]
+
+
+def _finding(key: str, then: Description | None, interface: Interface) -> Finding:
+    touch, now = HOOKS.get(key) or _uses().get(key), interface.get(key)
+    name, why = (touch.target, f"{touch.how}: {touch.why}") if isinstance(touch, Hook) else (key, "")
+    finding = Finding(name, why, touch.part if touch else EVERY_RUN, "there")
+    if now is None:
+        if touch is not None and _replaced(touch, interface):
+            return finding._replace(state="gone", how=f"{HOOKS[touch.instead].target} is used instead")
+        return finding._replace(state="gone", breaks=touch is None or touch.is_required)
+    faults = list(_breaks(touch, then or {}, now))
+    if then == now and not faults:
+        return finding
+    how = "; ".join(faults or (_changes(then, now) if then is not None else ["new"]))
+    return finding._replace(state="changed", how=how, breaks=bool(faults))
+
+
+def _breaks(touch: Hook | Use | None, then: Description, now: Description) -> Iterator[str]:
+    """What about a description must fail, or go wrong without an error."""
+    yield from (f"lacks {text!r}" for text, has in now.items() if has is False)
+    yield from (f"lacks {name}" for name, has in now.get("has", {}).items() if not has)
+    if touch is None:
+        return
+    if now.get("kind") != then.get("kind", now.get("kind")):
+        yield f"was a {then['kind']}, is a {now['kind']}"
+    yield from _moved("returns", then.get("returns"), now.get("returns"))
+    if isinstance(touch, Hook):
+        yield from _hook_breaks(touch, then, now)
+        return
+    if "TypedDict" in now.get("bases", ()) and touch.name.endswith(":MasterConfig"):
+        yield "is a dictionary, whose values are no attributes"
+    for method in now.get("abstract", ()):
+        if _package().find(f"{touch.ours}.{method}") is None:
+            yield f"{touch.ours.partition(':')[2]} does not define {method}"
+    parameters = now.get("parameters")
+    if touch.call and parameters is not None:
+        if why := misfit(parameters, touch.call):
+            yield f"our call {touch.call}: {why}"
+        count = touch.call.count("_,") + touch.call.endswith("_)") if "=" not in touch.call else 0
+        yield from _moved("parameters", (then.get("parameters") or [])[:count], parameters[:count])
+
+
+def _hook_breaks(hook: Hook, then: Description, now: Description) -> Iterator[str]:
+    ours = _ours(hook) or now["parameters"]
+    for call in now.get("calls", ()):
+        if why := misfit(ours, call):
+            yield f"NeMo-RL calls {call}, which {hook.ours.partition(':')[2]} does not take: {why}"
+    if then.get("calls") and not now.get("calls"):
+        yield "NeMo-RL calls it nowhere"
+    known = {hook.target.partition(":")[0], *hook.also}
+    for module in now.get("bound_in", ()):
+        if module not in known:
+            yield f"{module} imports it, where it would not be {hook.how}"
+    if hook.how == "replaced":
+        yield from _moved("parameters", then.get("parameters"), now.get("parameters"))
+
+
+@cache
+def _package() -> Tree:
+    return Tree(Path(__file__).parents[2], "nemo_grpo")
+
+
+def _ours(hook: Hook) -> list[str] | None:
+    """What ours takes; None: a subclass without a constructor of its own."""
+    found = _package().find(hook.ours)
+    assert found is not None, f"{hook.ours} is not there"
+    return _package().parameters(found)
+
+
+def _moved(what: str, then: list[str] | None, now: list[str] | None) -> Iterator[str]:
+    """A list that is read by position has another length, or a name at another place."""
+    if then is None or now is None:
+        return
+    if what == "returns" and len(then) != len(now):
+        yield f"returns {len(now)} values, not {len(then)}"
+        return
+    for place, (before, after) in enumerate(zip(then, now, strict=False)):
+        if before != after and before != "_" and before in now:
+            yield f"{what}: {before} is no longer number {place + 1}"
+            return
+
+
+def _changes(then: Description, now: Description) -> Iterator[str]:
+    """A sentence for each part of a description that differs."""
+    for part in dict.fromkeys([*then, *now]):
+        before, after = then.get(part), now.get(part)
+        if before == after:
+            continue
+        if isinstance(before, list) and isinstance(after, list):
+            new = [f"+{word}" for word in after if word not in before]
+            old = [f"-{word}" for word in before if word not in after]
+            yield f"{part}: {' '.join([*new, *old]) or 'another order'}"
+        elif part == "code":
+            yield "its code has changed, which ours repeats"
+        else:
+            yield f"{part}: {before} -> {after}"

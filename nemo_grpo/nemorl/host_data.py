@@ -1,0 +1,69 @@
+"""The data sets, processors and environments that a recipe of NeMo-RL's names, set up by NeMo-RL."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.config import ClusterRun
+from nemo_grpo.nemorl.versions import OWN_DATA
+from nemo_grpo.recipe import host
+
+log = logging.getLogger(__name__)
+
+PROMPT_FILES = ("prompt_file", "system_prompt_file")
+
+Data = tuple[Any, Any, dict[str, Any], dict[str, Any]]
+
+
+def find_prompt_files(config: Any, repository: Path) -> None:
+    """Make paths of prompts absolute: NeMo-RL's recipes give them relative to its repository.
+
+    Raises: UserError: a file is neither there nor in the working directory.
+    """
+    sections = [config.data.get(split) for split in ("train", "validation", "default")]
+    listed = [one for section in sections for one in (section if isinstance(section, list) else [section])]
+    for section in filter(None, listed):
+        for name in PROMPT_FILES:
+            given = section.get(name)
+            if given is None or Path(given).is_file():
+                continue
+            if not (repository / given).is_file():
+                raise UserError(
+                    f"data: {name}={given} is neither in {Path.cwd()} nor in NeMo-RL's repository "
+                    f"{repository}; correct the path"
+                )
+            section[name] = str(repository / given)
+
+
+def set_up_data(run: ClusterRun, encoder: Any) -> Data:
+    """Read the data sets and start the environments.
+
+    Args:    encoder: the tokenizer, or the processor for data with images.
+    Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it.
+    Raises:  UserError: a data set cannot be read, or this NeMo-RL does not fit.
+    """
+    compat.require(OWN_DATA)
+    config = run.master_config
+    find_prompt_files(config, compat.package_folder().parent)
+    further = {"is_vlm": True} if run.has_images else {}
+    set_up = compat.import_name("nemo_rl.data.utils:setup_response_data")
+    try:
+        data, validation, training_env, validation_env = set_up(encoder, config.data, config.env, **further)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"data: {_named(run)} cannot be read ({first_line(error)}); {REMEDY}") from error
+    return data, validation, training_env, validation_env
+
+
+REMEDY = (
+    "download it once where there is a network (HF_HOME on a disk that the nodes see), or name a local file: "
+    "dataset_name: ResponseDataset, data_path, input_key, output_key"
+)
+
+
+def _named(run: ClusterRun) -> str:
+    names = [str(data.get("data_path") or data.get("dataset_name")) for _, data in host.data_sets(run.recipe)]
+    return ", ".join(dict.fromkeys(names))

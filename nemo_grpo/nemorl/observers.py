@@ -1,0 +1,91 @@
+"""One observer of NeMo-RL's logger and one of its checkpoints, shared by all who want to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_grpo.nemorl import hooks
+
+Adds = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+"""(metrics, step) -> further metrics of the same call."""
+Told = Callable[[Mapping[str, Any], int, str], None]
+"""(metrics, step, prefix), after NeMo-RL has logged them."""
+
+
+class LoggerObserver:
+    """Stands in the place of a logger's ``log_metrics`` while anybody listens."""
+
+    def __init__(self, logger: Any) -> None:
+        self.theirs: Callable[..., Any] = logger.log_metrics
+        self.adds: list[Adds] = []
+        self.told: list[Told] = []
+        self.undo = hooks.install("metrics", lambda _theirs: self.log_metrics, logger)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, *rest: Any, **named: Any) -> Any:
+        """NeMo-RL's, with the additions."""
+        for add in self.adds:
+            metrics = {**metrics, **add(metrics, step)}
+        done = self.theirs(metrics, step, *rest, **named)
+        prefix = named.get("prefix", rest[0] if rest else "")
+        for tell in self.told:
+            tell(metrics, step, prefix or "")
+        return done
+
+
+@contextmanager
+def listening(logger: Any, *, adds: Adds | None = None, told: Told | None = None) -> Iterator[None]:
+    """Within the block, add metrics to every call of NeMo-RL's logger, or hear of it."""
+    current = getattr(logger.log_metrics, "__self__", None)
+    observer = current if isinstance(current, LoggerObserver) else LoggerObserver(logger)
+    observer.adds += [adds] if adds else []
+    observer.told += [told] if told else []
+    try:
+        yield
+    finally:
+        if adds:
+            observer.adds.remove(adds)
+        if told:
+            observer.told.remove(told)
+        if not (observer.adds or observer.told):
+            observer.undo()
+
+
+class MethodObserver:
+    """Stands in the place of a method for good; ``heard`` are told of each call afterwards."""
+
+    def __init__(self, theirs: Callable[..., Any]) -> None:
+        self.theirs = theirs
+        self.heard: list[Callable[..., None]] = []
+
+    def call(self, *arguments: Any, **named: Any) -> Any:
+        """NeMo-RL's."""
+        result = self.theirs(*arguments, **named)
+        for listener in self.heard:
+            listener(result, *arguments, **named)
+        return result
+
+
+def after_checkpoint_begun(checkpointer: Any, listener: Callable[[Any], None]) -> None:
+    """From now on, call ``listener`` with the folder of every checkpoint that ``checkpointer`` begins."""
+    _observe("checkpoint begun", checkpointer, lambda folder, *_, **__: listener(folder))
+
+
+def after_checkpoint(checkpointer: Any, listener: Callable[[Any], None]) -> None:
+    """From now on, call ``listener`` with the temporary path of every checkpoint that has become whole.
+
+    HEAD renames in a separate method, from a thread; 0.7.0 within finalize_checkpoint.
+    """
+    key = "checkpoint renamed" if hasattr(checkpointer, "_rename_checkpoint") else "checkpoint finalized"
+    _observe(key, checkpointer, lambda _done, checkpoint_path, *_, **__: listener(checkpoint_path))
+
+
+def _observe(key: str, owner: Any, listener: Callable[..., None]) -> None:
+    method = getattr(owner, hooks.HOOKS[key].target.rpartition(".")[2])
+    observer = getattr(method, "__self__", None)
+    if not isinstance(observer, MethodObserver):
+        observer = MethodObserver(method)
+        made = observer.call
+        hooks.install(key, lambda _theirs: made, owner)
+    observer.heard.append(listener)

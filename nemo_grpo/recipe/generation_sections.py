@@ -1,0 +1,90 @@
+"""The recipe's section ``policy.generation``: the sampler and its GPUs; see `sections`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from nemo_grpo.recipe.megatron_sections import Section
+
+
+class RolloutGPUs(Section):
+    """GPUs of separate rollouts."""
+
+    gpus_per_node: int | None = Field(default=None, gt=0)
+    """GPUs of each of their nodes; null: none."""
+    num_nodes: int | None = Field(default=None, gt=0)
+    """Nodes; null: part of the only node."""
+
+
+class Colocated(Section):
+    """Whether rollouts share the GPUs that train."""
+
+    enabled: bool = True
+    """Share them; false: rollouts have GPUs of their own."""
+    resources: RolloutGPUs = Field(default_factory=RolloutGPUs)
+    """Their own GPUs, if they are separate."""
+
+
+class VLLM(Section):
+    """NeMo-RL's vLLM engines; the defaults are NeMo-RL's."""
+
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """TP of an engine."""
+    pipeline_parallel_size: int = Field(default=1, gt=0)
+    """PP of an engine."""
+    expert_parallel_size: int = Field(default=1, gt=0)
+    """EP of an engine."""
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM takes."""
+    max_model_len: int = Field(gt=0)
+    """Longest sequence of an engine, tokens; not given: policy.max_total_sequence_length."""
+    precision: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "bfloat16"
+    """Precision of the weights."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    """Precision of the KV cache; auto: that of the weights."""
+    async_engine: bool = False
+    """Answer each request as soon as it is finished."""
+    enforce_eager: bool = False
+    """Decode without CUDA graphs."""
+    skip_tokenizer_init: bool | None = None
+    """Start vLLM without a tokenizer; null: unless there are stop_strings."""
+
+
+class VLLMArguments(Section):
+    """Arguments that go to vLLM as they are."""
+
+    max_num_seqs: int | None = Field(default=None, gt=0)
+    """Sequences that an engine decodes at once; null: vLLM's own number."""
+
+
+class Generation(Section):
+    """Sampling of the responses."""
+
+    backend: Literal["vllm", "sglang", "megatron", "trtllm", "dynamo"] = "vllm"
+    """NeMo-RL's generation engine; the embedded engine's is nemo_grpo.engine.generator."""
+    max_new_tokens: int = Field(gt=0)
+    """Longest response, tokens."""
+    temperature: float = Field(default=1.0, ge=0.01)
+    """Sampling temperature of the rollouts; logprobs use the same one, and vLLM samples at 0.01 or more."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the rollouts; 1: all tokens."""
+    top_k: int | None = Field(default=None, gt=0)
+    """Number of most likely tokens to sample from; null: all."""
+    val_temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of validation; 0: greedy; not given: temperature."""
+    val_top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of validation; not given: top_p."""
+    val_top_k: int | None = Field(default=None, gt=0)
+    """Number of most likely tokens of validation; null: all; not given: top_k."""
+    stop_strings: list[str] | None = None
+    """Texts that end a response; null: none."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end a response, in addition to the tokenizer's end of sequence; null: none."""
+    colocated: Colocated = Field(default_factory=Colocated)
+    """GPUs of the rollouts."""
+    vllm_cfg: VLLM
+    """vLLM's engines."""
+    vllm_kwargs: VLLMArguments = Field(default_factory=VLLMArguments)
+    """vLLM's other arguments."""

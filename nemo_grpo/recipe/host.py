@@ -1,0 +1,150 @@
+"""Recipes that NeMo-RL's users already have, with one of our variants added or as they are.
+
+A recipe with ``data.train`` and without ``nemo_grpo.task`` keeps NeMo-RL's data, environments, processors
+and backend. Without ``loss_fn.variant`` it keeps NeMo-RL's loss and advantages, too. Which keys are there
+decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.dotted import set_value, value_of
+from nemo_grpo.errors import UserError, as_yaml
+from nemo_grpo.recipe.loader import Tree, merge
+from nemo_grpo.recipe.recipe import Recipe
+from nemo_grpo.recipe.registry import Scope, rule
+from nemo_grpo.variants import REFUSED_STOCK_KEYS, variant_class
+from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
+
+ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
+"""What NeMo-RL's own advantage estimator does, under ``grpo`` and ``grpo.adv_estimator``."""
+CLIP = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "sequence_level_importance_ratios")
+"""A recipe that leaves all of these at NeMo-RL's defaults, as its bases do, trains with the variant's own."""
+
+
+def keeps_its_data(tree: Mapping[str, Any]) -> bool:
+    """True for a recipe whose problems and rewards are NeMo-RL's ``data`` and ``env``."""
+    return value_of(tree, "nemo_grpo.task") is None and value_of(tree, "data.train") is not None
+
+
+def adapted(tree: Mapping[str, Any]) -> tuple[Tree, list[str]]:
+    """A recipe of NeMo-RL's with our names for what it says; others unchanged.
+
+    Returns: (settings, notes: one sentence for each setting that the variant replaces).
+    """
+    adapted = merge({}, tree)
+    sections = (adapted.get(name, {}) for name in ("nemo_grpo", "loss_fn", "grpo"))
+    if not keeps_its_data(tree) or not all(isinstance(section, dict) for section in sections):
+        return adapted, []
+    _name_the_run(adapted)
+    loss = adapted.setdefault("loss_fn", {})
+    loss.setdefault("variant", None)
+    try:
+        config = NeMoRLLoss if loss["variant"] is None else variant_class(str(loss["variant"]), "")
+    except UserError:  # the section's own check says more
+        return adapted, []
+    if config.is_stock:
+        return adapted, []
+    return adapted, [*_replace_loss(loss, config), *_replace_advantages(adapted, config)]
+
+
+def _name_the_run(tree: Tree) -> None:
+    """The run's folder is that of its checkpoints."""
+    own = tree.setdefault("nemo_grpo", {})
+    own.setdefault("task", None)
+    own.setdefault("target", "cluster")
+    folder = value_of(tree, "checkpointing.checkpoint_dir")
+    if isinstance(folder, str) and "run_name" not in own and "runs_dir" not in own:
+        own["run_name"], own["runs_dir"] = Path(folder).name, str(Path(folder).parent)
+
+
+def _replace_loss(loss: Tree, config: Any) -> Iterator[str]:
+    """Take out what belongs to NeMo-RL's own loss; keys that the variant has, too, keep their values."""
+    variant, of_the_stock = loss["variant"], NeMoRLLoss.keys()
+    by_tokens, own = loss.pop("token_level_loss", None), config.model_fields["aggregation"].default
+    if by_tokens is False and own == "token_mean":
+        loss.setdefault("aggregation", "sequence_mean")
+    used = loss.get("aggregation", own)
+    if by_tokens is not None and used != ("token_mean" if by_tokens else "sequence_mean"):
+        yield _replaced("loss_fn.token_level_loss", by_tokens, f"{variant} has loss_fn.aggregation={used}")
+    if config.stock_switch:
+        loss.pop(config.stock_switch, None)
+    if all(loss.get(key, of_the_stock[key]) == of_the_stock[key] for key in CLIP):
+        for key in [key for key in CLIP if key in loss]:
+            value, field = loss.pop(key), config.model_fields.get(key)
+            if field is not None and field.default != value:
+                yield _replaced(f"loss_fn.{key}", value, f"{variant} has {as_yaml(field.default)}")
+    for key in [key for key in loss if key in of_the_stock and key not in config.model_fields]:
+        if loss[key] == of_the_stock[key]:
+            del loss[key]
+        elif key not in REFUSED_STOCK_KEYS:
+            yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{variant} has no such term")
+
+
+def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
+    """Let NeMo-RL's settings of its estimator say what the variant's own advantages are."""
+    loss = tree["loss_fn"]
+    for key in ESTIMATOR:
+        field = config.model_fields.get(key)
+        used = loss.get(key, field.default if field else False)
+        instead = f"has loss_fn.{key}={as_yaml(used)}" if field else "has advantages of its own"
+        places = [
+            place
+            for place in (f"grpo.{key}", f"grpo.adv_estimator.{key}")
+            if value_of(tree, place) not in (None, used)
+        ]
+        if places:
+            yield _replaced(places[-1], value_of(tree, places[-1]), f"{loss['variant']} {instead}")
+        for place in places:
+            set_value(tree, place, used)
+
+
+def _replaced(key: str, value: Any, instead: str) -> str:
+    return f"{key}={as_yaml(value)} is a setting of NeMo-RL's own loss and advantages; {instead}"
+
+
+def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
+    """NeMo-RL's data sets: (key of the recipe, settings with those of ``data.default``)."""
+    found = []
+    for split in ("train", "validation"):
+        sets = getattr(recipe.data, split) or []
+        for one in [sets] if isinstance(sets, dict) else sets:
+            found.append((f"data.{split}", {**(recipe.data.default or {}), **one}))
+    return found
+
+
+@rule(Scope.CLUSTER)
+def environments_of_the_data_are_configured(recipe: Recipe) -> Iterator[str]:
+    for key, data in data_sets(recipe) if recipe.nemo_grpo.task is None else ():
+        name = data.get("env_name")
+        if name not in recipe.env.settings:
+            yield (
+                f"{key}.env_name={as_yaml(name)}: NeMo-RL looks its settings up in env, which has "
+                f"{', '.join(recipe.env.settings) or 'none'}; add env.{name}, or name one of these"
+            )
+
+
+@rule(Scope.ALL)
+def task_settings_need_a_task(recipe: Recipe) -> Iterator[str]:
+    own = recipe.nemo_grpo
+    if own.task is not None:
+        return
+    if own.target != "cluster":
+        yield (
+            f"nemo_grpo.target={own.target}: the embedded engine reads no data.train; set nemo_grpo.task, or "
+            "target=cluster"
+        )
+    for key in ("prompt", "rewards", "warm_start"):
+        if getattr(own, key) != type(own).model_fields[key].get_default(call_default_factory=True):
+            yield (
+                f"nemo_grpo.{key}: without nemo_grpo.task prompts and rewards are those of NeMo-RL's data "
+                "and env; set a task, or remove it"
+            )
+    if recipe.loss_fn.learns_from_demonstrations:
+        yield (
+            f"loss_fn.variant={recipe.loss_fn.variant}: it trains on the demonstrations of nemo_grpo.task; "
+            "set one, or use NeMo-RL's own supervised recipes"
+        )

@@ -1,0 +1,163 @@
+"""The recipe's section ``policy``: the model, its batches and its backends; see `sections`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from nemo_grpo.errors import as_yaml, did_you_mean
+from nemo_grpo.recipe.generation_sections import Generation
+from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.megatron_sections import Megatron, Section, Switch, section_rule
+
+
+class Tokenizer(Section):
+    """The tokenizer."""
+
+    name: str | None = None
+    """Folder or Hub name; null: that of nemo_grpo.warm_start; not given: policy.model_name."""
+    chat_template: str | None = "default"
+    """Jinja text or file; default: the tokenizer's; null: NeMo-RL's plain concatenation."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the template; null: none."""
+
+
+PACKERS = (
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+)
+"""NeMo-RL's packing algorithms (data/packing/algorithms.py)."""
+
+
+class SequencePacking(Section):
+    """Several sequences in one row of a microbatch."""
+
+    enabled: bool = False
+    """Pack microbatches by tokens instead of sequences, without padding."""
+    train_mb_tokens: int | None = Field(default=None, gt=0)
+    """Maximum tokens of a training microbatch; null: max_total_sequence_length x train_micro_batch_size."""
+    logprob_mb_tokens: int | None = Field(default=None, gt=0)
+    """Maximum tokens of a scoring microbatch; null: max_total_sequence_length x logprob_batch_size."""
+    algorithm: str = "first_fit_decreasing"
+    """Packing algorithm; the embedded engine has this one, NeMo-RL more."""
+    fuse_loss: bool | None = None
+    """NeMo-RL: the losses of all sequences of a row at once; null: one after the other."""
+
+    @section_rule
+    def _packing_algorithm_exists(self) -> Iterator[str]:
+        if self.enabled and self.algorithm.lower() not in PACKERS:
+            yield f"algorithm={self.algorithm} is none of NeMo-RL's{did_you_mean(self.algorithm, PACKERS)}"
+
+
+class DTensor(Section):
+    """NeMo-RL's other training backend: PyTorch's FSDP and tensor parallelism."""
+
+    enabled: bool = False
+    """Train with it, and not with Megatron-core."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """TP."""
+    context_parallel_size: int = Field(default=1, gt=0)
+    """CP."""
+    expert_parallel_size: int = Field(default=1, gt=0)
+    """EP."""
+    sequence_parallel: bool = False
+    """Shard activations between the TP regions along the sequence."""
+
+    @property
+    def layout(self) -> Layout:
+        """How a replica of the model lies on the ranks."""
+        return Layout(
+            tensor=self.tensor_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
+class Policy(Section):
+    """The model, its batches and its engines."""
+
+    model_name: str | None
+    """Hugging Face folder or Hub name; null: the model of nemo_grpo.warm_start."""
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer)
+    """Tokenizer."""
+    train_global_batch_size: int = Field(gt=0)
+    """Sequences per optimizer update."""
+    train_micro_batch_size: int = Field(gt=0)
+    """Sequences per forward and backward pass and data-parallel rank."""
+    logprob_batch_size: int = Field(gt=0)
+    """Sequences per scoring pass and rank; not given: train_micro_batch_size."""
+    logprob_chunk_size: int | None = Field(default=None, gt=0)
+    """Tokens whose logits NeMo-RL holds in FP32 at once; null: all of a microbatch."""
+    generation_batch_size: int = Field(gt=0)
+    """Responses sampled at once by the embedded engine; not given: train_global_batch_size."""
+    max_total_sequence_length: int = Field(gt=0)
+    """Longest sequence, prompt and response, in tokens."""
+    make_sequence_length_divisible_by: int = Field(default=1, gt=0)
+    """NeMo-RL pads sequences to a multiple of this; not given: TP."""
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the parameters."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Default of megatron_cfg.optimizer.clip_grad, which is the one in effect; 0: no clipping."""
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the model's config.json with other values."""
+    sequence_packing: SequencePacking = Field(default_factory=SequencePacking)
+    """Packing."""
+    dynamic_batching: Switch = Field(default_factory=Switch)
+    """NeMo-RL's microbatches of sequences of similar length."""
+    megatron_cfg: Megatron
+    """Megatron-core."""
+    dtensor_cfg: DTensor = Field(default_factory=DTensor)
+    """PyTorch's parallelism in place of Megatron-core; only on the cluster."""
+    draft: Switch = Field(default_factory=Switch)
+    """Train a draft model for speculative decoding, too."""
+    router_replay: Switch = Field(default_factory=Switch)
+    """Train with the experts that the rollout chose."""
+    generation: Generation
+    """Sampling."""
+
+    @property
+    def layout(self) -> Layout:
+        """How a replica of the model lies on the ranks that train."""
+        return (self.dtensor_cfg if self.dtensor_cfg.enabled else self.megatron_cfg).layout
+
+    @property
+    def train_mb_tokens(self) -> int | None:
+        """Maximum tokens of a training microbatch; None: sequences are not packed."""
+        given = self.sequence_packing.train_mb_tokens
+        longest = self.max_total_sequence_length * self.train_micro_batch_size
+        return (given or longest) if self.sequence_packing.enabled else None
+
+    @property
+    def logprob_mb_tokens(self) -> int | None:
+        """Maximum tokens of a scoring microbatch; None: sequences are not packed."""
+        given = self.sequence_packing.logprob_mb_tokens
+        longest = self.max_total_sequence_length * self.logprob_batch_size
+        return (given or longest) if self.sequence_packing.enabled else None
+
+    @section_rule
+    def _one_backend_trains(self) -> Iterator[str]:
+        megatron, dtensor = self.megatron_cfg.enabled, self.dtensor_cfg.enabled
+        if megatron == dtensor:
+            yield (
+                f"dtensor_cfg.enabled={as_yaml(dtensor)}, policy.megatron_cfg.enabled={as_yaml(megatron)}: "
+                "one of the two backends trains; set one to true and the other to false"
+            )
+
+    @section_rule
+    def _longest_sequence_splits_over_ranks(self) -> Iterator[str]:
+        multiple, longest = self.layout.sequence_multiple, self.max_total_sequence_length
+        if longest % multiple:
+            yield (
+                f"max_total_sequence_length={longest} is not a multiple of {multiple} (2 CP, times "
+                "TP with sequence_parallel); round it, or change the layout"
+            )
+
+    @section_rule
+    def _fp8_keeps_the_rest_in_bf16(self) -> Iterator[str]:
+        if self.megatron_cfg.fp8_in_use and self.precision != "bfloat16":
+            yield f"precision={self.precision}: FP8 training keeps the rest in BF16; use bfloat16"

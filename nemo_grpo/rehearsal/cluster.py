@@ -1,0 +1,174 @@
+"""A rehearsal's private Ray: start it, keep its logs if something fails, notice when it is gone."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+
+from nemo_grpo.ports import reserved_port
+from nemo_grpo.rehearsal import WARM
+from nemo_grpo.rehearsal.environment import HERE, WARM_MODULES, Stack, background
+
+log = logging.getLogger(__name__)
+
+RAY_PORTS = (
+    "port",
+    "ray-client-server-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "metrics-export-port",
+)
+WITHOUT = ("--include-dashboard=false", "--no-monitor")
+"""Parts of Ray that a rehearsal does not use; each is another interpreter to start."""
+SLOW_START = {
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_gcs_server_port_wait_time_s": "180",
+}
+"""Ray gives its parts 30 s, which a busy machine may take for one import."""
+RAY_IS_UP = b"will now block forever"
+"""Printed by `ray start --block` once all its parts run; its port answers earlier."""
+RAY_PATIENCE = 180.0
+"""Seconds for Ray to come up."""
+TRIES = 3
+"""Ray gives up if one of its agents takes longer than 15 s, which cannot be configured."""
+CAUSES = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "dashboard_agent.log")
+LAST_BYTES = 2000
+
+
+EXIT_NOT_STARTED = 69
+"""Exit code where Ray did not come up (EX_UNAVAILABLE): start it again."""
+
+
+class NotStarted(Exception):
+    """Ray did not come up: nothing is known about the recipe. The message has the cause."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray that is up.
+
+    Attributes: environment: for its driver.  process: ``ray start --block``, which ends when a part of Ray
+                ends.  sessions: of all its processes, the interpreters that workers are forked from included.
+                folder: of the rehearsal.
+    """
+
+    environment: dict[str, str]
+    process: Popen[bytes]
+    sessions: tuple[int, ...]
+    folder: Path
+
+    @property
+    def end(self) -> str | None:
+        """Why Ray is gone; None while it runs."""
+        if self.process.poll() is None:
+            return None
+        said = (self.folder / "ray.log").read_text(encoding="utf-8", errors="replace").strip()
+        where = self.folder / "ray.log"
+        return f"Ray ended with exit code {self.process.returncode}; {where}:\n{said[-LAST_BYTES:]}"
+
+
+@contextmanager
+def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
+    """A private Ray with logical GPUs.
+
+    Raises: NotStarted: it did not come up in `TRIES` attempts.
+    """
+    reason = ""
+    for attempt in range(1, TRIES + 1):
+        with ExitStack() as running:
+            try:
+                cluster = running.enter_context(_started(stack, folder, num_gpus))
+            except _Again as again:
+                reason = str(again)
+                log.warning("Ray did not start (attempt %d of %d): %s", attempt, TRIES, reason)
+                continue
+            yield cluster
+            return
+    raise NotStarted(f"Ray did not start in {TRIES} attempts; the last one: {reason}")
+
+
+class _Again(Exception):
+    """An attempt to start Ray failed."""
+
+
+@contextmanager
+def _started(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
+    ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
+    options = {
+        "num-gpus": num_gpus,
+        "num-cpus": 4 * num_gpus + 8,
+        "object-store-memory": 512 << 20,
+    }
+    with (
+        ExitStack() as held,
+        tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch,
+    ):
+        options |= {name: held.enter_context(reserved_port()) for name in RAY_PORTS}
+        environment = {**stack.environment(folder), **SLOW_START, WARM: scratch}
+        command = [*ray, "start", "--head", "--block", *WITHOUT, f"--temp-dir={scratch}"]
+        command += [f"--{name}={value}" for name, value in options.items()]
+        with (
+            (folder / "ray.log").open("wb") as out,
+            _keeping_logs(Path(scratch), folder),
+            background(command, environment, out) as process,
+        ):
+            _await(process, folder, Path(scratch))
+            # Later than Ray, whose parts have to start in time.
+            with warm_interpreters(stack, folder, environment) as warm:
+                address = {"RAY_ADDRESS": f"127.0.0.1:{options['port']}"}
+                yield Cluster(environment | address, process, (process.pid, *warm), folder)
+
+
+def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
+    path, deadline = folder / "ray.log", time.monotonic() + RAY_PATIENCE
+    while RAY_IS_UP not in path.read_bytes():
+        if process.poll() is not None or time.monotonic() > deadline:
+            ended = process.returncode is not None
+            what = f"exit code {process.returncode}" if ended else f"not up after {RAY_PATIENCE:.0f} s"
+            raise _Again(f"{what}; {cause(scratch, path)}")
+        time.sleep(0.2)
+
+
+def cause(session: Path, path: Path) -> str:
+    """The end of the logs in which Ray says why it ended, the most telling first."""
+    logs = [session / "session_latest" / "logs" / name for name in CAUSES]
+    found = []
+    for file in (*logs, path):
+        if file.is_file() and (text := file.read_text(encoding="utf-8", errors="replace").strip()):
+            found.append(f"{file.name}: {text[-LAST_BYTES // 4 :]}")
+    return "\n".join(found) or "it said nothing"
+
+
+@contextmanager
+def _keeping_logs(scratch: Path, folder: Path) -> Iterator[None]:
+    """If the block fails, Ray's logs go to ``ray-session`` in the rehearsal's folder."""
+    try:
+        yield
+    except BaseException:
+        logs = scratch / "session_latest" / "logs"
+        if logs.is_dir():
+            shutil.copytree(logs, folder / "ray-session", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        raise
+
+
+@contextmanager
+def warm_interpreters(stack: Stack, folder: Path, environment: Mapping[str, str]) -> Iterator[list[int]]:
+    """Within the block, run the interpreters that workers are forked from; yields their sessions."""
+    with ExitStack() as running:
+        sessions = []
+        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
+            if python is not None:
+                socket_path = str(Path(environment[WARM]) / name)
+                command = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve", socket_path]
+                out = running.enter_context((folder / f"warm-{name}.log").open("wb"))
+                process = running.enter_context(background([*command, *WARM_MODULES[name]], environment, out))
+                sessions.append(process.pid)
+        yield sessions

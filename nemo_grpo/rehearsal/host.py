@@ -1,0 +1,126 @@
+"""What stands for the parts of NeMo-RL's own recipes that need a network or a GPU.
+
+The data are a few sums in NeMo-RL's own `ResponseDataset`; environment, processor and prompt stay.
+The small model learns to answer the sums as NeMo-RL's environments for mathematics read answers, so that its
+groups have signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.dotted import value_of
+from nemo_grpo.errors import UserError, as_yaml
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.host import data_sets
+from nemo_grpo.recipe.sections import GENERATION, MEGATRON
+from nemo_grpo.rehearsal.changes import Change
+from nemo_grpo.tasks.mathematics import MathConfig
+from nemo_grpo.tasks.prompts import SLOT, Prompt
+
+ENVIRONMENTS = ("math", "math_multi_reward")
+"""NeMo-RL's environments whose rewards the small model can earn."""
+PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor")
+KEPT = ("env_name", "processor", "prompt_file", "system_prompt_file")
+
+
+def refuse_data(recipe: Recipe) -> None:
+    """Refuse data that sums cannot stand for.
+
+    Raises: UserError: another environment or processor.
+    """
+    key, data = data_sets(recipe)[0]
+    for name, known in (("env_name", ENVIRONMENTS), ("processor", PROCESSORS)):
+        if data.get(name, "default" if name == "processor" else None) not in known:
+            raise UserError(
+                f"{key}.{name}={as_yaml(data.get(name))}: a rehearsal has small problems for "
+                f"{', '.join(known)} alone; use recipe check and plan, or give data.train one of these"
+            )
+
+
+def sums(folder: Path, number: int) -> MathConfig:
+    """The problems, as the task that teaches the small model.
+
+    Args: folder: gets the files.  number: of training problems, and of validation problems.
+    """
+    return MathConfig(form="boxed").made_up(folder, number)
+
+
+def prompt_of(recipe: Recipe, nemo_rl: Path) -> Prompt:
+    """The recipe's prompt, as this package writes it.
+
+    Args: nemo_rl: NeMo-RL's repository, to which its recipes' paths are relative.
+    """
+    _, data = data_sets(recipe)[0]
+    template = _text(data.get("prompt_file"), nemo_rl)
+    shown = SLOT if template is None else template.format(SLOT)  # as NeMo-RL's processors fill it
+    return Prompt(system=_text(data.get("system_prompt_file"), nemo_rl), template=shown)
+
+
+def _text(name: str | None, nemo_rl: Path) -> str | None:
+    if name is None:
+        return None
+    found = next((path for path in (Path(name), nemo_rl / name) if path.is_file()), None)
+    if found is None:
+        raise UserError(f"data: the prompt {name} is neither here nor in {nemo_rl}; correct the path")
+    return found.read_text(encoding="utf-8")
+
+
+def section(recipe: Recipe, task: MathConfig, split: str) -> dict[str, Any] | None:
+    """``data.train`` or ``data.validation`` of the rehearsal; null if the recipe never validates."""
+    if split == "validation" and not recipe.grpo.validates:
+        return None
+    _, given = data_sets(recipe)[0]
+    (file,) = task.train_files if split == "train" else task.validation_files
+    return {
+        "_override_": True,
+        "dataset_name": "ResponseDataset",
+        "data_path": file,
+        "input_key": "question",
+        "output_key": "answer",
+        "split": "train",
+        **{key: given[key] for key in KEPT if key in given},
+    }
+
+
+STAND_INS: dict[str, tuple[Any, str]] = {
+    "policy.router_replay.enabled": (False, "vLLM returns no routing on a CPU"),
+    "policy.draft.enabled": (False, "one model is rehearsed"),
+    "policy.quant_cfg": (None, "quantisation needs a GPU"),
+    f"{GENERATION}.quant_cfg": (None, "quantisation needs a GPU"),
+    f"{GENERATION}.real_quant": (False, "quantisation needs a GPU"),
+    f"{GENERATION}.vllm_cfg.kv_cache_dtype": ("auto", "FP8 needs a GPU"),
+    f"{GENERATION}.vllm_cfg.is_mx": (False, "FP8 needs a GPU"),
+    f"{GENERATION}.vllm_kwargs.speculative_config": (None, "one model is rehearsed"),
+    f"{MEGATRON}.moe_enable_deepep": (False, "DeepEP needs a GPU"),
+    f"{MEGATRON}.moe_shared_expert_overlap": (False, "it overlaps CUDA streams"),
+    f"{MEGATRON}.moe_grouped_gemm": (False, "grouped products need a GPU"),
+    f"{MEGATRON}.gradient_accumulation_fusion": (False, "the fusion is a CUDA kernel"),
+    f"{MEGATRON}.num_layers_in_first_pipeline_stage": (None, "the small model has two layers"),
+    f"{MEGATRON}.num_layers_in_last_pipeline_stage": (None, "the small model has two layers"),
+    f"{MEGATRON}.mtp_num_layers": (0, "the small model has no such layers"),
+    "policy.hf_config_overrides": ({}, "they are of the full model"),
+    "data.use_multiple_dataloader": (False, "one data set stands for all"),
+}
+"""Key -> the value without a GPU, and why; set where the recipe has another one."""
+
+
+def replaced_parts(recipe: Recipe) -> Iterator[Change]:
+    """Changes for what the recipe uses and a CPU has not."""
+    policy = recipe.policy
+    if policy.dtensor_cfg.enabled:
+        reason = "there is no nemo-automodel here: Megatron-core trains in its place"
+        yield Change("policy.dtensor_cfg.enabled", False, reason)
+        yield Change(f"{MEGATRON}.enabled", True, reason)
+    if policy.generation.backend != "vllm":
+        yield Change(f"{GENERATION}.backend", "vllm", f"{policy.generation.backend} needs a GPU")
+    if policy.megatron_cfg.optimizer.optimizer not in ("adam", "sgd"):
+        reason = f"{policy.megatron_cfg.optimizer.optimizer} is not in this stack"
+        yield Change(f"{MEGATRON}.optimizer.optimizer", "adam", reason)
+    if recipe.policy.megatron_cfg.moe_token_dispatcher_type != "alltoall":
+        yield Change(f"{MEGATRON}.moe_token_dispatcher_type", "alltoall", "other dispatchers need a GPU")
+    for key, (value, reason) in STAND_INS.items():
+        if value_of(recipe, key) not in (None, value):
+            yield Change(key, value, reason)

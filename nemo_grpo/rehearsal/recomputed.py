@@ -1,0 +1,228 @@
+"""A step of a rehearsal once more: transformers in float32 and the variant, without NeMo-RL and Megatron.
+
+Weights are on disk for two steps: the rehearsal's model for the first, the export of the stop's checkpoint
+for the first one after the resume. From the recorded tokens and rewards follow the advantages, the loss and
+the norm of its gradient, which a wrong normalisation changes even where Adam hides it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
+from nemo_grpo.core.random import response_ids
+from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.adapters import Adapters, adapters_of
+from nemo_grpo.rehearsal.recorded import Recorded, Row, reward
+from nemo_grpo.rehearsal.stages import Failed
+
+SEED_STRIDE = 1_000_003
+"""Step n draws with the seed grpo.seed x this + n - 1."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What a step should have logged.
+
+    Attributes: step: which.  loss: its update's.  gradient_norm: over what is trained, before clipping; None
+                    where it cannot be computed from the files alone.
+                advantages, recorded_advantages: [B, T], or None for demonstrations.
+                scale: mean absolute size of the loss's token terms, against which differences count.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float | None
+    advantages: Tensor | None
+    recorded_advantages: Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A step's tokens. Attributes: ids: [B, S], padded.  lengths: B numbers.  mask: [B, S - 1] bool."""
+
+    ids: Tensor
+    lengths: list[int]
+    mask: Tensor
+
+
+def load(folder: Path) -> Any:
+    """A Hugging Face folder's model, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logprobs(model: Any, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(logprob of every token but the first at the temperature, entropy there at temperature 1).
+
+    Args:    ids: [S], one sequence.
+    Returns: each [S - 1], nats.
+    """
+    logits = model(ids[None]).logits[0, :-1]
+    each = torch.log_softmax(logits, -1)
+    sampled = torch.log_softmax(logits / temperature, -1)
+    return sampled.gather(1, ids[1:, None])[:, 0], -(each.exp() * each).sum(-1)
+
+
+def all_logprobs(model: Any, sequences: Sequences, temperature: float) -> tuple[Tensor, Tensor]:
+    """`logprobs` of every sequence without gradient, each [B, S - 1], 0 behind a sequence's end."""
+    found = torch.zeros(2, len(sequences.lengths), sequences.ids.shape[1] - 1)
+    with torch.no_grad():
+        for row, length in enumerate(sequences.lengths):
+            found[:, row, : length - 1] = torch.stack(
+                logprobs(model, sequences.ids[row, :length], temperature)
+            )
+    return found[0], found[1]
+
+
+def k3(policy: Tensor, sampled: Tensor, mask: Tensor) -> float:
+    """NeMo-RL's gen_kl_error: token mean of exp(d) - d - 1 with d = logp_policy - logp_sampled."""
+    difference = (policy - sampled)[mask].double()
+    return float((difference.exp() - difference - 1).mean())
+
+
+def sequences_of(rows: Sequence[Row]) -> Sequences:
+    """The recorded tokens of a step."""
+    mask = torch.tensor([row["token_loss_mask"][0] for row in rows])[:, 1:].bool()
+    return Sequences(
+        ids=torch.tensor([row["token_ids"][0] for row in rows]),
+        lengths=[int(row["input_lengths"][0]) for row in rows],
+        mask=mask,
+    )
+
+
+def aligned(rows: Sequence[Row], name: str) -> Tensor:
+    """A recorded [B, S] tensor, whose index t speaks of token t, as [B, S - 1]."""
+    return torch.tensor([row[name][0] for row in rows], dtype=torch.float32)[:, 1:]
+
+
+def recompute(evidence: Recorded) -> Recomputed:
+    """The first step that has a gradient, of those whose weights are on disk.
+
+    Raises: Failed: neither has, or nothing is recorded of them.
+    """
+    adapted, carries = evidence.recipe.policy.megatron_cfg.lora_in_use, evidence.recipe.loss_fn
+    candidates = [evidence.resumed_step] if adapted else [1, evidence.resumed_step]
+    if carries.carries_statistics:
+        candidates = [1]
+    tried = []
+    for step in candidates:
+        logged = evidence.steps.get(step, {})
+        if logged.get("grad_norm"):
+            return _recompute(evidence, step)
+        tried.append(f"step {step} {'moved no weight' if logged else 'is not logged'}")
+    raise Failed(f"nothing to recompute: {', '.join(tried)}")
+
+
+def _recompute(evidence: Recorded, step: int) -> Recomputed:
+    recipe, adapted = evidence.recipe, evidence.recipe.policy.megatron_cfg.lora_in_use
+    folder = evidence.rehearsal.model.folder if step == 1 else evidence.exported
+    model, temperature = load(folder), recipe.policy.generation.temperature
+    objective = recipe.loss_fn.build()
+    if evidence.is_supervised:
+        rows: list[Row] = []
+        sequences, temperature = demonstrated(evidence, step), 1.0
+    elif not (rows := evidence.responses(step)):
+        raise Failed(f"no responses of step {step} are recorded")
+    else:
+        sequences = sequences_of(rows)
+    scored, entropies = all_logprobs(model, sequences, temperature)
+    reference = None
+    if objective.needs_reference:
+        reference, _ = all_logprobs(load(evidence.rehearsal.model.folder), sequences, temperature)
+    batch = _batch(rows, sequences, scored, recipe.grpo.num_generations_per_prompt)
+    batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference)
+    prepared = objective.prepare(batch, seed=recipe.grpo.seed * SEED_STRIDE + step - 1)
+    adapters = adapters_of(evidence.stop_checkpoint, recipe.policy.megatron_cfg) if adapted else None
+    loss, norm, scale = _update(model, objective, prepared, sequences, temperature, adapters)
+    several = recipe.num_updates_per_step > 1  # the second update's weights are nowhere
+    return Recomputed(
+        step,
+        loss,
+        None if several else norm,
+        prepared.advantages if rows else None,
+        aligned(rows, "advantages") if rows else None,
+        scale,
+    )
+
+
+def demonstrated(evidence: Recorded, step: int | None) -> Sequences:
+    """A step's demonstrations; None: the validation's."""
+    from transformers import AutoTokenizer
+
+    from nemo_grpo.engine.demonstrations import Demonstrations
+    from nemo_grpo.engine.rollout import assemble
+
+    recipe = evidence.recipe
+    tokenizer = AutoTokenizer.from_pretrained(evidence.rehearsal.model.folder)
+    task = recipe.nemo_grpo.task.build()
+    shown = Demonstrations(recipe, task, tokenizer)
+    number = recipe.grpo.num_prompts_per_step
+    if step is None:
+        groups = [shown.held_out(problem) for problem in task.validation_problems(small.NUM_VALIDATION)]
+    else:
+        groups = [shown.training(index) for index in range((step - 1) * number, step * number)]
+    made = assemble(groups, pad_id=tokenizer.pad_token_id)
+    return Sequences(made.sequences.input_ids, made.sequences.lengths.tolist(), made.token_mask)
+
+
+def _batch(rows: Sequence[Row], sequences: Sequences, scored: Tensor, num_generations: int) -> TokenBatch:
+    number = len(sequences.lengths)
+    if not rows:
+        return TokenBatch(
+            prev_logprobs=scored,
+            token_mask=sequences.mask,
+            sample_mask=torch.ones(number, dtype=torch.bool),
+            rewards=torch.zeros(number),
+            group_ids=torch.arange(number),
+        )
+    return TokenBatch(
+        prev_logprobs=scored,
+        generation_logprobs=aligned(rows, "generation_logprobs"),
+        token_mask=sequences.mask,
+        sample_mask=torch.tensor([row["sample_loss_mask"][0] for row in rows]).bool(),
+        rewards=torch.tensor([reward(row) for row in rows]),
+        group_ids=torch.arange(number) // num_generations,
+        response_ids=response_ids(_prompt_and_policy_tokens(sequences)),
+    )
+
+
+def _prompt_and_policy_tokens(sequences: Sequences) -> Iterator[tuple[list[int], list[int]]]:
+    for ids, mask in zip(sequences.ids, sequences.mask, strict=True):
+        start = int(mask.int().argmax()) + 1  # mask[t] speaks of ids[t + 1]
+        yield ids[:start].tolist(), ids[1:][mask].tolist()
+
+
+def _update(
+    model: Any,
+    objective: Any,
+    prepared: PreparedBatch,
+    sequences: Sequences,
+    temperature: float,
+    adapters: Adapters | None,
+) -> tuple[float, float, float]:
+    """(loss, norm of its gradient, mean size of its terms), a sequence at a time."""
+    tokens, responses = global_counts(prepared.batch)
+    total, size = 0.0, 0.0
+    for row, length in enumerate(sequences.lengths):
+        current, _ = logprobs(model, sequences.ids[row, :length], temperature)
+        part = prepared.select(torch.tensor([row]), next_token_logprobs=current[None], length=length - 1)
+        loss, _ = objective.loss(part, global_valid_toks=tokens, global_valid_seqs=responses)
+        loss.backward()
+        total += float(loss.detach())
+        size += abs(float(loss.detach()))
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if adapters is None:
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    else:
+        norm = adapters.gradient_norm(gradients)
+    return total, norm, size

@@ -1,0 +1,167 @@
+"""What a rehearsal has left behind: metrics, responses, validation, read once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.problems import RehearsedTask
+from nemo_grpo.rehearsal.stages import Rehearsal, metrics, newest_checkpoint, run_python
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.base import reward_of
+from nemo_grpo.tasks.scoring import Scorer
+
+Row = Mapping[str, Any]
+"""One response in NeMo-RL's record of a step or of a validation."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A recorded response, graded once more.
+
+    Attributes: step: its step; 0: of the validation.  recorded: the reward that the run trained on.
+                reward: the recipe's, of `scores`.
+    """
+
+    step: int
+    problem: Problem
+    response: str
+    length: int
+    recorded: float
+    scores: Mapping[str, float]
+    reward: float
+
+
+class Recorded:
+    """A rehearsal's output."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal = rehearsal
+        self.recipe = rehearsal.small
+
+    @cached_property
+    def rows(self) -> list[dict[str, float]]:
+        """Rows of metrics.jsonl that hold an update."""
+        return [row for row in metrics(self.recipe) if "loss/total" in row]
+
+    @cached_property
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Metrics by step."""
+        found: dict[int, dict[str, float]] = {}
+        for row in metrics(self.recipe):
+            found.setdefault(int(row["step"]), {}).update(row)
+        return {step: row for step, row in found.items() if "loss/total" in row}
+
+    @property
+    def is_supervised(self) -> bool:
+        """The run learns from demonstrations and has no rollouts."""
+        return self.rehearsal.recipe.loss_fn.learns_from_demonstrations
+
+    @property
+    def is_graded_here(self) -> bool:
+        """Rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
+        return self.rehearsal.recipe.nemo_grpo.task is not None
+
+    @property
+    def resumed_step(self) -> int:
+        """The first step after the stop."""
+        return self.rehearsal.stopped_after + 1
+
+    def series(self, name: str) -> list[float]:
+        """One metric's values in the order of steps."""
+        return [row[name] for _, row in sorted(self.steps.items()) if name in row]
+
+    def validations(self, name: str) -> dict[int, float]:
+        """One metric of the validations, by step."""
+        key = f"validation/{name}"
+        return {int(row["step"]): row[key] for row in metrics(self.recipe) if key in row}
+
+    def responses(self, step: int, kind: str = "train") -> list[Row]:
+        """NeMo-RL's record of a step's responses, or of a validation's (``val``)."""
+        folder = Path(str(self.recipe.logger.log_dir))
+        files = sorted(folder.glob(f"exp_*/{kind}_data_step{step}.jsonl"))
+        return [json.loads(line) for line in files[-1].read_text().splitlines()] if files else []
+
+    @cached_property
+    def scored(self) -> list[Scored]:
+        """The responses to the training prompts whose problem is recognised."""
+        return self._graded([(step, row) for step in sorted(self.steps) for row in self.responses(step)])
+
+    def validated(self, step: int) -> list[Scored]:
+        """The validation's responses whose problem is recognised."""
+        return self._graded([(step, row) for row in self.responses(step, "val")], is_validation=True)
+
+    def _graded(self, rows: list[tuple[int, Row]], *, is_validation: bool = False) -> list[Scored]:
+        settings = self.rehearsal.taught.nemo_grpo
+        task = RehearsedTask(self.rehearsal.taught, self.rehearsal.problems.task)
+        has_turns = hasattr(task.task, "observe")
+        known = task.validation_problems(small.NUM_VALIDATION) if is_validation else task.known
+        by_length = sorted(known, key=lambda problem: -len(problem.question))
+        found: list[tuple[int, Row, Problem, str]] = []
+        for step, row in rows:
+            prompt, *turns = (_text(turn) for turn in _conversation(row))
+            problem = next((p for p in by_length if p.question in prompt), None)
+            if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
+                found.append((step, row, problem, "".join(turns if has_turns else turns[:1])))
+        scorer = Scorer(task, settings.rewards, settings.prompt)
+        try:
+            scores = scorer([problem for _, _, problem, _ in found], [text for *_, text in found])
+        finally:
+            scorer.close()
+        return [
+            Scored(step, problem, text, _length(row), reward(row), of, reward_of(of, settings.rewards))
+            for (step, row, problem, text), of in zip(found, scores, strict=True)
+        ]
+
+    @cached_property
+    def stop_checkpoint(self) -> Path:
+        """The checkpoint of the stop, which the resumed run started from.
+
+        Raises: Failed: there is no checkpoint.
+        """
+        step = self.recipe.checkpoint_dir / f"step_{self.rehearsal.stopped_after}"
+        return step if step.is_dir() else newest_checkpoint(self.rehearsal)
+
+    @cached_property
+    def exported(self) -> Path:
+        """The converters' export of `stop_checkpoint`.
+
+        Raises: Failed: there is no checkpoint, or the converter fails.
+        """
+        return convert(self.rehearsal, self.stop_checkpoint)
+
+
+def reward(row: Row) -> float:
+    """The reward that a response was trained on; under dynamic sampling that of the groups that were kept."""
+    return float(row.get("filtered_rewards", row["rewards"])[0])
+
+
+def _conversation(row: Row) -> list[Any]:
+    content = row["content"]
+    return list(content[0] if isinstance(content[0], list) else content)
+
+
+def _text(turn: Any) -> str:
+    return str(turn["content"] if isinstance(turn, Mapping) else turn)
+
+
+def _length(row: Row) -> int:
+    """Tokens of a training response; 0 for a validation's, whose tokens are not recorded."""
+    return int(sum(row["token_loss_mask"][0])) if "token_loss_mask" in row else 0
+
+
+def convert(rehearsal: Rehearsal, checkpoint: Path, name: str = "hf") -> Path:
+    """Export a checkpoint with the converters, adapters merged, to the rehearsal's folder ``name``."""
+    output = rehearsal.folder / name
+    arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
+    arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
+    if rehearsal.small.policy.megatron_cfg.lora_in_use:
+        arguments += ["--lora", "merge", "--base", str(rehearsal.model.folder)]
+    with rehearsal.timed("conversion"):
+        run_python(rehearsal, arguments, "conversion.log")
+    return output

@@ -1,0 +1,130 @@
+"""All checks of one variant, by name, on a few steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.objective import Objective
+from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.extensions import place_of
+from nemo_grpo.variants.base import VariantConfig
+from nemo_grpo.variants.checking import declarations as declared
+from nemo_grpo.variants.checking import invariance
+from nemo_grpo.variants.checking.steps import example_step, random_step
+
+
+class Failure(NamedTuple):
+    """A check that does not hold, in one sentence: what was expected, what was found, the remedy."""
+
+    check: str
+    sentence: str
+
+
+class Case(NamedTuple):
+    """What a check looks at."""
+
+    config: VariantConfig
+    objective: Objective
+    batch: TokenBatch
+    undeclared: dict[str, tuple[str, Tensor]]
+
+
+Check = Callable[[Case], "str | None"]
+
+FIRST: dict[str, Check] = {
+    "names": lambda c: declared.names_are_known(c.config),
+    "shapes": lambda c: declared.shapes_fit(c.objective, c.batch),
+    "gradient": lambda c: declared.has_a_gradient(c.objective, c.batch),
+}
+"""Without these the others say nothing."""
+
+FURTHER: dict[str, Check] = {
+    "finite": lambda c: declared.is_finite(c.objective, c.batch),
+    "scores": lambda c: declared.prev_logprobs_are_declared(c.objective, c.batch),
+    "shaping": lambda c: declared.shaping_is_declared(c.config, c.objective, c.batch),
+    "rows without advantage": lambda c: declared.rows_without_advantage_are_declared(c.objective, c.batch),
+    "microbatches": lambda c: invariance.adds_up(c.objective, c.batch),
+    "order": lambda c: invariance.ignores_order(c.objective, c.batch, _order(c.batch)),
+    "padding": lambda c: invariance.ignores_padding(c.objective, c.batch, 2, 3),
+    "packing": lambda c: invariance.survives_packing(c.objective, c.batch),
+    "masked garbage": lambda c: invariance.ignores_what_is_masked(c.objective, c.batch, float("nan")),
+    "metrics": lambda c: invariance.metrics_add_up(c.objective, c.batch),
+    "no tokens": lambda c: invariance.is_zero_without_tokens(c.objective, c.batch),
+    "precision": lambda c: invariance.keeps_dtype(c.objective, c.batch),
+    "differences": lambda c: invariance.agrees_with_differences(
+        c.objective, c.batch, stops_gradient=c.config.has_stop_gradient
+    ),
+}
+CHECKS = (*FIRST, *FURTHER)
+"""Names of all checks, in their order."""
+
+
+def check_variant(config: VariantConfig, *, quick: bool = False) -> list[Failure]:
+    """Every check that does not hold, once; an exception in the variant's code is one.
+
+    Args: quick: on one step, in a tenth of a second; else on eight.
+    """
+    objective, found = config.build(), dict[str, Failure]()
+    for batch in _steps(quick):
+        case = Case(config, objective, *declared.what_it_declares(config, batch))
+        for checks in (FIRST, FURTHER):
+            for name, check in checks.items():
+                if name not in found and (sentence := _sentence(check, case)):
+                    found[name] = Failure(name, sentence)
+            if any(name in found for name in FIRST):
+                return list(found.values())
+    return [found[name] for name in CHECKS if name in found]
+
+
+def try_out(config: VariantConfig, key: str) -> None:
+    """The quick part, before a run.
+
+    Raises: UserError: a check does not hold.
+    """
+    if failures := check_variant(config, quick=True):
+        told = "; ".join(f"{check}: {sentence}" for check, sentence in failures[:2])
+        more = f" ({len(failures)} checks fail)" if len(failures) > 2 else ""
+        raise UserError(
+            f"{key}={config.variant}: {told}{more}; try `nemo-grpo variants check {config.variant}`"
+        )
+
+
+def _steps(quick: bool) -> Iterator[TokenBatch]:
+    yield example_step()
+    if quick:
+        return
+    for seed in range(3):
+        yield example_step(seed)
+        yield random_step([5, 3, 6, 2, 4, 1], [1.0, 0.0, 0.3, 1.0, 0.0, 0.0], [4, 4, 4, -2, -2, -2], seed)
+    rows_left_out = torch.tensor([True, False, True, True, True])
+    yield replace(example_step(seed=9), sample_mask=rows_left_out)
+
+
+def _order(batch: TokenBatch) -> Tensor:
+    return torch.randperm(len(batch.rewards), generator=torch.Generator().manual_seed(3))
+
+
+def _sentence(check: Check, case: Case) -> str | None:
+    try:
+        return check(case)
+    except Exception as error:  # of the variant's own code, whatever it raises
+        file = getattr(sys.modules.get(type(case.config).__module__), "__file__", None)
+        return f"expected a loss; found {place_of(error, file)}{_hint(error, check, case)}"
+
+
+def _hint(error: Exception, check: Check, case: Case) -> str:
+    if isinstance(error, AttributeError) and error.name and error.obj is not None:
+        return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
+    for field, (declaration, value) in case.undeclared.items():
+        given: dict[str, Any] = {field: value}
+        try:
+            check(case._replace(batch=replace(case.batch, **given)))
+        except Exception:  # it is not this that lacks
+            continue
+        return f"; it reads {field}, which are given with {declaration} = True only"
+    return ""

@@ -1,0 +1,80 @@
+"""Small rollout steps of random numbers, and the loss of one of them in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.objective import Objective
+
+TOKEN_TENSORS = (
+    "next_token_logprobs",
+    "prev_logprobs",
+    "generation_logprobs",
+    "reference_policy_logprobs",
+    "entropies",
+)
+SEED = 11
+
+
+def random_step(
+    lengths: Sequence[int], rewards: Sequence[float], group_ids: Sequence[int], seed: int = 0
+) -> TokenBatch:
+    """Random logprobs of the given shape, the current policy somewhat away from the previous one."""
+    shape, generator = (len(lengths), max(*lengths, 1)), torch.Generator().manual_seed(seed)
+
+    def rand() -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    prev = -3 * rand() ** 2 - 1e-3
+    return TokenBatch(
+        next_token_logprobs=(prev + 0.8 * (rand() - 0.5)).requires_grad_(),
+        prev_logprobs=prev,
+        generation_logprobs=prev + 0.01 * (rand() - 0.5),
+        reference_policy_logprobs=prev + 0.5 * (rand() - 0.5),
+        entropies=2 * rand(),
+        token_mask=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
+        sample_mask=torch.ones(shape[0]),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor(group_ids),
+    )
+
+
+def example_step(seed: int = 5) -> TokenBatch:
+    """Two groups; an empty, a one-token and a truncated response among them."""
+    return random_step([4, 1, 0, 3, 4], [1.0, 0.0, 0.0, 1.0, 0.3], [0, 0, 0, 1, 1], seed)
+
+
+def changed(batch: TokenBatch, **changes: Any) -> TokenBatch:
+    """The batch with these fields; its current logprobs are a leaf of their own."""
+    new = replace(batch, **changes)
+    return replace(new, next_token_logprobs=new.next_token_logprobs.detach().clone().requires_grad_())
+
+
+def counts(batch: TokenBatch) -> dict[str, Any]:
+    """What a loss divides by, of a batch that holds the whole step."""
+    return dict(zip(("global_valid_toks", "global_valid_seqs"), global_counts(batch), strict=True))
+
+
+def loss_and_gradient(
+    objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor, PreparedBatch]:
+    """Loss summed over ``parts`` (rows; default: all at once), and its gradient in next_token_logprobs."""
+    prepared = objective.prepare(batch, seed=SEED)
+    current = batch.next_token_logprobs
+    total = torch.zeros((), dtype=current.dtype)
+    for rows in whole(objective, batch) if parts is None else parts:
+        part = prepared.select(rows, next_token_logprobs=current[rows])
+        total = total + objective.loss(part, **counts(batch))[0]
+    (gradient,) = torch.autograd.grad(total, current)
+    return total.detach(), gradient, prepared
+
+
+def whole(objective: Objective, batch: TokenBatch) -> list[Tensor]:
+    """Rows of the largest parts that the objective takes: all of them, or a group each."""
+    if objective.whole_groups_per_loss_call:
+        return [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
+    return [torch.arange(len(batch.rewards))]

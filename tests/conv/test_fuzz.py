@@ -1,0 +1,340 @@
+"""Files that are not what they should be: a message each, no other exception, no hang, bounded memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import struct
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+import yaml
+from conv_models import save_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoints_conv.families import family_for
+from checkpoints_conv.formats.archive import SavedTensor
+from checkpoints_conv.formats.model_folder import INDEX, hf_config
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
+from checkpoints_conv.formats.torch_dist import LATEST, METADATA, TorchDistReader
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.lora import merge_lora
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.model_card import training_of, write_card
+from checkpoints_conv.run_config import RUN_CONFIG
+from checkpoints_conv.summary import summarize
+from nemo_grpo import UserError
+
+pytestmark = pytest.mark.slow
+FUZZ = settings(
+    max_examples=120,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+SECONDS, MEBIBYTES, MAX_MESSAGE = 20, 700, 10_000
+
+
+def nested(depth, value=0):
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([-1, 0, 1, 3, 10**9, 1 << 40, 10**30, 10**400, -(10**30), 0.5, 4.0, 1e30, 1e308, -1.5]),
+    st.sampled_from(
+        [float("nan"), float("inf"), "", "x", "8", "nan", "../x", "/etc/passwd", "\0", "é" * 300]
+    ),
+)
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.sampled_from(["rope_type", "depth", "x", "hidden_size", "type"]), SCALARS, max_size=3),
+    st.sampled_from([nested(30), nested(400), {"a": {"b": {"c": [{}]}}}]),
+)
+
+
+@contextmanager
+def only_messages():
+    """Within the block nothing but `UserError`, in bounded time."""
+
+    def stop(*_):
+        raise AssertionError(f"not done after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    except UserError as error:
+        if len(str(error)) > MAX_MESSAGE:
+            raise AssertionError("a message of many pages") from None
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+    """The module's examples take no more than some hundred megabytes beyond what was taken before."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEBIBYTES << 10
+
+
+def paths_in(content, path=()):
+    """Every place in a JSON object."""
+    for key, value in content.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from paths_in(value, (*path, key))
+
+
+def with_value(content, path, value):
+    """A copy in which the place holds another value."""
+    changed = json.loads(json.dumps(content))
+    section = changed
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    return changed
+
+
+OTHER_KEYS = (
+    *("num_nextn_predict_layers", "mlp_only_layers", "sliding_window", "rope_scaling", "text_config"),
+    *("num_experts", "num_local_experts", "n_shared_experts", "rope_parameters", "quantization_config"),
+)
+FAMILIES = ("qwen2", "llama3-rope", "qwen2.5-vl", "gemma3", "deepseek-v3", "glm-4.5", "gpt-oss")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_config(family, tmp_path):
+    folder = save_model(family, tmp_path / "model")
+    config = hf_config(folder)
+    places = [*paths_in(config), *((key,) for key in OTHER_KEYS)]
+
+    @FUZZ
+    @given(st.sampled_from(places), VALUES)
+    def check(place, value):
+        (folder / "config.json").write_text(json.dumps(with_value(config, place, value)))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        with only_messages():
+            summarize(folder)
+        with only_messages():
+            hf_to_megatron(folder, tmp_path / "out", force=True)
+
+    check()
+
+
+def test_bytes_of_config(tmp_path):
+    @FUZZ
+    @given(st.one_of(st.binary(max_size=60), st.sampled_from([b"[" * 200_000, b'{"a":' * 9000, b"1" * 9000])))
+    def check(content):
+        (tmp_path / "config.json").write_bytes(content)
+        with only_messages():
+            family_for(hf_config(tmp_path))
+
+    check()
+
+
+def write_safetensors(file, header, data=b""):
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def test_headers_of_safetensors(tmp_path):
+    good = {"x": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}, "__metadata__": {"format": "pt"}}
+    places = list(paths_in(good))
+    changed = st.builds(with_value, st.just(good), st.sampled_from(places), VALUES).map(
+        lambda content: json.dumps(content).encode()
+    )
+
+    @FUZZ
+    @given(st.one_of(changed, st.binary(max_size=40), st.just(b"[" * 200_000)))
+    def check(header):
+        write_safetensors(tmp_path / "model.safetensors", header, bytes(8))
+        with only_messages(), closing(SafetensorsFolder(tmp_path)) as weights:
+            for name in weights.tensors:
+                weights.read(name)
+
+    check()
+
+
+def test_lengths_of_safetensors(tmp_path):
+    @FUZZ
+    @given(st.binary(max_size=30))
+    def check(content):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with only_messages():
+            SafetensorsFolder(tmp_path)
+
+    check()
+
+
+def test_indices(tmp_path):
+    header = b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    write_safetensors(tmp_path / "a.safetensors", header, b"1")
+    (tmp_path / "b.safetensors").mkdir()
+    good = {"metadata": {}, "weight_map": {"x": "a.safetensors"}}
+
+    @FUZZ
+    @given(
+        st.sampled_from(list(paths_in(good))),
+        VALUES | st.sampled_from(["b.safetensors", ".", "c.safetensors"]),
+    )
+    def check(place, value):
+        (tmp_path / INDEX).write_text(json.dumps(with_value(good, place, value)))
+        with only_messages():
+            SafetensorsFolder(tmp_path).close()
+
+    check()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A model and its checkpoint."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    model = save_model("qwen3-moe", folder / "model", num_hidden_layers=1)
+    return model, hf_to_megatron(model, folder / "megatron")
+
+
+@pytest.fixture
+def damaged(whole, tmp_path):
+    """The same, to be damaged."""
+    shutil.copytree(whole[1], tmp_path / "megatron")
+    return whole[0], tmp_path / "megatron"
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
+)
+TEXTS = ["model: [", "- 1", "model: {num_layers: *x}", "\0", "é", "x" * 9, "model: " + "[" * 5000, "<<: 1"]
+
+
+def test_run_configs(damaged, tmp_path):
+    model, megatron = damaged
+    file = megatron / "iter_0000000" / RUN_CONFIG
+    good = yaml.safe_load(file.read_text())
+    changed = st.builds(with_value, st.just(good), st.sampled_from(list(paths_in(good))), VALUES).map(
+        yaml.safe_dump
+    )
+    bomb = BOMB + "model: {num_layers: *j}\n"
+
+    @FUZZ
+    @given(st.one_of(changed, st.sampled_from([*TEXTS, bomb, "model: {num_layers: 0x" + "f" * 9000 + "}"])))
+    def check(text):
+        file.write_text(text)
+        with only_messages():
+            megatron_to_hf(megatron, model, tmp_path / "hf", force=True)
+
+    check()
+
+
+def test_alpha_of_adapters(damaged, tmp_path):
+    model, megatron = damaged
+
+    @FUZZ
+    @given(VALUES)
+    def check(value):
+        (megatron / "iter_0000000" / RUN_CONFIG).write_text(yaml.safe_dump({"peft": {"alpha": value}}))
+        with only_messages():
+            merge_lora(megatron, model, tmp_path / "hf", force=True)
+
+    check()
+
+
+def test_trackers(damaged):
+    _, megatron = damaged
+
+    @FUZZ
+    @given(st.one_of(st.binary(max_size=20), st.sampled_from(["²", "9" * 5000, "-1", "release", "1/../.."])))
+    def check(content):
+        data = content if isinstance(content, bytes) else content.encode()
+        (megatron / LATEST).write_bytes(data)
+        with only_messages():
+            TorchDistReader(megatron).close()
+
+    check()
+
+
+def bombs():
+    """Pickles that are short and take the stack, the time or the memory."""
+    deep = b"\x80\x04}" + b")" + b"\x85" * 2_000_000 + b"K\x01s."
+    slow = b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s."
+    large = b"\x80\x04Nr\xff\xff\xff\x7f."
+    return [deep, slow, large]
+
+
+def test_metadata_that_takes_stack_time_or_memory_is_damaged(damaged):
+    _, megatron = damaged
+    for content in bombs():
+        (megatron / "iter_0000000" / METADATA).write_bytes(content)
+        with pytest.raises(UserError, match=r"is damaged or truncated"):
+            TorchDistReader(megatron)
+
+
+@pytest.mark.parametrize("name", [METADATA, "__0_0.distcp"])
+def test_flipped_bytes(damaged, tmp_path, name):
+    model, megatron = damaged
+    file = megatron / "iter_0000000" / name
+    good = file.read_bytes()
+
+    @FUZZ
+    @given(st.lists(st.tuples(st.integers(0, len(good) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+    def check(changes):
+        content = bytearray(good)
+        for at, value in changes:
+            content[at] = value
+        file.write_bytes(content)
+        with only_messages():
+            megatron_to_hf(megatron, model, tmp_path / "hf", force=True)
+
+    check()
+
+
+def test_pickles_of_tensors(tmp_path):
+    """Not what torch.save writes: other opcodes, keys, numbers that describe no tensor."""
+    file = tmp_path / "x.pt"
+    torch.save(torch.arange(6.0).view(2, 3), file)
+    good = file.read_bytes()
+
+    @FUZZ
+    @given(st.integers(0, len(good) - 1), st.integers(0, 255), st.integers(0, len(good)))
+    def check(at, value, length):
+        content = bytearray(good)
+        content[at] = value
+        file.write_bytes(content[: length if value % 2 else None])
+        with file.open("rb") as stream, only_messages():
+            saved = SavedTensor(file, stream.fileno(), 0, len(content))
+            data = bytearray(saved.dtype.itemsize * max(1, torch.Size(saved.shape).numel()))
+            saved.read_into(0, [memoryview(data)])
+            saved.finish()
+
+    check()
+
+
+def test_cards(tmp_path):
+    step = tmp_path / "run" / "step_1"
+    weights = step / "policy" / "weights" / "iter_0000000"
+    weights.mkdir(parents=True)
+    recipe = {"policy": {"model_name": "a/b"}, "loss_fn": {"variant": "x"}}
+    recipe["nemo_grpo"] = {"run_name": "x", "task": {"name": "t", "train_files": ["a"]}, "warm_start": None}
+    info = {"step": 1, "metrics": {"val": 1.0}}
+    both = {"info": info, "recipe": recipe}
+
+    @FUZZ
+    @given(st.sampled_from(list(paths_in(both))), VALUES)
+    def check(place, value):
+        changed = with_value(both, place, value)
+        (step / "training_info.json").write_text(json.dumps(changed["info"]))
+        (step / "config.yaml").write_text(json.dumps(changed["recipe"]))
+        with only_messages():
+            write_card(tmp_path, training_of(weights), "base")
+
+    check()

@@ -1,0 +1,233 @@
+"""Core formulas against numbers worked out by hand, one token or one group at a time."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+from nemo_grpo.core.advantages import group_advantages
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.importance import ImportanceCorrection
+from nemo_grpo.core.kl import kl_estimate, weighted_k3, with_score_function
+from nemo_grpo.core.statistics import Groups
+from nemo_grpo.core.token_weights import (
+    gaussian_kernel_weights,
+    group_covariance,
+    probability_weights,
+    select_high_covariance,
+    step_covariance,
+)
+
+LN2 = math.log(2)
+
+
+def batch(prev, gen=None, *, mask=None, rewards=None, groups=None, valid=None) -> TokenBatch:
+    prev = torch.tensor(prev, dtype=torch.float64)
+    number = len(prev)
+    return TokenBatch(
+        prev_logprobs=prev,
+        generation_logprobs=None if gen is None else torch.tensor(gen, dtype=torch.float64),
+        token_mask=torch.ones(prev.shape, dtype=torch.bool) if mask is None else torch.tensor(mask).bool(),
+        sample_mask=torch.ones(number, dtype=torch.bool) if valid is None else torch.tensor(valid).bool(),
+        rewards=torch.tensor(rewards or [0.0] * number, dtype=torch.float64),
+        group_ids=torch.tensor(groups or [0] * number),
+    ).clean()
+
+
+def close(found, expected) -> None:
+    torch.testing.assert_close(
+        found.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-9
+    )
+
+
+# ---------------------------------------------------------------------- KL
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),  # logp = -1, logp_ref = -1 + ln 2, so d = ln 2
+    [("k1", -LN2, 1.0), ("k2", LN2**2 / 2, -LN2), ("k3", 2 - LN2 - 1, 1 - 2.0)],
+)
+def test_kl_estimators_and_their_derivatives(kind, value, slope):
+    logp = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    kl = kl_estimate(logp, logp.detach() + LN2, kind)
+    close(kl.detach(), [[value]])
+    close(torch.autograd.grad(kl.sum(), logp)[0], [[slope]])
+    again = with_score_function(kl_estimate(logp, logp.detach() + LN2, kind), logp)
+    close(again.detach(), [[value]])
+    close(torch.autograd.grad(again.sum(), logp)[0], [[slope + value]])
+
+
+def test_weighted_k3_has_the_weight_inside_the_ratio():
+    logp = torch.tensor([[-1.0]])
+    close(weighted_k3(logp, logp + LN2, torch.tensor([[3.0]])), [[6 - math.log(6) - 1]])
+
+
+# ---------------------------------------------------------------------- importance
+# Two responses of two tokens. pi_prev / pi_gen: 2 and 4; 1/2 and 1.
+
+PREV = [[-1.0, -1.0], [-1.0, -1.0]]
+GEN = [[-1.0 - LN2, -1.0 - 2 * LN2], [-1.0 + LN2, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights", "outside"),
+    [
+        (ImportanceCorrection(), [[2, 4], [0.5, 1]], None),
+        (ImportanceCorrection(sequence_level=True), [[8, 8], [0.5, 0.5]], None),
+        (ImportanceCorrection("tis", 0.75, 3.0), [[2, 3], [0.75, 1]], [[0, 1], [1, 0]]),
+        (ImportanceCorrection("icepop", 0.5, 2.0), [[2, 0], [0.5, 1]], [[0, 1], [0, 0]]),  # bounds are inside
+        (ImportanceCorrection("icepop", 0.6, 1.9), [[0, 0], [0, 1]], [[1, 1], [1, 0]]),
+        # geometric means: sqrt(8) = 2.83 and sqrt(1/2) = 0.71
+        (ImportanceCorrection("seq-mask-tis", 0.7, 2.8), [[0, 0], [0.5, 1]], [1, 0]),
+        (ImportanceCorrection("seq-mask-tis", 0.72, 2.9), [[2, 4], [0, 0]], [0, 1]),
+        (ImportanceCorrection("tis", 0.0, 3.0, sequence_level=True), [[3, 3], [0.5, 0.5]], [[1, 1], [0, 0]]),
+    ],
+)
+def test_importance_weights_and_what_is_outside(correction, weights, outside):
+    found, metrics = correction.weights(batch(PREV, GEN))
+    close(found, [[float(w) for w in row] for row in weights])
+    close(metrics["importance/weight"], [[float(w) for w in row] for row in weights])
+    if outside is None:
+        assert "importance/outside" not in metrics
+    else:
+        assert metrics["importance/outside"].tolist() == outside
+
+
+def test_importance_weight_that_is_not_finite_is_zero():
+    gen = [[-math.inf, -1.0], [math.nan, -1.0]]
+    found, _ = ImportanceCorrection().weights(batch(PREV, gen))
+    close(found, [[0.0, 1.0], [0.0, 1.0]])
+    found, metrics = ImportanceCorrection("seq-mask-tis", 0.5, 2.0).weights(batch(PREV, gen))
+    close(found, [[0.0, 1.0], [0.0, 1.0]])  # the other token's ratio of 1 is the response's mean
+    assert metrics["importance/outside"].tolist() == [0, 0]
+
+
+def test_geometric_mean_is_over_counting_tokens():
+    """Ratios 2 and (not counted) 4: the mean is 2, not sqrt(2) or sqrt(8)."""
+    found, metrics = ImportanceCorrection("seq-mask-tis", 1.9, 2.1).weights(
+        batch([PREV[0]], [GEN[0]], mask=[[1, 0]])
+    )
+    assert metrics["importance/outside"].tolist() == [0]
+    close(found, [[2.0, 1.0]])
+
+
+# ---------------------------------------------------------------------- advantages
+
+
+def test_advantages_of_one_group_by_hand():
+    """Rewards 1, 0, 0, 0 and one that does not count: mean 1/4, std with ddof 1 = 1/2."""
+    b = batch([[-1.0]] * 5, rewards=[1.0, 0.0, 0.0, 0.0, 9.0], valid=[1, 1, 1, 1, 0])
+    close(group_advantages(b, normalization="none").values, [0.75, -0.25, -0.25, -0.25, 0])
+    close(group_advantages(b, eps=0.5).values, [0.75, -0.25, -0.25, -0.25, 0])  # divided by 1/2 + 1/2
+    close(group_advantages(b, eps=0.0).values, [1.5, -0.5, -0.5, -0.5, 0])
+    assert group_advantages(b).sizes.tolist() == [4] * 5
+    assert group_advantages(b).has_signal.tolist() == [True] * 4 + [False]
+
+
+def test_advantages_by_the_batch_divide_by_its_std():
+    """Two groups (2, 0), (1, 1): std of all four with ddof 1 is sqrt(2/3); the second has no signal."""
+    b = batch([[-1.0]] * 4, rewards=[2.0, 0.0, 1.0, 1.0], groups=[0, 0, 1, 1])
+    std = math.sqrt(2 / 3)
+    close(
+        group_advantages(b, normalization="batch", eps=0.25).values,
+        [1 / (std + 0.25), -1 / (std + 0.25), 0, 0],
+    )
+
+
+def test_leave_one_out_uses_the_others_alone():
+    rewards, eps = [3.0, 0.0, 1.0, 4.0], 0.5
+    others = [[r for at, r in enumerate(rewards) if at != left] for left in range(4)]
+    centred = [r - fmean(rest) for r, rest in zip(rewards, others, strict=True)]
+    b = batch([[-1.0]] * 4, rewards=rewards)
+    close(group_advantages(b, normalization="none", leave_one_out=True).values, centred)
+    expected = [a / (stdev(rest) + eps) for a, rest in zip(centred, others, strict=True)]
+    close(group_advantages(b, eps=eps, leave_one_out=True).values, expected)
+
+
+def test_others_that_are_equal_divide_by_one():
+    b = batch([[-1.0]] * 3, rewards=[1.0, 0.0, 0.0])
+    std = stdev([1.0, 0.0])
+    close(
+        group_advantages(b, eps=0.5, leave_one_out=True).values, [1, -0.5 / (std + 0.5), -0.5 / (std + 0.5)]
+    )
+    with pytest.raises(ValueError, match="not defined"):
+        group_advantages(b, normalization="batch", leave_one_out=True)
+
+
+# ---------------------------------------------------------------------- token weights
+
+
+def test_covariances_by_hand():
+    """logp -1, -3 | -2, (-9 does not count); A 1 and -1.  Step: means -2 and 1/3."""
+    logp, mask = torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]), torch.tensor([[1, 1], [1, 0]]).bool()
+    tokens = torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
+    close(step_covariance(logp, tokens, mask), [[2 / 3, -2 / 3], [0, 0]])
+    b = batch(logp.tolist(), mask=mask.tolist())
+    groups, a = Groups.from_ids(b.group_ids), torch.tensor([1.0, -1.0])
+    close(group_covariance(logp, a, b, groups, "response"), [[1, -1], [0, 0]])
+    shifted = torch.tensor([[-1.0, -3.0], [-5.0, -9.0]])  # mean of the group's tokens: -3
+    close(group_covariance(shifted, a, b, groups, "group"), [[2, 0], [2, 0]])
+    close(group_covariance(shifted, a, b, groups, "response"), [[1, -1], [0, 0]])
+
+
+def test_advantage_is_centred_on_its_group():
+    logp = torch.tensor([[-1.0, -2.0]] * 4)
+    b = batch(logp.tolist(), groups=[0, 0, 1, 1])
+    a, groups = torch.tensor([2.0, 0.0, 5.0, 5.0]), Groups.from_ids(b.group_ids)
+    close(
+        group_covariance(logp, a, b, groups, "response"),
+        [[0.5, -0.5], [-0.5, 0.5], [0, 0], [0, 0]],
+    )
+
+
+@pytest.mark.parametrize("scope", ["group", "batch"])
+def test_kernel_weights_have_mean_one(scope):
+    """c = 0, 0, 3, -3 in one group: sigma^2 = 18/4 (ddof 0), w = 1, 1, e^-1, e^-1."""
+    c, mask = torch.tensor([[0.0, 0.0, 3.0, -3.0]]), torch.ones(1, 4, dtype=torch.bool)
+    w = [1.0, 1.0, math.exp(-1), math.exp(-1)]
+    expected = [[4 * each / sum(w) for each in w]]
+    close(gaussian_kernel_weights(c, mask, Groups.from_ids(torch.tensor([0])), scope), expected)
+
+
+def test_kernel_scope_is_what_it_says():
+    """Group 0 has no spread, so weight 1; over the batch sigma^2 = 1/2 and w = 1, 1, e^-1, e^-1."""
+    c, mask = torch.tensor([[0.0, 0.0], [1.0, -1.0]]), torch.ones(2, 2, dtype=torch.bool)
+    groups = Groups.from_ids(torch.tensor([0, 1]))
+    close(gaussian_kernel_weights(c, mask, groups, "group"), [[1, 1], [1, 1]])
+    mean = (2 + 2 * math.exp(-1)) / 4
+    close(gaussian_kernel_weights(c, mask, groups, "batch"), [[1 / mean] * 2, [math.exp(-1) / mean] * 2])
+    mask[0, 1] = False
+    assert gaussian_kernel_weights(c, mask, groups, "group").tolist() == [[1, 0], [1, 1]]
+
+
+def test_tokens_of_high_covariance_are_drawn_within_the_bounds():
+    """Of ten tokens a fraction 0.35 is three; those with 1 < c < 5 are c = 2, 3, 4, so all of them."""
+    c = torch.arange(10.0)[None]
+    b = batch([[-1.0] * 10])
+    chosen = select_high_covariance(c, b, 1.0, 5.0, 0.35, seed=0)
+    assert chosen.nonzero()[:, 1].tolist() == [2, 3, 4]
+    one = select_high_covariance(c, b, 1.0, 5.0, 0.01, seed=0)
+    assert int(one.sum()) == 1, "at least one"
+    assert bool((one & chosen).any()), "from those that qualify"
+    assert int(select_high_covariance(c, b, 1.0, 5.0, 0.29, seed=0).sum()) == 2, "rounded down"
+    assert int(select_high_covariance(c, b, 1.0, 2.0, 0.5, seed=0).sum()) == 0, "bounds do not qualify"
+
+
+@pytest.mark.parametrize(
+    ("multiply", "lower", "upper", "expected"),
+    [
+        (True, 0.0, 9.0, 2 * (1 / (1 + math.exp(-1.0)) - 0.25)),  # sigmoid(4 / 4)
+        (False, 0.0, 9.0, 2 * (1 / (1 + math.exp(-1 / 16)) - 0.25)),  # sigmoid(1/4 / 4)
+        (True, 0.0, 0.9, 0.9),
+        (True, 1.2, 9.0, 1.2),
+    ],
+)
+def test_probability_weight_by_hand(multiply, lower, upper, expected):
+    """pi = 1/4, alpha 2, mu 1/4, tau 4."""
+    logp = torch.tensor([[math.log(0.25)]], requires_grad=True)
+    found = probability_weights(logp, alpha=2, mu=0.25, tau=4, lower=lower, upper=upper, multiply=multiply)
+    close(found, [[expected]])
+    assert not found.requires_grad

@@ -1,0 +1,139 @@
+"""A step's tensors and seeds, number by number: what layouts and resumes share and so cannot show."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.engine.demonstrations import demonstrated
+from nemo_grpo.engine.learning import Learner, TrainingState
+from nemo_grpo.engine.rollout import Group, Response, assemble
+from nemo_grpo.tasks.base import stream
+from nemo_grpo.variants.erpo import ERPO
+
+
+def response(tokens: list[int], mask: list[bool] | None = None, **further) -> Response:
+    return Response(
+        tokens=torch.tensor(tokens),
+        logprobs=-torch.arange(1.0, len(tokens) + 1),
+        token_mask=torch.tensor(mask or [True] * len(tokens)),
+        text="",
+        scores={},
+        **{"truncated": False, "reward": 0.0, **further},
+    )
+
+
+def step(**options):
+    """Prompts of 3 and 1 tokens; responses of 2 and 1, and one of 3 whose middle an environment wrote."""
+    first = Group(None, [10, 11, 12], [response([20, 21], reward=1.0), response([22], truncated=True)])  # type: ignore[arg-type]
+    second = Group(None, [13], [response([23, 24, 25], [True, False, True], reward=2.0)])  # type: ignore[arg-type]
+    return assemble([first, second], pad_id=0, **options)
+
+
+def test_tokens_logprobs_and_mask_are_aligned():
+    made = step()
+    assert made.sequences.input_ids.tolist() == [
+        [10, 11, 12, 20, 21],
+        [10, 11, 12, 22, 0],
+        [13, 23, 24, 25, 0],
+    ]
+    assert made.token_mask.int().tolist() == [[0, 0, 1, 1], [0, 0, 1, 0], [1, 0, 1, 0]]
+    assert made.generation_logprobs.tolist() == [[0, 0, -1, -2], [0, 0, -1, 0], [-1, -2, -3, 0]]
+    assert made.sequences.lengths.tolist() == [5, 4, 4]
+    assert made.sequences.prompt_lengths.tolist() == [3, 3, 1]
+    assert made.group_ids.tolist() == made.sequences.prompt_ids.tolist() == [0, 0, 1]
+    assert made.sample_mask.tolist() == [True] * 3
+    assert step(drop_truncated=True).sample_mask.tolist() == [True, False, True]
+
+
+def test_overlong_penalty_is_of_the_response_alone():
+    assert step(overlong=lambda lengths: -lengths.float()).rewards.tolist() == [1 - 2, 0 - 1, 2 - 3]
+
+
+class Characters:
+    """A tokenizer whose tokens are characters' codes."""
+
+    eos_token_id = 0
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": list(map(ord, text))}
+
+
+def test_demonstration_leaves_out_what_the_environment_says(monkeypatch):
+    task = SimpleNamespace(
+        demonstration=lambda *_: "aXb", segments=lambda _: [("a", True), ("X", False), ("b", True)]
+    )
+    monkeypatch.setattr("nemo_grpo.engine.demonstrations.MultiTurnTask", SimpleNamespace)
+    monkeypatch.setattr("nemo_grpo.engine.demonstrations.encode_prompt", lambda *_: [1, 2])
+    prompt, problem = SimpleNamespace(response_prefix=""), SimpleNamespace(id="p")
+    shown = demonstrated(Characters(), task, prompt, problem, stream("x"), limit=6, key="k")  # type: ignore[arg-type]
+    (only,) = shown.responses
+    assert only.tokens.tolist() == [97, 88, 98, 0]
+    assert only.token_mask.tolist() == [True, False, True, True], "the end of the sequence is the policy's"
+    with pytest.raises(ValueError, match="k=5: problem 'p' with its demonstration has 6 tokens"):
+        demonstrated(Characters(), task, prompt, problem, stream("x"), limit=5, key="k")  # type: ignore[arg-type]
+
+
+def test_draws_are_seeded_by_run_and_step():
+    seeds = []
+
+    class Objective:
+        def prepare(self, batch: TokenBatch, *, seed: int) -> None:
+            seeds.append((seed, dict(batch.carried)))
+
+    learner = Learner(SimpleNamespace(grpo=SimpleNamespace(seed=3)), Objective(), None)  # type: ignore[arg-type]
+    made = step()
+    scores = SimpleNamespace(logprobs=made.generation_logprobs, entropies=None)
+    for finished in (0, 5):
+        learner.prepare(made, TrainingState(step=finished, carried={"mean": 1.0}), scores, None)  # type: ignore[arg-type]
+    assert seeds == [(3 * 1_000_003, {"mean": 1.0}), (3 * 1_000_003 + 5, {"mean": 1.0})]
+
+
+def test_selected_rows_keep_all_that_is_theirs():
+    """Each tensor of a prepared step, by rows 2 and 0."""
+    made = step()
+    batch = made.token_batch(made.generation_logprobs)
+    number = torch.arange(3.0)
+    prepared = PreparedBatch(
+        batch=batch,
+        advantages=number[:, None].expand(3, 4),
+        group_sizes=torch.tensor([2, 2, 1]),
+        token_weights=number[:, None].expand(3, 4) + 10,
+        row_factors=number + 20,
+    )
+    part = prepared.select(torch.tensor([2, 0]), length=3)
+    assert part.row_factors is not None
+    assert part.row_factors.tolist() == [22, 20]
+    assert part.group_sizes.tolist() == [1, 2]
+    assert part.advantages.tolist() == [[2] * 3, [0] * 3]
+    assert part.token_weights is not None
+    assert part.token_weights.tolist() == [[12] * 3, [10] * 3]
+    assert part.batch.rewards.tolist() == [2, 1]
+    assert part.batch.token_mask.int().tolist() == [[1, 0, 1], [0, 0, 1]]
+    assert part.batch.response_ids is not None
+    assert part.batch.response_ids.tolist() == made.response_ids[[2, 0]].tolist()
+
+
+def test_progress_is_standardised_over_the_groups_own_bucket():
+    """One bucket, two groups: of mean 2 and std 1, of mean 20 and std 10."""
+    progress = torch.tensor([[1.0, 3.0], [10.0, 30.0]], dtype=torch.float64)
+    batch = TokenBatch(
+        prev_logprobs=progress,
+        reference_policy_logprobs=torch.zeros_like(progress),
+        token_mask=torch.ones(2, 2, dtype=torch.bool),
+        sample_mask=torch.ones(2, dtype=torch.bool),
+        rewards=torch.zeros(2),
+        group_ids=torch.tensor([0, 1]),
+    )
+    erpo = ERPO(num_buckets=1, beta_progress=1.0, delta=0.5)
+    group = batch.group_ids[:, None].expand(2, 2)
+    found = erpo.bucketed_progress(batch, group, 2)
+    assert found.tolist() == [
+        pytest.approx([-1 / 1.5, 1 / 1.5]),
+        pytest.approx([-10 / 10.5, 10 / 10.5]),
+    ]
+    four = torch.ones(1, 4, dtype=torch.bool)
+    assert ERPO(num_buckets=2).buckets(four).tolist() == [[0, 1, 1, 1]], "floor(K t / T), at most K - 1"

@@ -1,0 +1,110 @@
+"""What the driver says of the NeMo-RL that is installed; without NeMo-RL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import compat, policy, sft
+from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
+from nemo_grpo.nemorl.versions import ENTROPIES, EVERY_RUN, HEAD, STAGES, SUPERVISED, V0_7_0
+from nemo_grpo.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """A function that makes HEAD with some other descriptions the installed NeMo-RL; None takes one away."""
+    monkeypatch.setattr(compat, "version", lambda: HEAD)
+    monkeypatch.setattr(compat, "has_name", lambda _: True)
+    monkeypatch.setattr(compat, "import_name", lambda _: MagicMock)
+    monkeypatch.setattr(compat, "package_folder", lambda: Path("/RL/nemo_rl"))
+
+    def with_changes(changes: dict[str, dict | None]) -> Diagnosis:
+        interface = {k: v for k, v in {**recorded(HEAD), **changes}.items() if v is not None}
+        found = diagnose(interface)
+        monkeypatch.setattr(compat, "installed", lambda: found)
+        return found
+
+    return with_changes
+
+
+def test_a_tested_version_is_named(install, caplog):
+    caplog.set_level("INFO")
+    install({})
+    assert compat.check() == HEAD
+    assert caplog.messages == ["NeMo-RL has the interface of the commit 7ea279abf"]
+
+
+def test_an_untested_version_is_warned_of_with_its_differences(install, caplog):
+    install({"policy": recorded(V0_7_0)["policy"], "threshold": None})
+    compat.check()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert record.levelname == "WARNING"
+    assert "/RL/nemo_rl is untested; tested: the release 0.7.0 or the commit 7ea279abf" in text
+    assert "changed nemo_rl.models.policy.lm_policy:Policy.__init__: parameters: -skip_weight_load=" in text
+    assert "gone nemo_rl.algorithms.grpo:_validation_early_stop_message" in text
+
+
+def test_a_broken_version_is_refused_with_the_reason(install):
+    install({"nemo_rl.utils.config:load_config": None})
+    with pytest.raises(
+        UserError, match=r"does not fit \(every run\): gone nemo_rl\.utils\.config:load_config; use"
+    ):
+        compat.check()
+
+
+def test_names_that_do_not_import_are_refused(install, monkeypatch):
+    install({})
+    monkeypatch.setattr(compat, "has_name", lambda name: not name.endswith(":init_ray"))
+    with pytest.raises(UserError, match=r"lacks nemo_rl\.distributed\.virtual_cluster:init_ray; use a"):
+        compat.check()
+
+
+def broken(key: str) -> dict[str, dict]:
+    return {key: {**recorded(HEAD)[key], "kind": "value"}}
+
+
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("post-processor call", ENTROPIES),
+        ("temperature", STAGES),
+        ("nemo_rl.algorithms.sft:sft_train", SUPERVISED),
+        ("metrics", EVERY_RUN),
+    ],
+)
+def test_only_runs_that_need_the_broken_part_are_refused(install, key, part, caplog):
+    found = install(broken(key))
+    assert found.verdict == "broken"
+    for other in (ENTROPIES, STAGES, SUPERVISED, EVERY_RUN):
+        if other != part:
+            compat.require(other)
+    with pytest.raises(UserError, match=f"does not fit \\({part}\\)"):
+        compat.require(part)
+    if part != EVERY_RUN:
+        compat.check()
+        assert "is broken" in caplog.text
+
+
+def run(recipe: str, *overrides: str) -> MagicMock:
+    loaded = load_recipe(RECIPES / recipe, [*overrides, "nemo_grpo.run_name=x"])
+    return MagicMock(recipe=loaded, master_config=loaded.to_dict())
+
+
+def test_a_policy_with_entropies_asks_for_its_parts(install):
+    install(broken("post-processor call"))
+    policy.policy_factory(run("cluster-quickstart.yaml"), MagicMock(), MagicMock())
+    with pytest.raises(UserError, match="variants with entropies"):
+        policy.policy_factory(run("erpo/erpo-qwen2.5-7b-1n8g.yaml"), MagicMock(), MagicMock())
+
+
+def test_supervised_training_asks_for_its_part(install):
+    install(broken("nemo_rl.algorithms.sft:setup"))
+    with pytest.raises(UserError, match="supervised training"):
+        sft.set_up(run("cluster-quickstart.yaml"), MagicMock(), MagicMock())

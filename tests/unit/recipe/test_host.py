@@ -1,0 +1,171 @@
+"""Recipes of NeMo-RL's own, with a variant in one more line and without."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import advice, load_recipe_dict
+from nemo_grpo.recipe.loader import merge
+
+STOCK = {
+    "grpo": {
+        "num_prompts_per_step": 4,
+        "num_generations_per_prompt": 4,
+        "max_num_steps": 10,
+        "normalize_rewards": True,
+        "use_leave_one_out_baseline": True,
+        "adv_estimator": {"name": "grpo", "normalize_rewards": True, "use_leave_one_out_baseline": True},
+    },
+    "loss_fn": {
+        "reference_policy_kl_penalty": 0.02,
+        "reference_policy_kl_type": "k3",
+        "kl_input_clamp_value": 20.0,
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.2,
+        "ratio_clip_c": None,
+        "token_level_loss": True,
+        "force_on_policy_ratio": False,
+        "use_kl_in_reward": False,
+    },
+    "policy": {
+        "model_name": "Qwen/Qwen2.5-1.5B",
+        "train_global_batch_size": 16,
+        "train_micro_batch_size": 4,
+        "max_total_sequence_length": 512,
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "optimizer": {"lr": 1.0e-6},
+        },
+        "generation": {"backend": "vllm", "max_new_tokens": 256},
+    },
+    "data": {"train": {"dataset_name": "gsm8k"}, "default": {"env_name": "math"}},
+    "env": {"math": {"num_workers": 8}},
+    "checkpointing": {"checkpoint_dir": "results/mine"},
+    "logger": {"log_dir": "logs"},
+}
+"""What NeMo-RL's base configurations set, as far as this package reads it."""
+
+
+def recipe(**loss_fn):
+    return load_recipe_dict(merge(STOCK, {"loss_fn": loss_fn}))
+
+
+def notes(loaded):
+    return "\n".join(loaded.notes)
+
+
+def test_without_a_variant_the_loss_stays_nemo_rls():
+    stock = recipe()
+    assert stock.loss_fn.is_stock
+    assert stock.loss_fn.model_dump()["ratio_clip_max"] == 0.2
+    assert (stock.nemo_grpo.target, stock.notes) == ("cluster", ())
+    assert stock.grpo.use_leave_one_out_baseline is True
+    assert str(stock.run_dir) == "results/mine"
+    assert stock.checkpoint_dir == stock.run_dir
+
+
+def test_one_line_adds_a_variant_whose_own_keys_keep_the_recipes_values():
+    mine = recipe(variant="tr_grpo")
+    assert (mine.loss_fn.variant, mine.loss_fn.reference_policy_kl_penalty) == ("tr_grpo", 0.02)
+    assert (mine.loss_fn.ratio_clip_max, mine.loss_fn.tau) == (0.24, 9.0)  # nobody has chosen a clip
+    chosen = recipe(variant="tr_grpo", ratio_clip_max=0.28).loss_fn
+    assert (chosen.ratio_clip_min, chosen.ratio_clip_max) == (0.2, 0.28)
+    assert (mine.data.train, mine.data.default) == (STOCK["data"]["train"], STOCK["data"]["default"])
+    assert mine.env.settings == STOCK["env"]
+
+
+def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so():
+    mine = recipe(variant="dr_grpo")
+    assert (mine.grpo.normalize_rewards, mine.grpo.use_leave_one_out_baseline) == (False, False)
+    assert mine.to_dict()["grpo"]["adv_estimator"]["normalize_rewards"] is False
+    assert "normalize_rewards=true is a setting of NeMo-RL" in notes(mine)
+    assert "dr_grpo has loss_fn.normalize_rewards=false" in notes(mine)
+    assert advice(mine)[: len(mine.notes)] == list(mine.notes)
+    kept = recipe(variant="grpo", use_leave_one_out_baseline=True)
+    assert kept.grpo.use_leave_one_out_baseline is True
+    assert kept.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("variant", "by_tokens", "aggregation", "noted"),
+    [
+        ("grpo", True, "token_mean", False),
+        ("grpo", False, "sequence_mean", False),
+        ("cw_grpo", True, "sequence_mean", True),
+        ("cw_grpo", False, "sequence_mean", False),
+        ("dr_grpo", True, "constant", True),
+        ("dr_grpo", False, "constant", True),
+    ],
+)
+def test_token_level_loss_sets_the_aggregation_where_the_paper_leaves_it(
+    variant, by_tokens, aggregation, noted
+):
+    mine = recipe(variant=variant, token_level_loss=by_tokens)
+    assert mine.loss_fn.aggregation == aggregation
+    assert ("loss_fn.token_level_loss" in notes(mine)) is noted
+
+
+def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note():
+    assert "ratio_clip" not in notes(recipe(variant="gpg"))  # at NeMo-RL's default: nothing was asked for
+    asked = recipe(variant="gpg", ratio_clip_max=0.28, kl_input_clamp_value=None)
+    assert "loss_fn.ratio_clip_max=0.28 is a setting of NeMo-RL" in notes(asked)
+    assert "loss_fn.kl_input_clamp_value=null" in notes(asked)
+
+
+@pytest.mark.parametrize("key", ["use_cispo", "use_kl_in_reward", "disable_ppo_ratio"])
+def test_a_request_for_another_objective_is_refused(key):
+    with pytest.raises(UserError, match=f"loss_fn.{key}=true is not supported: "):
+        recipe(variant="grpo", **{key: True})
+
+
+def test_a_misspelt_variant_or_stock_key_is_refused():
+    with pytest.raises(UserError, match=r"varaint is not a parameter.*did you mean 'variant'"):
+        recipe(varaint="cw_grpo")
+    with pytest.raises(UserError, match="variant='cw_gppo' is not a variant; did you mean 'cw_grpo'"):
+        recipe(variant="cw_gppo")
+    with pytest.raises(UserError, match=r"ratio_clip_mix is not a parameter of tr_grpo; did you mean"):
+        recipe(variant="tr_grpo", ratio_clip_mix=0.2)
+    with pytest.raises(UserError, match=r"loss_fn\.aggregation=constant is a parameter of variants"):
+        recipe(aggregation="constant")
+
+
+def test_a_resolved_recipe_is_read_again_as_the_same():
+    for loss in ({}, {"variant": "cw_grpo"}):
+        first = recipe(**loss)
+        assert load_recipe_dict(first.to_dict()).to_dict() == first.to_dict()
+
+
+def test_a_recipe_with_neither_task_nor_data_lacks_its_task():
+    with pytest.raises(UserError, match="nemo_grpo is missing"):
+        load_recipe_dict({key: value for key, value in STOCK.items() if key != "data"})
+
+
+def test_gspo_and_cispo_come_with_their_own_clips():
+    gspo, cispo = recipe(variant="gspo").loss_fn, recipe(variant="cispo").loss_fn
+    assert (gspo.ratio_clip_max, gspo.sequence_level_importance_ratios, gspo.aggregation) == (
+        *(4e-4, True),
+        "sequence_mean",
+    )
+    assert (cispo.ratio_clip_min, cispo.ratio_clip_max) == (1.0, 5.0)
+    stock = {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 4.0}
+    assert recipe(variant="cispo", **stock).loss_fn.ratio_clip_max == 4.0
+
+
+def test_a_forced_ratio_is_taken_over_where_the_advantages_allow():
+    assert recipe(variant="grpo", force_on_policy_ratio=True).loss_fn.force_on_policy_ratio
+    with pytest.raises(UserError, match="force_on_policy_ratio=true: the advantages are shaped by"):
+        recipe(variant="cw_grpo", force_on_policy_ratio=True)
+
+
+def test_losses_of_something_are_errors_with_a_task_and_notes_without():
+    saved = {"checkpointing": {"save_period": 3, "metric_name": "val:accuracy"}}
+    stock = load_recipe_dict(merge(STOCK, saved))
+    assert "checkpointing.save_period=3 is not a multiple of grpo.val_period=10" in notes(stock)
+    own = {"task": {"name": "math"}, "target": "cluster", "run_name": "own"}
+    with pytest.raises(UserError, match=r"checkpointing\.save_period=3 is not a multiple"):
+        load_recipe_dict(
+            merge(STOCK, saved | {"nemo_grpo": own, "loss_fn": {"_override_": True, "variant": "grpo"}})
+        )
