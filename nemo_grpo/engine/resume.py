@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "nemo_grpo.engine.",
     "nemo_grpo.evaluation.",
     "nemo_grpo.export.",
+    "nemo_grpo.max_failed_rewards",
     "nemo_grpo.run_name",
     "nemo_grpo.runs_dir",
     "nemo_grpo.warm_start.cache_dir",

@@ -12,6 +12,7 @@ from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.supervised import SupervisedTrainer
 from nemo_grpo.engine.trainer import Trainer, check
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.tasks.scoring import RewardsFailed
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     trainer = kind(recipe, resume=resume)
     try:
         finished = trainer.train()
-    except (TrainingAborted, FloatingPointError) as error:
+    except (TrainingAborted, RewardsFailed, FloatingPointError) as error:
         log.error("%s", error)
         return 1
     finally:

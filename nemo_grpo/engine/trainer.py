@@ -60,8 +60,8 @@ class Trainer:
         if resume:
             self.run.lock()
         self.objective = recipe.loss_fn.build()
-        self.task = recipe.task.build()
-        self.scorer = Scorer(self.task, recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
+        own, self.task = recipe.nemo_grpo, recipe.task.build()
+        self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
         self.tokenizer = load_tokenizer(self.source)

@@ -111,6 +111,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("_parse_task", "small", "nemo_grpo.task.name=maths", "did you mean 'math'", "nemo_grpo.task.name=math"),
     ("_run_name_is_a_folder_name", "embedded", "nemo_grpo.run_name=../x", "plain folder name",
      "nemo_grpo.run_name=x"),
+    ("_run_name_is_a_folder_name", "embedded", "nemo_grpo.run_name='x$(touch y)'", "letters, digits and",
+     "nemo_grpo.run_name=x-1.5_y"),
     ("_fill_in_the_preset", "embedded", "nemo_grpo.prompt={preset: gppg}",
      "'gppg' is unknown; did you mean 'gpg'", "nemo_grpo.prompt={preset: gpg}"),
     ("_template_has_a_slot", "embedded", "nemo_grpo.prompt={template: hello}", "put {question} there",
