@@ -33,7 +33,7 @@ def skip_compiling(module: Any) -> None:
 
 
 def compute_yarn_here(module: Any) -> None:
-    """Its constructor enters ``torch.device(current_device())``, which torch refuses without an accelerator."""
+    """Its constructor enters ``torch.device(current_device())``, which torch refuses without a GPU."""
     embedding = module.YarnRotaryEmbedding
     embedding.__init__ = functools.partialmethod(embedding.__init__, use_cpu_initialization=True)
 
