@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
 from nemo_grpo.extensions import is_reference
 
 if TYPE_CHECKING:
@@ -238,7 +238,10 @@ def copy(
     """
     from nemo_grpo import shipped
 
-    source = shipped.recipe_file(shipped.folder("recipes") / f"{name.removesuffix('.yaml')}.yaml")
+    source = shipped.recipe_at(f"{name.removesuffix('.yaml')}.yaml")
+    if not source.is_file():
+        near = did_you_mean(source.stem, shipped.recipe_names())
+        raise UserError(f"{name} is no name of a shipped recipe{near}; `nemo-grpo recipe list` shows them")
     written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
     try:
         with written.open("x", encoding="utf-8") as file:
