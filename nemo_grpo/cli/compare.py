@@ -33,6 +33,10 @@ Seeds = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder of runs, table and report.", show_default=False)]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="Setting to compare the others with; else grpo, else the first.", show_default=False),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
 
 
@@ -43,9 +47,10 @@ def compare(
     seeds: Seeds = "3",
     out: Out = None,
     jobs: Jobs = 1,
+    baseline: Baseline = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train several variants over seeds from one start, and compare them.
+    """Train several variants over seeds from one start, and compare them, paired by seed.
 
     A variant's recipe is RECIPE-<variant>.yaml beside the recipe, else the recipe with the variant's
     defaults. Repeat the command to continue: finished runs stay, others are resumed. A run that fails does
@@ -54,6 +59,8 @@ def compare(
     Examples:
 
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2
+
+      nemo-grpo compare recipes/quickstart.yaml --seeds 20 --baseline gpg
 
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,dapo --seeds 0,7 grpo.max_num_steps=40
 
@@ -64,7 +71,7 @@ def compare(
     out = out or Path("runs") / f"compare-{recipe.stem}"
     names = [name.strip() for name in variants.split(",") if name.strip()]
     settings = compare_settings(recipe, names, overrides or [])
-    _run(plan_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, dry_run)
+    _run(plan_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, baseline, dry_run)
 
 
 def sweep(
@@ -76,6 +83,7 @@ def sweep(
     seeds: Seeds = None,
     out: Out = None,
     jobs: Jobs = 1,
+    baseline: Baseline = None,
     dry_run: DryRun = False,
     target: Annotated[
         Literal["embedded", "cluster"],
@@ -117,11 +125,11 @@ def sweep(
     options = sbatch_options(time, account, partition, sbatch)
     environment = job_environment(container, mounts, logs)
     if on_cluster:
-        _submit(planned, out, gpu, options, environment, dry_run)
+        _submit(planned, out, gpu, options, environment, baseline, dry_run)
     elif given := [name for name, value in {**options, **environment}.items() if value is not None]:
         raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
     else:
-        _run(planned, out, jobs, dry_run)
+        _run(planned, out, jobs, baseline, dry_run)
 
 
 def _submit(
@@ -130,6 +138,7 @@ def _submit(
     gpu: str,
     options: dict[str, str | None],
     environment: dict[str, str | None],
+    baseline: str | None,
     dry_run: bool,
 ) -> None:
     from nemo_grpo.experiments.cluster import Slurm, plan_submissions, submit_experiment
@@ -139,7 +148,8 @@ def _submit(
         for submission in plan_submissions(planned, out, slurm).values():
             typer.echo(str(submission))
         return
-    text = submit_experiment(planned, out, slurm, shlex.join(["nemo-grpo", *sys.argv[1:]]))
+    command = shlex.join(["nemo-grpo", *sys.argv[1:]])
+    text = submit_experiment(planned, out, slurm, command, baseline)
     typer.echo(text)
     typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
@@ -160,7 +170,7 @@ def parse_seeds(text: str) -> list[int]:
     return numbers
 
 
-def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) -> None:
+def _run(planned: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
     if dry_run:
         for job in planned:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
@@ -170,7 +180,7 @@ def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) ->
     from nemo_grpo.experiments.experiment import run_experiment
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    text, code = run_experiment(planned, out, num_parallel=num_parallel, command=command)
+    text, code = run_experiment(planned, out, num_parallel=num_parallel, command=command, baseline=baseline)
     typer.echo(text)
     typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
     raise typer.Exit(code)

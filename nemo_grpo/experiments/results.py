@@ -1,4 +1,4 @@
-"""Results of an experiment: report.html with its pictures, table.md, results.json."""
+"""Results of an experiment: report.html, its pictures and the forest plot, table.md, results.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_grpo.diagnostics.report import write_group_report
+from nemo_grpo.diagnostics.forest_plot import FOREST, draw_forest
+from nemo_grpo.diagnostics.paired import (
+    PAIRED_NOTE,
+    Paired,
+    compare_groups,
+    paired_records,
+    paired_table,
+    sentences,
+)
+from nemo_grpo.diagnostics.report import PLOTS, write_group_report
 from nemo_grpo.diagnostics.runs import RunGroup, read_run
-from nemo_grpo.diagnostics.summary import NOTE, markdown, records, stuck_runs
+from nemo_grpo.diagnostics.summary import NOTE, markdown, markdown_table, records, stuck_runs
+from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.experiments.plan import Job
 from nemo_grpo.experiments.runner import Status
 
@@ -35,27 +45,60 @@ def write_results(
     out: Path,
     command: str,
     missing: Mapping[str, str] | None = None,
+    baseline: str | None = None,
 ) -> str:
     """Write the files; unfinished runs are named there and enter no mean.
 
     Args:    command: the command line that makes this, for the record.
              missing: why each unfinished run is; None: as ``ended`` says.
+             baseline: see `baseline_of`.
     Returns: the text of table.md.
     """
     groups = finished_groups(jobs, ended)
     missing = _missing(jobs, ended) if missing is None else missing
+    baseline = baseline_of(jobs, baseline)
+    paired = compare_groups(groups, baseline)
     text = f"```\n{command}\n```\n\n"
     if groups:
         write_group_report(groups, out / REPORT)
-        text += f"{markdown(groups)}\n{NOTE}\n"
+        text += f"{markdown(groups)}\n{NOTE}\n{_paired_text(paired, baseline)}"
         text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(groups))
     if missing:
         text += f"\nNot in the table, {len(missing)} of {len(jobs)} runs:\n\n"
         text += "".join(f"- {name}: {reason}\n" for name, reason in missing.items())
     (out / TABLE).write_text(text)
-    results = {"command": command, "settings": records(groups), "missing": dict(missing)}
+    (out / PLOTS / FOREST).unlink(missing_ok=True)
+    if paired:
+        draw_forest(paired, baseline, out / PLOTS / FOREST)
+    results = {
+        "command": command,
+        "settings": records(groups),
+        "paired": paired_records(paired, baseline),
+        "missing": dict(missing),
+    }
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
     return text
+
+
+def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
+    """The label of the setting that the others are compared with: as given, else GRPO, else the first.
+
+    Raises: UserError: no setting has the given label.
+    """
+    labels = [job.setting.label for job in jobs]
+    if given is None:
+        return "grpo" if "grpo" in labels else labels[0]
+    if given not in labels:
+        raise UserError(f"--baseline {given} is not one of the settings{did_you_mean(given, set(labels))}")
+    return given
+
+
+def _paired_text(paired: Sequence[Paired], baseline: str) -> str:
+    if not paired:
+        return ""
+    lines = "".join(f"- {line}\n" for line in sentences(paired, baseline))
+    table = markdown_table(*paired_table(paired, baseline))
+    return f"\n{table}\n{PAIRED_NOTE}\n\n{lines}\nDrawn in {PLOTS}/{FOREST}.\n"
 
 
 def _missing(jobs: Sequence[Job], ended: Mapping[str, Status]) -> dict[str, str]:

@@ -112,6 +112,25 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, comma
     assert starts(jobs) == [1, 2, 1, 1]
 
 
+def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command) -> None:
+    out = tmp_path / "out"
+    ended = run_jobs(jobs, out, 2, command(0))
+    for name, last in {"grpo-s0": 0.2, "grpo-s1": 0.4, "gpg-s0": 0.5, "gpg-s1": 0.7}.items():
+        with (out / "runs" / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "validation/accuracy": last}) + "\n")
+    text = write_results(jobs, ended, out, "x")
+    assert "| minus grpo | final | best |" in text
+    assert "- gpg against grpo: better at 2 seeds by accuracy after the same steps, +0.300" in text
+    assert (out / "plots" / "forest.png").is_file()
+    text = write_results(jobs, ended, out, "x", baseline="gpg")
+    assert "- grpo against gpg: worse at 2 seeds" in text
+    assert json.loads((out / "results.json").read_text())["paired"]["baseline"] == "gpg"
+    with pytest.raises(UserError, match="--baseline gpo is not one of the settings; did you mean 'grpo'"):
+        write_results(jobs, ended, out, "x", baseline="gpo")
+    write_results(jobs[:1], ended, out, "x")  # nothing to compare
+    assert not (out / "plots" / "forest.png").exists()
+
+
 def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
     with stopped_when(lambda: all((job.folder / "metrics.jsonl").exists() for job in jobs[:2])):
