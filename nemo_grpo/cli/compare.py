@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,7 +26,10 @@ from nemo_grpo.cli.recipe import Overrides, try_own_loss
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from nemo_grpo.experiments.plan import Job
+    from nemo_grpo.experiments.results import Results
 
 Seeds = Annotated[
     str | None, typer.Option(help="How many (3 is 0,1,2), or which, comma-separated.", show_default=False)
@@ -149,8 +152,7 @@ def _submit(
             typer.echo(str(submission))
         return
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    text = submit_experiment(planned, out, slurm, command, baseline)
-    typer.echo(text)
+    _show(submit_experiment(planned, out, slurm, command, baseline))
     typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
 
@@ -180,7 +182,38 @@ def _run(planned: Sequence[Job], out: Path, num_parallel: int, baseline: str | N
     from nemo_grpo.experiments.experiment import run_experiment
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    text, code = run_experiment(planned, out, num_parallel=num_parallel, command=command, baseline=baseline)
-    typer.echo(text)
+    found, code = run_experiment(planned, out, num_parallel=num_parallel, command=command, baseline=baseline)
+    _show(found)
     typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
     raise typer.Exit(code)
+
+
+def _show(found: Results) -> None:
+    from nemo_grpo.cli.console import wide_console
+    from nemo_grpo.diagnostics.paired import paired_table
+    from nemo_grpo.diagnostics.summary import table
+
+    console = wide_console()
+    tables = [table(found.groups)] if found.groups else []
+    tables += [paired_table(found.paired, found.baseline)] if found.paired else []
+    for head, rows in tables:
+        for part in comparison(head, rows, console.width):
+            console.print(part)
+    typer.echo(found.notes())
+
+
+def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
+    """One row a figure, one column a setting; as many settings side by side as fit, the others below."""
+    from rich.table import Table
+
+    widths = [max(map(len, cells)) + 2 for cells in (head, *rows)]
+    while rows:
+        total, shown = widths[0], 0
+        while shown < len(rows) and (not shown or total + widths[shown + 1] <= width):
+            shown += 1
+            total += widths[shown]
+        made = Table(head[0], *(row[0] for row in rows[:shown]), box=None)
+        for name, *cells in zip(head[1:], *(row[1:] for row in rows[:shown]), strict=True):
+            made.add_row(name, *cells)
+        yield made
+        rows, widths = rows[shown:], [widths[0], *widths[shown + 1 :]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_grpo.diagnostics.forest_plot import FOREST, draw_forest
@@ -39,6 +40,33 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
     ]
 
 
+@dataclass(frozen=True)
+class Results:
+    """What an experiment has found so far.
+
+    Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.  num_jobs: all runs.
+                baseline: label of a setting.  paired: every other setting against it.
+    """
+
+    groups: Sequence[RunGroup]
+    missing: Mapping[str, str]
+    num_jobs: int
+    baseline: str
+    paired: Sequence[Paired]
+
+    def notes(self) -> str:
+        """What stands below the tables, in Markdown that reads as plain text."""
+        text = f"{NOTE}\n" if self.groups else ""
+        if self.paired:
+            lines = "".join(f"- {line}\n" for line in sentences(self.paired, self.baseline))
+            text += f"\n{PAIRED_NOTE}\n\n{lines}\nDrawn in {PLOTS}/{FOREST}.\n"
+        text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(self.groups))
+        if self.missing:
+            text += f"\nNot in the table, {len(self.missing)} of {self.num_jobs} runs:\n\n"
+            text += "".join(f"- {name}: {reason}\n" for name, reason in self.missing.items())
+        return text
+
+
 def write_results(
     jobs: Sequence[Job],
     ended: Mapping[str, Status],
@@ -46,38 +74,32 @@ def write_results(
     command: str,
     missing: Mapping[str, str] | None = None,
     baseline: str | None = None,
-) -> str:
+) -> Results:
     """Write the files; unfinished runs are named there and enter no mean.
 
     Args:    command: the command line that makes this, for the record.
              missing: why each unfinished run is; None: as ``ended`` says.
              baseline: see `baseline_of`.
-    Returns: the text of table.md.
     """
-    groups = finished_groups(jobs, ended)
     missing = _missing(jobs, ended) if missing is None else missing
-    baseline = baseline_of(jobs, baseline)
-    paired = compare_groups(groups, baseline)
-    text = f"```\n{command}\n```\n\n"
-    if groups:
-        write_group_report(groups, out / REPORT)
-        text += f"{markdown(groups)}\n{NOTE}\n{_paired_text(paired, baseline)}"
-        text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(groups))
-    if missing:
-        text += f"\nNot in the table, {len(missing)} of {len(jobs)} runs:\n\n"
-        text += "".join(f"- {name}: {reason}\n" for name, reason in missing.items())
-    (out / TABLE).write_text(text)
+    groups, baseline = finished_groups(jobs, ended), baseline_of(jobs, baseline)
+    found = Results(groups, missing, len(jobs), baseline, compare_groups(groups, baseline))
+    if found.groups:
+        write_group_report(found.groups, out / REPORT)
     (out / PLOTS / FOREST).unlink(missing_ok=True)
-    if paired:
-        draw_forest(paired, baseline, out / PLOTS / FOREST)
+    table = f"{markdown(found.groups)}\n" if found.groups else ""
+    if found.paired:
+        draw_forest(found.paired, baseline, out / PLOTS / FOREST)
+        table += f"{markdown_table(*paired_table(found.paired, baseline))}\n"
+    (out / TABLE).write_text(f"```\n{command}\n```\n\n{table}{found.notes()}")
     results = {
         "command": command,
-        "settings": records(groups),
-        "paired": paired_records(paired, baseline),
+        "settings": records(found.groups),
+        "paired": paired_records(found.paired, baseline),
         "missing": dict(missing),
     }
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
-    return text
+    return found
 
 
 def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
@@ -91,14 +113,6 @@ def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
     if given not in labels:
         raise UserError(f"--baseline {given} is not one of the settings{did_you_mean(given, set(labels))}")
     return given
-
-
-def _paired_text(paired: Sequence[Paired], baseline: str) -> str:
-    if not paired:
-        return ""
-    lines = "".join(f"- {line}\n" for line in sentences(paired, baseline))
-    table = markdown_table(*paired_table(paired, baseline))
-    return f"\n{table}\n{PAIRED_NOTE}\n\n{lines}\nDrawn in {PLOTS}/{FOREST}.\n"
 
 
 def _missing(jobs: Sequence[Job], ended: Mapping[str, Status]) -> dict[str, str]:
