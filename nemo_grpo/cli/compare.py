@@ -28,7 +28,6 @@ from nemo_grpo.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nemo_grpo.diagnostics.runs import RunGroup
     from nemo_grpo.experiments.plan import Job
     from nemo_grpo.experiments.results import Results
 
@@ -37,6 +36,10 @@ Seeds = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder of runs, table and report.", show_default=False)]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="Setting to compare the others with; else grpo, else the first.", show_default=False),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
 
 
@@ -47,9 +50,10 @@ def compare(
     seeds: Seeds = "3",
     out: Out = None,
     jobs: Jobs = 1,
+    baseline: Baseline = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train several variants over seeds from one start, and compare them.
+    """Train several variants over seeds from one start, and compare them, paired by seed.
 
     A variant's recipe is RECIPE-<variant>.yaml beside the recipe, else the recipe with the variant's
     defaults. Repeat the command to continue: finished runs stay, others are resumed. A run that fails does
@@ -58,6 +62,8 @@ def compare(
     Examples:
 
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2
+
+      nemo-grpo compare recipes/quickstart.yaml --seeds 20 --baseline gpg
 
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,dapo --seeds 0,7 grpo.max_num_steps=40
 
@@ -68,7 +74,7 @@ def compare(
     out = out or Path("runs") / f"compare-{recipe.stem}"
     names = [name.strip() for name in variants.split(",") if name.strip()]
     settings = compare_settings(recipe, names, overrides or [])
-    _run(plan_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, dry_run)
+    _run(plan_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, baseline, dry_run)
 
 
 def sweep(
@@ -80,6 +86,7 @@ def sweep(
     seeds: Seeds = None,
     out: Out = None,
     jobs: Jobs = 1,
+    baseline: Baseline = None,
     dry_run: DryRun = False,
     target: Annotated[
         Literal["embedded", "cluster"],
@@ -121,11 +128,11 @@ def sweep(
     options = sbatch_options(time, account, partition, sbatch)
     environment = job_environment(container, mounts, logs)
     if on_cluster:
-        _submit(planned, out, gpu, options, environment, dry_run)
+        _submit(planned, out, gpu, options, environment, baseline, dry_run)
     elif given := [name for name, value in {**options, **environment}.items() if value is not None]:
         raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
     else:
-        _run(planned, out, jobs, dry_run)
+        _run(planned, out, jobs, baseline, dry_run)
 
 
 def _submit(
@@ -134,6 +141,7 @@ def _submit(
     gpu: str,
     options: dict[str, str | None],
     environment: dict[str, str | None],
+    baseline: str | None,
     dry_run: bool,
 ) -> None:
     from nemo_grpo.experiments.cluster import Slurm, plan_submissions, submit_experiment
@@ -143,7 +151,8 @@ def _submit(
         for submission in plan_submissions(planned, out, slurm).values():
             typer.echo(str(submission))
         return
-    _show(submit_experiment(planned, out, slurm, shlex.join(["nemo-grpo", *sys.argv[1:]])))
+    command = shlex.join(["nemo-grpo", *sys.argv[1:]])
+    _show(submit_experiment(planned, out, slurm, command, baseline))
     typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
 
@@ -163,7 +172,7 @@ def parse_seeds(text: str) -> list[int]:
     return numbers
 
 
-def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) -> None:
+def _run(planned: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
     if dry_run:
         for job in planned:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
@@ -173,7 +182,7 @@ def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) ->
     from nemo_grpo.experiments.experiment import run_experiment
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    found, code = run_experiment(planned, out, num_parallel=num_parallel, command=command)
+    found, code = run_experiment(planned, out, num_parallel=num_parallel, command=command, baseline=baseline)
     _show(found)
     typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
     raise typer.Exit(code)
@@ -181,20 +190,22 @@ def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) ->
 
 def _show(found: Results) -> None:
     from nemo_grpo.cli.console import wide_console
+    from nemo_grpo.diagnostics.paired import paired_table
+    from nemo_grpo.diagnostics.summary import table
 
     console = wide_console()
-    for table in comparison(found.groups, console.width):
-        console.print(table)
+    tables = [table(found.groups)] if found.groups else []
+    tables += [paired_table(found.paired, found.baseline)] if found.paired else []
+    for head, rows in tables:
+        for part in comparison(head, rows, console.width):
+            console.print(part)
     typer.echo(found.notes())
 
 
-def comparison(groups: Sequence[RunGroup], width: int) -> Iterator[Table]:
+def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
     """One row a figure, one column a setting; as many settings side by side as fit, the others below."""
     from rich.table import Table
 
-    from nemo_grpo.diagnostics.summary import table
-
-    head, rows = table(groups)
     widths = [max(map(len, cells)) + 2 for cells in (head, *rows)]
     while rows:
         total, shown = widths[0], 0

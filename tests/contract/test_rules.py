@@ -72,7 +72,7 @@ SHORT = {
     "FUSED": f"{M}.use_fused_linear_logprobs=true", "DRAWS": "grpo.use_dynamic_sampling=true",
     "OVERLAP": f"{M}.distributed_data_parallel_config.overlap_param_gather",
     "CORRECTED": "loss_fn.use_importance_sampling_correction=true", "SHAPING": "grpo.reward_shaping",
-    "WARM": "nemo_grpo.warm_start", "SCHEDULER": f"{M}.scheduler", "EXPORT": "nemo_grpo.export.at_every_save",
+    "WARM": "nemo_grpo.warm_start", "SCHEDULER": f"{M}.scheduler",
     "APART": f"{G}.colocated={{enabled: false, resources: {{gpus_per_node: 1, num_nodes: 1}}}}",
     "AUTHOR": "loss_fn.variant=cw_grpo; loss_fn.author_compat=true",
     "SEARCH": "nemo_grpo.task={name: search_qa}; grpo.max_rollout_turns=4",
@@ -355,8 +355,6 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("data_plane_is_off", "small lora dapo", "data_plane.enabled=true", "data_plane.enabled=true",
      "data_plane.enabled=false"),
     # NeMo-RL: checkpoints
-    ("lora_is_not_exported_at_every_save", "lora", "$EXPORT=true", "adapters are merged",
-     "$PEFT.enabled=false"),
     (
         "number_of_checkpoints_is_set", "cluster", "checkpointing.keep_top_k=null",
         "keep_top_k=null: NeMo-RL wants a number", "checkpointing.keep_top_k=4",

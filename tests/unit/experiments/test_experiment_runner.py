@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from nemo_grpo.cli.compare import comparison
+from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import Job, compare_settings, plan_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
@@ -116,6 +117,25 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, comma
     assert starts(jobs) == [1, 2, 1, 1]
 
 
+def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command) -> None:
+    out = tmp_path / "out"
+    ended = run_jobs(jobs, out, 2, command(0))
+    for name, last in {"grpo-s0": 0.2, "grpo-s1": 0.4, "gpg-s0": 0.5, "gpg-s1": 0.7}.items():
+        with (out / "runs" / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "validation/accuracy": last}) + "\n")
+    text = write_results(jobs, ended, out, "x").notes()
+    assert "| minus grpo | final | best |" in (out / "table.md").read_text()
+    assert "- gpg against grpo: better at 2 seeds by accuracy after the same steps, +0.300" in text
+    assert (out / "plots" / "forest.png").is_file()
+    text = write_results(jobs, ended, out, "x", baseline="gpg").notes()
+    assert "- grpo against gpg: worse at 2 seeds" in text
+    assert json.loads((out / "results.json").read_text())["paired"]["baseline"] == "gpg"
+    with pytest.raises(UserError, match="--baseline gpo is not one of the settings; did you mean 'grpo'"):
+        write_results(jobs, ended, out, "x", baseline="gpo")
+    write_results(jobs[:1], ended, out, "x")  # nothing to compare
+    assert not (out / "plots" / "forest.png").exists()
+
+
 def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
     with stopped_when(lambda: all((job.folder / "metrics.jsonl").exists() for job in jobs[:2])):
@@ -180,7 +200,7 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
     ended = {job.name: Status("finished", 0, 1.0) for job in jobs}
     found = write_results(jobs, ended, tmp_path / "out", "the command")
     text = (tmp_path / "out" / "table.md").read_text()
-    head, _, grpo, gpg = [line for line in text.splitlines() if line.startswith("|")]
+    head, _, grpo, gpg, *_ = [line for line in text.splitlines() if line.startswith("|")]
     assert head == "| setting | seeds | steps | start | best | final | gain | least gain |"
     # 0.2 and 0.4: mean 0.3, deviation 0.2 / sqrt 2 = 0.141
     assert grpo == (
@@ -189,7 +209,7 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
     assert "| gpg | 0, 1 | 9 | 0.100 +- 0.000 | 0.500 +- 0.000 |" in gpg
     assert "the command" in text
     assert (tmp_path / "out" / "report.html").is_file()
-    one, two = (_printed(comparison(found.groups, width), width) for width in (60, 30))
+    one, two = (_printed(comparison(*table(found.groups), width), width) for width in (60, 30))
     # 10 columns for the names of figures, 16 for each setting
     assert re.search(r"setting +grpo +gpg", one)
     assert re.search(r"final +0.300 \+- 0.141 +0.500 \+- 0.000", one)
