@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,7 +26,11 @@ from nemo_grpo.cli.recipe import Overrides, try_own_loss
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from nemo_grpo.diagnostics.runs import RunGroup
     from nemo_grpo.experiments.plan import Job
+    from nemo_grpo.experiments.results import Results
 
 Seeds = Annotated[
     str | None, typer.Option(help="How many (3 is 0,1,2), or which, comma-separated.", show_default=False)
@@ -139,8 +143,7 @@ def _submit(
         for submission in plan_submissions(planned, out, slurm).values():
             typer.echo(str(submission))
         return
-    text = submit_experiment(planned, out, slurm, shlex.join(["nemo-grpo", *sys.argv[1:]]))
-    typer.echo(text)
+    _show(submit_experiment(planned, out, slurm, shlex.join(["nemo-grpo", *sys.argv[1:]])))
     typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
 
@@ -170,7 +173,36 @@ def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) ->
     from nemo_grpo.experiments.experiment import run_experiment
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    text, code = run_experiment(planned, out, num_parallel=num_parallel, command=command)
-    typer.echo(text)
+    found, code = run_experiment(planned, out, num_parallel=num_parallel, command=command)
+    _show(found)
     typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
     raise typer.Exit(code)
+
+
+def _show(found: Results) -> None:
+    from nemo_grpo.cli.console import wide_console
+
+    console = wide_console()
+    for table in comparison(found.groups, console.width):
+        console.print(table)
+    typer.echo(found.notes())
+
+
+def comparison(groups: Sequence[RunGroup], width: int) -> Iterator[Table]:
+    """One row a figure, one column a setting; as many settings side by side as fit, the others below."""
+    from rich.table import Table
+
+    from nemo_grpo.diagnostics.summary import table
+
+    head, rows = table(groups)
+    widths = [max(map(len, cells)) + 2 for cells in (head, *rows)]
+    while rows:
+        total, shown = widths[0], 0
+        while shown < len(rows) and (not shown or total + widths[shown + 1] <= width):
+            shown += 1
+            total += widths[shown]
+        made = Table(head[0], *(row[0] for row in rows[:shown]), box=None)
+        for name, *cells in zip(head[1:], *(row[1:] for row in rows[:shown]), strict=True):
+            made.add_row(name, *cells)
+        yield made
+        rows, widths = rows[shown:], [widths[0], *widths[shown + 1 :]]

@@ -158,8 +158,8 @@ def resolve(
     from nemo_grpo.recipe.recipe import as_text
     from nemo_grpo.recipe.validation import settings_of
 
-    tree, errors = settings_of(path, overrides or ())
-    typer.echo("\n".join(annotated(as_text(tree).splitlines(), errors)))
+    tree, references, errors = settings_of(path, overrides or ())
+    typer.echo("\n".join(annotated(as_text(tree, references).splitlines(), errors)))
     if errors:
         raise typer.Exit(EXIT_USAGE)
 
@@ -194,10 +194,11 @@ def diff(
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
     """
     from nemo_grpo.dotted import leaves
+    from nemo_grpo.recipe.loader import merge
     from nemo_grpo.recipe.validation import settings_of
 
-    (tree_a, wrong_a), (tree_b, wrong_b) = settings_of(first), settings_of(second)
-    a, b = dict(leaves(tree_a)), dict(leaves(tree_b))
+    (*trees_a, wrong_a), (*trees_b, wrong_b) = settings_of(first), settings_of(second)
+    a, b = dict(leaves(merge(*trees_a))), dict(leaves(merge(*trees_b)))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
     typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
     for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:

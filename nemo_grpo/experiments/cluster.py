@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import Job
-from nemo_grpo.experiments.results import write_results
+from nemo_grpo.experiments.results import Results, write_results
 from nemo_grpo.experiments.runner import Status, only_one, steps_done
 from nemo_grpo.files import write_atomically
 from nemo_grpo.launch.plan import plan_verdict
@@ -59,7 +59,7 @@ def recipe_file(job: Job, out: Path) -> Path:
     return (out / RECIPES / f"{job.name}.yaml").absolute()
 
 
-def submit_experiment(jobs: Sequence[Job], out: Path, slurm: Slurm, command: str) -> str:
+def submit_experiment(jobs: Sequence[Job], out: Path, slurm: Slurm, command: str) -> Results:
     """Write the recipes, submit the runs that have not been, and write the results of those that are done.
 
     ``out/submitted.json`` has each run's job and is written after every submission, so that a command that
@@ -67,7 +67,7 @@ def submit_experiment(jobs: Sequence[Job], out: Path, slurm: Slurm, command: str
     job that is submitted again; its name tells.)
 
     Args:    command: this command line, for the record.
-    Returns: the text of table.md.
+    Returns: what the runs that are done have found.
     Raises:  UserError: see `plan_submissions`; sbatch refuses; or a run was submitted with another recipe.
     """
     planned = plan_submissions(jobs, out, slurm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_grpo.diagnostics.report import write_group_report
@@ -29,33 +30,48 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
     ]
 
 
+@dataclass(frozen=True)
+class Results:
+    """What an experiment has found so far.
+
+    Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.  num_jobs: all runs.
+    """
+
+    groups: Sequence[RunGroup]
+    missing: Mapping[str, str]
+    num_jobs: int
+
+    def notes(self) -> str:
+        """What stands below the table, in Markdown that reads as plain text."""
+        text = f"{NOTE}\n" if self.groups else ""
+        text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(self.groups))
+        if self.missing:
+            text += f"\nNot in the table, {len(self.missing)} of {self.num_jobs} runs:\n\n"
+            text += "".join(f"- {name}: {reason}\n" for name, reason in self.missing.items())
+        return text
+
+
 def write_results(
     jobs: Sequence[Job],
     ended: Mapping[str, Status],
     out: Path,
     command: str,
     missing: Mapping[str, str] | None = None,
-) -> str:
+) -> Results:
     """Write the files; unfinished runs are named there and enter no mean.
 
     Args:    command: the command line that makes this, for the record.
              missing: why each unfinished run is; None: as ``ended`` says.
-    Returns: the text of table.md.
     """
-    groups = finished_groups(jobs, ended)
     missing = _missing(jobs, ended) if missing is None else missing
-    text = f"```\n{command}\n```\n\n"
-    if groups:
-        write_group_report(groups, out / REPORT)
-        text += f"{markdown(groups)}\n{NOTE}\n"
-        text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(groups))
-    if missing:
-        text += f"\nNot in the table, {len(missing)} of {len(jobs)} runs:\n\n"
-        text += "".join(f"- {name}: {reason}\n" for name, reason in missing.items())
-    (out / TABLE).write_text(text)
-    results = {"command": command, "settings": records(groups), "missing": dict(missing)}
+    found = Results(finished_groups(jobs, ended), missing, len(jobs))
+    if found.groups:
+        write_group_report(found.groups, out / REPORT)
+    table = f"{markdown(found.groups)}\n" if found.groups else ""
+    (out / TABLE).write_text(f"```\n{command}\n```\n\n{table}{found.notes()}")
+    results = {"command": command, "settings": records(found.groups), "missing": dict(missing)}
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
-    return text
+    return found
 
 
 def _missing(jobs: Sequence[Job], ended: Mapping[str, Status]) -> dict[str, str]:
