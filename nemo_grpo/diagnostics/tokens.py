@@ -5,7 +5,7 @@ Four quantities of every token that counts:
     c_it  = (logp_it - mean_t logp_i)(A_i - mean_g A)      CW-GRPO section 2.3; A over the group's std
     g_it  = N |d loss / d logp_it|                         the variant's own loss, its weights and KL included
     g_it (1 - pi_it)                                       bounds the token's gradient (TR-GRPO Theorem 3.2)
-    H_it      entropy of the policy at the token
+    H_it      entropy of the policy at the token, of the rows that it scored
 
 N tokens measured; for GRPO g is |A|. A step of more than `MAX_MEASURED` tokens is measured on its first whole
 groups, which bounds time and memory. c has one definition for all variants, so that it compares them.
@@ -76,8 +76,8 @@ def token_diagnostics(
         "tokens/gradient_top1_share": curve["gradient"][CURVE_SHARES.index(0.01)],
         "tokens/gradient_cv": float(gradient.std(correction=0) / gradient.mean().clamp(min=1e-30)),
     }
-    if batch.entropies is not None:
-        entropy = batch.entropies[mask].double()
+    if batch.entropies is not None and (scored := batch.scored_mask).any():
+        entropy = batch.entropies[scored].double()
         row["entropy"] = dict(
             zip(ENTROPIES, _floats(percentiles(entropy, tuple(ENTROPIES.values()))), strict=True)
         )
