@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_grpo.diagnostics.paired import FINAL, SAME_ROLLOUTS, Difference, Paired
 from nemo_grpo.diagnostics.plots import COLORS, COMPANION, INK, new_figure, tidy, write_png
@@ -44,7 +45,8 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
         fontweight="bold",
     )
     if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+        place: Any = "outside lower center"
+        figure.legend(loc=place, ncols=2, frameon=False, fontsize=8.5)
     tidy(axes)
     axes.tick_params(labelsize=8.5)
     axes.grid(visible=False, axis="y")

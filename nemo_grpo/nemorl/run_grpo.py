@@ -296,7 +296,7 @@ def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
         ) from None
     base = None
     if recipe.policy.megatron_cfg.lora_in_use:
-        base = Path(folder_of(recipe.policy.model_name)).absolute()
+        base = Path(folder_of(recipe.policy.model_name or "")).absolute()
         check_model_folder(base, "nemo_grpo.export.at_every_save=true merges LoRA, and policy.model_name")
     exports = Exports(recipe.checkpoint_dir.absolute(), recipe.run_dir.absolute() / "hf", export.dtype, base)
     exports.check()

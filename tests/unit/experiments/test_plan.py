@@ -47,8 +47,8 @@ def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Pa
 
 
 def test_variants_that_do_not_exist_or_come_twice_are_refused() -> None:
-    with pytest.raises(UserError, match=r"gpo' is not a variant; did you mean 'grpo'\?"):
-        compare_settings(QUICKSTART, ["grpo", "gpo"])
+    with pytest.raises(UserError, match=r"grp' is not a variant; did you mean 'grpo'\?"):
+        compare_settings(QUICKSTART, ["grpo", "grp"])
     with pytest.raises(UserError, match="a variant is given twice"):
         compare_settings(QUICKSTART, ["grpo", "grpo"])
     with pytest.raises(UserError, match="is what --variants varies"):
