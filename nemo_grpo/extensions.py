@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import linecache
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
+
+IMPORT_CPU_SECONDS, IMPORT_SECONDS = 30.0, 300.0
+"""Limits for the import of a user's code: of CPU time, which load does not lengthen, and of time."""
 
 _FILES: dict[str, str] = {}
 """File, as the recipe names it -> its text: all that this process loaded or received."""
@@ -72,11 +80,15 @@ def _module(name: str, key: str, reference: str) -> ModuleType:
             f"{key}={reference}: {name!r} is no module; write my_file.py:Name or package.module:Name"
         )
     try:
-        return importlib.import_module(name)
+        with _limited(f"{key}={reference}"):
+            return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
             f"{key}={reference}: {error}; install it, or name a file, as my_file.py:Name"
         ) from None
+    except (Exception, SystemExit, ImportTooLong) as error:
+        file = getattr(importlib.util.find_spec(name.partition(".")[0]), "origin", None)
+        raise UserError(f"{key}={reference}: when it is imported: {place_of(error, file)}") from None
 
 
 def _file_module(file: str, key: str, reference: str) -> ModuleType:
@@ -108,10 +120,50 @@ def _run(text: str, file: str, name: str, what: str) -> None:
     sys.modules[name] = module  # before it runs: dataclasses and pydantic look their module up
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:
-        exec(compile(text, file, "exec"), vars(module))
-    except Exception as error:
+        with _limited(what):
+            exec(compile(text, file, "exec"), vars(module))
+    except (Exception, SystemExit, ImportTooLong) as error:
         del sys.modules[name]
         raise UserError(f"{what}: {place_of(error, file)}") from None
+
+
+class ImportTooLong(BaseException):
+    """Not an `Exception`: the code that is interrupted must not go on."""
+
+
+@contextmanager
+def _limited(what: str) -> Iterator[None]:
+    """Within the block, code that computes or waits for ever is interrupted; threads have no such limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    interrupted = list[int]()
+
+    def interrupt(number: int, _frame: Any) -> None:
+        text = (
+            f"its import takes more than {IMPORT_CPU_SECONDS:g} s of CPU time, or {IMPORT_SECONDS:g} s; move "
+            "the work into the functions"
+        )
+        if interrupted:  # and went on: it catches everything
+            sys.stderr.write(f"error: {what}: {text}\n")
+            os._exit(EXIT_USAGE)
+        interrupted.append(number)
+        raise ImportTooLong(text)
+
+    timers = {
+        (signal.ITIMER_PROF, signal.SIGPROF): IMPORT_CPU_SECONDS,
+        (signal.ITIMER_REAL, signal.SIGALRM): IMPORT_SECONDS,
+    }
+    before = {number: signal.signal(number, interrupt) for _, number in timers}
+    try:
+        for (timer, _), seconds in timers.items():
+            signal.setitimer(timer, seconds, 1.0)  # and every second again
+        yield
+    finally:
+        for (timer, number), _ in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def place_of(error: BaseException, file: str | None) -> str:

@@ -52,10 +52,14 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def files_in(folder: Path) -> list[Path]:
+    """All files below a folder that its ``SHA256SUMS`` has to list, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / SHA256SUMS)
+
+
 def write_sha256(folder: Path) -> None:
     """Write ``SHA256SUMS`` over all files below a folder, in the form of the sha256sum command."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SHA256SUMS)
-    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files]
+    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files_in(folder)]
     (folder / SHA256SUMS).write_text("".join(lines))
 
 

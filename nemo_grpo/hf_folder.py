@@ -106,10 +106,25 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     Raises: UserError: a file cannot be read, or a tensor is not finite, which no training step could repair.
     """
     tensors = dict(stream_weights(folder))
-    for name, tensor in tensors.items():
-        if not all(bound.isfinite() for bound in tensor.aminmax()):
-            raise UserError(f"{folder}: {name} holds NaN or inf; give a sound checkpoint")
+    if name := _not_finite(tensors):
+        raise UserError(f"{folder}: {name} holds NaN or inf; give a sound checkpoint")
     return tensors
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of a tensor with NaN or inf."""
+    wrong = (
+        n for n, t in tensors.items() if t.numel() and not all(bound.isfinite() for bound in t.aminmax())
+    )
+    return next(wrong, None)
+
+
+def _check_trained(tensors: Mapping[str, Tensor], target: Path) -> None:
+    if name := _not_finite(tensors):
+        raise UserError(
+            f"{target} is not written: {name} holds NaN or inf, training has diverged; resume an earlier "
+            "checkpoint with a lower policy.megatron_cfg.optimizer.lr"
+        )
 
 
 def copy_side_files(source: Path, target: Path) -> None:
@@ -133,8 +148,10 @@ def export(
 
     Args: source: the model folder that training started from; its side files are copied.
           training: what the model card says; None: no card, of a model that a run will start with.
+    Raises: UserError: a weight is not finite, or not in this dtype.
     """
     tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
+    _check_trained(tensors, target)
     config = load_config(source)
     config.dtype = dtype
     with appearing(target) as temporary:
@@ -172,8 +189,10 @@ def export_adapter(
     Args: tensors: by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
           source: the base model's folder.  training: what the model card says.
           dim, alpha: the update is alpha / dim B A.
+    Raises: UserError: a matrix is not finite.
     """
     copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    _check_trained(copies, target)
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = peft_config(source.absolute(), dim, alpha, modules)
     with appearing(target) as temporary:

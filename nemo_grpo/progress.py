@@ -15,11 +15,13 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ METER_SECONDS = 1.0
 """Least time between two notes of a `TokenMeter`."""
 FIRST_SECONDS = 3.0
 """When a note may be the first line of a log."""
+NAME_WIDTH, BAR_WIDTH = 24, 12
+"""Columns of a terminal."""
 
 
 class Advance(Protocol):
@@ -62,12 +66,23 @@ def progress(
     if not (bar and console.is_terminal):
         yield _Lines(description, total, done, in_bytes, every_seconds, metered)
         return
-    counts = (DownloadColumn, TransferSpeedColumn) if in_bytes else (MofNCompleteColumn, TimeElapsedColumn)
-    columns = BarColumn(), *(kind() for kind in (*counts, *(() if metered else (TimeRemainingColumn,))))
-    words = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
-    with Progress(words[0], *columns, words[1], console=console) as shown:
+    with Progress(*_columns(in_bytes, metered), console=console, expand=True) as shown:
         task = shown.add_task(description, total=total, completed=done, note="")
         yield lambda note="", amount=1: shown.update(task, advance=amount, note=note)
+
+
+def _columns(in_bytes: bool, metered: bool) -> list[ProgressColumn]:
+    """Name, count, bar and times keep their width; the note has what is left of the line."""
+
+    def cut(**widths: int) -> Column:
+        return Column(no_wrap=True, overflow="ellipsis", **widths)
+
+    counts = (DownloadColumn, TransferSpeedColumn) if in_bytes else (MofNCompleteColumn, TimeElapsedColumn)
+    times = () if metered else (TimeRemainingColumn,)
+    first, *others = (kind(table_column=Column(no_wrap=True)) for kind in (*counts, *times))
+    name = TextColumn("{task.description}", table_column=cut(max_width=NAME_WIDTH))
+    note = TextColumn("{task.fields[note]}", table_column=cut(ratio=1), markup=False)
+    return [name, first, BarColumn(BAR_WIDTH, table_column=Column(no_wrap=True)), *others, note]
 
 
 class TokenMeter:

@@ -62,5 +62,12 @@ def recipe_file(given: str | Path) -> Path:
 
 
 def recipe_at(name: str) -> Path:
-    """The shipped file that ``nemo_grpo://name`` means; it may not exist."""
-    return folder("recipes") / name.removeprefix(SCHEME)
+    """The shipped file that ``nemo_grpo://name`` means; it may not exist.
+
+    Raises: UserError: the name leads out of the shipped recipes.
+    """
+    root = folder("recipes").resolve()
+    file = (root / name.removeprefix(SCHEME)).resolve()
+    if not file.is_relative_to(root):
+        raise UserError(f"{name} is no name of a shipped recipe; `nemo-grpo recipe list` shows them")
+    return file

@@ -19,8 +19,9 @@ SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 NOT_OURS = (
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
     *(f"NVTE_{kind}_ATTN" for kind in ("FLASH", "FUSED", "UNFUSED")),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "RAY_CLIENT_MODE", "RAY_USAGE_STATS_ENABLED"),
 )
-"""Variables that pytest, torch and megatron-core set by themselves."""
+"""Variables that pytest, torch, megatron-core, scikit-learn, Ray and NeMo-RL set by themselves."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

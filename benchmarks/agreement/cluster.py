@@ -26,6 +26,7 @@ from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
 from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
 from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.run_grpo import load_tokenizer
+from nemo_grpo.nemorl.uses import ACTOR_PYTHONS
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
 AVERAGED = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
@@ -50,7 +51,7 @@ def prepare() -> None:
     """Join the rehearsal's Ray; our worker runs where the stock worker does."""
     compat.keep_tensor_pickles_plain()
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
-    registry = compat.import_name(compat.ACTOR_PYTHONS)
+    registry = compat.import_name(ACTOR_PYTHONS)
     registry[WORKER] = registry[STOCK_WORKER]
 
 

@@ -47,6 +47,7 @@ _KNOWN = (
 )  # fmt: skip
 DTYPES = {dtype.name: dtype for dtype in _KNOWN}
 WEIGHT_DTYPES = tuple(DTYPES[name] for name in ("bfloat16", "float16", "float32", "float64"))
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80 << 16, "float64": 0x7FF << 52}
 _OPTIONS = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPES["float32"]}
 
 
@@ -81,6 +82,18 @@ def cast_tensor(tensor: Tensor, wanted: Dtype, name: str) -> Tensor:
     if wanted.name == "float16" and bool((out.isinf() & tensor.isfinite()).any()):
         raise UserError(f"{name} has values beyond fp16's range (65504); use --dtype bf16 or fp32")
     return out
+
+
+def check_finite(data: memoryview, dtype: Dtype, name: str) -> None:
+    """Raises: UserError: a number is NaN or infinite: its exponent's bits are all 1."""
+    if dtype.name not in _EXPONENTS:
+        return
+    import numpy  # not torch, which takes seconds
+
+    exponent = _EXPONENTS[dtype.name]
+    bits = numpy.frombuffer(data, f"<u{dtype.itemsize}")
+    if ((bits & exponent) == exponent).any():
+        raise UserError(f"{name} holds NaN or inf: training has diverged; export an earlier checkpoint")
 
 
 def tensor_of(data: memoryview | bytearray, dtype: Dtype, shape: Sequence[int] = (-1,)) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from checkpoints_conv.formats.dtypes import Dtype, num_bytes_of
+from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
 from checkpoints_conv.formats.model_folder import INDEX
 from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
 from checkpoints_conv.formats.places import grouped, whole_name, whole_shape
@@ -119,7 +119,11 @@ class TensorWriter:
         return self._done == self.stored.num_bytes
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; the checksum is taken while they are in the cache."""
+        """Append whole numbers; they are checked, and their checksum is taken, while they are in the cache.
+
+        Raises: UserError: one is NaN or infinite.
+        """
+        check_finite(data, self.stored.dtype, self.name)
         write_from(self._descriptor, self.stored.offset + self._done, data)
         self.crc32 = zlib.crc32(data, self.crc32)
         self._done += len(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,13 +26,20 @@ from nemo_grpo.cli.recipe import Overrides, try_own_loss
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from nemo_grpo.experiments.plan import Job
+    from nemo_grpo.experiments.results import Results
 
 Seeds = Annotated[
     str | None, typer.Option(help="How many (3 is 0,1,2), or which, comma-separated.", show_default=False)
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder of runs, table and report.", show_default=False)]
 Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(help="Setting to compare the others with; else grpo, else the first.", show_default=False),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
 
 
@@ -43,9 +50,10 @@ def compare(
     seeds: Seeds = "3",
     out: Out = None,
     jobs: Jobs = 1,
+    baseline: Baseline = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train several variants over seeds from one start, and compare them.
+    """Train several variants over seeds from one start, and compare them, paired by seed.
 
     A variant's recipe is RECIPE-<variant>.yaml beside the recipe, else the recipe with the variant's
     defaults. Repeat the command to continue: finished runs stay, others are resumed. A run that fails does
@@ -54,6 +62,8 @@ def compare(
     Examples:
 
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2
+
+      nemo-grpo compare recipes/quickstart.yaml --seeds 20 --baseline gpg
 
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,dapo --seeds 0,7 grpo.max_num_steps=40
 
@@ -64,7 +74,7 @@ def compare(
     out = out or Path("runs") / f"compare-{recipe.stem}"
     names = [name.strip() for name in variants.split(",") if name.strip()]
     settings = compare_settings(recipe, names, overrides or [])
-    _run(plan_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, dry_run)
+    _run(plan_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, baseline, dry_run)
 
 
 def sweep(
@@ -76,6 +86,7 @@ def sweep(
     seeds: Seeds = None,
     out: Out = None,
     jobs: Jobs = 1,
+    baseline: Baseline = None,
     dry_run: DryRun = False,
     target: Annotated[
         Literal["embedded", "cluster"],
@@ -117,11 +128,11 @@ def sweep(
     options = sbatch_options(time, account, partition, sbatch)
     environment = job_environment(container, mounts, logs)
     if on_cluster:
-        _submit(planned, out, gpu, options, environment, dry_run)
+        _submit(planned, out, gpu, options, environment, baseline, dry_run)
     elif given := [name for name, value in {**options, **environment}.items() if value is not None]:
         raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
     else:
-        _run(planned, out, jobs, dry_run)
+        _run(planned, out, jobs, baseline, dry_run)
 
 
 def _submit(
@@ -130,6 +141,7 @@ def _submit(
     gpu: str,
     options: dict[str, str | None],
     environment: dict[str, str | None],
+    baseline: str | None,
     dry_run: bool,
 ) -> None:
     from nemo_grpo.experiments.cluster import Slurm, plan_submissions, submit_experiment
@@ -139,8 +151,8 @@ def _submit(
         for submission in plan_submissions(planned, out, slurm).values():
             typer.echo(str(submission))
         return
-    text = submit_experiment(planned, out, slurm, shlex.join(["nemo-grpo", *sys.argv[1:]]))
-    typer.echo(text)
+    command = shlex.join(["nemo-grpo", *sys.argv[1:]])
+    _show(submit_experiment(planned, out, slurm, command, baseline))
     typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
 
@@ -160,7 +172,7 @@ def parse_seeds(text: str) -> list[int]:
     return numbers
 
 
-def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) -> None:
+def _run(planned: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
     if dry_run:
         for job in planned:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
@@ -170,7 +182,38 @@ def _run(planned: Sequence[Job], out: Path, num_parallel: int, dry_run: bool) ->
     from nemo_grpo.experiments.experiment import run_experiment
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    text, code = run_experiment(planned, out, num_parallel=num_parallel, command=command)
-    typer.echo(text)
+    found, code = run_experiment(planned, out, num_parallel=num_parallel, command=command, baseline=baseline)
+    _show(found)
     typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
     raise typer.Exit(code)
+
+
+def _show(found: Results) -> None:
+    from nemo_grpo.cli.console import wide_console
+    from nemo_grpo.diagnostics.paired import paired_table
+    from nemo_grpo.diagnostics.summary import table
+
+    console = wide_console()
+    tables = [table(found.groups)] if found.groups else []
+    tables += [paired_table(found.paired, found.baseline)] if found.paired else []
+    for head, rows in tables:
+        for part in comparison(head, rows, console.width):
+            console.print(part)
+    typer.echo(found.notes())
+
+
+def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
+    """One row a figure, one column a setting; as many settings side by side as fit, the others below."""
+    from rich.table import Table
+
+    widths = [max(map(len, cells)) + 2 for cells in (head, *rows)]
+    while rows:
+        total, shown = widths[0], 0
+        while shown < len(rows) and (not shown or total + widths[shown + 1] <= width):
+            shown += 1
+            total += widths[shown]
+        made = Table(head[0], *(row[0] for row in rows[:shown]), box=None)
+        for name, *cells in zip(head[1:], *(row[1:] for row in rows[:shown]), strict=True):
+            made.add_row(name, *cells)
+        yield made
+        rows, widths = rows[shown:], [widths[0], *widths[shown + 1 :]]

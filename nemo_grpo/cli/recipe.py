@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
 from nemo_grpo.extensions import is_reference
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ def resolve(
     from nemo_grpo.recipe.recipe import as_text
     from nemo_grpo.recipe.validation import settings_of
 
-    tree, errors = settings_of(path, overrides or ())
-    typer.echo("\n".join(annotated(as_text(tree).splitlines(), errors)))
+    tree, references, errors = settings_of(path, overrides or ())
+    typer.echo("\n".join(annotated(as_text(tree, references).splitlines(), errors)))
     if errors:
         raise typer.Exit(EXIT_USAGE)
 
@@ -194,10 +194,11 @@ def diff(
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
     """
     from nemo_grpo.dotted import leaves
+    from nemo_grpo.recipe.loader import merge
     from nemo_grpo.recipe.validation import settings_of
 
-    (tree_a, wrong_a), (tree_b, wrong_b) = settings_of(first), settings_of(second)
-    a, b = dict(leaves(tree_a)), dict(leaves(tree_b))
+    (*trees_a, wrong_a), (*trees_b, wrong_b) = settings_of(first), settings_of(second)
+    a, b = dict(leaves(merge(*trees_a))), dict(leaves(merge(*trees_b)))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
     typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
     for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:
@@ -237,7 +238,10 @@ def copy(
     """
     from nemo_grpo import shipped
 
-    source = shipped.recipe_file(shipped.folder("recipes") / f"{name.removesuffix('.yaml')}.yaml")
+    source = shipped.recipe_at(f"{name.removesuffix('.yaml')}.yaml")
+    if not source.is_file():
+        near = did_you_mean(source.stem, shipped.recipe_names())
+        raise UserError(f"{name} is no name of a shipped recipe{near}; `nemo-grpo recipe list` shows them")
     written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
     try:
         with written.open("x", encoding="utf-8") as file:

@@ -102,7 +102,7 @@ def overview(configs: dict[str, type[VariantConfig]]) -> Table:
 
     common = _defaults(configs["grpo"])
     table = Table("variant", show_lines=True)
-    table.add_column("paper", max_width=15)
+    table.add_column("paper", max_width=15, overflow="fold")
     table.add_column("needs")
     table.add_column("differs from grpo in", overflow="fold")
     for name, config in configs.items():
@@ -119,7 +119,9 @@ def parameters(name: str, config: type[VariantConfig]) -> Table:
     """One row per parameter of one variant."""
     from rich.table import Table
 
-    table = Table("loss_fn key", "default", "meaning", title=f"{config.title}: {config.paper}")
+    table = Table(title=f"{config.title}: {config.paper}")
+    for column, wraps in (("loss_fn key", False), ("default", True), ("meaning", True)):
+        table.add_column(column, no_wrap=not wraps, overflow="fold")
     table.caption = "needs: " + _needs(config).replace("\n", ", ")
     for key, value in _defaults(config).items():
         table.add_row(key, as_yaml(value), config.model_fields[key].description or "")

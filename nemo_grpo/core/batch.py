@@ -25,7 +25,7 @@ _NATS = (
     "entropies",
 )
 _TOKEN_FIELDS = ("token_mask", *_NATS)
-_ROW_FIELDS = ("sample_mask", "rewards", "group_ids", "response_ids")
+_ROW_FIELDS = ("sample_mask", "rewards", "group_ids", "response_ids", "scored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class TokenBatch:
         response_ids: [B] integers that identify the step's responses in any row order (a hash of their
             tokens); variants that draw per token seed the draw with them. Default: the bits of prev_logprobs,
             which differ in the last digit between layouts.
+        scored: [B] bool; False where the policy left a row out: its prev_logprobs are the sampler's own,
+            and its entropies mean nothing. Default: all True.
         carried: what `PreparedBatch.carried` of the step before says; empty before the first.
     Raises: ValueError: shapes, dtypes or devices disagree, or a mask holds something besides 0 and 1.
             TypeError: something other than a tensor.
@@ -63,6 +65,7 @@ class TokenBatch:
     unfiltered_logprobs: Tensor | None = None
     entropies: Tensor | None = None
     response_ids: Tensor | None = None
+    scored: Tensor | None = None
     carried: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +125,11 @@ class TokenBatch:
     def counts(self) -> Tensor:
         """[B, T]: 1 for the tokens that count, else 0; of the logprobs' dtype."""
         return self.mask.to(self.prev_logprobs.dtype)
+
+    @property
+    def scored_mask(self) -> Tensor:
+        """[B, T] bool: tokens that count, of the rows that the policy scored."""
+        return self.mask if self.scored is None else self.mask & self.scored[:, None]
 
     def select(
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None

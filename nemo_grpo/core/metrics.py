@@ -27,9 +27,10 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
              advantages: [B, T], as the variant shaped them: ``advantage/*``.
              base: the group advantages before any shaping, so that ``covariance/*`` compares variants.
     Returns: name -> 0-d tensor. ``covariance/*`` are percentiles of `step_covariance` (CW-GRPO Table 1);
-             ``mismatch/*`` compare the scoring policy with the sampler.
+             ``mismatch/*`` compare the scoring policy with the sampler. They and ``entropy/mean`` are taken
+             over the rows that the policy scored.
     """
-    mask, valid, rewards = batch.mask, batch.sample_mask, batch.rewards.double()
+    mask, scored, valid, rewards = batch.mask, batch.scored_mask, batch.sample_mask, batch.rewards.double()
     num_valid = valid.sum().clamp(min=1)
     num_groups = (base.groups.sum(valid) > 0).sum().clamp(min=1)
     lengths = mask.sum(1)
@@ -47,14 +48,14 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
         "advantage/std": token_std(advantages, mask),
         "advantage/abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),
         "covariance/mean": token_mean(covariance, mask),
-        "mismatch/logprob_abs_mean": token_mean(drift.abs(), mask),
-        "mismatch/kl": token_mean(bounded.exp() - bounded - 1, mask),
+        "mismatch/logprob_abs_mean": token_mean(drift.abs(), scored),
+        "mismatch/kl": token_mean(bounded.exp() - bounded - 1, scored),
         "logprob/mean": token_mean(batch.prev_logprobs, mask),
     }
     values = percentiles(covariance[mask], tuple(COVARIANCE_SHARES.values()))
     metrics |= {f"covariance/{name}": value for name, value in zip(COVARIANCE_SHARES, values, strict=True)}
     if batch.entropies is not None:
-        metrics["entropy/mean"] = token_mean(batch.entropies, mask)
+        metrics["entropy/mean"] = token_mean(batch.entropies, scored)
     if batch.reference_policy_logprobs is not None:
         metrics["kl/step_start"] = token_mean(batch.prev_logprobs - batch.reference_policy_logprobs, mask)
     return metrics

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_grpo.tasks.jsonl import worked_answer
 from nemo_grpo.tasks.rewards.final_answer import last_boxed
 
 Row = Mapping[str, Any]
@@ -78,6 +79,16 @@ def chat_row(*, prefix: str = "", suffix: str = "", keep: Sequence[str] = ()) ->
         extra = row.get("extra_info") or {}
         metadata = {key: extra[key] for key in keep if extra.get(key) is not None}
         return Entry(question, text(row["reward_model"]["ground_truth"]), metadata)
+
+    return entry
+
+
+def worked(question: str, answer: str) -> FieldMapping:
+    """One column is the question, one the solution that ends in ``#### answer``: GSM8K."""
+
+    def entry(row: Row) -> Entry:
+        solution, final = worked_answer(text(row[answer])) or ("", "")
+        return Entry(text(row[question]), final, {"solution": solution})
 
     return entry
 

@@ -18,6 +18,7 @@ from nemo_grpo.data.fields import (
     picture,
     puzzle,
     short_answers,
+    worked,
 )
 from nemo_grpo.data.filters import (
     Filter,
@@ -136,6 +137,14 @@ def _reason_seg(split: str, use: Use, paper: str, expected: Expected) -> Source:
     return Source(f"lisa-{split}", use, task, paper, origin, mapping, "readers", expected=expected)
 
 
+def _gsm8k(name: str, split: str, use: Use, count: int) -> Source:
+    origin = Hub("openai/gsm8k", (split,), "main", ("README.md", "main/*"))
+    expected = Expected(count, "the set's card")
+    return Source(
+        name, use, "math", "2110.14168", origin, worked("question", "answer"), "readers", expected=expected
+    )
+
+
 TABLE: tuple[Source, ...] = (
     # Mathematics: training.
     Source(
@@ -186,7 +195,9 @@ TABLE: tuple[Source, ...] = (
         filters=(unique_questions("the repository repeats every problem"),),
         expected=Expected(17000, "the set's name", ROUNDED),
     ),
+    _gsm8k("gsm8k", "train", "training", 7473),
     # Mathematics: evaluation.
+    _gsm8k("gsm8k-test", "test", "evaluation", 1319),
     Source(
         "aime24", "evaluation", "math", "CW-GRPO Table 4",
         Hub("HuggingFaceH4/aime_2024"), columns("problem", "answer", keep=("solution", "url")), "readers",

@@ -37,8 +37,9 @@ PANELS: tuple[Panel, ...] = (
         "nats per token",
         ENTROPY,
         "Entropy of the next-token distribution at the sampled positions; entropy/sampled estimates it by "
-        "the mean of -log p over the sampled tokens, for runs on NeMo-RL. A fall to 0 ends exploration; a "
-        "rise to more than twice its start is instability.",
+        "the mean of -log p over the sampled tokens. On this engine entropy/mean leaves out rows without a "
+        "gradient where the update also scores; entropy/sampled has every row. A fall to 0 ends exploration; "
+        "a rise to more than twice its start is instability.",
         from_zero=True,
     ),
     Panel(

@@ -127,7 +127,8 @@ def read_run(path: str | Path) -> RunLog:
     """Read a run's folder.
 
     A line that is not JSON (the last one, if the run was killed while writing it) is skipped; rows of the
-    same step are merged, and later values win.
+    same step are merged, and later values win. Of diagnostics of the same step, which a resumed run measures
+    again, the last counts.
 
     Raises: UserError: the folder has no metrics.jsonl, or no step in it.
     """
@@ -147,7 +148,8 @@ def read_run(path: str | Path) -> RunLog:
     if not rows:
         raise UserError(f"{file} holds no step yet; let the run make at least one")
     looks = json_lines(folder / DIAGNOSTICS_FILE)
-    diagnostics = tuple(look for look in looks if look.keys() >= {"step", "num_tokens", "tokens"})
+    by_step = {look["step"]: look for look in looks if look.keys() >= {"step", "num_tokens", "tokens"}}
+    diagnostics = tuple(by_step[step] for step in sorted(by_step))
     return RunLog(folder, dict(sorted(rows.items())), _settings(folder / RECIPE_FILE), diagnostics)
 
 

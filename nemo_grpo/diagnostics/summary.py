@@ -80,7 +80,11 @@ def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
 
 def markdown(groups: Sequence[RunGroup]) -> str:
     """The table for a document."""
-    head, rows = table(groups)
+    return markdown_table(*table(groups))
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of texts."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

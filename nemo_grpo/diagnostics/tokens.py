@@ -5,9 +5,10 @@ Four quantities of every token that counts:
     c_it  = (logp_it - mean_t logp_i)(A_i - mean_g A)      CW-GRPO section 2.3; A over the group's std
     g_it  = N |d loss / d logp_it|                         the variant's own loss, its weights and KL included
     g_it (1 - pi_it)                                       bounds the token's gradient (TR-GRPO Theorem 3.2)
-    H_it      entropy of the policy at the token
+    H_it      entropy of the policy at the token, of the rows that it scored
 
-N tokens per step; for GRPO g is |A|. c has one definition for all variants, so that it compares them.
+N tokens measured; for GRPO g is |A|. A step of more than `MAX_MEASURED` tokens is measured on its first whole
+groups, which bounds time and memory. c has one definition for all variants, so that it compares them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CURVE_SHARES = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0)
 ENTROPIES = {"p5": 0.05, "p50": 0.5, "p80": 0.8, "p95": 0.95}
 NUM_BINS = 10
 """Bins of the tokens' probability."""
+MAX_MEASURED = 2**20
+"""Tokens of a step that are measured, unless its first group alone has more."""
 NUM_TOKENS, MIN_COUNT = 100, 5
 """Length of each token table, and minimum count of a token in it."""
 
@@ -45,6 +48,7 @@ def token_diagnostics(
     Returns: numbers for metrics.jsonl, ``tokens/*``; an object for diagnostics.jsonl. Both empty for a step
              without a token.
     """
+    prepared, token_ids = _bounded(prepared, token_ids)
     batch = prepared.batch
     mask = batch.mask
     if not mask.any():
@@ -72,8 +76,8 @@ def token_diagnostics(
         "tokens/gradient_top1_share": curve["gradient"][CURVE_SHARES.index(0.01)],
         "tokens/gradient_cv": float(gradient.std(correction=0) / gradient.mean().clamp(min=1e-30)),
     }
-    if batch.entropies is not None:
-        entropy = batch.entropies[mask].double()
+    if batch.entropies is not None and (scored := batch.scored_mask).any():
+        entropy = batch.entropies[scored].double()
         row["entropy"] = dict(
             zip(ENTROPIES, _floats(percentiles(entropy, tuple(ENTROPIES.values()))), strict=True)
         )
@@ -82,8 +86,20 @@ def token_diagnostics(
     return numbers, row
 
 
+def _bounded(prepared: PreparedBatch, token_ids: Tensor) -> tuple[PreparedBatch, Tensor]:
+    """The first groups that have at most `MAX_MEASURED` tokens together; at least one."""
+    batch = prepared.batch
+    _, group = batch.group_ids.unique(return_inverse=True)
+    kept = torch.bincount(group, weights=batch.mask.sum(1).double()).cumsum(0) <= MAX_MEASURED
+    kept[:1] = True
+    if kept.all():
+        return prepared, token_ids
+    rows = torch.nonzero(kept[group]).flatten()
+    return prepared.select(rows), token_ids[rows]
+
+
 def loss_gradients(objective: Objective, prepared: PreparedBatch) -> Tensor:
-    """[B, T]: N |d loss / d logp| at the step's start, N the tokens of the step; 0 off the mask.
+    """[B, T]: N |d loss / d logp| at the step's start, N the tokens of ``prepared``; 0 off the mask.
 
     The loss as the policy is trained on it, with its weights, its KL and its aggregation.
     """

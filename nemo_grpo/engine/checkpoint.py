@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.errors import UserError, reading
-from nemo_grpo.files import SHA256SUMS, check_sha256, flush_tree, write_atomically, write_sha256
+from nemo_grpo.files import SHA256SUMS, check_sha256, files_in, flush_tree, write_atomically, write_sha256
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """An empty folder to fill before `complete`, one at a time; every process of the run calls both."""
-        temporary = self._temporary(step)
+        temporary = self.temporary(step)
         if self.leads:
             self.remove_leftovers()
             temporary.mkdir(parents=True)
@@ -69,11 +69,12 @@ class CheckpointStore:
         final = self.folder / _name(step)
         self.barrier()
         if self.leads:
-            self._publish(self._temporary(step), final, {"step": step, **info})
+            self._publish(self.temporary(step), final, {"step": step, **info})
         self.barrier()
         return final
 
-    def _temporary(self, step: int) -> Path:
+    def temporary(self, step: int) -> Path:
+        """Where a checkpoint lies between `begin` and `complete`."""
         return self.folder / f"{_TEMPORARY}{_name(step)}"
 
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
@@ -112,7 +113,7 @@ class CheckpointStore:
 
     def _set_damaged_aside(self) -> None:
         damaged: dict[Path, UserError] = {}
-        for path in reversed(self._complete()):
+        for path in reversed(self._folders()):
             try:
                 _check(path)
                 break
@@ -130,9 +131,12 @@ class CheckpointStore:
             path.rename(path.with_name(f"{_DAMAGED}{path.name}"))
 
     def _complete(self) -> list[Path]:
+        return [path for path in self._folders() if (path / INFO).exists()]
+
+    def _folders(self) -> list[Path]:
+        """From the first step to the last."""
         found = (path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
-        complete = (path for path in found if (path / INFO).exists())
-        return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
     def _prune(self, newest: Path) -> None:
         if self.keep_top_k is None:
@@ -165,9 +169,10 @@ def _delete(path: Path) -> None:
 
 
 def _check(checkpoint: Path) -> None:
-    """Raises: UserError: a file is missing or not as it was written."""
-    if not check_sha256(checkpoint):
-        log.warning("%s has no %s: its files cannot be checked", checkpoint, SHA256SUMS)
+    """Raises: UserError: a file is missing, not as it was written, or not in the list of hashes."""
+    listed = check_sha256(checkpoint)
+    if unlisted := len(files_in(checkpoint)) - listed:
+        raise UserError(f"{checkpoint / SHA256SUMS} lacks {unlisted} of the files there; restore the folder")
     if read_info(checkpoint).get("step") != int(checkpoint.name.removeprefix("step_")):
         raise UserError(f"{checkpoint / INFO} is of another step; restore the folder")
 

@@ -29,15 +29,10 @@ def check(recipe: Recipe, *, resume: bool) -> None:
     check_layout(recipe)
     choose_device(recipe)
     check_trackers(recipe)
-    run = RunFolder(recipe.run_dir)
+    run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir)
     run.check(resume=resume)
     if resume:
         check_same_run(recipe, run.recipe)
-    elif any(recipe.checkpoint_dir.glob("step_*")):
-        raise UserError(
-            f"checkpointing.checkpoint_dir={recipe.checkpoint_dir} holds another run's checkpoints; add "
-            "--resume to continue it, or choose another folder"
-        )
 
 
 def check_supported(recipe: Recipe) -> None:

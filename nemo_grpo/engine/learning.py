@@ -68,7 +68,7 @@ class Learner:
         """Score, prepare and update; what the step looked like, and its updates.
 
         The forward pass of an update that is the step's only one also scores, if the advantages do not wait
-        for that.
+        for that. Rows that it leaves out keep the sampler's logprobs.
         """
         if self.objective.needs_scores or self.recipe.num_updates_per_step > 1:
             prepared = self.prepare(step, state, self.score(step), self.reference(step))
@@ -80,9 +80,9 @@ class Learner:
         unscored, reference = Scores(step.generation_logprobs), self.reference(step)
         clock.lap("time/score")
         updates = self.update(self.prepare(step, state, unscored, reference), step, state, scoring=True)
-        scores = updates[0].scores if updates else self.score(step)
+        scores, scored = (updates[0].scores, updates[0].computed) if updates else (self.score(step), None)
         assert scores is not None
-        prepared = self.prepare(step, state, scores, reference)
+        prepared = self.prepare(step, state, scores, reference, scored)
         clock.lap("time/update")
         return prepared, updates
 
@@ -105,11 +105,19 @@ class Learner:
             return self.score(step, with_entropies=False).logprobs
 
     def prepare(
-        self, step: Step, state: TrainingState, scores: Scores, reference: Tensor | None
+        self,
+        step: Step,
+        state: TrainingState,
+        scores: Scores,
+        reference: Tensor | None,
+        scored: Tensor | None = None,
     ) -> PreparedBatch:
-        """Decide advantages and weights on whole groups."""
-        batch = step.token_batch(scores.logprobs, scores.entropies, reference)
-        batch = replace(batch, carried=state.carried)
+        """Decide advantages and weights on whole groups; ``scored``: see `TokenBatch`."""
+        logprobs = scores.logprobs
+        if scored is not None:
+            logprobs = torch.where(scored[:, None], logprobs, step.generation_logprobs)
+        batch = step.token_batch(logprobs, scores.entropies, reference)
+        batch = replace(batch, carried=state.carried, scored=scored)
         return self.objective.prepare(batch, seed=self.recipe.grpo.seed * 1_000_003 + state.step)
 
     def update(

@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "nemo_grpo.engine.",
     "nemo_grpo.evaluation.",
     "nemo_grpo.export.",
+    "nemo_grpo.max_failed_rewards",
     "nemo_grpo.run_name",
     "nemo_grpo.runs_dir",
     "nemo_grpo.warm_start.cache_dir",
@@ -50,7 +51,7 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
     if not resolved.exists():
         return
     first = load_recipe(resolved)
-    before, now = dict(leaves(first.to_dict())), dict(leaves(recipe.to_dict()))
+    before, now = dict(leaves(first.written())), dict(leaves(recipe.written()))
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from nemo_grpo.engine.launch import is_launched, launch
 from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.supervised import SupervisedTrainer
 from nemo_grpo.engine.trainer import Trainer, check
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.tasks.scoring import RewardsFailed
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     trainer = kind(recipe, resume=resume)
     try:
         finished = trainer.train()
+    except (TrainingAborted, RewardsFailed, FloatingPointError) as error:
+        log.error("%s", error)
+        return 1
     finally:
         parallel.shut_down()
     if trainer.run.leads:

@@ -14,14 +14,14 @@ import logging
 import math
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UNREADABLE, UserError
 from nemo_grpo.files import write_atomically
 
 if TYPE_CHECKING:
@@ -49,33 +49,31 @@ PACKAGES = (
 class RunFolder:
     """A run's folder; nothing is written before `open`, and nothing by a process that does not lead."""
 
-    def __init__(self, path: Path, *, leads: bool = True, resume: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, checkpoints: Path | None = None, leads: bool = True, resume: bool = False
+    ) -> None:
+        """Args: checkpoints: their folder if it lies elsewhere; no other run may use it meanwhile."""
         self.path = path
+        self.checkpoints = checkpoints if checkpoints and not checkpoints.is_relative_to(path) else None
         self.resume = resume
         self.leads = leads
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.diagnostics = path / "diagnostics.jsonl"
-        self.checkpoints = path / "checkpoints"
         self.hf = path / "hf"
         self.hf_adapter = path / "hf-adapter"
         self.recipe = path / "recipe.resolved.yaml"
         self._trackers: list[Tracker] = []
-        self._lock_file: int | None = None
+        self._locks: dict[Path, int] = {}
 
-    def _lock(self) -> None:
-        """One process trains in a folder. The lock ends with this process; its children do not inherit it."""
-        self._lock_file = os.open(self.path / ".lock", os.O_CREAT | os.O_WRONLY)
-        try:
-            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(
-                f"run folder {self.path} is in use by another process; wait for it or end it"
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            log.warning("no locks in %s (%s): start no other run there", self.path, error.strerror)
+    def lock(self) -> None:
+        """Keep other processes out of the run's folders, as far as they exist, until `close`.
+
+        Raises: UserError: one of them is in use.
+        """
+        for folder in (self.path, self.checkpoints):
+            if self.leads and folder is not None and folder.is_dir() and folder not in self._locks:
+                self._locks[folder] = _locked(folder)
 
     def check(self, *, resume: bool) -> None:
         """Refuse a folder that this run may not use, before anything is created.
@@ -95,6 +93,15 @@ class RunFolder:
                 f"run folder {self.path} cannot be created: {parent} is not a writable folder; "
                 "choose another nemo_grpo.runs_dir"
             )
+        if not resume:
+            self._refuse_checkpoints()
+
+    def _refuse_checkpoints(self) -> None:
+        if self.checkpoints is not None and any(self.checkpoints.glob("step_*")):
+            raise UserError(
+                f"checkpointing.checkpoint_dir={self.checkpoints} holds another run's checkpoints; add "
+                "--resume to continue it, or choose another folder"
+            )
 
     def open(
         self,
@@ -110,9 +117,14 @@ class RunFolder:
         """
         if not self.leads:
             return
+        self.lock()
+        if not self.resume:  # another run may have saved, and ended, since `check`
+            self._refuse_checkpoints()
         try:
             self.path.mkdir(parents=True, exist_ok=self.resume)
-            self._lock()
+            if self.checkpoints is not None:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.lock()
             write_atomically(self.path / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
             write_atomically(self.recipe, recipe_yaml)
             keep_own_files(self.path, own_files)
@@ -148,9 +160,9 @@ class RunFolder:
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
+        for descriptor in self._locks.values():
+            os.close(descriptor)
+        self._locks = {}
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add responses to samples.jsonl."""
@@ -163,9 +175,24 @@ class RunFolder:
             _append(self.diagnostics, row)
 
 
+def _locked(folder: Path) -> int:
+    """The descriptor that holds the lock. It ends with this process; children do not inherit it."""
+    descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        raise UserError(f"folder {folder} is in use by another run; wait for it or end it") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        log.warning("no locks in %s (%s): start no other run there", folder, error.strerror)
+    return descriptor
+
+
 def own_copy(folder: Path, name: str) -> Path:
-    """Where a run's folder keeps the file of a user's own variant, task or reward."""
-    return folder / "own" / re.sub(r"[^\w.-]+", "_", name)
+    """Where a run's folder keeps the file of a user's own variant, task or reward; ``a/b.py``: a%2Fb.py."""
+    return folder / "own" / quote(name, safe="")
 
 
 def keep_own_files(folder: Path, own_files: Mapping[str, str]) -> None:
@@ -202,12 +229,17 @@ def _finite(value: Any) -> Any:
 
 
 def _keep_rows_up_to(path: Path, step: int) -> None:
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:  # the line that was being written when the run was killed
-            continue
-        if row.get("step", 0) <= step:
-            kept.append(line + "\n")
-    write_atomically(path, "".join(kept))
+    lines = path.read_text(errors="replace").splitlines()
+    steps = [_step_of(line) for line in lines]
+    if damaged := steps[:-1].count(None):  # the last line was being written when the run was killed
+        log.warning("%s: %d damaged lines are left out", path, damaged)
+    kept = [line for line, of in zip(lines, steps, strict=True) if of is not None and of <= step]
+    write_atomically(path, "".join(f"{line}\n" for line in kept))
+
+
+def _step_of(line: str) -> float | None:
+    """A row's step; None: it is no row."""
+    try:
+        return float(json.loads(line)["step"])
+    except (*UNREADABLE, LookupError, TypeError):
+        return None

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from checkpoints_conv.model_card import Training
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron import parallel
-from nemo_grpo.engine.megatron.checkpoint import begin_save
+from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
 from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.files import existing_parent
 from nemo_grpo.hf_folder import copy_side_files, export, export_adapter
+
+
+class TrainingAborted(RuntimeError):
+    """The run cannot go on: its loss, rewards or weights are unusable, or its disk is. Its files stay."""
 
 
 @dataclass
@@ -35,20 +44,21 @@ class Saver:
     def save(self, step: int, info: dict[str, Any]) -> None:
         """Write a checkpoint of this moment, after the one that may be under way.
 
-        Raises: CheckpointException: this one or that one could not be written.
+        Raises: TrainingAborted: this one or that one could not be written.
         """
         self.finish()
-        folder = self.store.begin(step)
-        if self.store.leads:
-            copy_side_files(self.source, folder / TOKENIZER)
-        self._under_way = step, info, begin_save(self.policy, folder / WEIGHTS, step, behind=self.behind)
+        with self._explained(step):
+            folder = self.store.begin(step)
+            if self.store.leads:
+                copy_side_files(self.source, folder / TOKENIZER)
+            self._under_way = step, info, begin_save(self.policy, folder / WEIGHTS, step, behind=self.behind)
         if not self.behind:
             self.finish()
 
     def finish_if_written(self) -> None:
         """Complete the save under way if every rank has written its part; after each step.
 
-        Raises: CheckpointException: it could not be written.
+        Raises: TrainingAborted: it could not be written.
         """
         if self._under_way is not None:
             written = self._under_way[2].is_written()
@@ -58,12 +68,30 @@ class Saver:
     def finish(self) -> None:
         """Wait until the save under way, if there is one, is a complete checkpoint.
 
-        Raises: CheckpointException: it could not be written.
+        Raises: TrainingAborted: it could not be written.
+                UserError: it could not be read back.
         """
         if self._under_way is not None:
             (step, info, write), self._under_way = self._under_way, None
-            write.finish()
-            self.store.complete(step, info)
+            with self._explained(step):
+                write.finish()
+                self.store.barrier()
+                check_readable(self.store.temporary(step) / WEIGHTS)
+                self.store.complete(step, info)
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            free = shutil.disk_usage(existing_parent(self.store.folder)).free / 1e9
+            newest = self.store.latest()
+            raise TrainingAborted(
+                f"the checkpoint of step {step} cannot be written to {self.store.folder} ({reason}), where "
+                f"{free:.1f} GB are free; make room, then --resume continues from "
+                f"{newest.name if newest else 'the beginning: there is no checkpoint yet'}"
+            ) from error
 
 
 def export_policy(

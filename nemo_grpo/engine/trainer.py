@@ -25,9 +25,10 @@ from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.run_folder import RunFolder, versions
-from nemo_grpo.engine.saving import Saver, export_policy
+from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
 from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.engine.trackers import open_trackers
+from nemo_grpo.errors import UserError
 from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
@@ -37,10 +38,6 @@ from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import Scorer
 
 log = logging.getLogger(__name__)
-
-
-class TrainingAborted(RuntimeError):
-    """Too many steps in a row had a loss or a gradient that is not finite; a checkpoint was saved."""
 
 
 class Trainer:
@@ -59,10 +56,12 @@ class Trainer:
         self.device = setup.choose_device(recipe)
         parallel.initialize(recipe.policy.megatron_cfg.layout, self.device, recipe.grpo.seed)
         leads = parallel.is_rank_zero()
-        self.run = RunFolder(recipe.run_dir, leads=leads, resume=resume)
+        self.run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
+        if resume:
+            self.run.lock()
         self.objective = recipe.loss_fn.build()
-        self.task = recipe.task.build()
-        self.scorer = Scorer(self.task, recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
+        own, self.task = recipe.nemo_grpo, recipe.task.build()
+        self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
         self.tokenizer = load_tokenizer(self.source)
@@ -136,7 +135,8 @@ class Trainer:
 
         Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved if
                  the recipe has any.
-        Raises:  TrainingAborted: see there.
+        Raises:  TrainingAborted: the loss or gradient of too many steps in a row was not finite (a checkpoint
+                 was saved), or the trained weights are not.
         """
         try:
             finished = self._train()
@@ -299,6 +299,9 @@ class Trainer:
         """Export the model and, with LoRA, its adapters."""
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
-            training = Training(self.recipe.to_dict(), self.state.step, self.validated, versions())
-            export_policy(self.policy, self.source, self.run, dtype, training)
+            training = Training(self.recipe.written(), self.state.step, self.validated, versions())
+            try:
+                export_policy(self.policy, self.source, self.run, dtype, training)
+            except UserError as error:
+                raise TrainingAborted(str(error)) from None
         parallel.barrier()

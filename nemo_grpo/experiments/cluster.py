@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import Job
-from nemo_grpo.experiments.results import write_results
+from nemo_grpo.experiments.results import Results, write_results
 from nemo_grpo.experiments.runner import Status, only_one, steps_done
 from nemo_grpo.files import write_atomically
 from nemo_grpo.launch.plan import plan_verdict
@@ -59,15 +59,17 @@ def recipe_file(job: Job, out: Path) -> Path:
     return (out / RECIPES / f"{job.name}.yaml").absolute()
 
 
-def submit_experiment(jobs: Sequence[Job], out: Path, slurm: Slurm, command: str) -> str:
+def submit_experiment(
+    jobs: Sequence[Job], out: Path, slurm: Slurm, command: str, baseline: str | None = None
+) -> Results:
     """Write the recipes, submit the runs that have not been, and write the results of those that are done.
 
     ``out/submitted.json`` has each run's job and is written after every submission, so that a command that
     is killed and repeated goes on with the next run. (A kill between sbatch's answer and that note leaves a
     job that is submitted again; its name tells.)
 
-    Args:    command: this command line, for the record.
-    Returns: the text of table.md.
+    Args:    command: this command line, for the record.  baseline: see `results.baseline_of`.
+    Returns: what the runs that are done have found.
     Raises:  UserError: see `plan_submissions`; sbatch refuses; or a run was submitted with another recipe.
     """
     planned = plan_submissions(jobs, out, slurm)
@@ -90,7 +92,7 @@ def submit_experiment(jobs: Sequence[Job], out: Path, slurm: Slurm, command: str
             for name, (done, last) in steps.items()
             if name not in finished
         }
-        return write_results(jobs, finished, out, command, missing)
+        return write_results(jobs, finished, out, command, missing, baseline)
 
 
 def _check_unchanged(job: Job, out: Path, numbers: Mapping[str, str]) -> None:

@@ -12,19 +12,24 @@ from nemo_grpo.engine import checks, setup
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import Job
-from nemo_grpo.experiments.results import write_results
+from nemo_grpo.experiments.results import Results, baseline_of, write_results
 from nemo_grpo.experiments.runner import run_jobs
 
 log = logging.getLogger(__name__)
 
 
-def run_experiment(jobs: Sequence[Job], out: Path, *, num_parallel: int, command: str) -> tuple[str, int]:
+def run_experiment(
+    jobs: Sequence[Job], out: Path, *, num_parallel: int, command: str, baseline: str | None = None
+) -> tuple[Results, int]:
     """Make the shared starting policies, run the jobs, write the results.
 
     Args:    out: folder of everything.  command: this command line, for the record.
-    Returns: the text of table.md; exit code 0 if every run is finished, 75 if a signal stopped some, else 1.
-    Raises:  UserError: the engine refuses a recipe, or the folder cannot be used; nothing was run then.
+             baseline: see `results.baseline_of`.
+    Returns: what was found; exit code 0 if every run is finished, 75 if a signal stopped some, else 1.
+    Raises:  UserError: the engine refuses a recipe, no setting is the baseline, or the folder cannot be used;
+             nothing was run then.
     """
+    baseline = baseline_of(jobs, baseline)
     for job in jobs:
         try:
             checks.check_supported(job.recipe)
@@ -33,11 +38,11 @@ def run_experiment(jobs: Sequence[Job], out: Path, *, num_parallel: int, command
             raise UserError(f"{job.setting.label}: {error}") from None
     make_starts(jobs)
     ended = run_jobs(jobs, out, num_parallel)
-    text = write_results(jobs, ended, out, command)
+    found = write_results(jobs, ended, out, command, baseline=baseline)
     states = {ended[job.name].state if job.name in ended else "interrupted" for job in jobs}
     if "failed" in states:
-        return text, 1
-    return text, EXIT_INTERRUPTED if "interrupted" in states else 0
+        return found, 1
+    return found, EXIT_INTERRUPTED if "interrupted" in states else 0
 
 
 def make_starts(jobs: Sequence[Job]) -> None:

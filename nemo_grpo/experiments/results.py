@@ -1,14 +1,25 @@
-"""Results of an experiment: report.html with its pictures, table.md, results.json."""
+"""Results of an experiment: report.html, its pictures and the forest plot, table.md, results.json."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.diagnostics.report import write_group_report
+from nemo_grpo.diagnostics.forest_plot import FOREST, draw_forest
+from nemo_grpo.diagnostics.paired import (
+    PAIRED_NOTE,
+    Paired,
+    compare_groups,
+    paired_records,
+    paired_table,
+    sentences,
+)
+from nemo_grpo.diagnostics.report import PLOTS, write_group_report
 from nemo_grpo.diagnostics.runs import RunGroup, read_run
-from nemo_grpo.diagnostics.summary import NOTE, markdown, records, stuck_runs
+from nemo_grpo.diagnostics.summary import NOTE, markdown, markdown_table, records, stuck_runs
+from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.experiments.plan import Job
 from nemo_grpo.experiments.runner import Status
 
@@ -29,33 +40,79 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
     ]
 
 
+@dataclass(frozen=True)
+class Results:
+    """What an experiment has found so far.
+
+    Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.  num_jobs: all runs.
+                baseline: label of a setting.  paired: every other setting against it.
+    """
+
+    groups: Sequence[RunGroup]
+    missing: Mapping[str, str]
+    num_jobs: int
+    baseline: str
+    paired: Sequence[Paired]
+
+    def notes(self) -> str:
+        """What stands below the tables, in Markdown that reads as plain text."""
+        text = f"{NOTE}\n" if self.groups else ""
+        if self.paired:
+            lines = "".join(f"- {line}\n" for line in sentences(self.paired, self.baseline))
+            text += f"\n{PAIRED_NOTE}\n\n{lines}\nDrawn in {PLOTS}/{FOREST}.\n"
+        text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(self.groups))
+        if self.missing:
+            text += f"\nNot in the table, {len(self.missing)} of {self.num_jobs} runs:\n\n"
+            text += "".join(f"- {name}: {reason}\n" for name, reason in self.missing.items())
+        return text
+
+
 def write_results(
     jobs: Sequence[Job],
     ended: Mapping[str, Status],
     out: Path,
     command: str,
     missing: Mapping[str, str] | None = None,
-) -> str:
+    baseline: str | None = None,
+) -> Results:
     """Write the files; unfinished runs are named there and enter no mean.
 
     Args:    command: the command line that makes this, for the record.
              missing: why each unfinished run is; None: as ``ended`` says.
-    Returns: the text of table.md.
+             baseline: see `baseline_of`.
     """
-    groups = finished_groups(jobs, ended)
     missing = _missing(jobs, ended) if missing is None else missing
-    text = f"```\n{command}\n```\n\n"
-    if groups:
-        write_group_report(groups, out / REPORT)
-        text += f"{markdown(groups)}\n{NOTE}\n"
-        text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(groups))
-    if missing:
-        text += f"\nNot in the table, {len(missing)} of {len(jobs)} runs:\n\n"
-        text += "".join(f"- {name}: {reason}\n" for name, reason in missing.items())
-    (out / TABLE).write_text(text)
-    results = {"command": command, "settings": records(groups), "missing": dict(missing)}
+    groups, baseline = finished_groups(jobs, ended), baseline_of(jobs, baseline)
+    found = Results(groups, missing, len(jobs), baseline, compare_groups(groups, baseline))
+    if found.groups:
+        write_group_report(found.groups, out / REPORT)
+    (out / PLOTS / FOREST).unlink(missing_ok=True)
+    table = f"{markdown(found.groups)}\n" if found.groups else ""
+    if found.paired:
+        draw_forest(found.paired, baseline, out / PLOTS / FOREST)
+        table += f"{markdown_table(*paired_table(found.paired, baseline))}\n"
+    (out / TABLE).write_text(f"```\n{command}\n```\n\n{table}{found.notes()}")
+    results = {
+        "command": command,
+        "settings": records(found.groups),
+        "paired": paired_records(found.paired, baseline),
+        "missing": dict(missing),
+    }
     (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
-    return text
+    return found
+
+
+def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
+    """The label of the setting that the others are compared with: as given, else GRPO, else the first.
+
+    Raises: UserError: no setting has the given label.
+    """
+    labels = [job.setting.label for job in jobs]
+    if given is None:
+        return "grpo" if "grpo" in labels else labels[0]
+    if given not in labels:
+        raise UserError(f"--baseline {given} is not one of the settings{did_you_mean(given, set(labels))}")
+    return given
 
 
 def _missing(jobs: Sequence[Job], ended: Mapping[str, Status]) -> dict[str, str]:

@@ -17,13 +17,13 @@ def shell_settings(recipe: Recipe) -> str:
         "GPUS_PER_NODE": recipe.cluster.gpus_per_node,
         "NUM_NODES": recipe.cluster.num_nodes,
         "TARGET": recipe.nemo_grpo.target,
-        "MODEL": _folder_of(recipe.policy.model_name or ""),
+        "MODEL": folder_of(recipe.policy.model_name or ""),
         "LORA": "merge" if recipe.policy.megatron_cfg.lora_in_use else "",
     }
     return "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in values.items())
 
 
-def _folder_of(model: str) -> str:
+def folder_of(model: str) -> str:
     """Local folder of a Hugging Face hub model; returned unchanged if it is a folder or not downloaded."""
     if not model or Path(model).is_dir():
         return model

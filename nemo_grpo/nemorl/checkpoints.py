@@ -94,9 +94,12 @@ class Exports:
     checkpoint. No failure in here ends the training.
     """
 
-    def __init__(self, checkpoint_dir: Path, folder: Path, dtype: str) -> None:
-        """Args: checkpoint_dir: has NeMo-RL's ``step_N``.  folder: gets ``step_N``, too.  dtype: of these."""
+    def __init__(self, checkpoint_dir: Path, folder: Path, dtype: str, lora_base: Path | None = None) -> None:
+        """Args: checkpoint_dir: has NeMo-RL's ``step_N``.  folder: gets ``step_N``, too.  dtype: of these.
+        lora_base: model that the checkpoints' adapters are merged into; None: they hold whole models.
+        """
         self.checkpoint_dir, self.folder, self.dtype = checkpoint_dir, folder, dtype
+        self.lora_base = lora_base
         self.waiting = checkpoint_dir / WAITING
         self.failed: list[str] = []
         self._queue: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
@@ -201,6 +204,8 @@ class Exports:
         arguments = ["megatron-to-hf", "--force", "--megatron-checkpoint", str(checkpoint)]
         arguments += ["--hf-config", str(checkpoint / SIDE_FOLDER)]
         arguments += ["--output", str(self.folder / checkpoint.stem)]
+        if self.lora_base is not None:
+            arguments += ["--lora", "merge", "--base", str(self.lora_base)]
         return [*arguments, "--dtype", self.dtype]
 
     def wait(self) -> bool:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.dotted import value_of
+from nemo_grpo.dotted import set_value, value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.hooks import HOOKS
 from nemo_grpo.nemorl.uses import BASE, SFT, VISION_BASE
 from nemo_grpo.recipe import Recipe, host, load_recipe
+from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,10 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         log.info("%s", note)
     given = resolve(apply_overrides(load_tree(path), overrides))
     if recipe.nemo_grpo.task is None:
-        return ClusterRun(recipe, _validated(host_tree(recipe, given), compat.GRPO))
-    tree = nemo_rl_tree(recipe, given, _base_tree(recipe))
+        tree = host_tree(recipe, given)
+    else:
+        tree = nemo_rl_tree(recipe, given, _base_tree(recipe))
+    gather_before_refits(recipe, tree)
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
     return ClusterRun(recipe, _validated(tree, compat.GRPO))
@@ -114,6 +117,16 @@ def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, An
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
     return tree
+
+
+def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
+    """Set overlap_param_gather to false where the refit would send weights of before the step."""
+    is_mended = hasattr(
+        compat.import_name("nemo_rl.models.policy.lm_policy:Policy"), "sync_params_before_refit"
+    )
+    for reason in () if is_mended else refit_sends_updated_weights(recipe):
+        log.warning("%s", reason)
+        set_value(tree, OVERLAP, False)
 
 
 def host_tree(recipe: Recipe, given: Mapping[str, Any]) -> Tree:

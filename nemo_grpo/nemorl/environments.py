@@ -92,6 +92,7 @@ def setup_data(
         "task": own.task.model_dump(mode="json"),
         "prompt": own.prompt.model_dump(),
         "own_files": recipe.own_files,
+        "max_failed_rewards": own.max_failed_rewards,
         "reserved": list(reserved_texts(getattr(encoder, "tokenizer", encoder))),
     }
     trained, validated = (
@@ -171,12 +172,13 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
-        ``own_files``, `Recipe.own_files`; ``reserved``, the tokenizer's marks, which observations must not
-        contain.
+        ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, the tokenizer's marks, which
+        observations must not contain.
         """
         receive_files(config["own_files"])
         self.task = parse_task(config["task"]).build()
-        self.scorer = Scorer(self.task, config["rewards"], Prompt.model_validate(config["prompt"]))
+        prompt = Prompt.model_validate(config["prompt"])
+        self.scorer = Scorer(self.task, config["rewards"], prompt, config["max_failed_rewards"])
         self.reserved = tuple(config["reserved"])
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="score")
 

@@ -84,6 +84,8 @@ def worker_class(recipe: Recipe) -> str | None:
     """Our worker that the recipe needs; None for NeMo-RL's own."""
     if recipe.loss_fn.needs_entropy:
         return ENTROPY_WORKER
+    if not recipe.policy.megatron_cfg.enabled:
+        return None
     has_stages = recipe.policy.megatron_cfg.pipeline_model_parallel_size > 1
     return WORKER if has_stages and recipe.policy.generation.temperature != 1.0 else None
 

@@ -19,6 +19,8 @@ from checkpoints_conv.families import family_for
 from nemo_grpo.dotted import value_of
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError, first_line
+from nemo_grpo.hf_folder import check_model_folder
+from nemo_grpo.launch.settings import folder_of
 from nemo_grpo.nemorl import compat, hooks, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
@@ -279,7 +281,8 @@ def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
     """Exports of every checkpoint, if the recipe asks for them.
 
     Args:   hf_config: transformers' configuration of the model.
-    Raises: UserError: the converter does not support the model, or the checkpoint folder no hard links.
+    Raises: UserError: the converter does not support the model, LoRA's base is not on this machine, or the
+            checkpoint folder supports no hard links.
     """
     recipe, export = run.recipe, run.recipe.nemo_grpo.export
     if not (export.at_every_save and recipe.checkpointing.enabled):
@@ -291,7 +294,11 @@ def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
             f"nemo_grpo.export.at_every_save=true: {recipe.policy.model_name} cannot be exported ({error}); "
             "set it to false"
         ) from None
-    exports = Exports(recipe.checkpoint_dir.absolute(), recipe.run_dir.absolute() / "hf", export.dtype)
+    base = None
+    if recipe.policy.megatron_cfg.lora_in_use:
+        base = Path(folder_of(recipe.policy.model_name)).absolute()
+        check_model_folder(base, "nemo_grpo.export.at_every_save=true merges LoRA, and policy.model_name")
+    exports = Exports(recipe.checkpoint_dir.absolute(), recipe.run_dir.absolute() / "hf", export.dtype, base)
     exports.check()
     return exports
 

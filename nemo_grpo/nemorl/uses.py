@@ -76,7 +76,7 @@ LOSS_KEYS = (
     *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "reference_policy_kl_penalty"),
     *("reference_policy_kl_type", "use_importance_sampling_correction", "sequence_level_importance_ratios"),
     *("truncated_importance_sampling_type", "truncated_importance_sampling_ratio"),
-    "truncated_importance_sampling_ratio_min",
+    *("truncated_importance_sampling_ratio_min", "force_on_policy_ratio"),
 )
 """Keys of ``loss_fn`` that mean to NeMo-RL what they mean to every variant with a ratio."""
 

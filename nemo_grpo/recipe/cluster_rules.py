@@ -6,6 +6,7 @@ They hold for recipes with ``nemo_grpo.target: cluster``; see `registry`. Read f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from nemo_grpo.recipe.recipe import Recipe
@@ -14,6 +15,7 @@ from nemo_grpo.recipe.rules import disagreement
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, PACKING
 
 OVERLAP = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
+TP_CHECK_OFF = "NRL_IGNORE_TP_ACCURACY_CHECK"
 BLOCKWISE_ENV = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 RECOMPUTE_MODULES = frozenset(
     ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -52,7 +54,7 @@ def logprob_batches_divide_the_step(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def context_parallel_needs_packing(recipe: Recipe) -> Iterator[str]:
     cp = recipe.policy.megatron_cfg.context_parallel_size
     if cp > 1 and not recipe.policy.sequence_packing.enabled:
@@ -62,7 +64,7 @@ def context_parallel_needs_packing(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.CARE)
 def sequence_padding_fits_the_layout(recipe: Recipe) -> Iterator[str]:
     given = recipe.policy.make_sequence_length_divisible_by
     multiple = recipe.policy.layout.sequence_multiple
@@ -107,7 +109,7 @@ def lora_modules_and_dtype_are_named(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def fused_logprobs_exclude_other_settings(recipe: Recipe) -> Iterator[str]:
     g, m = recipe.policy.generation, recipe.policy.megatron_cfg
     if not m.use_fused_linear_logprobs:
@@ -124,32 +126,32 @@ def fused_logprobs_exclude_other_settings(recipe: Recipe) -> Iterator[str]:
         yield f"{MEGATRON}.use_fused_linear_logprobs=true does not work with {setting}; change one of them"
 
 
-@rule(Scope.CARE)
+@rule(Scope.ADVICE)
 def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
     m = recipe.policy.megatron_cfg
     overlaps = m.distributed_data_parallel_config.overlap_param_gather
-    if not (overlaps and m.optimizer.use_distributed_optimizer):
+    if recipe.nemo_grpo.target != "cluster" or not (m.enabled and overlaps):
         return
     shards = recipe.data_parallel_size * m.context_parallel_size  # megatron-core shards over both
     if m.expert_model_parallel_size > 1:  # experts' parameters shard over the ranks divided by EP and ETP
         stage = recipe.world_size // m.pipeline_model_parallel_size
         shards = max(shards, stage // (m.expert_model_parallel_size * m.layout.expert_tensor))
-    if shards > 1:
+    if m.optimizer.use_distributed_optimizer and shards > 1:
         yield (
-            f"{OVERLAP}=true (NeMo-RL's default): each of the {shards} ranks that share the distributed "
-            "optimizer updates its own part of the weights, and the refit sends the others as they were "
-            "before the step (NeMo-RL pull request 4086); set it to false"
+            f"{OVERLAP}=true (NeMo-RL's default): each of the {shards} ranks updates its own part of the "
+            "weights, and a NeMo-RL without its pull request 4086 sends the others as they were before the "
+            "step; the driver sets it to false there"
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def chunked_logprobs_need_deferred_fp32_logits(recipe: Recipe) -> Iterator[str]:
     chunk = recipe.policy.logprob_chunk_size
     if chunk is not None and not recipe.policy.megatron_cfg.defer_fp32_logits:
         yield f"policy.logprob_chunk_size={chunk} needs {MEGATRON}.defer_fp32_logits=true; set it"
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def precision_is_bf16(recipe: Recipe) -> Iterator[str]:
     if recipe.policy.precision != "bfloat16":
         yield (
@@ -179,7 +181,7 @@ def parameters_stay_in_bf16(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def optimizer_settings_agree(recipe: Recipe) -> Iterator[str]:
     o, key = recipe.policy.megatron_cfg.optimizer, f"{MEGATRON}.optimizer"
     if o.use_precision_aware_optimizer and not (o.use_distributed_optimizer and o.optimizer == "adam"):
@@ -194,7 +196,7 @@ def optimizer_settings_agree(recipe: Recipe) -> Iterator[str]:
         yield f"{key}.optimizer_offload_fraction=0.0 must be above 0 to offload; use 1.0"
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def expert_parallel_divides_the_pipeline_stage(recipe: Recipe) -> Iterator[str]:
     m = recipe.policy.megatron_cfg
     etp = m.layout.expert_tensor
@@ -207,7 +209,7 @@ def expert_parallel_divides_the_pipeline_stage(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.CLUSTER)
+@rule(Scope.MEGATRON)
 def recompute_modules_exist(recipe: Recipe) -> Iterator[str]:
     unknown = sorted(set(recipe.policy.megatron_cfg.recompute_modules or ()) - RECOMPUTE_MODULES)
     if unknown:
@@ -229,12 +231,13 @@ def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[str]:
     p = recipe.policy
-    is_scored = not recipe.loss_fn.force_on_policy_ratio  # models/policy/lm_policy.py asks for either
+    # models/policy/lm_policy.py asks for one of the three
+    is_scored = not (recipe.loss_fn.force_on_policy_ratio or os.environ.get(TP_CHECK_OFF))
     if p.layout.tensor >= 4 and p.train_micro_batch_size != p.logprob_batch_size and is_scored:
         yield (
             f"policy.logprob_batch_size={p.logprob_batch_size} differs from "
             f"train_micro_batch_size={p.train_micro_batch_size}: with TP >= 4 the two then round differently "
-            "and NeMo-RL refuses to start; make them equal"
+            f"and NeMo-RL refuses to start; make them equal, or set {TP_CHECK_OFF}=1 in its environment"
         )
 
 
@@ -277,9 +280,29 @@ def reference_policy_is_loaded(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.CLUSTER)
-def data_plane_is_off(recipe: Recipe) -> Iterator[str]:
-    if recipe.data_plane.enabled:
+def entropies_come_from_megatron(recipe: Recipe) -> Iterator[str]:
+    """`nemorl.worker` extends NeMo-RL's Megatron worker; its DTensor worker returns no entropies."""
+    if recipe.loss_fn.needs_entropy and recipe.policy.dtensor_cfg.enabled:
         yield (
-            "data_plane.enabled=true drops the tensors that variants add to a batch (weights, entropies); "
-            "set it to false"
+            f"policy.dtensor_cfg.enabled=true: {recipe.loss_fn.variant} needs entropies, which only the "
+            f"Megatron workers return; train with {MEGATRON}.enabled=true"
+        )
+
+
+@rule(Scope.CLUSTER)
+def nemo_gym_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
+    """examples/nemo_gym/run_grpo_nemo_gym.py starts the environments from inside NeMo-RL's setup."""
+    if recipe.nemo_grpo.task is None and recipe.env.should_use_nemo_gym:
+        yield (
+            "env.should_use_nemo_gym=true: NeMo-Gym's environments are started by NeMo-RL's "
+            "examples/nemo_gym/run_grpo_nemo_gym.py alone; use that, or another environment"
+        )
+
+
+@rule(Scope.CLUSTER)
+def data_plane_is_off(recipe: Recipe) -> Iterator[str]:
+    if recipe.data_plane is not None and recipe.data_plane.enabled:
+        yield (
+            "data_plane.enabled=true: this driver runs NeMo-RL's trainers without it, since it drops the "
+            "tensors that variants add to a batch (weights, entropies); set it to false"
         )

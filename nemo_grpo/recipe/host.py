@@ -70,8 +70,8 @@ def _replace_loss(loss: Tree, config: Any) -> Iterator[str]:
     used = loss.get("aggregation", own)
     if by_tokens is not None and used != ("token_mean" if by_tokens else "sequence_mean"):
         yield _replaced("loss_fn.token_level_loss", by_tokens, f"{variant} has loss_fn.aggregation={used}")
-    if variant == "cispo":
-        loss.pop("use_cispo", None)
+    if config.stock_switch:
+        loss.pop(config.stock_switch, None)
     if all(loss.get(key, of_the_stock[key]) == of_the_stock[key] for key in CLIP):
         for key in [key for key in CLIP if key in loss]:
             value, field = loss.pop(key), config.model_fields.get(key)

@@ -86,6 +86,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def dotted_key_errors(tree: Mapping[str, Any], section: str = "") -> list[str]:
+    """One message for each key that is spelt as an override, with dots: nothing would read it."""
+    if _is_free(section) or f"{section}.".startswith(CHECKED_ELSEWHERE):
+        return []
+    errors = list[str]()
+    for name, value in tree.items():
+        key, below = f"{section}.{name}".removeprefix("."), f" below {section}" if section else ""
+        if "." in str(name):
+            nested = f"{': {'.join(str(name).split('.'))}: {shown(value)}" + "}" * str(name).count(".")
+            errors.append(f"{key}={shown(value)}: a file nests its keys; write `{nested}`{below}")
+        elif isinstance(value, Mapping):
+            errors += dotted_key_errors(value, key)
+    return errors
+
+
 def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
     """One message for each unknown key at the top level or in NeMo-RL's sections."""
     return [

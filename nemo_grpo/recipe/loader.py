@@ -20,6 +20,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
+from omegaconf.resolvers import oc
 
 from nemo_grpo import shipped
 from nemo_grpo.dotted import leaves, parents, scalars, set_value, value_of
@@ -47,6 +48,15 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 """NeMo-RL's resolvers, so that a file means the same to both engines."""
 
 
+_READ_FROM_ENVIRONMENT = list[str]()
+"""Names of the variables that ``${oc.env:...}`` has read."""
+
+
+def _environment_variable(name: str, *default: Any) -> Any:
+    _READ_FROM_ENVIRONMENT.append(name)
+    return oc.env(name, *default)
+
+
 def register_resolvers() -> None:
     """Register ``${mul:...}`` and the like with OmegaConf, except those that NeMo-RL already registered."""
     # In OmegaConf 2.3, which NeMo-RL pins, register_resolver is an older interface without nested arguments.
@@ -55,6 +65,7 @@ def register_resolvers() -> None:
     for name, function in RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             register(name, function)
+    register("oc.env", _environment_variable, replace=True)
 
 
 def load_tree(path: str | Path) -> Tree:
@@ -203,6 +214,34 @@ def _referred(tree: Mapping[str, Any], key: str) -> str:
         last = next((part for part in parts if not isinstance(value_of(tree, part), Mapping)), whole)
         found[last] = shown(value_of(tree, last))
     return "".join(f", with {name}={value}" for name, value in found.items())
+
+
+def from_environment(tree: Mapping[str, Any]) -> Tree:
+    """The part of a tree, unresolved, whose texts come from environment variables: they may be secrets.
+
+    Numbers are left out: a run's record must say which it computed with.
+    """
+    if not any(
+        "oc.env" in text for _, value in leaves(tree) for text in scalars(value) if isinstance(text, str)
+    ):
+        return {}
+    register_resolvers()
+    return _from_environment(tree, OmegaConf.create(dict(tree)))
+
+
+def _from_environment(tree: Mapping[str, Any], config: Any) -> Tree:
+    found: Tree = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            if below := _from_environment(value, config[name]):
+                found[name] = below
+            continue
+        _READ_FROM_ENVIRONMENT.clear()
+        node = config[name]  # resolves it
+        resolved = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        if _READ_FROM_ENVIRONMENT and any(isinstance(scalar, str) for scalar in scalars(resolved)):
+            found[name] = value
+    return found
 
 
 def _with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -104,7 +105,8 @@ class Export(OwnSection):
     hf: bool = True
     """Write a Hugging Face folder."""
     at_every_save: bool = False
-    """On the cluster: export every checkpoint to hf/step_N in the run's folder while training continues."""
+    """On the cluster: export every checkpoint to hf/step_N in the run's folder while training continues.
+    LoRA is merged."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Its precision."""
 
@@ -125,6 +127,9 @@ class NemoGRPOSection(OwnSection):
     rewards: dict[str, float] = {"accuracy": 1.0}
     """Weight of each reward component that the task declares, or own function (my_rewards.py:length_bonus);
     the reward is their weighted sum."""
+    max_failed_rewards: float = Field(default=0.1, ge=0, le=1)
+    """Largest share of a step's responses whose reward may fail and count as 0; more than that and than three
+    end the run. 1: never."""
     warm_start: WarmStart | None = None
     """A model made for the run instead of policy.model_name; null: none."""
     engine: Engine = Field(default_factory=Engine)
@@ -138,9 +143,10 @@ class NemoGRPOSection(OwnSection):
     @classmethod
     def _run_name_is_a_folder_name(cls, name: Any) -> Any:
         name = str(name) if type(name) is int else name  # YAML reads run_name=1 as a number
-        if isinstance(name, str) and (name in (".", "..") or "/" in name):
+        if isinstance(name, str) and name and not re.fullmatch(r"\w[\w.,=+@-]{0,199}", name, re.ASCII):
             raise UserError(
-                f"nemo_grpo.run_name={name!r} must be a plain folder name; its parent is nemo_grpo.runs_dir"
+                f"nemo_grpo.run_name={name!r} must be a plain folder name of letters, digits and _.,=+@-, as "
+                "it goes into paths and scripts; its parent is nemo_grpo.runs_dir"
             )
         return name
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, field_validator
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.extensions import texts_of
-from nemo_grpo.recipe.loader import Tree
+from nemo_grpo.recipe.loader import Tree, merge
 from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.recipe.policy_sections import Policy
@@ -43,13 +43,15 @@ class Recipe(BaseModel):
     """Logs."""
     cluster: Cluster = Field(default_factory=Cluster)
     """Ranks."""
-    data_plane: Switch = Field(default_factory=Switch)
-    """NeMo-RL's transport of batches outside the driver."""
+    data_plane: Switch | None = None
+    """NeMo-RL's transport of batches outside the driver; null: none."""
     reward_penalties: dict[str, Any] = {}
     """NeMo-RL's penalties in NeMo-Gym's environments."""
     nemo_grpo: NemoGRPOSection
     """Settings that NeMo-RL's config lacks."""
     _notes: tuple[str, ...] = PrivateAttr(())
+
+    _from_environment: Tree = PrivateAttr(default_factory=dict)
 
     @field_validator("loss_fn", mode="before")
     @classmethod
@@ -128,14 +130,27 @@ class Recipe(BaseModel):
         """Plain nested mapping of every value; `load_recipe_dict` turns it back into an equal recipe."""
         return self.model_dump()
 
+    def with_references(self, references: Tree) -> Self:
+        """This recipe, of which `written` has these, see `loader.from_environment`."""
+        self._from_environment = references
+        return self
+
+    def written(self) -> Tree:
+        """As `to_dict`, for others to read: texts from the environment stay ``${oc.env:NAME}``."""
+        return merge(self.to_dict(), self._from_environment)
+
     def to_yaml(self) -> str:
         """The resolved recipe; `load_recipe` of such a file gives an equal recipe."""
-        return as_text(self.to_dict())
+        return as_text(self.to_dict(), self._from_environment)
 
 
-def as_text(tree: Tree) -> str:
-    """Settings as YAML, which means the same when it is read again."""
-    return yaml.safe_dump(_escaped(tree), sort_keys=False, allow_unicode=True, width=110)
+def as_text(tree: Tree, references: Tree) -> str:
+    """Settings as YAML, which means the same when it is read again.
+
+    Args: references: settings that are written in place of the tree's, see `loader.from_environment`.
+    """
+    written = merge(_escaped(tree), references)
+    return yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _escaped(value: Any) -> Any:

@@ -27,8 +27,10 @@ class Scope(Enum):
     """Every recipe, when it is loaded."""
     CLUSTER = auto()
     """Recipes with ``nemo_grpo.target: cluster``, when they are loaded."""
+    MEGATRON = auto()
+    """The same, if Megatron-core trains them (``policy.megatron_cfg.enabled``)."""
     CARE = auto()
-    """The same, for what NeMo-RL carries out with a loss of something: checkpoints, accuracy, rounding. An
+    """As CLUSTER, for what NeMo-RL carries out with a loss of something: checkpoints, accuracy, rounding. An
     error in a recipe with a task; a warning in NeMo-RL's own, whose users may have chosen it."""
     EMBEDDED = auto()
     """Recipes for the embedded engine."""

@@ -17,15 +17,6 @@ TRAINING_METRICS = (
 
 
 @rule(Scope.CLUSTER)
-def lora_is_not_exported_at_every_save(recipe: Recipe) -> Iterator[str]:
-    if recipe.nemo_grpo.export.at_every_save and recipe.policy.megatron_cfg.lora_in_use:
-        yield (
-            "nemo_grpo.export.at_every_save=true: adapters are merged with the base model's files, which "
-            "only you know; set it to false and run nemo-grpo convert megatron-to-hf --lora merge"
-        )
-
-
-@rule(Scope.CLUSTER)
 def number_of_checkpoints_is_set(recipe: Recipe) -> Iterator[str]:
     if recipe.checkpointing.keep_top_k is None:
         yield (

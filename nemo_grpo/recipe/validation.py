@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -20,8 +20,8 @@ from nemo_grpo.recipe import (  # noqa: F401 - they register
     rules,
     saving_rules,
 )
-from nemo_grpo.recipe.keys import shown, unknown_key_errors, unknown_key_message
-from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
+from nemo_grpo.recipe.keys import dotted_key_errors, shown, unknown_key_errors, unknown_key_message
+from nemo_grpo.recipe.loader import Tree, apply_overrides, from_environment, load_tree, merge, resolve
 from nemo_grpo.recipe.megatron_sections import WITHOUT_RULES
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, messages
@@ -56,7 +56,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Returns: the recipe.
     Raises:  UserError: all errors that can be found at once.
     """
-    return _validated(resolve(apply_overrides(load_tree(path), overrides)))
+    return load_recipe_dict(load_tree(path), overrides)
 
 
 def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
@@ -64,10 +64,14 @@ def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> 
 
     Raises: UserError: as `load_recipe`.
     """
-    return _validated(resolve(apply_overrides(tree, overrides)))
+    given = apply_overrides(tree, overrides)
+    resolved = resolve(given)
+    return _validated(resolved).with_references(_references(resolved, given))
 
 
 def _validated(tree: Tree) -> Recipe:
+    if errors := dotted_key_errors(tree):
+        raise RecipeErrors(errors)
     tree, notes = host.adapted(tree)
     errors, filled = unknown_key_errors(tree), _with_derived_defaults(tree)
     try:
@@ -83,6 +87,7 @@ def _validated(tree: Tree) -> Recipe:
     errors += messages(Scope.ALL, recipe)
     if recipe.nemo_grpo.target == "cluster":
         errors += messages(Scope.CLUSTER, recipe)
+        errors += messages(Scope.MEGATRON, recipe) if recipe.policy.megatron_cfg.enabled else []
         (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
     if errors:
         raise RecipeErrors(errors)
@@ -113,17 +118,42 @@ class RecipeErrors(UserError):
         super().__init__(errors[0] if len(errors) == 1 else f"{len(errors)} errors in the recipe:{listed}")
 
 
-def settings_of(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Tree, list[str]]:
-    """A recipe's settings, valid or not, and what is wrong with them.
+class Settings(NamedTuple):
+    """A recipe's settings, valid or not.
 
-    Returns: (every value that is known: of a valid recipe all of them, messages).
-    Raises:  UserError: the file cannot be read, or an override or interpolation cannot be carried out.
+    Attributes: tree: every value that is known: of a valid recipe all of them.  references: what is shown in
+                place of texts from the environment, see `loader.from_environment`.  errors: messages.
     """
-    tree = resolve(apply_overrides(load_tree(path), overrides))
+
+    tree: Tree
+    references: Tree
+    errors: list[str]
+
+
+def settings_of(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
+    """Read a recipe that may be invalid.
+
+    Raises: UserError: the file cannot be read, or an override or interpolation cannot be carried out.
+    """
+    given = apply_overrides(load_tree(path), overrides)
+    tree = resolve(given)
+    references = _references(tree, given)
     try:
-        return _validated(tree).to_dict(), []
+        return Settings(_validated(tree).to_dict(), references, [])
     except RecipeErrors as error:
-        return _with_derived_defaults(tree), error.errors
+        return Settings(_with_derived_defaults(tree), references, error.errors)
+
+
+def _references(tree: Tree, given: Tree) -> Tree:
+    """`from_environment`, with the keys that `DERIVED_DEFAULTS` copies.
+
+    Args: tree: ``given``, resolved.
+    """
+    references = from_environment(given)
+    for key, source in DERIVED_DEFAULTS.items():
+        if value_of(tree, key) is None and (reference := value_of(references, source)) is not None:
+            set_value(references, key, reference)
+    return references
 
 
 def _with_derived_defaults(tree: Tree) -> Tree:

@@ -1,6 +1,7 @@
 """Problems from JSONL files: one object ``{"id", "question", "answer", "metadata"}`` per line.
 
-A missing id is the file's name and the line's number; an id or an answer may be a number.
+A missing id is the file's name and the line's number; an id or an answer may be a number. An answer in
+GSM8K's form, a worked solution that ends in ``#### 42``, is read as 42, its solution as metadata.solution.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -26,6 +28,7 @@ REQUIRED: tuple[tuple[str, tuple[type, ...], str], ...] = (
     ("answer", (int, float), "a non-empty text or a number"),
 )
 """Key, the types besides text, the rule."""
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 STRATA = ("num_people", "task", "level")
 """Metadata whose values a subset of the validation problems represents in proportion."""
 
@@ -217,7 +220,24 @@ def _parse(line: str, where: str) -> Problem:
     metadata: Any = entry.get("metadata", {})
     if not isinstance(metadata, dict):
         raise UserError(f"{where}: metadata={metadata!r} must be an object")
-    return Problem(entry["id"], entry["question"], entry["answer"], metadata)
+    answer = entry["answer"]
+    if (worked := worked_answer(answer)) is not None:
+        solution, answer = worked
+        metadata = {**metadata, "solution": metadata.get("solution", solution)}
+        if not answer:
+            raise UserError(f"{where}: answer ends in '####' without an answer; write it there, as '#### 42'")
+    return Problem(entry["id"], entry["question"], answer, metadata)
+
+
+def worked_answer(text: str) -> tuple[str, str] | None:
+    """Solution and final answer of a text in GSM8K's form, ``.. <<1+1=2>> ..`` then ``#### 1,234``.
+
+    The calculator's notes and the commas between digits are left out; None for a text in another form.
+    """
+    solution, mark, answer = f"\n{text}".rpartition("\n####")
+    if not mark or "\n" in answer.strip():
+        return None
+    return _CALCULATOR.sub("", solution).strip(), re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())
 
 
 def _check_characters(entry: dict[str, Any], where: str) -> None:

@@ -12,18 +12,28 @@ from nemo_grpo.tasks.prompts import Prompt, chat_messages
 from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rewards.own_reward import OwnReward
 
+FEW = 3
+"""Rewards that may always fail in a step."""
 NUM_TRIED = 4
 """Problems on which own reward functions are tried before a run."""
+
+
+class RewardsFailed(RuntimeError):
+    """So many rewards had no finite value that the step would train on something else."""
 
 
 class Scorer:
     """Components and rewards of responses.
 
     Attributes: task: gives the components that it declares.  weights: ``nemo_grpo.rewards``.
+                max_failed: ``nemo_grpo.max_failed_rewards``.
     """
 
-    def __init__(self, task: Task, weights: Mapping[str, float], prompt: Prompt) -> None:
+    def __init__(
+        self, task: Task, weights: Mapping[str, float], prompt: Prompt, max_failed: float = 1.0
+    ) -> None:
         """Raises: UserError: an own function cannot be loaded."""
+        self.max_failed = max_failed
         self.task, self.weights, self.prompt = task, weights, prompt
         self.own = [OwnReward(name) for name in weights if extensions.is_reference(name)]
 
@@ -32,7 +42,8 @@ class Scorer:
     ) -> list[dict[str, float]]:
         """Each response's components; one without a finite value is 0 and marked by `NOT_FINITE`.
 
-        Args: each: ``map``, or one that calls in parallel.
+        Args:   each: ``map``, or one that calls in parallel.
+        Raises: RewardsFailed: more than `FEW` and the share ``max_failed`` are without one.
         """
         rows: list[dict[str, float]] = list(
             each(lambda pair: checked_score(self.task, *pair), zip(problems, responses, strict=True))
@@ -44,6 +55,13 @@ class Scorer:
                 row | ({function.reference: value} if math.isfinite(value) else _failed(function.reference))
                 for row, value in zip(rows, values, strict=True)
             ]
+        failed = sum(NOT_FINITE in row for row in rows)
+        if failed > max(FEW, self.max_failed * len(rows)):
+            raise RewardsFailed(
+                f"the rewards of {failed} of {len(rows)} responses failed, as the log says; correct the "
+                f"function and resume, or raise nemo_grpo.max_failed_rewards={self.max_failed} and let them "
+                "count as 0"
+            )
         return rows
 
     def reward(self, scores: Mapping[str, float]) -> float:

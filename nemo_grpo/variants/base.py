@@ -29,6 +29,8 @@ class VariantConfig(BaseModel):
 
     title: ClassVar[str] = "own variant"
     paper: ClassVar[str] = "none"
+    stock_switch: ClassVar[str | None] = None
+    """NeMo-RL's boolean that asks its own loss for this objective."""
     is_stock: ClassVar[bool] = False
     """NeMo-RL's own loss, which NeMo-RL computes with its own advantages."""
     needs_entropy: ClassVar[bool] = False

@@ -31,6 +31,7 @@ class CISPO(RatioConfig):
 
     title: ClassVar[str] = "CISPO"
     paper: ClassVar[str] = "MiniMax-M1 (2506.13585)"
+    stock_switch: ClassVar[str | None] = "use_cispo"
     needs_prev_logprobs: ClassVar[bool] = False
     stops_gradient: ClassVar[bool] = True
 

@@ -43,10 +43,12 @@ answers() {
 # Ray gives a node 15 s for its agents and 30 s in all. This cannot be configured, and a busy or cold file system takes
 # longer. Before the driver runs, another try loses nothing.
 ray_node() {
+    local log
+    printf -v log '%q' "$LOG"
     # shellcheck disable=SC2016  # expands on the node
-    printf '%s' 'set -m; with=; if setpriv --pdeathsig KILL true 2>/dev/null; then with="setpriv --pdeathsig KILL"; fi
-        is_late() { [ -e "' "$LOG" '/driver.log" ] || [ -e "' "$LOG" '/ending" ]; }
-        ' "trap 'if [ -e \"$LOG/ending\" ]; then kill -TERM -- -\$ray; fi' TERM
+    printf '%s' "LOG=$log; " 'set -m; with=; if setpriv --pdeathsig KILL true 2>/dev/null; then with="setpriv --pdeathsig KILL"; fi
+        is_late() { [ -e "$LOG/driver.log" ] || [ -e "$LOG/ending" ]; }
+        ' "trap 'if [ -e \"\$LOG/ending\" ]; then kill -TERM -- -\$ray; fi' TERM
         " 'for try in 1 2 3; do
             $with ' "$PYTHON -m ray.scripts.scripts start $* --num-gpus=$GPUS_PER_NODE --block" \
         "${RAY_CPUS:+ --num-cpus=$RAY_CPUS}${RAY_OBJECT_STORE_BYTES:+ --object-store-memory=$RAY_OBJECT_STORE_BYTES}" \
@@ -107,9 +109,10 @@ await_gpus() {
 
 # Removes Ray's folder from every node; after a failure its logs are kept in LOG/ray-session/NODE.
 clear_ray() {
-    local keep=$1 n=${#NODES[@]} command="rm -rf $RAY_TEMP"
+    local keep=$1 n=${#NODES[@]} logs command="rm -rf $RAY_TEMP"
     if [ "$keep" = keep ]; then
-        command="to=$LOG/ray-session/\$SLURMD_NODENAME; mkdir -p \$to; cp -r $RAY_TEMP/session_latest/logs/. \$to
+        printf -v logs '%q' "$LOG/ray-session"
+        command="to=$logs/\$SLURMD_NODENAME; mkdir -p \"\$to\"; cp -r $RAY_TEMP/session_latest/logs/. \"\$to\"
             $command"
     fi
     STEP_LIMIT=20 step nemo-grpo --nodes="$n" --ntasks="$n" --ntasks-per-node=1 --output="$LOG/clear.log" -- \

@@ -72,7 +72,7 @@ SHORT = {
     "FUSED": f"{M}.use_fused_linear_logprobs=true", "DRAWS": "grpo.use_dynamic_sampling=true",
     "OVERLAP": f"{M}.distributed_data_parallel_config.overlap_param_gather",
     "CORRECTED": "loss_fn.use_importance_sampling_correction=true", "SHAPING": "grpo.reward_shaping",
-    "WARM": "nemo_grpo.warm_start", "SCHEDULER": f"{M}.scheduler", "EXPORT": "nemo_grpo.export.at_every_save",
+    "WARM": "nemo_grpo.warm_start", "SCHEDULER": f"{M}.scheduler",
     "APART": f"{G}.colocated={{enabled: false, resources: {{gpus_per_node: 1, num_nodes: 1}}}}",
     "AUTHOR": "loss_fn.variant=cw_grpo; loss_fn.author_compat=true",
     "SEARCH": "nemo_grpo.task={name: search_qa}; grpo.max_rollout_turns=4",
@@ -111,6 +111,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("_parse_task", "small", "nemo_grpo.task.name=maths", "did you mean 'math'", "nemo_grpo.task.name=math"),
     ("_run_name_is_a_folder_name", "embedded", "nemo_grpo.run_name=../x", "plain folder name",
      "nemo_grpo.run_name=x"),
+    ("_run_name_is_a_folder_name", "embedded", "nemo_grpo.run_name='x$(touch y)'", "letters, digits and",
+     "nemo_grpo.run_name=x-1.5_y"),
     ("_fill_in_the_preset", "embedded", "nemo_grpo.prompt={preset: gppg}",
      "'gppg' is unknown; did you mean 'gpg'", "nemo_grpo.prompt={preset: gpg}"),
     ("_template_has_a_slot", "embedded", "nemo_grpo.prompt={template: hello}", "put {question} there",
@@ -302,6 +304,10 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "erpo, which needs entropies", "loss_fn.variant=tr_grpo"),
     ("fused_logprobs_exclude_other_settings", "small lora moe", "$FUSED", "use_fused_linear_logprobs=true",
      "-"),
+    ("entropies_come_from_megatron", "lora", "++policy.dtensor_cfg.enabled=true; $M.enabled=false",
+     "dtensor_cfg.enabled=true: erpo needs entropies", "policy.dtensor_cfg.enabled=false; $M.enabled=true"),
+    ("nemo_gym_has_its_own_driver", "stock", "++env.should_use_nemo_gym=true",
+     "should_use_nemo_gym=true: .*run_grpo_nemo_gym", "env.should_use_nemo_gym=false"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$OVERLAP",  # left out: NeMo-RL's base sets it
      "overlap_param_gather=true .*each of the 2 ranks", "$OVERLAP=false"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$M.distributed_data_parallel_config",
@@ -349,8 +355,6 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("data_plane_is_off", "small lora dapo", "data_plane.enabled=true", "data_plane.enabled=true",
      "data_plane.enabled=false"),
     # NeMo-RL: checkpoints
-    ("lora_is_not_exported_at_every_save", "lora", "$EXPORT=true", "adapters are merged",
-     "$PEFT.enabled=false"),
     (
         "number_of_checkpoints_is_set", "cluster", "checkpointing.keep_top_k=null",
         "keep_top_k=null: NeMo-RL wants a number", "checkpointing.keep_top_k=4",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, names_in
+from conv_models import assert_same_tensors, names_in, save_adapters, tensors_of
 from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
@@ -76,8 +76,8 @@ def training(tmp_path, hf_models, weights):
     return save, exports
 
 
-def exports_in(folder: Path) -> Exports:
-    return Exports(folder / "checkpoints", folder / "hf", "float32")
+def exports_in(folder: Path, lora_base: Path | None = None) -> Exports:
+    return Exports(folder / "checkpoints", folder / "hf", "float32", lora_base)
 
 
 def links_of(exports: Exports, step: int) -> Path:
@@ -108,6 +108,27 @@ def test_every_save_becomes_a_model_though_its_checkpoint_is_deleted(tmp_path, t
     assert "| step | 1 |" in (tmp_path / "hf" / "step_1" / "README.md").read_text()
     assert not list(exports.waiting.iterdir()), "the second names are gone"
     assert (saved / "step_2" / "policy" / "weights" / "iter_0000000" / ".metadata").is_file()
+
+
+def test_adapters_are_merged_into_their_base(tmp_path, hf_models):
+    torch.manual_seed(0)
+    adapters = {"self_attention.linear_proj": (torch.randn(4, 3, 32), torch.randn(4, 32, 3))}
+    base = hf_models("qwen2")
+    saved = save_adapters(adapters, tmp_path / "saved", 3, 6)
+    manager, exports = Manager(tmp_path / "checkpoints"), exports_in(tmp_path, base)
+    exports.after_every_save(manager)
+    save_side_files(manager, Tokenizer(), AutoConfig.from_pretrained(base))
+    path = manager.init_tmp_checkpoint(1)
+    shutil.copytree(saved, path / "policy" / "weights")
+    manager.finalize_checkpoint(path)
+    exports.begin()
+    assert exports.wait(), (tmp_path / "hf" / "step_1.log").read_text()
+    found, before = tensors_of(tmp_path / "hf" / "step_1"), tensors_of(base)
+    name = "model.layers.2.self_attn.o_proj.weight"
+    a, b = (part[2] for part in adapters["self_attention.linear_proj"])
+    torch.testing.assert_close(found[name], before[name].float() + 6 / 3 * b @ a)
+    other = "model.layers.2.mlp.up_proj.weight"
+    assert torch.equal(found[other], before[other].float())
 
 
 def test_the_next_start_converts_what_a_run_has_left(tmp_path, training):

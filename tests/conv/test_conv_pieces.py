@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -239,3 +240,17 @@ def test_a_tensor_split_along_columns_is_joined_and_along_an_inner_axis_refused(
     with pytest.raises(UserError, match="inner is split along an inner axis; save it from one rank"):
         reader.read("inner", (0, 0, 0), (2, 4, 6))
     reader.close()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_number_that_is_not_finite_is_never_written(tmp_path, name, value):
+    dtype = DTYPES[name]
+    tensor = torch.tensor([0.0, -1.0, torch.finfo(dtype.torch).max, torch.finfo(dtype.torch).smallest_normal])
+    tensor = tensor.to(torch.float64).clamp(max=torch.finfo(dtype.torch).max).to(dtype.torch)
+    writer = SafetensorsWriter(tmp_path, [("w", dtype, (4,))], 1 << 30)
+    writer.write("w", byte_view(tensor))
+    tensor[2] = value
+    with pytest.raises(UserError, match=r"^w holds NaN or inf"):
+        writer.write("w", byte_view(tensor))
+    writer.close()

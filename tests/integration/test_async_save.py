@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from torch.distributed.checkpoint import CheckpointException
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from toy_policies import assert_equal, hf_model, policy_of, train, weights_of
 
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.saving import Saver
+from nemo_grpo.engine.saving import Saver, TrainingAborted
+from nemo_grpo.errors import UserError
 
 
 @pytest.fixture
@@ -109,10 +110,26 @@ def test_a_failure_of_the_writer_is_raised_and_leaves_no_checkpoint(
         saver.finish_if_written()
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(CheckpointException, match="no space left"):
+    with pytest.raises(TrainingAborted, match=r"step 1 cannot be written.*no space left.* GB are free"):
         save_and_go_on()
     monkeypatch.undo()
     assert saver.store.latest() is None
     saver.save(2, {})
     saver.finish()
     assert saver.store.latest() == tmp_path / "checkpoints/step_000002"
+
+
+def test_a_save_that_cannot_be_read_back_is_refused_and_leaves_no_checkpoint(
+    tmp_path, source, policy, monkeypatch
+):
+    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source)
+    saver.save(1, {})
+
+    def of_another_torch(*_arguments):
+        raise TypeError("empty() got an unexpected keyword argument 'strides'")
+
+    monkeypatch.setattr(TorchDistLoadShardedStrategy, "load_sharded_metadata", of_another_torch)
+    with pytest.raises(UserError, match=r"cannot be read back.* torch .* and megatron-core .* 'strides'"):
+        saver.save(2, {})
+    monkeypatch.undo()
+    assert saver.store.latest() == tmp_path / "checkpoints/step_000001"

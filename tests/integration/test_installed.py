@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
+import torch
 from processes import ROOT, nemo_grpo, output_of, python
+from safetensors.torch import load_file
 
 PARTS = ("nemo_grpo", "checkpoints_conv", "recipes", "slurm")
 QUICK = ["grpo.max_num_steps=1", "nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false"]
@@ -86,3 +92,63 @@ def test_job_scripts_are_written_with_the_sources_that_they_use(installed, tmp_p
     output_of(python(jobs / "nemo_grpo/launch/node_facts.py", tmp_path / "facts"))
     again = run(installed, tmp_path, "slurm", "scripts", "jobs", exit_code=2)
     assert "jobs exists; name a new folder" in again
+
+
+def process(*command, **options):
+    """A program that runs for itself, without this clone."""
+    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*map(str, command)], env=own, **streams, **options)
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory):
+    """Packages can be installed from somewhere."""
+    folder = tmp_path_factory.mktemp("probe")
+    probe = python("-m", "pip", "download", "-q", "--no-deps", "-d", folder, "psutil")
+    output, _ = probe.communicate()
+    if probe.returncode:
+        pytest.skip(f"no package registry: {output[-300:]}")
+
+
+def oldest(path):
+    """Constraints that hold each of our dependencies at the lower bound of pyproject.toml."""
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = (re.match(r"([\w-]+)[^>]*>=([\d.]+)", line) for line in lines)
+    path.write_text("".join(f"{bound[1]}=={bound[2]}\n" for bound in bounds if bound))
+    return path
+
+
+@pytest.fixture(params=["newest", "oldest"])
+def environment(request, registry, wheel, tmp_path):
+    """An environment with what pip chooses for the wheel: the newest versions or the oldest."""
+    folder = tmp_path / "environment"
+    output_of(process(sys._base_executable, "-m", "venv", folder))
+    constraints = ["-c", oldest(tmp_path / "oldest.txt")] if request.param == "oldest" else []
+    pip = (folder / "bin/python", "-m", "pip")
+    output, _ = (
+        install := process(*pip, "install", "-q", "--no-cache-dir", wheel, *constraints)
+    ).communicate()
+    assert install.returncode == 0, output[-3000:]
+    yield folder
+    shutil.rmtree(folder)  # 6 GB
+
+
+@pytest.mark.timeout(1800)
+def test_a_run_resumes_and_converts_with_the_versions_that_pip_chooses(environment, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+
+    def run(*arguments):
+        output_of(process(environment / "bin/nemo-grpo", *arguments, cwd=folder))
+
+    run("train", "quickstart", *QUICK)
+    run("train", "quickstart", *QUICK, "grpo.max_num_steps=2", "--resume")
+    saved, config = "runs/quickstart/checkpoints/step_000002", ("--hf-config", "runs/quickstart/hf")
+    run("convert", "megatron-to-hf", "--megatron-checkpoint", saved, *config, "--output", "hf")
+    run("convert", "hf-to-megatron", "--hf-model", "hf", "--output", "megatron")
+    exported, converted = (
+        load_file(folder / path / "model.safetensors") for path in ("runs/quickstart/hf", "hf")
+    )
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(tensor, converted[name]) for name, tensor in exported.items())

@@ -115,46 +115,61 @@ def test_bins_hold_whole_prompts_as_far_as_they_fit():
         bins(12)
 
 
-def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None) -> dict[str, Any]:
-    """One update per variant; of three groups the second has no signal.
+AGGREGATIONS = ("group_token_mean", "sequence_mean")  # besides the variants' own
 
-    Returns: per variant (outcome, metrics, forward-only or not -> rows).
+
+def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None, scoring: bool) -> dict[str, Any]:
+    """One update per variant, and of GRPO per aggregation; of three groups the second has no signal.
+
+    Returns: per case (outcome, metrics, rows that this rank's passes computed, result).
     """
     model, (sequences, _) = hf_model("qwen3"), rollout()
     how = {"micro_batch_size": 2, "temperature": 0.9, "mb_tokens": mb_tokens}
     rewards = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 0, 1])
     found: dict[str, Any] = {}
-    for variant, config in VARIANTS.items():
-        policy, passes = policy_of(model, layout=layout), {False: [], True: []}
+    for variant, aggregation in [*((v, None) for v in VARIANTS), *(("grpo", a) for a in AGGREGATIONS)]:
+        policy, passed = policy_of(model, layout=layout), list[int]()
         scores = policy.score(sequences, **how)
-        without_kl = {"reference_policy_kl_penalty": 0.0}
-        without_kl = without_kl if "reference_policy_kl_penalty" in config.model_fields else {}
+        fields = VARIANTS[variant].model_fields
+        without_kl = {"reference_policy_kl_penalty": 0.0} if "reference_policy_kl_penalty" in fields else {}
         objective = build_objective(variant, **PARAMETERS.get(variant, {}), **without_kl)
+        if scoring and objective.needs_scores:
+            continue
         objective = replace(objective, learns_without_advantages=not leave_out)
+        objective = replace(objective, aggregation=aggregation or objective.aggregation)
         further = {"entropies": scores.entropies, "reference_policy_logprobs": scores.logprobs - 0.05}
         prepared = objective.prepare(token_batch(sequences, rewards, scores.logprobs, **further))
         run = policy._run
 
-        def counted(sequences, plan, *args, run=run, passes=passes, forward_only, **kwargs):
-            passes[forward_only] += [row for micro in plan for row in micro.rows.tolist()]
-            run(sequences, plan, *args, forward_only=forward_only, **kwargs)
+        def counted(sequences, plan, *args, run=run, passed=passed, **kwargs):
+            passed += [row for micro in plan for row in micro.rows.tolist()]
+            run(sequences, plan, *args, **kwargs)
 
         policy._run = counted
-        result = policy.update(objective, prepared, sequences, **how)
-        found[variant] = outcome(result, scores.logprobs, policy), result.metrics, passes
+        result = policy.update(objective, prepared, sequences, **how, scoring=scoring)
+        case = f"{variant} {aggregation or ''}"
+        found[case] = outcome(result, scores.logprobs, policy), result.metrics, passed, result
     return found
 
 
 @pytest.mark.parametrize("name", slow_but(["one", "dp2", "tp2-pp2"], "one", "dp2"))
-@pytest.mark.parametrize("mb_tokens", [None, 30])
-def test_rows_without_a_gradient_are_only_scored_and_change_nothing(mb_tokens, name):
+@pytest.mark.parametrize(("mb_tokens", "scoring"), [(None, False), (30, False), (30, True)])
+def test_rows_without_a_gradient_are_left_out_and_change_nothing(mb_tokens, scoring, name):
     world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
-    every = run_ranks(world_size, learned_from, layout, False, mb_tokens)
-    some = run_ranks(world_size, learned_from, layout, True, mb_tokens)
-    for variant in VARIANTS:
+    every = run_ranks(world_size, learned_from, layout, False, mb_tokens, scoring)
+    some = run_ranks(world_size, learned_from, layout, True, mb_tokens, scoring)
+    assert len(some[0]) > len(AGGREGATIONS) + (3 if scoring else 8)
+    for case in some[0]:
         for expected, found in zip(every, some, strict=True):
-            assert_same({variant: found[variant][0]}, {variant: expected[variant][0]})
-            assert found[variant][1] == pytest.approx(expected[variant][1], rel=1e-5, abs=1e-6), variant
-        learned, scored = ({row for rank in some for row in rank[variant][2][k]} for k in (False, True))
-        assert {4, 5} <= scored < {1, 4, 5, 9}, variant  # Clip-Cov may drop every token of row 1
-        assert learned == {*range(9)} - scored, variant
+            assert_same({case: found[case][0]}, {case: expected[case][0]})
+            assert found[case][1] == pytest.approx(expected[case][1], rel=1e-5, abs=1e-6), case
+            for key, value in found[case][0]["weights"].items():
+                torch.testing.assert_close(value, expected[case][0]["weights"][key], rtol=1e-6, atol=1e-6)
+        computed = {row for rank in some for row in rank[case][2]}
+        left_out = {*range(9)} - computed
+        assert {4, 5} <= left_out < {1, 4, 5, 9}, case  # Clip-Cov may drop every token of row 1
+        result, before = some[0][case][3], every[0][case][3]
+        assert set(result.computed.nonzero().flatten().tolist()) == computed, case
+        if scoring:
+            told = zip(result.scores, before.scores, strict=True)
+            assert all(torch.allclose(a[result.computed], b[result.computed], atol=1e-5) for a, b in told)

@@ -38,9 +38,10 @@ from nemo_grpo.diagnostics import report
 from nemo_grpo.engine.checkpoint import WEIGHTS
 from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.run_command import run_recipe
+from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import validation_sampling
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
-from nemo_grpo.engine.trainer import Trainer, TrainingAborted
+from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem

@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(900)
 def test_overlapped_gathering_of_parameters_is_seen_as_stale_rollouts(tmp_path):
-    """NeMo-RL's default with DP 2; the recipe's rule refuses it and is taken out here."""
+    """NeMo-RL's default with DP 2; the driver corrects it, which is taken out here."""
     key = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
     rehearsal = rehearsed(tmp_path, GRPO, TWO)
     text = rehearsal.recipe_file.read_text()
@@ -109,8 +109,7 @@ def test_overlapped_gathering_of_parameters_is_seen_as_stale_rollouts(tmp_path):
         text.replace("overlap_param_gather: false", "overlap_param_gather: true")
     )
     without_the_rule = (
-        "import sys; from nemo_grpo.recipe import registry; "
-        "del registry.RULES[registry.Scope.CLUSTER]['refit_sends_updated_weights']; "
+        "import sys; from nemo_grpo.nemorl import config; config.gather_before_refits = lambda *_: None; "
         "from nemo_grpo.nemorl.run_grpo import main; sys.exit(main(sys.argv[1:]))"
     )
     rehearsal.driver = ("-c", without_the_rule)

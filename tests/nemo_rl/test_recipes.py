@@ -56,7 +56,8 @@ def test_supervised_recipe_passes_nemo_rls_own_checks(path, monkeypatch, tmp_pat
     assert set(sft_section(recipe)) == set(sft.SFTConfig.model_fields), "no setting is left to NeMo-RL"
     assert "generation" not in config.policy
     assert config.sft.max_num_steps == recipe.grpo.max_num_steps
-    assert config.sft.val_global_batch_size == recipe.grpo.max_val_samples == 256  # 8 ranks
+    assert recipe.grpo.max_val_samples == 140
+    assert config.sft.val_global_batch_size == 144  # whole microbatches of 2 on 8 ranks
     assert value_of(config, "policy.train_global_batch_size") == recipe.grpo.num_prompts_per_step
     assert value_of(config, "policy.megatron_cfg.scheduler.lr_decay_iters") == recipe.grpo.max_num_steps
     assert value_of(config, "policy.megatron_cfg.peft.enabled")

@@ -14,6 +14,7 @@ from nemo_grpo.nemorl.loss import EXTREMES, build_loss
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 BOUNDS = {"truncated_importance_sampling_ratio": 1.02, "truncated_importance_sampling_ratio_min": 0.97}
 CORRECTED = {"use_importance_sampling_correction": True, **NO_KL}
+FORCED = {"force_on_policy_ratio": True}
 SEQUENCES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"variant": "grpo"}, NO_KL),
@@ -60,6 +61,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gpg": ({"variant": "gpg"}, {"disable_ppo_ratio": True, **NO_KL}),
     "corrected": ({"variant": "grpo", "use_importance_sampling_correction": True}, CORRECTED),
+    "forced": ({"variant": "grpo", **FORCED}, {**FORCED, **NO_KL}),
+    "forced_kl": (
+        {"variant": "grpo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True, **FORCED},
+        {"reference_policy_kl_penalty": 0.1, **FORCED},
+    ),
+    "forced_corrected": (
+        {"variant": "grpo", "use_importance_sampling_correction": True, **FORCED},
+        {**CORRECTED, **FORCED},
+    ),
     **{
         kind: (
             {"variant": "grpo", "use_importance_sampling_correction": True, **BOUNDS,

@@ -76,16 +76,24 @@ class Run:
             alias_to_group_alias={},
         )
 
+    def ready(self) -> run_grpo.Ready:
+        """As the driver's `set_up` leaves it."""
+        tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
+        run_grpo.install(self.run, self.exchange, run_grpo.finished_steps(self.parts), tokenizer)
+        loss_fn = ObjectiveLoss(self.run.recipe.loss_fn)
+        last = run_grpo.last_step(self.run, self.parts)
+        return run_grpo.Ready(self.parts, loss_fn, tokenizer, None, [{}, {}], None, last)
+
     def train(self) -> list[int]:
         """Returns: the draws of prompts."""
-        run_grpo.install(self.run, self.exchange, run_grpo.finished_steps(self.parts))
-        loss_fn = ObjectiveLoss(self.run.recipe.loss_fn)
-        tokenizer = MagicMock(pad_token_id=0)
         with made_up_rollouts() as draws:
-            run_grpo.run_trainer(self.parts, loss_fn, tokenizer, None, [{}, {}])
+            run_grpo.run_trainer(self.ready())
         if hasattr(self.checkpointer, "shutdown"):
             self.checkpointer.shutdown()
         return draws
+
+    def exit_code(self, stop: Stop) -> int:
+        return run_grpo.exit_code(self.run, self.ready(), stop)
 
     def logged(self) -> dict[str, Any]:
         """The newest step's training metrics."""
@@ -166,7 +174,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
         run.train()
     assert stop.happened
     assert len(run.policy.trained) == 2
-    assert run_grpo.exit_code(run.run, run.parts, stop) == 75
+    assert run.exit_code(stop) == 75
     info = json.loads((run.run.recipe.checkpoint_dir / "step_2" / "training_info.json").read_text())
     assert info["total_steps"] == 2
 
@@ -175,7 +183,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
     with stop_after_step() as stop:
         again.train()
     assert len(again.policy.trained) == 3, "steps 3 to 5"
-    assert run_grpo.exit_code(again.run, again.parts, stop) == 0
+    assert again.exit_code(stop) == 0
     first, resumed = run.policy.trained, again.policy.trained
     assert not torch.equal(first[0]["token_weights"][0, 3:5], resumed[0]["token_weights"][0, 3:5])
 
@@ -219,10 +227,10 @@ def test_a_run_that_reached_its_goal_is_known(tmp_path):
 
 def test_epochs_are_counted_on_nemo_rls_own_state(tmp_path):
     run = Run(tmp_path, {"variant": "grpo"}, "grpo.max_num_steps=30", "grpo.max_num_epochs=3")
-    run_grpo.check_epochs(run.run, run.parts)  # 10 draws an epoch
+    assert run_grpo.last_step(run.run, run.parts) == 30  # 10 draws an epoch
     run = Run(tmp_path, {"variant": "grpo"}, "grpo.max_num_steps=31", "grpo.max_num_epochs=3")
     with pytest.raises(UserError, match=r"31 steps remain .* after 30"):
-        run_grpo.check_epochs(run.run, run.parts)
+        run_grpo.last_step(run.run, run.parts)
 
 
 def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
@@ -244,10 +252,8 @@ def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
 
 def train_asynchronously(run: Run, infrastructure: Any) -> Stop:
     """Returns: how it ended."""
-    run_grpo.install(run.run, run.exchange, 0)
-    loss_fn = ObjectiveLoss(run.run.recipe.loss_fn)
     with infrastructure, stop_after_step(run.logger) as stop:
-        run_grpo.run_trainer(run.parts, loss_fn, MagicMock(pad_token_id=0), None, [{}, {}])
+        run_grpo.run_trainer(run.ready())
     return stop
 
 
@@ -267,13 +273,13 @@ def test_asynchronous_training_error_without_checkpoints_is_a_failure(tmp_path):
         return
     stop = train_asynchronously(run, infrastructure)
     assert stop.last_step == 1
-    assert run_grpo.exit_code(run.run, run.parts, stop) == 1
+    assert run.exit_code(stop) == 1
 
 
 def test_asynchronous_training_takes_estimator_and_loss(tmp_path):
     run, infrastructure = asynchronous(tmp_path, {"variant": "erpo", "num_buckets": 2})
     stop = train_asynchronously(run, infrastructure)
-    assert run_grpo.exit_code(run.run, run.parts, stop) == 0
+    assert run.exit_code(stop) == 0
     assert len(run.policy.trained) == 2
     advantages, mask = run.policy.trained[0]["advantages"], run.policy.trained[0]["token_mask"].bool()
     torch.testing.assert_close(advantages[:GENERATIONS], advantages[GENERATIONS:])

@@ -2,7 +2,9 @@
 
 import io
 import logging
+import re
 
+import pytest
 from rich.console import Console
 
 from nemo_grpo import progress as module
@@ -39,6 +41,19 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(caplog):
     assert caplog.records == []
     assert "3/3" in out.getvalue()
     assert "loss 2" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_narrow_terminal_cuts_the_note_and_nothing_else(width):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    note = (
+        "reward 0.61  right 52%  signal 81%  length 36  cut 7%  entropy 0.82  14291 tokens/s  accuracy 0.73"
+    )
+    with progress("grpo quickstart-gpg", 160, done=39, console=console) as advance:
+        advance(note)
+    last = [line for line in re.split(r"[\r\n]", out.getvalue()) if "grpo" in line][-1]
+    assert re.search(r"grpo quickstart-gpg +40/160 .* 0:00:0\d \S+:\S+ reward 0.*\u2026", last), last
 
 
 def test_a_meter_shows_rate_and_time_left_before_a_unit_is_done(caplog, monkeypatch):

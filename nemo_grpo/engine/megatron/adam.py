@@ -1,8 +1,8 @@
-"""AdamW with the state layout of Transformer Engine's and Apex's FusedAdam, in plain torch.
+"""AdamW with the state layout of Transformer Engine's and Apex's FusedAdam, on torch's kernel.
 
 megatron-core's distributed optimizer saves and loads the fused layout (an integer step in the parameter
 group, two moments per parameter) and fails on torch.optim.AdamW's (a step tensor per parameter). This class
-stands in for the fused kernels where there are none, so checkpoints are the same with and without a GPU.
+stands in for theirs where there are none, so checkpoints are the same with and without a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 
 def install() -> None:
@@ -69,21 +70,30 @@ class FusedLayoutAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = int(group.get("step") or 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            self._update([p for p in group["params"] if p.grad is not None], group)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Torch's fused kernel: one pass over each parameter, the same bits on every run."""
+        states = [self.state[p] for p in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if "exp_avg" not in state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
         beta1, beta2 = group["betas"]
-        correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        first.lerp_(gradient, 1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (second.sqrt() / correction2**0.5).add_(group["eps"])
-        parameter.addcdiv_(first, scale, value=-group["lr"] / correction1)
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            # adamw counts up what it is given
+            [torch.tensor(group["step"] - 1.0, device=p.device) for p in parameters],
+            fused=True,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,23 @@ def begin_save(policy: MegatronPolicy, folder: Path, iteration: int, *, behind: 
     if policy.lora is not None and parallel.is_rank_zero():
         (folder / RUN_CONFIG).write_text(f"peft:\n  dim: {policy.lora.dim}\n  alpha: {policy.lora.alpha}\n")
     return pending
+
+
+def check_readable(folder: Path) -> None:
+    """Read the index of what `begin_save` wrote as `load_policy` will; no tensor is read.
+
+    Raises: UserError: the installed torch and megatron-core write what they cannot read.
+    """
+    try:
+        load_sharded_metadata(str(folder))
+        dist_checkpointing.load_common_state_dict(str(folder))
+    except Exception as error:  # whatever two packages that do not fit raise
+        installed = " and ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+        raise UserError(
+            f"{folder} was written and cannot be read back: no run could resume from it. {installed} do not "
+            f"fit ({type(error).__name__}: {first_line(error)}); install nemo-grpo again, by `pip install`, "
+            "which chooses versions that do"
+        ) from error
 
 
 def load_policy(policy: MegatronPolicy, folder: Path) -> None:

@@ -36,9 +36,9 @@ def own_share() -> tuple[int, int]:
 
 
 def by_gradient(has_gradient: Tensor, share: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """(rows for a forward and a backward pass, rows for a forward pass alone).
+    """(rows to compute, rows to leave out).
 
-    Every data-parallel rank needs a row with a backward pass: with too few, every row gets one.
+    Every data-parallel rank needs a row to compute: with too few, none is left out.
 
     Args: has_gradient: [B] bool, on the host.  share: (rank, number of ranks).
     """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -50,6 +50,15 @@ def with_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
     _fill_adam_state(optimizer)
     return wrapped, optimizer, _schedule(optimizer, section, schedule)
+
+
+def clip_and_step(optimizer: Any, grad_norm: float) -> None:
+    """What the optimizer's ``step`` does after `prepare_grads`; that would compute the norm once more."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
 
 
 def _schedule(

@@ -28,7 +28,7 @@ from nemo_grpo.engine.megatron.microbatches import (
     plan_rows,
 )
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
-from nemo_grpo.engine.megatron.optimizer import SHARDING, with_optimizer
+from nemo_grpo.engine.megatron.optimizer import SHARDING, clip_and_step, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
 from nemo_grpo.engine.megatron.packing import pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
@@ -158,16 +158,20 @@ class MegatronPolicy:
     ) -> UpdateResult:
         """One optimizer step on the given rows; loss and gradient do not depend on the microbatches.
 
+        Rows without a gradient are left out of the model's passes. They count in every denominator, and in
+        the metrics as if their logprobs were still ``prev_logprobs``.
+
         Args: micro_batch_size, mb_tokens: as in `score`.
               scoring: no `score` has been made since the last update. The current logprobs are then the
                   previous ones too (their ratio is 1, its gradient is not 0), and the result has `Scores`.
         """
         if objective.whole_groups_per_loss_call:
             groups = plan_groups(prepared.batch.group_ids, own_share())
-            plan, rest = self._microbatches(sequences, groups, mb_tokens), []
+            rows, rest = torch.arange(len(sequences.lengths)), torch.arange(0)
+            plan = self._microbatches(sequences, groups, mb_tokens)
         else:
-            rows = by_gradient(objective.rows_with_gradient(prepared), own_share())
-            plan, rest = (self._plan(sequences, micro_batch_size, mb_tokens, part) for part in rows)
+            rows, rest = by_gradient(objective.rows_with_gradient(prepared), own_share())
+            plan = self._plan(sequences, micro_batch_size, mb_tokens, rows)
         prepared = prepared.to(self.device)  # whole, once: the loss of a microbatch then waits for no copy
         valid_toks, valid_seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
         # The schedule divides by the number of microbatches and DDP averages over data-parallel ranks; our
@@ -175,26 +179,30 @@ class MegatronPolicy:
         scale = len(plan) * parallel_state.get_data_parallel_world_size()
         shares: list[dict[str, Tensor]] = []
 
+        def share(part: PreparedBatch) -> Tensor:
+            value, metrics = objective.loss(part, global_valid_toks=valid_toks, global_valid_seqs=valid_seqs)
+            shares.append(metrics)
+            return value * scale
+
         def loss(micro: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
             part = prepared.select(micro.rows, next_token_logprobs=logprobs, length=micro.length - 1)
             if scoring:
                 part = part.on_policy()
                 micro.keep(logprobs.detach(), entropies)
-            value, metrics = objective.loss(part, global_valid_toks=valid_toks, global_valid_seqs=valid_seqs)
-            shares.append(metrics)
-            return value * scale
+            return share(part)
 
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(sequences, plan, loss, temperature, with_entropies=scoring, forward_only=False)
-        if rest:  # for the metrics
-            with torch.no_grad():
-                self._run(sequences, rest, loss, temperature, with_entropies=scoring, forward_only=True)
+        rank, num_ranks = own_share()
+        if len(own := rest[rank::num_ranks].to(self.device)):
+            share(prepared.select(own, next_token_logprobs=prepared.batch.prev_logprobs[own]))
         metrics = self._add_up(shares)
         lr = self.optimizer.param_groups[0]["lr"]
         grad_norm, stepped = self._step_if_finite(metrics)
-        scores = self._collect(sequences, plan + rest, True) if scoring else None
-        return UpdateResult(metrics, grad_norm, lr, skipped=not stepped, scores=scores)
+        scores = self._collect(sequences, plan, True) if scoring else None
+        computed = torch.zeros(len(sequences.lengths), dtype=torch.bool).index_fill_(0, rows, True)
+        return UpdateResult(metrics, grad_norm, lr, skipped=not stepped, scores=scores, computed=computed)
 
     def _step_if_finite(self, metrics: dict[str, float]) -> tuple[float, bool]:
         overflow = self.optimizer.prepare_grads()
@@ -202,7 +210,7 @@ class MegatronPolicy:
         if overflow or not math.isfinite(grad_norm) or not math.isfinite(metrics.get("loss/total", 0.0)):
             log.warning("loss %s or gradient norm %s is not finite: step skipped", metrics, grad_norm)
             return grad_norm, False
-        self.optimizer.step()
+        clip_and_step(self.optimizer, grad_norm)
         self.scheduler.step(1)
         return grad_norm, True
 

@@ -28,6 +28,7 @@ class UpdateResult:
     Attributes: metrics: token means over the batch.  grad_norm: before clipping.  lr: that was used.
                 skipped: the loss or the gradient was not finite and nothing was changed.
                 scores: of the weights before the step, if it was asked for.
+                computed: [B] bool; False for rows without a gradient, which were left out: ``scores`` are 0.
     """
 
     metrics: dict[str, float]
@@ -35,3 +36,4 @@ class UpdateResult:
     lr: float
     skipped: bool = False
     scores: Scores | None = None
+    computed: Tensor | None = None

@@ -1,13 +1,15 @@
 """The process that answers the requests of a `worker_pool`, which starts it as a script.
 
 It receives its job, a name of `JOBS` with that one's arguments, says that it is ready, and answers requests
-with bytes. The kernel kills the process if a request takes too much CPU time, even if the parent is gone;
-memory is limited likewise. Only `own_function` imports this package, which brings in torch.
+with bytes. It leads a process group, which ends with it. The kernel kills the process if a request takes too
+much CPU time, even if the parent is gone; memory is limited likewise. Only `own_function` imports this
+package, which brings in torch.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -21,18 +23,25 @@ def main(connection: Connection, cpu_seconds: float, memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    job, *details = connection.recv()
+    me, (job, *details) = os.getpid(), connection.recv()
     answer = JOBS[job](*details)
     connection.send_bytes(b"ready")
     while True:
         try:
-            request, count = connection.recv()
+            number, request, count = connection.recv()
         except (EOFError, OSError):  # the parent is gone
-            return
+            os.killpg(me, signal.SIGKILL)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds * count)
         reply = answer(*request)
+        if os.getpid() != me:  # the function forked and this is the copy
+            os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(reply)
+        connection.send_bytes(numbered(number, reply))
+
+
+def numbered(number: int, reply: bytes) -> bytes:
+    """A reply that says which request it answers."""
+    return b"%d:%b" % (number, reply)
 
 
 def mathematics() -> Callable[[str, str], bytes]:

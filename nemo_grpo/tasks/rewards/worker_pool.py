@@ -14,13 +14,17 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from nemo_grpo.tasks.rewards.worker import numbered
 
 SCRIPT = Path(__file__).with_name("worker.py")
 STARTUP_SECONDS = 120.0
@@ -43,6 +47,7 @@ class WorkerPool:
         *,
         cpu_seconds: float = 3.0,
         wall_seconds: float = 60.0,
+        wall_seconds_each: float = 10.0,
         prints: bool = False,
     ) -> None:
         """Starts nothing yet.
@@ -51,11 +56,12 @@ class WorkerPool:
               cpu_seconds: CPU time of one response, which does not depend on the machine's load.
               wall_seconds: limit for the rest, such as a worker that was stopped: the time in which a worker
                 could have run, without that in which it waited for a core. A new worker tries once more.
+              wall_seconds_each: the limit for many responses is this for each of them, if that is more.
               prints: what a worker prints is shown on stderr.
         """
         self.job, self.unready, self.prints = job, unready, prints
         self.arguments = (str(cpu_seconds), str(MEMORY_BYTES))
-        self.wall_seconds = wall_seconds
+        self.wall_seconds, self.wall_seconds_each = wall_seconds, wall_seconds_each
         self.num_killed = 0
         self._forget()
         _POOLS.add(self)
@@ -74,20 +80,22 @@ class WorkerPool:
         Raises: RuntimeError: no worker can be started.
         """
         for is_last in (False, True):
-            worker, reply = self._ask_one((request, num_responses))
+            worker, reply = self._ask_one(request, num_responses)
             if not worker.stood_still or is_last:
                 break
         with self._lock:
             self.num_killed += reply is None
         return reply
 
-    def _ask_one(self, message: tuple[Any, int]) -> tuple[_Worker, bytes | None]:
+    def _ask_one(self, request: Any, num_responses: int) -> tuple[_Worker, bytes | None]:
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         worker = worker or _Worker(self)
         with self._lock:
             self._busy.add(worker)
-        reply = worker.ask(message, self.wall_seconds)
+        reply = worker.answer(
+            request, num_responses, max(self.wall_seconds, self.wall_seconds_each * num_responses)
+        )
         with self._lock:
             self._busy.discard(worker)
             if reply is not None and worker.num_requests < REQUESTS_PER_WORKER:
@@ -118,7 +126,7 @@ class _Worker:
     """
 
     def __init__(self, pool: WorkerPool) -> None:
-        self.num_requests = -1  # its job is none
+        self.num_requests = 0
         self.stood_still = False
         self._connection, theirs = multiprocessing.Pipe()
         output = 2 if pool.prints else subprocess.DEVNULL
@@ -130,14 +138,20 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                process_group=0,  # what the job starts ends with it
             )
-        if self.ask(pool.job, STARTUP_SECONDS) != READY:
+        if self._ask(pool.job, STARTUP_SECONDS) != READY:
             self.end()
             raise RuntimeError(pool.unready)
 
-    def ask(self, message: Any, seconds: float) -> bytes | None:
-        """The reply, or None if the worker died or was too slow; it is unusable then."""
+    def answer(self, request: Any, num_responses: int, seconds: float) -> bytes | None:
+        """The reply to this request, or None if there was none in time; the worker is unusable then."""
         self.num_requests += 1
+        reply = self._ask((self.num_requests, request, num_responses), seconds)
+        number = numbered(self.num_requests, b"")
+        return reply.removeprefix(number) if reply and reply.startswith(number) else None
+
+    def _ask(self, message: Any, seconds: float) -> bytes | None:
         try:
             self._connection.send(message)
             self.stood_still = not self._replies_within(seconds)
@@ -161,8 +175,10 @@ class _Worker:
             return 0.0
 
     def kill(self) -> None:
-        """End the process at once, if it still runs."""
-        self._process.kill()
+        """End the process and all that it started at once, if it still runs."""
+        if self._process.returncode is None:  # else the number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill the process, wait for it and close the connection."""

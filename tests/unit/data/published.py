@@ -56,6 +56,8 @@ QUESTIONS = [
 MATH = math_rows((1, "Level 5", "So \\boxed{2}."), (2, "Level 2", "\\boxed{\\frac{6}{2}}"))
 FEW_SHOT = [{"image": PICTURE, "problem": "Which flower?", "solution": "<answer>rose</answer>"}]
 
+GSM8K = [{"question": "6 of 206?", "answer": "He has 200 * 6 = <<200*6=1200>>1200.\n#### 1,200"}]
+
 FILES: dict[str, dict[str, list[dict]]] = {
     "open-rs": {
         "data/train-00000-of-00001.parquet": [
@@ -64,6 +66,8 @@ FILES: dict[str, dict[str, list[dict]]] = {
         ]
     },
     "open-s1": {"data/train-00000-of-00001.parquet": [{"problem": "1+1?", "solution": "two", "answer": "2"}]},
+    "gsm8k": {"main/train-00000-of-00001.parquet": GSM8K},
+    "gsm8k-test": {"main/test-00000-of-00001.parquet": GSM8K},
     "math-lighteval": {"data/train-00000-of-00001.parquet": MATH},
     "math-l35": {
         "data/train-00000-of-00001.parquet": [

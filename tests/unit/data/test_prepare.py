@@ -41,6 +41,8 @@ def run(name, tmp_path, any_count=True, **options):
 FIRST = {
     "open-rs": ("1+1?", "2", {"solution": "two", "level": "Easy"}),
     "open-s1": ("1+1?", "2", {"solution": "two"}),
+    "gsm8k": ("6 of 206?", "1200", {"solution": "He has 200 * 6 = 1200."}),
+    "gsm8k-test": ("6 of 206?", "1200", {"solution": "He has 200 * 6 = 1200."}),
     "math-lighteval": (
         "What is 1+1?", "2", {"level": "Level 5", "type": "Algebra", "solution": "So \\boxed{2}."}
     ),

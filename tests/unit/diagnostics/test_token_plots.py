@@ -60,6 +60,13 @@ def runs(tmp_path: Path) -> list[Path]:
     return folders
 
 
+def test_of_a_step_that_a_resumed_run_measured_again_the_last_look_counts(runs: list[Path]) -> None:
+    with (runs[0] / "diagnostics.jsonl").open("a") as file:
+        file.write(json.dumps(look(1, 7.0)) + "\n")
+    diagnostics = read_run(runs[0]).diagnostics
+    assert [(one["step"], one["covariance"]["positive"][0]) for one in diagnostics] == [(1, 7.0), (20, 4.0)]
+
+
 def test_looks_are_averaged_within_a_run_and_spread_over_seeds(runs: list[Path]) -> None:
     group = group_runs([read_run(path) for path in runs])[0]
     assert [len(run.diagnostics) for run in group.runs] == [2, 2]  # a step without tokens is no look

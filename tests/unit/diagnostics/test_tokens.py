@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.diagnostics import tokens
 from nemo_grpo.diagnostics.tokens import (
     CURVE_SHARES,
     covariance_table,
@@ -69,6 +70,26 @@ def test_gradient_of_tr_grpo_has_its_weight() -> None:
     weight = 2 * (1 / (1 + math.exp(-9 * 0.25)) - 0.25)  # 1.3095, within [1, 1.4]
     assert gradient[0, 1].item() == pytest.approx(weight * advantage, rel=1e-5)
     assert gradient[0, 0].item() == pytest.approx(1.4 * advantage, rel=1e-5)  # 2 (0.989 - 0.25) is cut to 1.4
+
+
+def test_a_large_step_is_measured_on_its_first_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, both = batch(), torch.tensor([0, 1, 2, 3])
+    two = TokenBatch(
+        prev_logprobs=torch.cat([one.prev_logprobs, one.prev_logprobs.flip(0) * 2]),
+        token_mask=MASK.repeat(2, 1),
+        sample_mask=torch.ones(4, dtype=torch.bool),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        group_ids=torch.tensor([5, 5, 3, 3]),
+    )
+    objective = build_objective("grpo")
+    ids = IDS.repeat(2, 1)
+    measured = {}
+    for limit in (10, 9, 4):  # both groups have 5 tokens; a single one is never cut
+        monkeypatch.setattr(tokens, "MAX_MEASURED", limit)
+        measured[limit] = token_diagnostics(objective, objective.prepare(two), ids, str)[1]
+    assert [row["num_tokens"] for row in measured.values()] == [10, 5, 5]
+    alone = token_diagnostics(objective, objective.prepare(two.select(both[2:])), ids[2:], str)[1]
+    assert measured[9] == measured[4] == alone  # group 3, the lowest number
 
 
 def test_top_shares_are_sums_of_the_largest() -> None:

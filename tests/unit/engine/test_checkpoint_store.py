@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from nemo_grpo import UserError, shipped
 from nemo_grpo.engine import run_folder
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.resume import check_same_run
-from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.engine.run_folder import RunFolder, keep_own_files, own_copy
 from nemo_grpo.recipe import load_recipe
+
+ROOT = Path(__file__).parents[3]
 
 
 def save(store, step, accuracy=0.0):
@@ -117,7 +121,11 @@ def flip_a_bit(path):
         (lambda path: flip_a_bit(path / "weights"), "weights does not match"),
         (lambda path: (path / "weights").unlink(), "weights does not match"),
         (lambda path: (path / "training_info.json").write_text("[]"), "training_info.json does not match"),
+        (lambda path: (path / "training_info.json").unlink(), "training_info.json does not match"),
         (lambda path: (path / "SHA256SUMS").write_bytes(b"\xff\0"), "is not a list of hashes"),
+        (lambda path: (path / "SHA256SUMS").unlink(), "SHA256SUMS lacks 2 of the files"),
+        (lambda path: (path / "SHA256SUMS").write_text(""), "SHA256SUMS lacks 2 of the files"),
+        (lambda path: (path / "more").write_text(""), "SHA256SUMS lacks 1 of the files"),
         (
             lambda path: shutil.copytree(path.with_name("step_000001"), path, dirs_exist_ok=True),
             "is of another step",
@@ -146,8 +154,54 @@ def test_run_without_a_whole_checkpoint_is_refused_and_left_alone(tmp_path):
     assert names_in(tmp_path) == before
 
 
-def test_checkpoint_of_an_older_version_has_no_hashes_and_resumes_with_a_warning(tmp_path, caplog):
-    store = CheckpointStore(tmp_path)
-    (save(store, 1) / "SHA256SUMS").unlink()
-    assert store.newest_whole() == tmp_path / "step_000001"
-    assert "its files cannot be checked" in caplog.text
+HOLDER = """
+import sys
+from pathlib import Path
+from nemo_grpo.engine.run_folder import RunFolder
+RunFolder(Path("one"), checkpoints=Path("shared")).open("", from_step=-1)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_checkpoint_folder_of_another_run_is_refused_while_that_trains_and_afterwards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as other:
+        assert other.stdout.readline() == "open\n"
+        two = RunFolder(Path("two"), checkpoints=Path("shared"))
+        with pytest.raises(UserError, match="shared is in use by another run"):
+            two.open("", from_step=-1)
+        with pytest.raises(UserError, match="one is in use by another run"):
+            RunFolder(Path("one"), resume=True).lock()
+        save(CheckpointStore(Path("shared")), 1)
+        other.communicate("")
+    with pytest.raises(UserError, match="checkpoint_dir=shared holds another run's checkpoints"):
+        two.open("", from_step=-1)
+    assert not Path("two").exists()
+    resumed = RunFolder(Path("one"), checkpoints=Path("shared"), resume=True)
+    resumed.lock()
+    resumed.open("", from_step=1)
+    resumed.close()
+
+
+def test_own_files_of_like_names_are_kept_apart(tmp_path):
+    keep_own_files(tmp_path, {"a/b.py": "1", "a_b.py": "2", "../b.py": "3", "a%2Fb.py": "4"})
+    names = ("a/b.py", "a_b.py", "../b.py", "a%2Fb.py")
+    assert [own_copy(tmp_path, name).read_text() for name in names] == ["1", "2", "3", "4"]
+    assert len(names_in(tmp_path / "own")) == 4
+
+
+def test_lines_that_are_no_rows_are_left_out_when_a_run_resumes(tmp_path, caplog):
+    path = tmp_path / "run"
+    path.mkdir()
+    rows = [b'{"step": 1}', b"[1]", b"3", b"null", b'{"loss": 1}', b'{"step": "x"}', b"[" * 100_000, b"\xff"]
+    (path / "metrics.jsonl").write_bytes(b"\n".join([*rows, b'{"step": 2}', b'{"step": 9}', b'{"step":']))
+    RunFolder(path, resume=True).open("", from_step=2)
+    assert (path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert "metrics.jsonl: 7 damaged lines are left out" in caplog.text

@@ -10,9 +10,11 @@ import torch
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.learning import Learner, TrainingState
+from nemo_grpo.engine.megatron.results import Scores
 from nemo_grpo.engine.rollout import Group, Response, assemble
 from nemo_grpo.tasks.base import stream
 from nemo_grpo.variants.erpo import ERPO
+from nemo_grpo.variants.grpo import GRPO
 
 
 def response(tokens: list[int], mask: list[bool] | None = None, **further) -> Response:
@@ -75,6 +77,18 @@ def test_demonstration_leaves_out_what_the_environment_says(monkeypatch):
     assert only.token_mask.tolist() == [True, False, True, True], "the end of the sequence is the policy's"
     with pytest.raises(ValueError, match="k=5: problem 'p' with its demonstration has 6 tokens"):
         demonstrated(Characters(), task, prompt, problem, stream("x"), limit=5, key="k")  # type: ignore[arg-type]
+
+
+def test_rows_that_an_update_left_out_keep_the_samplers_logprobs():
+    learner = Learner(SimpleNamespace(grpo=SimpleNamespace(seed=0)), GRPO().build(), None)  # type: ignore[arg-type]
+    entropies = torch.tensor([[2.0], [0.0], [4.0]]).expand(3, 4)
+    scores, scored = Scores(torch.full((3, 4), -0.5), entropies), torch.tensor([True, False, True])
+    prepared = learner.prepare(step(), TrainingState(), scores, None, scored)
+    assert prepared.batch.prev_logprobs.tolist() == [[0, 0, -0.5, -0.5], [0, 0, -1, 0], [-0.5, 0, -0.5, 0]]
+    metrics = {name: float(value) for name, value in prepared.metrics.items()}
+    assert metrics["entropy/mean"] == pytest.approx((2 + 2 + 4 + 4) / 4)
+    assert metrics["mismatch/logprob_abs_mean"] == pytest.approx((0.5 + 1.5 + 0.5 + 2.5) / 4)
+    assert metrics["logprob/mean"] == pytest.approx(-(4 * 0.5 + 1) / 5)
 
 
 def test_draws_are_seeded_by_run_and_step():

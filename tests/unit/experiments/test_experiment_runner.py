@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,7 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from nemo_grpo.cli.compare import comparison
+from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import Job, compare_settings, plan_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
@@ -102,14 +107,33 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, comma
     ended = run_jobs(jobs, out, 1, command(0))
     assert [ended[job.name].state for job in jobs] == ["finished", "failed", "finished", "finished"]
     assert (ended["gpg-s0"].exit_code, ended["gpg-s0"].error) == (2, "error: it broke")
-    text = write_results(jobs, ended, out, "nemo-grpo compare x")
-    assert "- gpg-s0: failed (exit code 2) error: it broke" in text
+    write_results(jobs, ended, out, "nemo-grpo compare x")
+    assert "- gpg-s0: failed (exit code 2) error: it broke" in (out / "table.md").read_text()
     results = json.loads((out / "results.json").read_text())
     assert [(s["setting"], s["seeds"]) for s in results["settings"]] == [("grpo", ["0", "1"]), ("gpg", ["1"])]
     assert results["settings"][0]["final"] == {"values": [0.3, 0.3], "mean": 0.3, "std": 0.0}
     (out / "runs" / "fail-gpg-s0").unlink()
     assert {s.state for s in run_jobs(jobs, out, 1, command(0)).values()} == {"finished"}
     assert starts(jobs) == [1, 2, 1, 1]
+
+
+def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command) -> None:
+    out = tmp_path / "out"
+    ended = run_jobs(jobs, out, 2, command(0))
+    for name, last in {"grpo-s0": 0.2, "grpo-s1": 0.4, "gpg-s0": 0.5, "gpg-s1": 0.7}.items():
+        with (out / "runs" / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 4, "validation/accuracy": last}) + "\n")
+    text = write_results(jobs, ended, out, "x").notes()
+    assert "| minus grpo | final | best |" in (out / "table.md").read_text()
+    assert "- gpg against grpo: better at 2 seeds by accuracy after the same steps, +0.300" in text
+    assert (out / "plots" / "forest.png").is_file()
+    text = write_results(jobs, ended, out, "x", baseline="gpg").notes()
+    assert "- grpo against gpg: worse at 2 seeds" in text
+    assert json.loads((out / "results.json").read_text())["paired"]["baseline"] == "gpg"
+    with pytest.raises(UserError, match="--baseline gpo is not one of the settings; did you mean 'grpo'"):
+        write_results(jobs, ended, out, "x", baseline="gpo")
+    write_results(jobs[:1], ended, out, "x")  # nothing to compare
+    assert not (out / "plots" / "forest.png").exists()
 
 
 def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command) -> None:
@@ -121,7 +145,7 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
         "gpg-s0": ("interrupted", 75),
     }
     assert finished_groups(jobs, ended) == []
-    assert "- grpo-s1: not started" in write_results(jobs, ended, out, "x")
+    assert "- grpo-s1: not started" in write_results(jobs, ended, out, "x").notes()
     assert {s.state for s in run_jobs(jobs, out, 2, command(0)).values()} == {"finished"}
     assert starts(jobs) == [2, 2, 1, 1]
     steps = [json.loads(line)["step"] for line in (jobs[0].folder / "metrics.jsonl").read_text().splitlines()]
@@ -174,8 +198,9 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
         (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (job.folder / "recipe.resolved.yaml").write_text(job.recipe.to_yaml())
     ended = {job.name: Status("finished", 0, 1.0) for job in jobs}
-    text = write_results(jobs, ended, tmp_path / "out", "the command")
-    head, _, grpo, gpg = [line for line in text.splitlines() if line.startswith("|")]
+    found = write_results(jobs, ended, tmp_path / "out", "the command")
+    text = (tmp_path / "out" / "table.md").read_text()
+    head, _, grpo, gpg, *_ = [line for line in text.splitlines() if line.startswith("|")]
     assert head == "| setting | seeds | steps | start | best | final | gain | least gain |"
     # 0.2 and 0.4: mean 0.3, deviation 0.2 / sqrt 2 = 0.141
     assert grpo == (
@@ -184,3 +209,18 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
     assert "| gpg | 0, 1 | 9 | 0.100 +- 0.000 | 0.500 +- 0.000 |" in gpg
     assert "the command" in text
     assert (tmp_path / "out" / "report.html").is_file()
+    one, two = (_printed(comparison(*table(found.groups), width), width) for width in (60, 30))
+    # 10 columns for the names of figures, 16 for each setting
+    assert re.search(r"setting +grpo +gpg", one)
+    assert re.search(r"final +0.300 \+- 0.141 +0.500 \+- 0.000", one)
+    assert [line.split() for line in two.splitlines() if "setting" in line] == [
+        ["setting", "grpo"],
+        ["setting", "gpg"],
+    ]
+    assert "\u2026" not in one + two
+
+
+def _printed(tables, width) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*tables)
+    return console.file.getvalue()

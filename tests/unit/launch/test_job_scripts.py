@@ -182,3 +182,14 @@ address_of n1
 def test_address_of_the_ray_head_is_one_that_other_nodes_reach(known, own, expected):
     script = ADDRESS.format(known=known, own=own)
     assert bash(script, env=os.environ | {"ROOT": str(ROOT)}).stdout == expected
+
+
+def test_the_folder_of_logs_is_not_run_on_the_nodes(tmp_path):
+    log = tmp_path / "it's $(touch ran)"
+    log.mkdir()
+    (log / "driver.log").touch()  # Ray is not started a second time
+    settings = f"LOG={shlex.quote(str(log))} PYTHON=false GPUS_PER_NODE=1 SLURMD_NODENAME=n1"
+    node = f'{settings}; . "{ROOT}/slurm/lib/ray.sh"; bash -c "$(ray_node --head)"'
+    done = bash(node, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert not (tmp_path / "ran").exists()

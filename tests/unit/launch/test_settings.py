@@ -14,10 +14,10 @@ def sourced(settings, name):
 
 
 def test_settings_survive_a_shell_whatever_the_names(tmp_path):
-    recipe = load_recipe(RECIPE, ["nemo_grpo.run_name=it's $(a) run", f"nemo_grpo.runs_dir={tmp_path}/x y"])
+    recipe = load_recipe(RECIPE, ["nemo_grpo.run_name=r", f"nemo_grpo.runs_dir={tmp_path}/it's $(a) run"])
     settings = shell_settings(recipe)
-    assert sourced(settings, "RUN_DIR") == f"{tmp_path}/x y/it's $(a) run"
-    assert sourced(settings, "CHECKPOINT_DIR") == f"{tmp_path}/x y/it's $(a) run/checkpoints"
+    assert sourced(settings, "RUN_DIR") == f"{tmp_path}/it's $(a) run/r"
+    assert sourced(settings, "CHECKPOINT_DIR") == f"{tmp_path}/it's $(a) run/r/checkpoints"
     assert sourced(settings, "GPUS_PER_NODE") == "1"
     assert sourced(settings, "TARGET") == "embedded"
 

@@ -128,10 +128,11 @@ def test_exports_that_cannot_begin_leave_nothing_open(trained):
     assert exports.asked == ["stop"]
 
 
-def exporting(folder):
+def exporting(folder, model="org/model", lora=None):
     """A run that asks for an export of every checkpoint."""
     own = Of(export=Of(at_every_save=True, dtype="bfloat16"))
-    places = Of(policy=Of(model_name="org/model"), checkpoint_dir=folder / "checkpoints", run_dir=folder)
+    policy = Of(model_name=model, megatron_cfg=Of(lora_in_use=lora))
+    places = Of(policy=policy, checkpoint_dir=folder / "checkpoints", run_dir=folder)
     return Of(recipe=Of(nemo_grpo=own, checkpointing=Of(enabled=True), **vars(places)))
 
 
@@ -140,7 +141,20 @@ def test_exports_of_a_model_without_converter_are_refused_at_the_start(tmp_path)
     with pytest.raises(UserError, match=r"at_every_save=true: org/model cannot .*Qwen2VL.* set it to false"):
         run_grpo.exports_of(exporting(tmp_path), vision)
     known = Qwen2Config(architectures=["Qwen2ForCausalLM"])
-    assert run_grpo.exports_of(exporting(tmp_path), known).folder == tmp_path / "hf"
+    exports = run_grpo.exports_of(exporting(tmp_path), known)
+    assert (exports.folder, exports.lora_base) == (tmp_path / "hf", None)
+
+
+def test_exports_of_adapters_need_their_base_on_this_machine(tmp_path):
+    known = Qwen2Config(architectures=["Qwen2ForCausalLM"])
+    base = tmp_path / "base"
+    base.mkdir()
+    run = exporting(tmp_path, str(base), lora=Of(dim=8))
+    with pytest.raises(UserError, match=r"at_every_save=true merges LoRA.*model_name=.*has no config.json"):
+        run_grpo.exports_of(run, known)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (base / name).touch()
+    assert run_grpo.exports_of(run, known).lora_base == base
 
 
 def test_a_model_folder_without_a_config_is_refused(tmp_path):

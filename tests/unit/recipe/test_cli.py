@@ -153,3 +153,14 @@ def test_train_of_a_cluster_recipe_names_launch_and_rehearse() -> None:
     assert isinstance(done.exception, UserError)
     assert "`nemo-grpo launch RECIPE --time 04:00:00`" in str(done.exception)
     assert "`nemo-grpo rehearse RECIPE`" in str(done.exception)
+
+
+def test_names_that_lead_out_of_the_shipped_recipes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no name of a shipped recipe"):
+        run("copy", "../../pyproject", str(tmp_path / "x.yaml"))
+    with pytest.raises(UserError, match=r"quickstrt is no name .*did you mean 'quickstart'"):
+        run("copy", "quickstrt", str(tmp_path / "x.yaml"))
+    (tmp_path / "a.yaml").write_text("defaults: nemo_grpo://../pyproject.toml\n")
+    code, output = run("check", str(tmp_path / "a.yaml"))
+    assert code == 2
+    assert "is no name of a shipped recipe" in output

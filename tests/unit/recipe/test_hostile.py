@@ -21,6 +21,15 @@ FILES = {
     "interpolations": (f"grpo: {{seed: '{'${' * 500}a{'}' * 500}'}}", "nested|recursion"),
     "nul": ("grpo: {seed: 1\0}", "not valid YAML.*x0000"),
     "escaped nul": ('nemo_grpo: {run_name: "a\\0b"}', "nemo_grpo.run_name: a text with a NUL"),
+    "dots": ("grpo.seed: 7", "^grpo.seed=7: .*write `grpo: {seed: 7}`$"),
+    "dots in a section": (
+        "policy: {megatron_cfg.optimizer.lr: 1.0e-9}",
+        "^policy.megatron_cfg.optimizer.lr=1e-09: .*`megatron_cfg: {optimizer: {lr: 1e-09}}` below policy$",
+    ),
+    "dots in our section": (
+        "nemo_grpo: {engine.num_threads: 3}",
+        "`engine: {num_threads: 3}` below nemo_grpo$",
+    ),
     "date": ("grpo: {seed: 2001-99-99}", "is a text; it must be an integer"),
     "tag": ("grpo: {seed: !!python/object/apply:os.system [x]}", "not valid YAML.*os.system"),
     "no mapping": ("3", "cannot be read"),
@@ -64,3 +73,13 @@ def test_hostile_recipe_is_refused_with_a_message(tmp_path: Path, text: str, mes
 def test_hostile_override_is_refused_with_a_message(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_recipe("quickstart", [override])
+
+
+def test_dots_are_left_alone_where_users_choose_the_names(tmp_path: Path) -> None:
+    path, own = tmp_path / "recipe.yaml", tmp_path / "own.py"
+    own.write_text("def brevity(response):\n    return -len(response)\n")
+    path.write_text(
+        "defaults: nemo_grpo://quickstart.yaml\n"
+        f"logger: {{wandb: {{a.b: 1}}}}\nnemo_grpo: {{rewards: {{'{own}:brevity': 1}}}}\n"
+    )
+    assert f"{own}:brevity" in load_recipe(path).nemo_grpo.rewards

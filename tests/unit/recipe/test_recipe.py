@@ -8,7 +8,10 @@ from typing import Any, get_args
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
+from typer.testing import CliRunner
 
+from nemo_grpo.cli import app
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe, load_recipe_dict
 from nemo_grpo.recipe.keys import is_known
@@ -244,3 +247,36 @@ def test_recipe_is_frozen_and_keeps_every_default(tree: dict[str, Any]) -> None:
 )
 def test_metric_key_translates_nemo_rl_names(name: str | None, key: str | None) -> None:
     assert metric_key(name) == key
+
+
+def test_secrets_of_the_environment_are_used_and_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "hunter2")
+    monkeypatch.setenv("SEED", "11")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        """
+        defaults: nemo_grpo://quickstart.yaml
+        grpo: {seed: "${oc.decode:${oc.env:SEED}}"}
+        policy: {model_name: "models/${oc.env:TOKEN}", tokenizer: {name: null}}
+        logger: {wandb: {key: "${oc.env:TOKEN}", url: "https://${.key}@x", keys: [1, "${oc.env:TOKEN}"],
+                         name: '\\${oc.env:TOKEN}', entity: "${oc.env:NOBODY,null}"}}
+        """
+    )
+    recipe = load_recipe(path)
+    wandb = value_of(recipe, "logger.wandb")
+    assert (wandb["key"], wandb["url"], wandb["keys"]) == ("hunter2", "https://hunter2@x", [1, "hunter2"])
+    assert recipe.policy.tokenizer.name == "models/hunter2"  # copied from model_name
+    shown = CliRunner().invoke(app, ["recipe", "resolve", str(path)]).output
+    assert shown.strip() == recipe.to_yaml().strip()
+    assert "hunter2" not in shown + str(recipe.written())
+    assert recipe.written()["policy"]["tokenizer"]["name"] == "models/${oc.env:TOKEN}"
+    assert recipe.written()["grpo"]["seed"] == 11  # a number is what the run computed with
+    path.write_text(recipe.to_yaml())
+    again = load_recipe(path)
+    assert again == recipe
+    assert value_of(again, "logger.wandb.name") == "${oc.env:TOKEN}"
+    monkeypatch.delenv("TOKEN")
+    with pytest.raises(UserError, match="Environment variable 'TOKEN' not found"):
+        load_recipe(path)

@@ -152,4 +152,4 @@ def test_responses_are_scored_as_the_recipe_weights_them(run, tmp_path):
     (folder / "train_data_step1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = f"{tmp_path}/own.py:short"
     assert evidence.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
-    assert f"reward 2 (accuracy 1.00, format 1.00, {own} 0.00)" in evidence.sample(found)
+    assert f"reward 2 (accuracy 1.00, format 1.00, cosine 1.00, {own} 0.00)" in evidence.sample(found)

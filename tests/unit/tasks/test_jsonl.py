@@ -36,6 +36,22 @@ def test_read_problems_keeps_order_and_metadata_and_skips_blank_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("answer", "read", "solution"),
+    [
+        ("The answer is 1/2 of 6.\n#### 3", "3", "The answer is 1/2 of 6."),
+        ("He has 2*600=<<2*600=1200>>1200.\n#### 1,200 \n", "1200", "He has 2*600=1200."),
+        ("a\n####-1,5", "-1,5", "a"),  # no thousands
+        ("#### 7", "7", ""),
+        ("a #### 3", "a #### 3", None),
+        ("#### 3\nmore", "#### 3\nmore", None),
+    ],
+)
+def test_an_answer_in_the_form_of_gsm8k_is_read(tmp_path, answer, read, solution):
+    (problem,) = read_problems([write(tmp_path / "a.jsonl", {"question": "q", "answer": answer})])
+    assert (problem.answer, problem.metadata.get("solution")) == (read, solution)
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "a.jsonl:2: not JSON"),
@@ -52,6 +68,7 @@ def test_read_problems_keeps_order_and_metadata_and_skips_blank_lines(tmp_path):
         ('{"id": "x", "question": 7, "answer": "a"}', "question=7 must be a non-empty text"),
         ('{"id": "x", "question": "q", "answer": "a", "metadata": 1}', "metadata=1 must be an object"),
         ('{"id": "p1", "question": "q", "answer": "a"}', "a.jsonl:2: id 'p1' is repeated"),
+        ('{"question": "q", "answer": "a\\n####"}', "a.jsonl:2: answer ends in '####' without an answer"),
         ("[" * 100_000, "a.jsonl:2: not JSON"),
         (
             r'{"id": "x", "question": "q \ud83d", "answer": "a"}',

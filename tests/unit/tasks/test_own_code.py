@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import pickle
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE
 from nemo_grpo.tasks.rewards.own_reward import OwnReward, parameters_of
-from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 from nemo_grpo.variants import parse_loss_fn
 
 ROOT = Path(__file__).parents[3]
@@ -50,6 +52,20 @@ def for_ever(response):
         pass
     return 1
 def greedy_for_memory(response): return len(bytearray(8 << 30))
+def slow(responses):
+    import time
+    time.sleep(0.2 * len(responses))
+    return [1.0] * len(responses)
+def twice(response):
+    if os.fork() == 0:
+        return 99.0  # the copy's answer to the same request
+    os.wait()
+    return float(response)
+def leaves_a_child(response):
+    import subprocess
+    return subprocess.Popen(["sleep", "600"]).pid
+def fails_often(response):
+    return 1 / float(response)
 def other_names(completion): return 0.0
 not_a_function = 3
 """
@@ -77,8 +93,6 @@ def test_a_function_takes_what_it_names(folder):
 
 
 def test_a_function_runs_outside_of_this_process(folder):
-    import os
-
     assert values("of_its_process", ["x"]) != [os.getpid()]
 
 
@@ -100,6 +114,50 @@ def test_a_function_beyond_the_time_limit_costs_only_its_response(folder):
     got = values("for_ever", ["a", "loop", "b"], cpu=0.3)
     assert (got[0], got[2]) == (1.0, 1.0)
     assert math.isnan(got[1])
+
+
+def test_time_for_a_list_grows_with_its_length(folder):
+    function = OwnReward("my_rewards.py:slow")
+    with closing(function.pool):
+        function.pool.wall_seconds, function.pool.wall_seconds_each = 0.3, 2.0
+        assert function(["q"] * 4, ["a"] * 4, [PROBLEM] * 4) == [1.0] * 4  # 0.8 s
+        function.pool.wall_seconds_each = 0.05
+        assert all(map(math.isnan, function(["q"] * 4, ["a"] * 4, [PROBLEM] * 4)))
+
+
+def test_a_function_that_forks_answers_once(folder):
+    assert values("twice", ["1", "2", "3", "4"]) == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc to see processes in")
+def test_processes_that_a_function_starts_end_with_its_worker(folder):
+    for pid in values("leaves_a_child", ["a", "b"]):
+        while is_running(int(pid)):  # killed, but perhaps not yet gone
+            time.sleep(0.01)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_many_failed_rewards_end_the_step(folder):
+    task = parse_task({"name": "arithmetic"}).build()
+    weights = {"accuracy": 1.0, "my_rewards.py:fails_often": 1.0}
+
+    def failed(num_failed, num_responses, max_failed):
+        responses = ["0"] * num_failed + ["1"] * (num_responses - num_failed)
+        with closing(Scorer(task, weights, Prompt(), max_failed)) as scorer:
+            return sum(NOT_FINITE in row for row in scorer([PROBLEM] * num_responses, responses))
+
+    assert failed(3, 3, 0.0) == 3  # few
+    assert failed(4, 8, 0.5) == 4
+    assert failed(8, 8, 1.0) == 8
+    for numbers in ((4, 8, 0.0), (5, 8, 0.5)):
+        with pytest.raises(RewardsFailed, match=f"of {numbers[0]} of 8 .*max_failed_rewards={numbers[2]}"):
+            failed(*numbers)
 
 
 def test_own_functions_join_the_tasks_components(folder):
@@ -135,15 +193,43 @@ def test_a_function_that_fails_on_a_sample_problem_is_refused_before_the_run(fol
         ("my_rewards.py:other_names", r"other_names\(completion\): a reward function takes some of prompt"),
         ("my_rewards.py:not_a_function", "it is not a function"),
         ("broken.py:f", r"broken.py:f: SyntaxError: .* \(broken.py:2\)"),
+        ("exits.py:f", r"exits.py:f: SystemExit: 0 \(exits.py:2\)"),
+        ("loops.py:f", r"loops.py:f: ImportTooLong: .* move the work into the functions \(loops.py:\d\)"),
+        ("sleeps.py:f", r"sleeps.py:f: ImportTooLong: .* move the work into the functions \(sleeps.py:2\)"),
+        ("exits:f", r"exits:f: when it is imported: SystemExit: 0 \(.*exits.py:2\)"),
         ("raises.py:f", r"raises.py:f: ZeroDivisionError: division by zero \(raises.py:3\)"),
     ],
 )
-def test_a_wrong_reference_is_one_line(folder, reference, message):
+def test_a_wrong_reference_is_one_line(folder, reference, message, monkeypatch):
+    monkeypatch.setattr(extensions, "IMPORT_CPU_SECONDS", 0.2)
+    monkeypatch.setattr(extensions, "IMPORT_SECONDS", 5.0)
+    monkeypatch.syspath_prepend(folder)
+    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "loops.py").write_text("while True:\n    pass\n")
+    (folder / "sleeps.py").write_text("import time\ntime.sleep(1000)\n")
     (folder / "broken.py").write_text("x = 1\ndef f(:\n")
     (folder / "raises.py").write_text("x = 1\n\n1 / 0\n")
     with pytest.raises(UserError, match=message) as error:
         parameters_of(reference)
     assert "\n" not in str(error.value)
+
+
+def test_an_import_that_catches_everything_ends_the_process(folder):
+    (folder / "defiant.py").write_text(
+        "while True:\n    try:\n        for n in iter(int, 1): str(n)\n    except BaseException: pass\n"
+    )
+    code = (
+        "from nemo_grpo import extensions\nextensions.IMPORT_CPU_SECONDS = 0.2\n"
+        "extensions.load('defiant.py:f', 'key')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: key=defiant.py:f: its import takes more than 0.2 s of CPU time")
 
 
 def test_an_installed_function_may_be_named(folder):
