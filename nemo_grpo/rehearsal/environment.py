@@ -16,6 +16,7 @@ from pathlib import Path
 import nemo_grpo
 from nemo_grpo.errors import UserError
 from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
+from nemo_grpo.rehearsal.warm import PR_SET_PDEATHSIG
 
 HERE = Path(__file__).parent
 REPOSITORY = Path(nemo_grpo.__file__).parents[1]
@@ -37,7 +38,6 @@ WARM_MODULES = {
     ),
 }
 """Server -> modules that its forks need, except Ray and its importers."""
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)

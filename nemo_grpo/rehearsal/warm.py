@@ -13,6 +13,7 @@ ARGUMENTS...``.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -31,6 +32,7 @@ PATIENCE = 180.0
 """Seconds for which `run` waits while a server imports."""
 NOT_BEFORE_THE_FORK = "ray"
 """Ray's C++ part reads a worker's environment when it is imported."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run(path: str, python: str, arguments: list[str]) -> None:
@@ -157,7 +159,7 @@ def _fork(
 ) -> list[str] | None:
     """In the fork the request's arguments; in the server None."""
     connection.settimeout(None)
-    size, streams, _, _ = socket.recv_fds(connection, HEADER, 3)
+    server, (size, streams, _, _) = os.getpid(), socket.recv_fds(connection, HEADER, 3)
     request = json.loads(_read(connection, int.from_bytes(size, "big")))
     pid = os.fork()
     if pid:
@@ -166,6 +168,9 @@ def _fork(
             os.close(stream)
         running[pid] = connection
         return None
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver saves at SIGTERM and goes on waiting
+    if os.getppid() != server:  # it ended before that
+        os._exit(1)
     os.setpgid(0, 0)  # Ray kills the whole group of a worker that has died
     for other in (listener, connection, *running.values()):
         other.close()

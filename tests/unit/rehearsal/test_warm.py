@@ -120,3 +120,26 @@ def test_fork_of_a_killed_command_is_ended(folder, tmp_path):
         while fork.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not fork.exists()
+
+
+def test_forks_end_with_their_server_even_if_they_ignore_signals(tmp_path):
+    """As a driver that takes SIGTERM for a request to save while Ray is gone."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    serve = [sys.executable, "-P", str(WARM), "serve", str(tmp_path / "policy"), "decimal"]
+    with background(serve, dict(os.environ), subprocess.DEVNULL):
+        command = [*warm_command(sys.executable, "policy", str(tmp_path)), str(script)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            fork = int(process.stdout.readline())
+            process.kill()
+            os.kill(int(Path(f"/proc/{fork}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and _is_alive(fork):
+        time.sleep(0.05)
+    assert not _is_alive(fork)
