@@ -2,9 +2,9 @@
 
     python benchmarks/stock_recipes.py RL [RL ...]
 
-Reads every YAML file below ``examples`` and ``research`` of NeMo-RL's repository that has a section ``grpo``
-and a policy, and checks it as `nemo-grpo recipe check` does. Prints how many are accepted, every reason for
-which others are refused, and the keys that are unknown. Nothing of NeMo-RL is imported.
+Reads every YAML file below ``examples`` of NeMo-RL's repository that has a section ``grpo`` and a policy, and
+checks it as `nemo-grpo recipe check` does. Prints how many are accepted, every reason for which others are
+refused, and the keys that are unknown. Nothing of NeMo-RL is imported.
 """
 
 from __future__ import annotations
@@ -62,14 +62,13 @@ def report(repository: Path, variants: list[str]) -> None:
 
 def configurations(repository: Path) -> Iterator[Path]:
     """Files with a section ``grpo`` and a policy, with their bases merged."""
-    for folder in ("examples", "research"):
-        for file in sorted((repository / folder).rglob("*.yaml")):
-            try:
-                tree = load_tree(file)
-            except UserError:  # another kind of YAML file, or a base that the repository lacks
-                continue
-            if isinstance(tree.get("grpo"), dict) and "policy" in tree:
-                yield file
+    for file in sorted((repository / "examples").rglob("*.yaml")):
+        try:
+            tree = load_tree(file)
+        except UserError:  # another kind of YAML file, or a base that the repository lacks
+            continue
+        if isinstance(tree.get("grpo"), dict) and "policy" in tree:
+            yield file
 
 
 def unknown_keys(file: Path) -> list[str]:

@@ -56,7 +56,7 @@ class Source:
         for name, node in self.classes.items():
             if self._is_a(node, GENERATION):
                 yield from self._keys_of(self.classes[name], "policy.generation.")
-        for path in sorted((self.folder / "examples" / "configs").rglob("*.yaml")):
+        for path in sorted((self.folder / "examples").rglob("*.yaml")):
             try:
                 tree = load_tree(path)
             except UserError:  # its base lies elsewhere in the repository

@@ -64,7 +64,7 @@ def context_parallel_needs_packing(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(Scope.MEGATRON)
+@rule(Scope.CARE)
 def sequence_padding_fits_the_layout(recipe: Recipe) -> Iterator[str]:
     given = recipe.policy.make_sequence_length_divisible_by
     multiple = recipe.policy.layout.sequence_multiple
@@ -301,7 +301,7 @@ def nemo_gym_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def data_plane_is_off(recipe: Recipe) -> Iterator[str]:
-    if recipe.data_plane.enabled:
+    if recipe.data_plane is not None and recipe.data_plane.enabled:
         yield (
             "data_plane.enabled=true: this driver runs NeMo-RL's trainers without it, since it drops the "
             "tensors that variants add to a batch (weights, entropies); set it to false"

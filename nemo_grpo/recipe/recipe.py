@@ -43,8 +43,8 @@ class Recipe(BaseModel):
     """Logs."""
     cluster: Cluster = Field(default_factory=Cluster)
     """Ranks."""
-    data_plane: Switch = Field(default_factory=Switch)
-    """NeMo-RL's transport of batches outside the driver."""
+    data_plane: Switch | None = None
+    """NeMo-RL's transport of batches outside the driver; null: none."""
     reward_penalties: dict[str, Any] = {}
     """NeMo-RL's penalties in NeMo-Gym's environments."""
     nemo_grpo: NemoGRPOSection

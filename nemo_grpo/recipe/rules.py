@@ -153,6 +153,8 @@ def forced_ratio_makes_one_update_per_step(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
+    if recipe.env.should_use_nemo_gym:  # its environments name the metrics
+        return
     known = [f"validation/{name}" for name in validation_metrics(recipe)]
     ranking = recipe.checkpointing.metric_key or ""
     for key, metric in (

@@ -52,6 +52,8 @@ LOSS_TOLERANCE = 0.02
 """Largest difference of the loss, relative to the size of its parts: BF16 against float32."""
 NORM_TOLERANCE = 0.05
 """Largest relative difference of the gradient's norm, BF16 against float32."""
+MOVED = 1e-3
+"""Distance of a ratio from 1 that only updates within its step give."""
 SAMPLE_LENGTH = 300
 
 
@@ -228,7 +230,9 @@ def update(evidence: Evidence) -> str:
     shown = f"loss {', '.join(f'{x:.4f}' for x in losses[few])}; "
     shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
-    _refuse(not any(norms), f"{shown}: no step moved the weights")
+    ratios = evidence.series("train/probs_ratio_max")  # the norm is that of a step's last update alone
+    moves = any(norms) or any(abs(ratio - 1) > MOVED for ratio in ratios)
+    _refuse(not moves, f"{shown}: no step moved the weights")
     if evidence.recipe.loss_fn.is_stock:
         return f"{shown}; by NeMo-RL's loss, not recomputed"
     return f"{shown}; {_loss_and_norm(evidence)}"

@@ -114,6 +114,10 @@ def replaced_parts(recipe: Recipe) -> Iterator[Change]:
         reason = "there is no nemo-automodel here: Megatron-core trains in its place"
         yield Change("policy.dtensor_cfg.enabled", False, reason)
         yield Change(f"{MEGATRON}.enabled", True, reason)
+        if policy.layout.context > 1 and not policy.sequence_packing.enabled:
+            reason = "Megatron-core splits packed sequences only"
+            yield Change("policy.dynamic_batching.enabled", False, reason)
+            yield Change("policy.sequence_packing.enabled", True, reason)
     if policy.generation.backend != "vllm":
         yield Change(f"{GENERATION}.backend", "vllm", f"{policy.generation.backend} needs a GPU")
     if policy.megatron_cfg.optimizer.optimizer not in ("adam", "sgd"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import queue
 import sys
@@ -29,6 +30,12 @@ def add_newer_names(module: Any) -> None:
 def skip_compiling(module: Any) -> None:
     """megatron-core's wheel has no sources of its data sets' helpers, which reinforcement does not use."""
     module.compile_helpers = _nothing
+
+
+def compute_yarn_here(module: Any) -> None:
+    """Its constructor enters ``torch.device(current_device())``, which torch refuses without a GPU."""
+    embedding = module.YarnRotaryEmbedding
+    embedding.__init__ = functools.partialmethod(embedding.__init__, use_cpu_initialization=True)
 
 
 def prepare(_module: Any = None) -> None:

@@ -143,7 +143,9 @@ def _loop(recipe: Recipe) -> Iterator[Change]:
     if g.stop_at_validation_metric is not None:
         yield Change("grpo.stop_at_validation_metric", None, "three steps")
         yield Change("grpo.stop_at_validation_threshold", None, "three steps")
-    yield Change("checkpointing.save_period", num_steps(recipe))
+    # NeMo-RL 7ea279abf removes checkpoints of other steps, and the stop's is compared
+    learns = recipe.loss_fn.learns_from_demonstrations
+    yield Change("checkpointing.save_period", num_steps(recipe) if learns else 1)
     if not recipe.checkpointing.enabled:
         yield Change("checkpointing.enabled", True, "a rehearsal stops and resumes")
     if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
