@@ -151,7 +151,7 @@ def _references(tree: Tree, given: Tree) -> Tree:
     """
     references = from_environment(given)
     for key, source in DERIVED_DEFAULTS.items():
-        if value_of(tree, key) is None and (reference := value_of(references, source)) is not None:
+        if (reference := value_of(references, source)) is not None and is_missing(tree, key):
             set_value(references, key, reference)
     return references
 
