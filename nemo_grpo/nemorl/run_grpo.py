@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # Read when Ray is imported. Otherwise what NeMo-RL frees after Ray has gone connects again, and waits.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         try:
             compat.check()

@@ -8,6 +8,7 @@ groups have signal.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import data_sets
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON
 from nemo_grpo.rehearsal.changes import Change
-from nemo_grpo.tasks.mathematics import MathConfig
+from nemo_grpo.tasks.jsonl import write_problems
+from nemo_grpo.tasks.mathematics import MathConfig, sum_problem
 from nemo_grpo.tasks.prompts import SLOT, Prompt
 
 ENVIRONMENTS = ("math", "math_multi_reward")
@@ -41,11 +43,17 @@ def refuse_data(recipe: Recipe) -> None:
 
 
 def sums(folder: Path, number: int) -> MathConfig:
-    """The problems, as the task that teaches the small model.
+    """The problems, as the task that teaches the small model, solved as every verifier reads it.
 
     Args: folder: gets the files.  number: of training problems, and of validation problems.
     """
-    return MathConfig(form="boxed").made_up(folder, number)
+    problems = [sum_problem(index) for index in range(2 * number)]
+    shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
+    files = {
+        "train_files": (write_problems(folder / "train.jsonl", shown[:number]),),
+        "validation_files": (write_problems(folder / "validation.jsonl", shown[number:]),),
+    }
+    return MathConfig(form="boxed", **files)
 
 
 def prompt_of(recipe: Recipe, nemo_rl: Path) -> Prompt:

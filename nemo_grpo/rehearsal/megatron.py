@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import queue
 import sys
@@ -34,8 +33,12 @@ def skip_compiling(module: Any) -> None:
 
 def compute_yarn_here(module: Any) -> None:
     """Its constructor enters ``torch.device(current_device())``, which torch refuses without a GPU."""
-    embedding = module.YarnRotaryEmbedding
-    embedding.__init__ = functools.partialmethod(embedding.__init__, use_cpu_initialization=True)
+    stock = module.YarnRotaryEmbedding.__init__
+
+    def initialise(self: Any, *args: Any, **further: Any) -> None:
+        stock(self, *args, **further | {"use_cpu_initialization": True})
+
+    module.YarnRotaryEmbedding.__init__ = initialise
 
 
 def prepare(_module: Any = None) -> None:

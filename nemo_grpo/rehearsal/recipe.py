@@ -26,6 +26,8 @@ NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
 LEARNING_RATE = 1e-3
 """Large enough that rollouts from old weights are noticed."""
 MICROBATCH = 2
+MANY_EPOCHS = 1000
+"""Of a few problems: dynamic sampling may draw them many times."""
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
@@ -114,6 +116,7 @@ def _data(recipe: Recipe, task: TaskConfig) -> Iterator[Change]:
         yield Change("nemo_grpo.task", {**task.model_dump(mode="json"), "_override_": True})
         return
     assert isinstance(task, MathConfig)
+    yield Change("grpo.max_num_epochs", MANY_EPOCHS)
     for split in ("train", "validation"):
         yield Change(f"data.{split}", host.section(recipe, task, split))
     for name, settings in recipe.env.settings.items():

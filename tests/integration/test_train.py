@@ -43,6 +43,7 @@ from nemo_grpo.engine.setup import validation_sampling
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.engine.validation import is_due
+from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem
 
@@ -431,7 +432,7 @@ def start_and_end(overrides: list[str]) -> None:
 
 def test_two_processes_cannot_train_in_one_folder(recipe, tmp_path, cache):
     first = Trainer(recipe())
-    with pytest.raises(AssertionError, match="in use by another process"):
+    with pytest.raises(AssertionError, match="in use by another run"):
         run_ranks(1, start_and_end, arguments(tmp_path, cache, "run"))
     first.run.close()
     run_ranks(1, start_and_end, arguments(tmp_path, cache, "run"))
@@ -531,7 +532,7 @@ def test_checkpoint_with_pickled_code_is_refused_and_nothing_runs(recipe, tmp_pa
         (weights / ".metadata").write_bytes(pickle.dumps(Gadget()))
     else:
         torch.save(Gadget(), weights / "common.pt")
-    (first.store.latest() / "SHA256SUMS").unlink()
+    write_sha256(first.store.latest())  # who forges a file can forge its hash, too
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="was not read"):
         Trainer(recipe("grpo.max_num_steps=2"), resume=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,4 +36,4 @@ class UpdateResult:
     lr: float
     skipped: bool = False
     scores: Scores | None = None
-    computed: Tensor | None = None
+    computed: Tensor | None = field(default=None, compare=False)

@@ -52,7 +52,7 @@ def test_each_run_is_submitted_once_with_its_whole_recipe(tmp_path, sbatch):
         recipe = load_recipe(out / "recipes" / f"{name}.yaml")
         assert (recipe.loss_fn.weighting, recipe.run_dir) == (way, out / "runs" / name)
         assert calls[0].endswith(f"{out}/recipes/{names[0]}.yaml")
-    assert f"- {names[3]}: job 45, step 0 of 400" in done.output
+    assert f"- {names[3]}: job 45, step 0 of 350" in done.output
 
 
 def test_repeating_the_command_collects_the_runs_that_are_done(tmp_path, sbatch):
