@@ -21,8 +21,8 @@ from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
 """What NeMo-RL's own advantage estimator does, under ``grpo`` and ``grpo.adv_estimator``."""
-CLIP = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "sequence_level_importance_ratios")
-"""A recipe that leaves all of these at NeMo-RL's defaults, as its bases do, trains with the variant's own."""
+CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
+"""What a recipe leaves at NeMo-RL's defaults, as its bases do, is the variant's own; a clip has two sides."""
 
 
 def keeps_its_data(tree: Mapping[str, Any]) -> bool:
@@ -72,11 +72,12 @@ def _replace_loss(loss: Tree, config: Any) -> Iterator[str]:
         yield _replaced("loss_fn.token_level_loss", by_tokens, f"{variant} has loss_fn.aggregation={used}")
     if config.stock_switch:
         loss.pop(config.stock_switch, None)
-    if all(loss.get(key, of_the_stock[key]) == of_the_stock[key] for key in CLIP):
-        for key in [key for key in CLIP if key in loss]:
-            value, field = loss.pop(key), config.model_fields.get(key)
-            if field is not None and field.default != value:
-                yield _replaced(f"loss_fn.{key}", value, f"{variant} has {as_yaml(field.default)}")
+    for keys in CLIP:
+        if all(loss.get(key, of_the_stock[key]) == of_the_stock[key] for key in keys):
+            for key in [key for key in keys if key in loss]:
+                value, field = loss.pop(key), config.model_fields.get(key)
+                if field is not None and field.default != value:
+                    yield _replaced(f"loss_fn.{key}", value, f"{variant} has {as_yaml(field.default)}")
     for key in [key for key in loss if key in of_the_stock and key not in config.model_fields]:
         if loss[key] == of_the_stock[key]:
             del loss[key]

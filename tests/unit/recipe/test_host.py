@@ -150,6 +150,7 @@ def test_gspo_and_cispo_come_with_their_own_clips():
         "sequence_mean",
     )
     assert (cispo.ratio_clip_min, cispo.ratio_clip_max) == (1.0, 5.0)
+    assert recipe(variant="gspo", ratio_clip_max=0.27).loss_fn.sequence_level_importance_ratios is True
     stock = {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 4.0}
     assert recipe(variant="cispo", **stock).loss_fn.ratio_clip_max == 4.0
 
