@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "policy.generation_batch_size",
     "policy.generation.val_",
     "policy.logprob_batch_size",
+    "policy.make_sequence_length_divisible_by",
     "policy.megatron_cfg.activation_checkpointing",
     "policy.megatron_cfg.checkpoint.",
     "policy.megatron_cfg.context_parallel_size",
