@@ -54,8 +54,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # Read when Ray is imported. Otherwise what NeMo-RL frees after Ray has gone connects again, and waits.
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         try:
             compat.check()
@@ -370,4 +368,6 @@ def _fused(master_config: Any) -> bool:
 
 
 if __name__ == "__main__":
+    # Read when Ray is imported. Otherwise what NeMo-RL frees after Ray has gone connects again, and waits.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     sys.exit(main())
