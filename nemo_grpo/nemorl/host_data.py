@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.versions import OWN_DATA
 from nemo_grpo.recipe import host
-
-log = logging.getLogger(__name__)
 
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
 

@@ -131,7 +131,7 @@ def replaced_parts(recipe: Recipe) -> Iterator[Change]:
     if policy.megatron_cfg.optimizer.optimizer not in ("adam", "sgd"):
         reason = f"{policy.megatron_cfg.optimizer.optimizer} is not in this stack"
         yield Change(f"{MEGATRON}.optimizer.optimizer", "adam", reason)
-    if recipe.policy.megatron_cfg.moe_token_dispatcher_type != "alltoall":
+    if policy.megatron_cfg.moe_token_dispatcher_type != "alltoall":
         yield Change(f"{MEGATRON}.moe_token_dispatcher_type", "alltoall", "other dispatchers need a GPU")
     for key, (value, reason) in STAND_INS.items():
         if value_of(recipe, key) not in (None, value):
