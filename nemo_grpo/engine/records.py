@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_grpo.engine.megatron.policy import UpdateResult
 from nemo_grpo.engine.rollout import Group
-from nemo_grpo.tasks.base import NOT_FINITE
+from nemo_grpo.tasks.scoring import component_means, right_and_wrong
 
 
 class Clock:
@@ -29,9 +29,7 @@ def mean_scores(groups: list[Group]) -> dict[str, float]:
     off, its turns if any.
     """
     responses = [response for group in groups for response in group.responses]
-    names = (*responses[0].scores, NOT_FINITE)
-    sums = {name: sum(r.scores.get(name, 0.0) for r in responses) for name in names}
-    means = {f"reward/{name}": total / len(responses) for name, total in sums.items()}
+    means = component_means([response.scores for response in responses])
     means["length/truncated"] = sum(r.truncated for r in responses) / len(responses)
     episodes = [asdict(r.episode) for r in responses if r.episode is not None]
     counts = episodes[0] if episodes else ()
@@ -43,12 +41,9 @@ def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[s
 
     Args: drop_truncated: see `Group.has_signal`.
     """
-    accuracies = [[response.scores["accuracy"] for response in group.responses] for group in drawn]
-    return {
-        "rollout/all_right": sum(min(values) >= 1 for values in accuracies) / len(drawn),
-        "rollout/all_wrong": sum(max(values) <= 0 for values in accuracies) / len(drawn),
-        "rollout/with_signal": sum(g.has_signal(drop_truncated=drop_truncated) for g in drawn) / len(drawn),
-    }
+    with_signal = sum(group.has_signal(drop_truncated=drop_truncated) for group in drawn) / len(drawn)
+    scores = [[response.scores for response in group.responses] for group in drawn]
+    return right_and_wrong(scores) | {"rollout/with_signal": with_signal}
 
 
 def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:

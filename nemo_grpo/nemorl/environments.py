@@ -20,6 +20,7 @@ from torch import Tensor
 from nemo_grpo.dotted import value_of
 from nemo_grpo.extensions import receive_files
 from nemo_grpo.nemorl import compat, uses
+from nemo_grpo.nemorl.drawn import DrawnScores
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
@@ -96,7 +97,8 @@ def setup_data(
         "reserved": list(reserved_texts(getattr(encoder, "tokenizer", encoder))),
     }
     trained, validated = (
-        start_environment(shared | {"rewards": dict(weights)}) for weights in (own.rewards, {"accuracy": 1.0})
+        start_environment(shared | {"rewards": dict(weights), "num_generations": size})
+        for weights, size in ((own.rewards, grpo.num_generations_per_prompt), ({"accuracy": 1.0}, 0))
     )
     return data, validation, {TASK_NAME: trained}, {TASK_NAME: validated}
 
@@ -173,13 +175,14 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
         ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, the tokenizer's marks, which
-        observations must not contain.
+        observations must not contain; ``num_generations``, of `DrawnScores`.
         """
         receive_files(config["own_files"])
         self.task = parse_task(config["task"]).build()
         prompt = Prompt.model_validate(config["prompt"])
         self.scorer = Scorer(self.task, config["rewards"], prompt, config["max_failed_rewards"])
         self.reserved = tuple(config["reserved"])
+        self.drawn = DrawnScores(config["num_generations"])
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="score")
 
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> Any:
@@ -196,14 +199,18 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         texts = ["".join(message["content"] for message in log[1:]) for log in message_log_batch]
         scores = self.scorer(problems, texts, self.pool.map)
         totals = [self._reward(score) for score in scores]
+        numbers = [
+            self.drawn.note(problem.id, score, info.get("response"))
+            for problem, score, info in zip(problems, scores, metadata, strict=True)
+        ]
         observations, episodes = self._observe(message_log_batch, metadata)
         over = [observation is None for observation in observations]
         stop_texts = list(self.task.stop_texts) if isinstance(self.task, MultiTurnTask) else None
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": text or ""} for text in observations],
             metadata=[
-                {**info, "episode": asdict(episode), "rewarded": total}
-                for info, episode, total in zip(metadata, episodes, totals, strict=True)
+                {**info, "episode": asdict(episode), "rewarded": total, "response": number}
+                for info, episode, total, number in zip(metadata, episodes, totals, numbers, strict=True)
             ],
             next_stop_strings=[None if done else stop_texts for done in over],
             rewards=torch.tensor(
@@ -212,6 +219,10 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
             terminateds=torch.tensor(over),
             answers=[self.task.extract(text) for text in texts],
         )
+
+    def take_drawn(self) -> dict[str, float]:
+        """See `DrawnScores.take`."""
+        return self.drawn.take()
 
     def _reward(self, score: Mapping[str, float]) -> float:
         reward = self.scorer.reward(score)

@@ -8,8 +8,8 @@ from typing import Any
 
 from nemo_grpo.nemorl import hooks
 
-Adds = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
-"""(metrics, step) -> further metrics of the same call."""
+Adds = Callable[[Mapping[str, Any], int, str], Mapping[str, Any]]
+"""(metrics, step, prefix) -> further metrics of the same call."""
 Told = Callable[[Mapping[str, Any], int, str], None]
 """(metrics, step, prefix), after NeMo-RL has logged them."""
 
@@ -25,12 +25,12 @@ class LoggerObserver:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, *rest: Any, **named: Any) -> Any:
         """NeMo-RL's, with the additions."""
+        prefix = named.get("prefix", rest[0] if rest else "") or ""
         for add in self.adds:
-            metrics = {**metrics, **add(metrics, step)}
+            metrics = {**metrics, **add(metrics, step, prefix)}
         done = self.theirs(metrics, step, *rest, **named)
-        prefix = named.get("prefix", rest[0] if rest else "")
         for tell in self.told:
-            tell(metrics, step, prefix or "")
+            tell(metrics, step, prefix)
         return done
 
 

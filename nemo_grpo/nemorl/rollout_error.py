@@ -62,7 +62,7 @@ def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
         yield
         return
 
-    def judge(metrics: Mapping[str, Any], step: int) -> Mapping[str, float]:
+    def judge(metrics: Mapping[str, Any], step: int, _prefix: str) -> Mapping[str, float]:
         if METRIC not in metrics:
             return {}
         error = per_update(recipe, float(metrics[METRIC]))

@@ -27,6 +27,7 @@ from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_file
 from nemo_grpo.nemorl.compat import Setup
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.conversion import remove_remains
+from nemo_grpo.nemorl.drawn import log_drawn
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.host_data import set_up_data
 from nemo_grpo.nemorl.loss import ObjectiveLoss
@@ -155,7 +156,12 @@ def train(run: ClusterRun, ready: Ready) -> int:
                 exports.after_every_save(parts.checkpointer)
                 exports.begin()
             recipe, logger = run.recipe, parts.logger
-            with record_run(recipe, logger), watch_rollouts(recipe, logger), stop_after_step(logger) as stop:
+            with (
+                record_run(recipe, logger),
+                watch_rollouts(recipe, logger),
+                log_drawn(ready.environments, logger),
+                stop_after_step(logger) as stop,
+            ):
                 if ready.is_supervised:
                     sft.run_trainer(parts, ready.tokenizer)
                 else:

@@ -89,5 +89,21 @@ class Scorer:
         return chat_messages(self.prompt, problem)[-1]["content"]
 
 
+def component_means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """``reward/<component>`` over responses, and the share whose score was not finite."""
+    names = (*scores[0], NOT_FINITE)
+    sums = {name: sum(one.get(name, 0.0) for one in scores) for name in names}
+    return {f"reward/{name}": total / len(scores) for name, total in sums.items()}
+
+
+def right_and_wrong(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """Shares of the groups in which every response is right, and wrong."""
+    accuracies = [[scores["accuracy"] for scores in group] for group in groups]
+    return {
+        "rollout/all_right": sum(min(values) >= 1 for values in accuracies) / len(groups),
+        "rollout/all_wrong": sum(max(values) <= 0 for values in accuracies) / len(groups),
+    }
+
+
 def _failed(name: str) -> dict[str, float]:
     return {name: 0.0, NOT_FINITE: 1.0}

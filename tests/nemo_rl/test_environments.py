@@ -47,7 +47,7 @@ def environment(
 ) -> Any:
     """The environment in this process, with the interface of its actor."""
     settings = {"task": section, "rewards": rewards, "reserved": reserved, "own_files": own_files or {}}
-    settings["max_failed_rewards"] = 0.1
+    settings |= {"max_failed_rewards": 0.1, "num_generations": 2}
     made = environments.TaskEnvironmentImpl(settings | {"prompt": {}})
     step = types.SimpleNamespace(remote=lambda *arguments: functools.partial(made.step, *arguments))
     return types.SimpleNamespace(step=step, made=made)

@@ -88,7 +88,7 @@ def trained(monkeypatch):
     closed = []
     monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))
     monkeypatch.setattr(run_grpo, "run_trainer", lambda *_: None)
-    for name in ("record_run", "watch_rollouts"):
+    for name in ("record_run", "watch_rollouts", "log_drawn"):
         monkeypatch.setattr(run_grpo, name, lambda *_: nullcontext())
 
     def train(parts, how, exports):

@@ -62,7 +62,7 @@ def test_listeners_share_one_observer_and_hear_what_others_add():
     plain = logger.log_metrics
     with (
         listening(logger, told=lambda metrics, step, prefix: heard.append((dict(metrics), step, prefix))),
-        listening(logger, adds=lambda metrics, step: {"twice": 2 * metrics["x"]}),
+        listening(logger, adds=lambda metrics, step, prefix: {"twice": 2 * metrics["x"]}),
     ):
         observer = logger.log_metrics.__self__
         assert isinstance(observer, LoggerObserver)
