@@ -83,7 +83,6 @@ def section(recipe: Recipe, task: MathConfig, split: str) -> dict[str, Any] | No
     _, given = data_sets(recipe)[0]
     (file,) = task.train_files if split == "train" else task.validation_files
     return {
-        "_override_": True,
         "dataset_name": "ResponseDataset",
         "data_path": file,
         "input_key": "question",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from nemo_grpo.dotted import set_value
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge
+from nemo_grpo.recipe.loader import apply_overrides, load_tree
 from nemo_grpo.rehearsal import host
 from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.rehearsal.model import RehearsalModel
@@ -113,7 +113,7 @@ def full_size_changes(recipe: Recipe, uses_vllm: bool) -> Iterator[Change]:
 
 def _data(recipe: Recipe, task: TaskConfig) -> Iterator[Change]:
     if recipe.nemo_grpo.task is not None:
-        yield Change("nemo_grpo.task", {**task.model_dump(mode="json"), "_override_": True})
+        yield Change("nemo_grpo.task", task.model_dump(mode="json"))
         return
     assert isinstance(task, MathConfig)
     yield Change("grpo.max_num_epochs", MANY_EPOCHS)
@@ -222,7 +222,6 @@ def _rollouts(recipe: Recipe, model: RehearsalModel, uses_vllm: bool) -> Iterato
     if uses_vllm:
         tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
         settings = {
-            "_override_": True,
             "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": 1 << 28,
             "max_num_batched_tokens": max(tokens, 2048),
@@ -239,7 +238,5 @@ def write_recipe(path: Path, source: Path, overrides: Iterable[str], changed: It
     """A recipe file: the source with its overrides and the changes on top, interpolations unresolved."""
     tree = apply_overrides(load_tree(source), overrides)
     for change in changed:
-        over: dict[str, Any] = {}
-        set_value(over, change.key, change.value)
-        tree = merge(tree, over)
+        set_value(tree, change.key, change.value)
     path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
 from nemo_grpo.core.random import response_ids
+from nemo_grpo.recipe import Recipe
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.adapters import Adapters, adapters_of
 from nemo_grpo.rehearsal.recorded import Recorded, Row, reward
@@ -31,8 +33,8 @@ SEED_STRIDE = 1_000_003
 class Recomputed:
     """What a step should have logged.
 
-    Attributes: step: which.  loss: its update's.  gradient_norm: over what is trained, before clipping; None
-                    where it cannot be computed from the files alone.
+    Attributes: step: which.  loss: mean over its updates.  gradient_norm: of the last update, over what is
+                    trained, before clipping; None where it cannot be computed from the files alone.
                 advantages, recorded_advantages: [B, T], or None for demonstrations.
                 scale: mean absolute size of the loss's token terms, against which differences count.
     """
@@ -112,8 +114,8 @@ def recompute(evidence: Recorded) -> Recomputed:
     """
     adapted, carries = evidence.recipe.policy.megatron_cfg.lora_in_use, evidence.recipe.loss_fn
     candidates = [evidence.resumed_step] if adapted else [1, evidence.resumed_step]
-    if carries.carries_statistics:
-        candidates = [1]
+    if carries.carries_statistics or (evidence.recipe.num_updates_per_step > 1 and not adapted):
+        candidates = [1]  # whose Adam has no state yet
     tried = []
     for step in candidates:
         logged = evidence.steps.get(step, {})
@@ -143,12 +145,11 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
     batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference)
     prepared = objective.prepare(batch, seed=recipe.grpo.seed * SEED_STRIDE + step - 1)
     adapters = adapters_of(evidence.stop_checkpoint, recipe.policy.megatron_cfg) if adapted else None
-    loss, norm, scale = _update(model, objective, prepared, sequences, temperature, adapters)
-    several = recipe.num_updates_per_step > 1  # the second update's weights are nowhere
+    loss, norm, scale = _updates(model, recipe, objective, prepared, sequences, adapters)
     return Recomputed(
         step,
         loss,
-        None if several else norm,
+        norm,
         prepared.advantages if rows else None,
         aligned(rows, "advantages") if rows else None,
         scale,
@@ -202,27 +203,69 @@ def _prompt_and_policy_tokens(sequences: Sequences) -> Iterator[tuple[list[int],
         yield ids[:start].tolist(), ids[1:][mask].tolist()
 
 
-def _update(
+def _updates(
+    model: Any,
+    recipe: Recipe,
+    objective: Any,
+    prepared: PreparedBatch,
+    sequences: Sequences,
+    adapters: Adapters | None,
+) -> tuple[float, float | None, float]:
+    """(mean loss of the step's updates, norm of the last one's gradient, mean size of a loss's terms).
+
+    Adapters stay where they are between updates, and then have no norm.
+    """
+    number = len(sequences.lengths)
+    chunks = torch.arange(number).chunk(max(recipe.num_updates_per_step, 1))
+    temperature = 1.0 if recipe.loss_fn.learns_from_demonstrations else recipe.policy.generation.temperature
+    adam, losses, sizes = _adam(model, recipe), [], []
+    for update, rows in enumerate(chunks):
+        if update and adapters is None:
+            clip = recipe.policy.megatron_cfg.optimizer.clip_grad or math.inf
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            adam.step()
+        model.zero_grad()
+        loss, size = _backward(model, objective, prepared, sequences, rows.tolist(), temperature)
+        losses.append(loss)
+        sizes.append(size)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm: float | None = math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values()))
+    if adapters is not None:
+        norm = adapters.gradient_norm(gradients) if len(chunks) == 1 else None
+    return fmean(losses), norm, fmean(sizes)
+
+
+def _backward(
     model: Any,
     objective: Any,
     prepared: PreparedBatch,
     sequences: Sequences,
+    rows: list[int],
     temperature: float,
-    adapters: Adapters | None,
-) -> tuple[float, float, float]:
-    """(loss, norm of its gradient, mean size of its terms), a sequence at a time."""
-    tokens, responses = global_counts(prepared.batch)
+) -> tuple[float, float]:
+    """(loss of an update with these rows, size of its terms), a sequence at a time; leaves the gradient."""
+    chosen = torch.tensor(rows)
+    tokens, responses = global_counts(prepared.select(chosen).batch)
     total, size = 0.0, 0.0
-    for row, length in enumerate(sequences.lengths):
+    for row in rows:
+        length = sequences.lengths[row]
         current, _ = logprobs(model, sequences.ids[row, :length], temperature)
         part = prepared.select(torch.tensor([row]), next_token_logprobs=current[None], length=length - 1)
         loss, _ = objective.loss(part, global_valid_toks=tokens, global_valid_seqs=responses)
         loss.backward()
         total += float(loss.detach())
         size += abs(float(loss.detach()))
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if adapters is None:
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-    else:
-        norm = adapters.gradient_norm(gradients)
-    return total, norm, size
+    return total, size
+
+
+def _adam(model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+    """Megatron's: biases and norms do not decay."""
+    given = recipe.policy.megatron_cfg.optimizer
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": given.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = given.adam_beta1, given.adam_beta2
+    return torch.optim.AdamW(groups, lr=given.lr, betas=betas, eps=given.adam_eps)
