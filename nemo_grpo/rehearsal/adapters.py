@@ -2,6 +2,7 @@
 
 y = W x + (alpha / r) B A x;   rows of B lie as rows of the fused W:
 linear_qkv: per group of query heads its queries, then a key, then a value;   linear_fc1: gate, then up
+output_layer: the vocabulary, padded
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ PARTS = {
     "mlp.linear_fc2": ("mlp.down_proj",),
 }
 """Megatron's adapted layer -> its parts in Hugging Face's models, in the order of `rows_of_parts`."""
-STORED = re.compile(r"decoder\.layers\.(.+)\.adapter\.linear_(in|out)\.weight")
+OUTPUT = "output_layer"
+STORED = re.compile(r"(?:decoder\.layers\.(.+)|(output_layer))\.adapter\.linear_(?:in|out)\.weight")
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,15 @@ def adapters_of(checkpoint: Path, megatron_cfg: Any) -> Adapters:
     """
     config = json.loads((checkpoint / "policy" / "tokenizer" / "config.json").read_text())
     stored = read(checkpoint)
-    known = {match[1] for name in stored if (match := STORED.fullmatch(name))}
-    other = sorted({name for name in stored if not STORED.fullmatch(name)} | (known - set(PARTS)))
+    known = {match[1] or match[2] for name in stored if (match := STORED.fullmatch(name))}
+    other = sorted({name for name in stored if not STORED.fullmatch(name)} | (known - {*PARTS, OUTPUT}))
     if other or not known:
         raise Failed(f"adapters that this check does not know: {other[:3] or 'none at all'}; {checkpoint}")
     layers = []
-    for layer in sorted(known):
+    if OUTPUT in known:
+        a, b = (stored[f"{OUTPUT}.adapter.linear_{kind}.weight"] for kind in ("in", "out"))
+        layers.append(Adapter(a, {"lm_head.weight": b[: config["vocab_size"]]}))
+    for layer in sorted(known - {OUTPUT}):
         a, b = (stored[f"decoder.layers.{layer}.adapter.linear_{kind}.weight"] for kind in ("in", "out"))
         for index in range(len(a)):
             rows = rows_of_parts(layer, len(b[index]), config)
