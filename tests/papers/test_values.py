@@ -35,7 +35,7 @@ CW_7B = CW | dict(tokens=3584)  # the model reads 4096
 # ERPO Table 3, sections 5.1 and A.3; steps: the epoch of the 8388 problems that docs/evaluation.md counts.
 ERPO = dict(prompts=2, responses=8, updates=1, epochs=1, steps=8388 // 2, lr=5e-6, schedule="cosine",
             min_lr=0.0, warmup=420, weight_decay=0.001, prompt_tokens=512, tokens=1536, temperature=1.0,
-            rewards=ACCURACY, form="boxed", prompt=BOXED, data=["math-l35"], saves=(25, 3))  # fmt: skip
+            rewards=ACCURACY, form="boxed", prompt=BOXED, data=["math-l35"], saves=(25, 168))  # fmt: skip
 # Section 5.1 and appendix A.2: the same MATH training set, 3 epochs; the rest as for GRPO and ERPO, Table 3.
 ERPO_SFT = ERPO | dict(prompts=16, responses=1, epochs=3, steps=3 * (8388 // 16), warmup=158)
 # TR-GRPO Tables 5 and 6, appendix B.1; epochs and weight decay: train_kklogic_baseline and fsdp_workers.py of
