@@ -86,7 +86,7 @@ def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
     if resolved in including:
         circle = " -> ".join(str(p.name) for p in (*including[including.index(resolved) :], resolved))
         raise UserError(f"{path}: defaults form a cycle ({circle}); remove one of them")
-    tree = _read_yaml(path)
+    tree = dict(_read_yaml(path))
     bases = tree.pop("defaults", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -107,16 +107,18 @@ def _read_yaml(path: Path) -> Tree:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a recipe file")
     with reading(path, "valid YAML", "give a recipe file", *_PARSER_ERRORS):
-        tree = OmegaConf.to_container(_parsed(path.read_text(encoding="utf-8")), resolve=False)
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
-    return _with_plain_values(tree, str(path))
+        text = path.read_text(encoding="utf-8")
+    return _parsed(text, path)
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> Any:
-    """Many recipes share a base: it is parsed once."""
-    return OmegaConf.load(io.StringIO(text))
+def _parsed(text: str, path: Path) -> Tree:
+    """Many recipes share a base: it is parsed once, and never changed."""
+    with reading(path, "valid YAML", "give a recipe file", *_PARSER_ERRORS):
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
+    return _with_plain_values(tree, str(path))
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -191,7 +193,7 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
     """
     register_resolvers()
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True, throw_on_missing=True)
+        resolved = _resolved(tree, OmegaConf.create(dict(tree)))
     except MissingMandatoryValue as error:
         raise UserError(
             f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
@@ -201,8 +203,26 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
         raise UserError(f"{error.full_key}: {reason}; correct the ${{...}} of this key") from None
     except (OmegaConfBaseException, *UNREADABLE) as error:
         raise UserError(first_line(error)) from None
-    assert isinstance(resolved, dict)
     return _with_plain_values(resolved, "the recipe")
+
+
+def _resolved(tree: Mapping[str, Any], config: Any) -> Tree:
+    """OmegaConf resolves what needs it; most values of a recipe do not."""
+    found: Tree = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            found[name] = _resolved(value, config[name])
+        elif any(
+            isinstance(scalar, str) and ("${" in scalar or scalar == "???") for scalar in scalars(value)
+        ):
+            node = config[name]
+            is_nested = OmegaConf.is_config(node)
+            found[name] = (
+                OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if is_nested else node
+            )
+        else:
+            found[name] = value
+    return found
 
 
 def _referred(tree: Mapping[str, Any], key: str) -> str:
