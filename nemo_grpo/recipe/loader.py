@@ -207,14 +207,13 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
 
 
 def _resolved(tree: Mapping[str, Any], config: Any) -> Tree:
-    """OmegaConf resolves what needs it; most values of a recipe do not."""
+    """OmegaConf resolves what refers to something; most values of a recipe do not."""
     found: Tree = {}
     for name, value in tree.items():
+        texts = [scalar for scalar in scalars(value) if isinstance(scalar, str)]
         if isinstance(value, Mapping):
             found[name] = _resolved(value, config[name])
-        elif any(
-            isinstance(scalar, str) and ("${" in scalar or scalar == "???") for scalar in scalars(value)
-        ):
+        elif any("${" in text or text == "???" for text in texts):
             node = config[name]
             is_nested = OmegaConf.is_config(node)
             found[name] = (
