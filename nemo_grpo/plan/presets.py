@@ -153,6 +153,22 @@ _DEEPSEEK_V3 = {
 }
 """2412.19437, section 4.2, without the head for multi-token prediction."""
 
+_MOONLIGHT = _DEEPSEEK_V3 | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 11264,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "vocab_size": 163840,
+    "max_position_embeddings": 8192,
+}
+"""2502.16982, table 3, and the model's config.json."""
+
 
 _GLM = {
     "model_type": "glm4_moe",
@@ -259,6 +275,8 @@ _WHOLE_CONFIGS = {
     "Qwen/Qwen3.5-397B-A17B": _qwen3_5(_QWEN3_5_397B_A17B, _QWEN3_5_VISION),
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK_V3,
     "deepseek-ai/DeepSeek-V3-0324": _DEEPSEEK_V3,
+    "moonshotai/Moonlight-16B-A3B": _MOONLIGHT,
+    "moonshotai/Moonlight-16B-A3B-Instruct": _MOONLIGHT,
     "zai-org/GLM-4.5": _GLM_4_5 | {"max_position_embeddings": 131072},
     "zai-org/GLM-4.6": _GLM_4_5 | {"max_position_embeddings": 202752},
     "zai-org/GLM-4.7": _GLM_4_5 | {"max_position_embeddings": 202752},

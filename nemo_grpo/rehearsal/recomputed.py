@@ -1,12 +1,13 @@
 """A step of a rehearsal once more: transformers in float32 and the variant, without NeMo-RL and Megatron.
 
-Weights are on disk for two steps: the rehearsal's model for the first, the export of the stop's checkpoint
-for the first one after the resume. From the recorded tokens and rewards follow the advantages, the loss and
+Weights are on disk for the first step, the rehearsal's model, and for those after a checkpoint that is still
+there, its export. From the recorded tokens and rewards follow the advantages, the loss and
 the norm of its gradient, which a wrong normalisation changes even where Adam hides it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
 from nemo_grpo.core.random import response_ids
+from nemo_grpo.diagnostics.stuck import SIGNAL
+from nemo_grpo.nemorl.checkpoints import CARRIED
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.adapters import Adapters, adapters_of
@@ -108,26 +111,32 @@ def aligned(rows: Sequence[Row], name: str) -> Tensor:
 
 
 def recompute(evidence: Recorded) -> Recomputed:
-    """The first step that has a gradient, of those whose weights are on disk.
+    """A step that has a gradient, of those whose weights are on disk; the first or a resumed one rather.
 
-    Raises: Failed: neither has, or nothing is recorded of them.
+    Raises: Failed: none has, or nothing is recorded of it.
     """
-    adapted, carries = evidence.recipe.policy.megatron_cfg.lora_in_use, evidence.recipe.loss_fn
-    candidates = [evidence.resumed_step] if adapted else [1, evidence.resumed_step]
-    if carries.carries_statistics or (evidence.recipe.num_updates_per_step > 1 and not adapted):
-        candidates = [1]  # whose Adam has no state yet
+    recipe = evidence.recipe
+    adapted, several = recipe.policy.megatron_cfg.lora_in_use, recipe.num_updates_per_step > 1
+    steps = sorted(evidence.steps, key=lambda step: (step not in (1, evidence.resumed_step), step))
+    if adapted:
+        steps = [step for step in steps if step > 1]  # A is random before, and nowhere
+    elif several:  # Adam has no state until a step has a signal
+        steps = [step for step in sorted(steps) if evidence.steps[step].get(SIGNAL)][:1]
     tried = []
-    for step in candidates:
-        logged = evidence.steps.get(step, {})
-        if logged.get("grad_norm"):
+    for step in steps:
+        if not several and not evidence.steps[step].get("grad_norm"):
+            tried.append(f"step {step} moved no weight")
+        elif step > 1 and not evidence.checkpoint_before(step).is_dir():
+            tried.append(f"the checkpoint before step {step} is gone")
+        else:
             return _recompute(evidence, step)
-        tried.append(f"step {step} {'moved no weight' if logged else 'is not logged'}")
-    raise Failed(f"nothing to recompute: {', '.join(tried)}")
+    raise Failed(f"nothing to recompute: {', '.join(tried) or 'no step has a signal'}")
 
 
 def _recompute(evidence: Recorded, step: int) -> Recomputed:
     recipe, adapted = evidence.recipe, evidence.recipe.policy.megatron_cfg.lora_in_use
-    folder = evidence.rehearsal.model.folder if step == 1 else evidence.exported
+    before = evidence.checkpoint_before(step) if step > 1 else None
+    folder = evidence.export_of(before) if before else evidence.rehearsal.model.folder
     model, temperature = load(folder), recipe.policy.generation.temperature
     objective = recipe.loss_fn.build()
     if evidence.is_supervised:
@@ -142,9 +151,12 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
     if objective.needs_reference:
         reference, _ = all_logprobs(load(evidence.rehearsal.model.folder), sequences, temperature)
     batch = _batch(rows, sequences, scored, recipe.grpo.num_generations_per_prompt)
-    batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference)
+    carried = (
+        json.loads((before / CARRIED).read_text()) if before and recipe.loss_fn.carries_statistics else {}
+    )
+    batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference, carried=carried)
     prepared = objective.prepare(batch, seed=recipe.grpo.seed * SEED_STRIDE + step - 1)
-    adapters = adapters_of(evidence.stop_checkpoint, recipe.policy.megatron_cfg) if adapted else None
+    adapters = adapters_of(before, recipe.policy.megatron_cfg) if before and adapted else None
     loss, norm, scale = _updates(model, recipe, objective, prepared, sequences, adapters)
     return Recomputed(
         step,

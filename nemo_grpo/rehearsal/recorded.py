@@ -127,6 +127,16 @@ class Recorded:
         step = self.recipe.checkpoint_dir / f"step_{self.rehearsal.stopped_after}"
         return step if step.is_dir() else newest_checkpoint(self.rehearsal)
 
+    def checkpoint_before(self, step: int) -> Path:
+        """Where the checkpoint that a step started from was; training may have removed it."""
+        return self.recipe.checkpoint_dir / f"step_{step - 1}"
+
+    def export_of(self, checkpoint: Path) -> Path:
+        """The converters' export of a checkpoint."""
+        if checkpoint == self.stop_checkpoint:
+            return self.exported
+        return convert(self.rehearsal, checkpoint, f"hf-{checkpoint.name}")
+
     @cached_property
     def exported(self) -> Path:
         """The converters' export of `stop_checkpoint`.
