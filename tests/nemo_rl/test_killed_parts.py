@@ -33,11 +33,7 @@ VICTIMS = {
     "driver while saving": ("nemo_grpo.nemorl.run_grpo", SAVING, "killed by SIGKILL"),
     "policy worker in an update": ("ray::MegatronPolicyWorker", TRAINING, "ActorDiedError|ActorUnavailable"),
     "policy worker while saving": ("ray::MegatronPolicyWorker", SAVING, "ActorDiedError|ActorUnavailable"),
-    "rollout worker in a rollout": (
-        "ray::VllmGenerationWorker",
-        ROLLOUT,
-        "ActorDiedError|is stuck",
-    ),
+    "rollout worker in a rollout": ("ray::VllmGenerationWorker", ROLLOUT, "ActorDiedError"),
     "Ray's head in a rollout": ("gcs_server", ROLLOUT, "Ray ended"),
     "raylet in an update": ("raylet/raylet", TRAINING, "Ray ended"),
 }
@@ -48,11 +44,7 @@ VICTIMS = {
 def rehearsal(tmp_path_factory) -> stages.Rehearsal:
     """Prepared once for all tests of this module."""
     stack = find_stack(None, Path(sys.executable), None, sampler=True)
-    made = stages.prepare(RECIPE, OVERRIDES, stack, tmp_path_factory.mktemp("killed") / "run", 1)
-    text = made.recipe_file.read_text()
-    assert "save_period: 3" in text
-    made.recipe_file.write_text(text.replace("save_period: 3", "save_period: 1"))
-    return made
+    return stages.prepare(RECIPE, OVERRIDES, stack, tmp_path_factory.mktemp("killed") / "run", 1)
 
 
 @pytest.fixture(scope="module")
