@@ -59,6 +59,10 @@ def as_yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+MOST_NAMES = 24
+"""Names that a message lists."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or the list of all when none is near.
 
@@ -69,4 +73,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; valid: {', '.join(names)}" if names else ""
+    more = f", ... ({len(names)} in all)" if len(names) > MOST_NAMES else ""
+    return f"; valid: {', '.join(names[:MOST_NAMES])}{more}" if names else ""

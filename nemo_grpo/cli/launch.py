@@ -35,7 +35,7 @@ app = typer.Typer(
 Time = Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")]
 Account = Annotated[str | None, typer.Option(help="Slurm account.")]
 Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
-Gpu = Annotated[str, typer.Option(help="GPU that the plan is for: h100, h200, b200 or gb200.")]
+Gpu = Annotated[str, typer.Option(help="GPU that the plan is for, as `nemo-grpo plan --gpu`.")]
 Container = Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")]
 Mounts = Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")]
 LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")]

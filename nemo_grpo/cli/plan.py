@@ -30,7 +30,10 @@ def plan(
         ),
     ],
     gpu: Annotated[
-        str, typer.Option(help="h100, h200, b200, gb200, a name of --hardware, or this: the CPU here.")
+        str,
+        typer.Option(
+            help="h100, h200, b200, gb200, a100, h800, h20, l40s, one of --hardware, or this: the CPU here."
+        ),
     ] = "h100",
     model_config: Annotated[
         Path | None, typer.Option(help="config.json of a model that the planner does not know.")

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.plan import GPUS, plan_recipe
+from nemo_grpo.plan import HARDWARE, plan_recipe
 from nemo_grpo.recipe import Recipe
 
 
@@ -15,7 +15,7 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
 
     Only cluster recipes are planned: embedded runs are small and check their own node.
 
-    Args:   gpu: a name of `nemo_grpo.plan.GPUS`.
+    Args:   gpu: a name of `nemo_grpo.plan.HARDWARE`.
     Raises: UserError: unknown GPU or model.
     """
     if recipe.nemo_grpo.target != "cluster":
@@ -63,5 +63,10 @@ def num_parameters(recipe: Recipe) -> int | None:
 
 
 def kind_of(name: str) -> str | None:
-    """The planner's name of a GPU that calls itself ``name``; None: the planner does not know it."""
-    return max((kind for kind in GPUS if kind in name.lower()), key=len, default=None)
+    """The planner's name of a GPU that calls itself ``name``; None: the planner does not know it.
+
+    An A100 of 40 GB is not the planner's, which has 80.
+    """
+    if "40gb" in name.lower():
+        return None
+    return max((kind for kind in HARDWARE if kind in name.lower()), key=len, default=None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, as_yaml
+from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.layout import Layout
@@ -38,7 +39,7 @@ def accepted(
     recipe: Recipe,
     ranked: Iterable[Setup],
     shape: ModelSpec,
-    gpu_bytes: int,
+    gpu: Hardware,
     most_refused: int,
     further: tuple[str, ...] = (),
 ) -> Iterator[tuple[tuple[str, ...], Setup]]:
@@ -50,7 +51,7 @@ def accepted(
 
     start, refused = setup_of(recipe), 0
     for setup in ranked:
-        if problems(shape, setup, gpu_bytes):
+        if problems(shape, setup, gpu):
             continue
         overrides = (*further, *overrides_between(start, setup))
         try:

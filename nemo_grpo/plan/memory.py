@@ -8,7 +8,6 @@ and the heaviest stage counts.
 from __future__ import annotations
 
 from checkpoints_conv.families import ModelSpec
-from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.parameters import (
     Counts,
     adapter_counts,
@@ -19,9 +18,6 @@ from nemo_grpo.plan.parameters import (
 from nemo_grpo.plan.setup import Setup
 
 GIB = 1024**3
-GPUS = {name: int(kind.memory_bytes) for name, kind in HARDWARE.items()}
-"""Memory of one GPU."""
-
 USABLE = 0.92
 """Share of it that a plan may fill; the rest is for the allocator's fragments."""
 

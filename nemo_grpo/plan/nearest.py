@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan.candidates import accepted, candidates
+from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.setup import Setup, setup_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ MAX_REFUSED = 12
 """Candidates that the recipe's own rules refuse before the search gives up."""
 
 
-def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu_bytes: int) -> tuple[str, ...] | None:
+def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str, ...] | None:
     """Overrides that make the recipe fit with the fewest changes, or None if no layout of the search does.
 
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
@@ -34,7 +35,7 @@ def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu_bytes: int) -> tuple[st
     sizes = POWERS, POWERS, contexts, POWERS if shape.num_experts else (1,)
     tried = candidates(_starts(start), sizes, dict.fromkeys((start.recompute, ("full",))))
     ranked = sorted(tried, key=lambda setup: _distance(start, setup))
-    found = next(accepted(recipe, ranked, shape, gpu_bytes, MAX_REFUSED), None)
+    found = next(accepted(recipe, ranked, shape, gpu, MAX_REFUSED), None)
     return found and found[0]
 
 

@@ -15,7 +15,7 @@ from nemo_grpo.plan.machine import measure_for
 from nemo_grpo.plan.nearest import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.presets import shape_of
-from nemo_grpo.plan.rules import problems
+from nemo_grpo.plan.rules import gpu_has_fp8, problems
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.registry import Scope, messages
 
@@ -106,10 +106,11 @@ def plan_recipe(
     machine = measure_for(recipe, shape, setup) if gpu == THIS else None
     hardware = machine.as_hardware() if machine else hardware_of(gpu, hardware_file)
     gpu_bytes = int(hardware.memory_bytes)
-    found = tuple(problems(shape, setup, gpu_bytes))
+    found = tuple(problems(shape, setup, hardware))
     is_laid_out = not messages(Scope.SHAPE, shape, setup)
     stage = memory.heaviest_stage(shape, setup) if is_laid_out else 0
-    timed = is_laid_out and not recipe.loss_fn.learns_from_demonstrations
+    computes = not list(gpu_has_fp8(shape, setup, hardware))
+    timed = is_laid_out and computes and not recipe.loss_fn.learns_from_demonstrations
     time, assumed = None, assumed or Assumptions()
     if timed and machine:
         time = forecast_here(recipe, shape, machine, assumed)
@@ -128,7 +129,7 @@ def plan_recipe(
         cache_tokens=_cache_tokens(shape, setup, gpu_bytes) if is_laid_out else 0,
         approximated=tuple(_approximated(shape)),
         problems=found,
-        nearest=nearest_layout(recipe, shape, gpu_bytes) if found else None,
+        nearest=nearest_layout(recipe, shape, hardware) if found else None,
         hardware=hardware,
         forecast=time,
     )

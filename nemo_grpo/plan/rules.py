@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError
 from nemo_grpo.plan import memory
+from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.memory import GIB, USABLE
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.setup import Setup, setup_of
@@ -100,9 +101,19 @@ def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: Setup) -> Iterator[str
 
 
 @rule(Scope.MEMORY)
-def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> Iterator[str]:
-    if setup.fp8_recipe == "mxfp8":
+def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
+    if setup.fp8_recipe == "mxfp8" and not gpu.has_mxfp8:
         yield f"{MEGATRON}.fp8_cfg.fp8_recipe=mxfp8 needs Blackwell; on H100 and H200 use blockwise"
+
+
+@rule(Scope.MEMORY)
+def gpu_has_fp8(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
+    if gpu.fp8_flops:
+        return
+    if setup.fp8_training:
+        yield f"{MEGATRON}.fp8_cfg.enabled=true: this GPU has no FP8; use false"
+    if setup.vllm_fp8 and setup.has_rollouts:
+        yield f"{VLLM}.precision=fp8: this GPU has no FP8; use bfloat16"
 
 
 @rule(Scope.SHAPE)
@@ -115,31 +126,31 @@ def images_exclude_context_parallel(shape: ModelSpec, setup: Setup) -> Iterator[
 
 
 @rule(Scope.MEMORY)
-def training_fits_in_memory(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> Iterator[str]:
+def training_fits_in_memory(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
     stage = memory.heaviest_stage(shape, setup)
     parts = memory.training_bytes(shape, setup, stage)
     need, scoring = sum(parts.values()), memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1)
-    if need > USABLE * gpu_bytes:
+    if need > USABLE * gpu.memory_bytes:
         worst = max((name for name in parts if name != "allowance"), key=lambda name: parts[name])
         yield (
             f"{MEGATRON}.tensor_model_parallel_size={setup.layout.tensor}, pipeline {setup.layout.pipeline}, "
             f"context {setup.layout.context}: training needs {need / GIB:.1f} GiB per GPU of "
-            f"{USABLE * gpu_bytes / GIB:.1f} usable, most of it {worst} ({parts[worst] / GIB:.1f}); "
+            f"{USABLE * gpu.memory_bytes / GIB:.1f} usable, most of it {worst} ({parts[worst] / GIB:.1f}); "
             f"{_REMEDIES['optimizer, embedded' if setup.embedded and worst == 'optimizer' else worst]}"
         )
-    elif scoring > USABLE * gpu_bytes:
+    elif scoring > USABLE * gpu.memory_bytes:
         yield (
             f"policy.sequence_packing.logprob_mb_tokens={setup.score_tokens}: scoring them at once needs "
-            f"{scoring / GIB:.1f} GiB per GPU of {USABLE * gpu_bytes / GIB:.1f} usable; lower "
+            f"{scoring / GIB:.1f} GiB per GPU of {USABLE * gpu.memory_bytes / GIB:.1f} usable; lower "
             "policy.logprob_batch_size"
         )
 
 
 @rule(Scope.MEMORY)
-def rollouts_fit_in_memory(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> Iterator[str]:
+def rollouts_fit_in_memory(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
     if not setup.has_rollouts:
         return
-    room = memory.cache_bytes(shape, setup, gpu_bytes)
+    room = memory.cache_bytes(shape, setup, int(gpu.memory_bytes))
     sequence = setup.max_length * memory.cache_bytes_per_token(shape, setup)
     refit = memory.refit_bytes(shape, setup, memory.heaviest_stage(shape, setup))
     if room < sequence:
@@ -149,11 +160,11 @@ def rollouts_fit_in_memory(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> It
             f"GiB for keys and values, and one sequence of {setup.max_length} tokens needs "
             f"{sequence / GIB:.1f}; raise it, or tensor_parallel_size"
         )
-    if not setup.num_rollout_gpus and refit > USABLE * gpu_bytes:
+    if not setup.num_rollout_gpus and refit > USABLE * gpu.memory_bytes:
         yield (
             f"{VLLM}.tensor_parallel_size={setup.vllm_tensor}: policy and rollout weights together need "
-            f"{refit / GIB:.1f} GiB per GPU of {USABLE * gpu_bytes / GIB:.1f} usable when they are handed "
-            "over; raise it, or TP"
+            f"{refit / GIB:.1f} GiB per GPU of {USABLE * gpu.memory_bytes / GIB:.1f} usable when they are "
+            "handed over; raise it, or TP"
         )
 
 
@@ -178,6 +189,6 @@ def shape_problems(recipe: Recipe) -> list[str]:
     return [] if recipe.policy.dtensor_cfg.enabled else messages(Scope.SHAPE, shape, setup_of(recipe))
 
 
-def problems(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> list[str]:
+def problems(shape: ModelSpec, setup: Setup, gpu: Hardware) -> list[str]:
     """All messages for one layout on one kind of GPU."""
-    return messages(Scope.SHAPE, shape, setup) or messages(Scope.MEMORY, shape, setup, gpu_bytes)
+    return messages(Scope.SHAPE, shape, setup) or messages(Scope.MEMORY, shape, setup, gpu)

@@ -92,7 +92,7 @@ def _point(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware,
     best_weak = best_layouts(recipe, weak, shape, hardware, number=1, further=grown)
     if not best_strong or not best_weak:
         return Point(count, note="no layout fits")
-    fits = accepted(recipe, [strong.setup], shape, int(hardware.memory_bytes), 1)
+    fits = accepted(recipe, [strong.setup], shape, hardware, 1)
     return Point(
         count,
         own=strong if next(fits, None) else None,

@@ -54,7 +54,7 @@ def best_layouts(
 
     batch = base.work.num_samples // base.work.num_updates
     ranked = sorted(_candidates(recipe, base, shape, batch), key=lambda setup: time_of(setup).seconds)
-    found = accepted(recipe, ranked, shape, int(hardware.memory_bytes), MAX_REFUSED, further)
+    found = accepted(recipe, ranked, shape, hardware, MAX_REFUSED, further)
     return [Found(overrides, setup, time_of(setup)) for overrides, setup in islice(found, number)]
 
 

@@ -247,7 +247,7 @@ def _loss_and_norm(evidence: Evidence) -> str:
     _refuse(not off <= LOSS_TOLERANCE, f"{shown}, but {loss:.4f} is logged")
     if again.gradient_norm is None:
         return f"{shown}, its first update's"
-    apart = abs(norm / again.gradient_norm - 1) if again.gradient_norm else norm
+    apart = abs(norm - again.gradient_norm) / (again.largest_norm or 1.0)
     shown += f", norm {again.gradient_norm:.3f}"
     _refuse(not apart <= NORM_TOLERANCE, f"{shown}, but {norm:.3f} is logged")
     return shown

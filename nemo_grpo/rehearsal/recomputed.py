@@ -38,6 +38,7 @@ class Recomputed:
 
     Attributes: step: which.  loss: mean over its updates.  gradient_norm: of the last update, over what is
                     trained, before clipping; None where it cannot be computed from the files alone.
+                largest_norm: of its updates, against which differences count.
                 advantages, recorded_advantages: [B, T], or None for demonstrations.
                 scale: mean absolute size of the loss's token terms, against which differences count.
     """
@@ -45,6 +46,7 @@ class Recomputed:
     step: int
     loss: float
     gradient_norm: float | None
+    largest_norm: float
     advantages: Tensor | None
     recorded_advantages: Tensor | None
     scale: float
@@ -157,11 +159,12 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
     batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference, carried=carried)
     prepared = objective.prepare(batch, seed=recipe.grpo.seed * SEED_STRIDE + step - 1)
     adapters = adapters_of(before, recipe.policy.megatron_cfg) if before and adapted else None
-    loss, norm, scale = _updates(model, recipe, objective, prepared, sequences, adapters)
+    loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, adapters)
     return Recomputed(
         step,
         loss,
-        norm,
+        norms[-1],
+        max(norm or 0.0 for norm in norms),
         prepared.advantages if rows else None,
         aligned(rows, "advantages") if rows else None,
         scale,
@@ -222,15 +225,15 @@ def _updates(
     prepared: PreparedBatch,
     sequences: Sequences,
     adapters: Adapters | None,
-) -> tuple[float, float | None, float]:
-    """(mean loss of the step's updates, norm of the last one's gradient, mean size of a loss's terms).
+) -> tuple[float, list[float | None], float]:
+    """(mean loss of the step's updates, norm of each one's gradient, mean size of a loss's terms).
 
     Adapters stay where they are between updates, and then have no norm.
     """
     number = len(sequences.lengths)
     chunks = torch.arange(number).chunk(max(recipe.num_updates_per_step, 1))
     temperature = 1.0 if recipe.loss_fn.learns_from_demonstrations else recipe.policy.generation.temperature
-    adam, losses, sizes = _adam(model, recipe), [], []
+    adam, losses, sizes, norms = _adam(model, recipe), [], [], list[float | None]()
     for update, rows in enumerate(chunks):
         if update and adapters is None:
             clip = recipe.policy.megatron_cfg.optimizer.clip_grad or math.inf
@@ -240,11 +243,12 @@ def _updates(
         loss, size = _backward(model, objective, prepared, sequences, rows.tolist(), temperature)
         losses.append(loss)
         sizes.append(size)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    norm: float | None = math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values()))
-    if adapters is not None:
-        norm = adapters.gradient_norm(gradients) if len(chunks) == 1 else None
-    return fmean(losses), norm, fmean(sizes)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if adapters is None:
+            norms.append(math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())))
+        else:
+            norms.append(adapters.gradient_norm(gradients) if len(chunks) == 1 else None)
+    return fmean(losses), norms, fmean(sizes)
 
 
 def _backward(

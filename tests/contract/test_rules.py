@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.plan.memory import GPUS
+from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import setup_of
@@ -478,6 +478,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("fp8_blocks_divide_the_layers", "moe", "$V.precision=fp8; $CORRECTED", "rank holds feed-forward 192",
      "-"),
     ("fp8_recipe_is_for_this_gpu", "fp8", "$FP8.fp8_recipe=mxfp8", "fp8_recipe=mxfp8 needs Blackwell", "-"),
+    ("gpu_has_fp8", "fp8", "$MBS=1", "enabled=true: this GPU has no FP8", "$FP8.enabled=false"),
     ("images_exclude_context_parallel", "vision", "$CP=2; $PACK", "are not split over ranks", "$CP=1"),
     # the planner: memory
     ("training_fits_in_memory", "small", "$MBS=24; grpo.num_prompts_per_step=16",
@@ -499,6 +500,10 @@ PARAMETERS = [
 ]
 
 
+GPU = {"gpu_has_fp8": "a100"}
+"""Rule -> the kind of GPU that it is about; else h100."""
+
+
 @cache
 def tree_of(base: str) -> dict[str, Any]:
     """A shipped recipe with the overrides of ``BASES``; interpolations still follow a case's."""
@@ -511,7 +516,7 @@ def loaded(base: str, overrides: str = "") -> Recipe:
     return load_recipe_dict(tree_of(base), given)
 
 
-def refusals(base: str, overrides: str = "") -> list[str]:
+def refusals(base: str, overrides: str = "", gpu: str = "h100") -> list[str]:
     """What speaks against the recipe: its own rules, its engine's, or the planner's."""
     try:
         recipe = loaded(base, overrides)
@@ -519,7 +524,7 @@ def refusals(base: str, overrides: str = "") -> list[str]:
             refuse_unsupported(recipe)
         if base in ("embedded", "cluster"):  # models that are not published
             return []
-        return problems(shape_of(recipe), setup_of(recipe), GPUS["h100"])
+        return problems(shape_of(recipe), setup_of(recipe), HARDWARE[gpu])
     except UserError as error:
         lines = str(error).splitlines()
         return [line.strip() for line in lines[1:]] or lines
@@ -534,8 +539,11 @@ def test_rule_refuses_the_broken_recipe_and_accepts_the_fixed_one(
     rule: str, base: str, broken: str, message: str, fixed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scope, pattern = registered(rule), Template(message).safe_substitute(SHORT)
+    gpu = GPU.get(rule, "h100")
     asked = (
-        (lambda text: advice(loaded(base, text))) if scope is Scope.ADVICE else lambda t: refusals(base, t)
+        (lambda text: advice(loaded(base, text)))
+        if scope is Scope.ADVICE
+        else lambda text: refusals(base, text, gpu)
     )
     if fixed != "-":
         assert asked(f"{broken}; {fixed}") == []

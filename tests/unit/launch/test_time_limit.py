@@ -32,4 +32,7 @@ def test_embedded_recipes_are_not_compared() -> None:
 def test_gpus_are_known_by_their_longest_name() -> None:
     assert kind_of("NVIDIA GB200") == "gb200"
     assert kind_of("NVIDIA B200") == "b200"
-    assert kind_of("NVIDIA A100") is None
+    assert kind_of("NVIDIA H200") == "h200"
+    assert kind_of("NVIDIA A100-SXM4-80GB") == "a100"
+    assert kind_of("NVIDIA A100-SXM4-40GB") is None
+    assert kind_of("NVIDIA A30") is None

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from checkpoints_conv.families import read_spec
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
-from nemo_grpo.plan import GPUS, plan_recipe
+from nemo_grpo.plan import HARDWARE, plan_recipe
 from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.rules import training_fits_in_memory
 from nemo_grpo.plan.setup import setup_of
@@ -167,7 +167,7 @@ def test_offloading_is_a_remedy_only_where_there_is_an_engine_that_has_it(embedd
     setup = replace(
         setup_of(load_recipe(RECIPES / "quickstart.yaml")), embedded=embedded, distributed_optimizer=False
     )
-    (message,) = training_fits_in_memory(PRESETS["Qwen/Qwen2.5-32B"], setup, GPUS["h100"])
+    (message,) = training_fits_in_memory(PRESETS["Qwen/Qwen2.5-32B"], setup, HARDWARE["h100"])
     assert "most of it optimizer" in message
     assert ("optimizer_cpu_offload" in message) is not embedded
 
