@@ -38,14 +38,19 @@ def model_can_be_converted(shape: ModelSpec, setup: Setup) -> Iterator[str]:
 @rule(Scope.SHAPE)
 def tensor_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
     yield from width_refusals(
-        shape, f"{MEGATRON}.tensor_model_parallel_size", setup.layout.tensor, embedded=setup.embedded
+        shape,
+        f"{MEGATRON}.tensor_model_parallel_size",
+        setup.layout.tensor,
+        most=setup.gpus_per_node,
+        embedded=setup.embedded,
     )
 
 
 @rule(Scope.SHAPE)
 def rollout_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
     if setup.has_rollouts:
-        yield from width_refusals(shape, f"{VLLM}.tensor_parallel_size", setup.vllm_tensor)
+        key, most = f"{VLLM}.tensor_parallel_size", setup.gpus_per_node
+        yield from width_refusals(shape, key, setup.vllm_tensor, most=most)
 
 
 @rule(Scope.SHAPE)

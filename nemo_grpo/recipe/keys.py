@@ -116,7 +116,7 @@ def unknown_key_message(key: str, value: Any) -> str:
     parent, _, name = bad.rpartition(".")
     siblings = _names_below(parent)
     where = f"is not a key of {parent}" if parent else "is not a section of a recipe"
-    if other := advice_on(name):
+    if other := advice_on(name) or (not parent and advice_on(key.rpartition(".")[2])):
         return f"{key}={shown(value)}: {bad} {where}{other}"
     if not difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         elsewhere = sorted(known for known in known_keys() if known.endswith(f".{name}"))

@@ -54,20 +54,24 @@ class Layout:
         return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 
-def width_refusals(spec: ModelSpec, key: str, size: int, *, embedded: bool = False) -> Iterator[str]:
+def width_refusals(
+    spec: ModelSpec, key: str, size: int, *, most: int | None = None, embedded: bool = False
+) -> Iterator[str]:
     """Of a tensor-parallel size under this key.
 
-    Args: embedded: as the embedded engine divides a model, with key heads of its own on every rank and a
+    Args: most: GPUs of a node, which no remedy exceeds.
+          embedded: as the embedded engine divides a model, with key heads of its own on every rank and a
           padded vocabulary; else ranks may share a key head.
     """
     heads, kv = spec.num_attention_heads, spec.num_key_value_heads
-    fits = [n for n in range(1, heads + 1) if not heads % n and (not kv % n or not (embedded or n % kv))]
+    sizes = range(1, min(heads, most or heads) + 1)
+    fits = [n for n in sizes if not heads % n and (not kv % n or not (embedded or n % kv))]
     if heads % size:
         yield (
             f"{key}={size} does not divide num_attention_heads={heads} of {spec.name}; use "
             f"{_near(fits, size)}"
         )
-    elif size not in fits:
+    elif kv % size and (embedded or size % kv):
         rule = "does not divide" if embedded else "neither divides nor is a multiple of"
         yield f"{key}={size} {rule} num_key_value_heads={kv} of {spec.name}; use {_near(fits, size)}"
     elif not spec.num_experts and spec.ffn_size % size:

@@ -9,7 +9,10 @@ from checkpoints_conv.formats import nemo
 from nemo_grpo.errors import as_yaml, did_you_mean
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
-from nemo_grpo.recipe.sections import MEGATRON, metric_key
+from nemo_grpo.recipe.sections import MEGATRON, VLLM, metric_key
+
+MOST_SHARED = 0.9
+"""Largest share of a GPU that vLLM takes beside the policy without a note."""
 
 
 @rule(Scope.ALL)
@@ -201,6 +204,29 @@ def clip_has_an_effect(recipe: Recipe) -> Iterator[str]:
         yield (
             f"loss_fn.{changed[0]}: with one update per step the ratio is 1 and no clip acts; "
             "policy.train_global_batch_size below prompts x generations makes several updates"
+        )
+
+
+@rule(Scope.ADVICE)
+def learning_rate_suits_a_pretrained_model(recipe: Recipe) -> Iterator[str]:
+    m = recipe.policy.megatron_cfg
+    most = 1e-2 if m.lora_in_use or recipe.policy.model_name is None else 1e-3
+    if m.enabled and m.optimizer.optimizer == "adam" and m.optimizer.lr > most:
+        yield (
+            f"{MEGATRON}.optimizer.lr={m.optimizer.lr:g} moves every weight by as much in its first step; "
+            "published recipes have 1e-7 to 1e-5, 1e-4 with LoRA"
+        )
+
+
+@rule(Scope.ADVICE)
+def shared_gpus_keep_room_for_training(recipe: Recipe) -> Iterator[str]:
+    generation = recipe.policy.generation
+    share = generation.vllm_cfg.gpu_memory_utilization
+    shares = recipe.nemo_grpo.target == "cluster" and generation.colocated.enabled
+    if shares and generation.backend == "vllm" and share > MOST_SHARED:
+        yield (
+            f"{VLLM}.gpu_memory_utilization={share} on GPUs that also train: what the policy keeps there "
+            "during a rollout (contexts, buffers, weights at the refit) needs the rest; use 0.5 to 0.8"
         )
 
 

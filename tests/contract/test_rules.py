@@ -243,6 +243,10 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("clip_has_an_effect", "embedded", "loss_fn.ratio_clip_max=0.3",
      "with one update per step the ratio is 1",
      "$GBS=4"),
+    ("learning_rate_suits_a_pretrained_model", "small lora", "$OPT.lr=1.0", "lr=1 moves every weight",
+     "$OPT.lr=1e-5"),
+    ("shared_gpus_keep_room_for_training", "small", "$V.gpu_memory_utilization=0.95",
+     "=0.95 on GPUs that also train", "$V.gpu_memory_utilization=0.8"),
     # the embedded engine; the rows of its table have a test of their own
     ("settings_are_supported", "embedded", "$PACKING={enabled: true, algorithm: concatenative}",
      "algorithm=concatenative is not supported .* use first_fit_decreasing", "$PACKING.enabled=false"),
@@ -478,7 +482,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("fp8_blocks_divide_the_layers", "moe", "$V.precision=fp8; $CORRECTED", "rank holds feed-forward 192",
      "-"),
     ("fp8_recipe_is_for_this_gpu", "fp8", "$FP8.fp8_recipe=mxfp8", "fp8_recipe=mxfp8 needs Blackwell", "-"),
-    ("gpu_has_fp8", "fp8", "$MBS=1", "enabled=true: this GPU has no FP8", "$FP8.enabled=false"),
+    ("gpu_has_fp8", "fp8", "$MBS=1", "enabled=true: this GPU has no FP8",
+     "$FP8.enabled=false; $V.precision=bfloat16"),
     ("images_exclude_context_parallel", "vision", "$CP=2; $PACK", "are not split over ranks", "$CP=1"),
     # the planner: memory
     ("training_fits_in_memory", "small", "$MBS=24; grpo.num_prompts_per_step=16",

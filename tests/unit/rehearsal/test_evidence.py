@@ -102,9 +102,8 @@ def test_what_never_happens_fails_and_once_is_enough(run, monkeypatch, check, st
 
 
 def recomputed(step: int) -> Recomputed:
-    return Recomputed(
-        step, HEALTHY["loss/total"], HEALTHY["grad_norm"], torch.ones(1, 2), torch.ones(1, 2), 1.0
-    )
+    loss, norm = HEALTHY["loss/total"], HEALTHY["grad_norm"]
+    return Recomputed(step, loss, norm, norm, torch.ones(1, 2), torch.ones(1, 2), 1.0)
 
 
 def test_error_that_a_step_does_not_log_fails(run):
