@@ -253,6 +253,40 @@ def copy(
     typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
 
 
+@app.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of TRL or verl.", show_default=False)],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a TRL run, which counts batches by GPU.")] = 8,
+) -> None:
+    """Write a recipe from a GRPO configuration of TRL or verl, and say what does not carry over.
+
+    Data and rewards stay to be chosen: nemo_grpo.task. KEY=VALUE is verl's command line.
+
+    Example: nemo-grpo recipe import verl_config.yaml actor_rollout_ref.rollout.n=8 -o mine.yaml
+    """
+    from nemo_grpo.recipe.importing import import_recipe
+    from nemo_grpo.recipe.recipe import as_text
+
+    found = import_recipe(path, overrides or (), gpus)
+    text = f"# From {path.name}, of {found.library}.\n{as_text(found.recipe, {})}"
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        try:
+            with output.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(f"{output} cannot be written: {error.strerror}; name another file") from None
+        typer.echo(f"{output}: choose nemo_grpo.task, then `nemo-grpo recipe check {output}`", err=True)
+    of_sections = (f"{key or 'no counterpart'}: {', '.join(names)}" for key, names in found.unknown.items())
+    for line in (*found.left, *of_sections):
+        typer.echo(f"       {typer.style('left', fg='yellow')} {line}", err=True)
+
+
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """A coloured line showing how ``key`` differs, or nothing."""
     from nemo_grpo.recipe.keys import shown

@@ -33,7 +33,7 @@ VICTIMS = {
     "driver while saving": ("nemo_grpo.nemorl.run_grpo", SAVING, "killed by SIGKILL"),
     "policy worker in an update": ("ray::MegatronPolicyWorker", TRAINING, "ActorDiedError|ActorUnavailable"),
     "policy worker while saving": ("ray::MegatronPolicyWorker", SAVING, "ActorDiedError|ActorUnavailable"),
-    "rollout worker in a rollout": ("ray::VllmGenerationWorker", ROLLOUT, "ActorDiedError"),
+    "rollout worker in a rollout": ("ray::VllmGenerationWorker", ROLLOUT, "actor died unexpectedly"),
     "Ray's head in a rollout": ("gcs_server", ROLLOUT, "Ray ended"),
     "raylet in an update": ("raylet/raylet", TRAINING, "Ray ended"),
 }
@@ -95,10 +95,12 @@ def test_killed_part_ends_the_run_with_its_cause_and_the_next_start_goes_on(
         os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     training.join()
-    assert time.monotonic() - killed < MINUTE
     assert ends, "the run failed"
     assert any(word in ends[0] for word in cause.split("|")), ends[0]
-    assert not list(processes("")), "nothing is left behind"
+    while left := list(processes("")):
+        assert time.monotonic() - killed < MINUTE, f"left behind: {left}"
+        time.sleep(0.1)
+    assert time.monotonic() - killed < MINUTE
 
     stages.train(rehearsal, stops=False)
     assert log.read_text(errors="replace").count(TRAINING) < 3, "it went on from a checkpoint"
