@@ -28,7 +28,7 @@ VERL_SECTIONS = (
 VERL_MEGATRON = "actor_rollout_ref.actor.megatron."
 PARALLEL = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    *("context_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+    *("context_parallel_size", "expert_tensor_parallel_size"),
 }
 VERL_FILTER = "algorithm.filter_groups.enable"
 SCHEDULES = {"constant_with_warmup": "constant"} | {name: name for name in ("constant", "linear", "cosine")}
@@ -103,9 +103,7 @@ def import_recipe(path: Path, overrides: Iterable[str] = (), num_gpus: int = 8) 
     for key, value in _whole(given, path).items():
         set_value(recipe, key, value)
     if library == "TRL" and not given("loss_type"):
-        left.append(
-            "loss_type is not given: the token mean of its newer releases is taken, without a KL term"
-        )
+        left.append("loss_type is not given: the token mean of TRL's newer releases is taken")
     return Imported(library, recipe, left, unknown)
 
 
@@ -129,7 +127,9 @@ def _carried(given: _Given, name: str, value: Any) -> dict[str, Any] | None:
     Raises: NotCarried: there is one, but not for this value.
     """
     if name.startswith(VERL_MEGATRON) and name.removeprefix(VERL_MEGATRON) in PARALLEL:
-        return {f"policy.megatron_cfg.{name.removeprefix(VERL_MEGATRON)}": value}
+        key = f"policy.megatron_cfg.{name.removeprefix(VERL_MEGATRON)}"
+        splits = key.endswith("tensor_model_parallel_size") and "expert" not in key and value > 1
+        return {key: value} | ({"policy.megatron_cfg.sequence_parallel": True} if splits else {})
     column = 1 if given.library == "TRL" else 2
     alias = next((one for one in TABLE if name in one[column].split()), None)
     if alias is None:
