@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,14 +72,25 @@ def plan(
 
     paths, overrides = split_items(items, "plan")
     assumed = _assumptions(lengths, prompt_length, signal)
-    recipes = [load_recipe(path, overrides) for path in paths]
-    plans = [plan_recipe(recipe, gpu, model_config, hardware, assumed) for recipe in recipes]
+    recipes: list[Recipe] = []
+    plans: list[Plan] = []
+    refused: list[str] = []
+    for path in paths:
+        try:
+            recipe = load_recipe(path, overrides)
+            others = _beside(path, overrides)
+            plans.append(plan_recipe(recipe, gpu, model_config, hardware, assumed, others))
+            recipes.append(recipe)
+        except UserError as error:
+            if len(paths) == 1:
+                raise
+            refused.append(f"{path}: {error}")
     alone = len(plans) == 1 and plans[0].forecast is not None and not plans[0].setup.embedded
     if (best or compare or scale) and not alone:
         raise UserError("--best, --compare and --scale take one recipe with target=cluster; name that one")
     if png and not scale:
         raise UserError(f"--png {png} draws --scale; give that too, such as --scale 8,64,512")
-    further = _further(recipes[0], plans[0], assumed, best, compare, scale)
+    further = _further(recipes[0], plans[0], assumed, best, compare, scale) if alone else {}
     if as_json:
         typer.echo(json.dumps(_machine(plans, further, price), indent=2))
     else:
@@ -86,8 +99,20 @@ def plan(
         from nemo_grpo.plan.scaling import draw_scaling
 
         draw_scaling(further["scale"], png, f"{plans[0].name} on {gpu}")
-    if not all(one.accepted for one in plans):
+    for message in refused:
+        typer.echo(f"error: {message}", err=True)
+    if refused or not all(one.accepted for one in plans):
         raise typer.Exit(EXIT_USAGE)
+
+
+def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
+    """The recipes in a recipe's folder that load, with its overrides."""
+    from nemo_grpo import shipped
+    from nemo_grpo.recipe import load_recipe
+
+    for file in sorted(shipped.recipe_file(path).parent.glob("*.yaml")):
+        with suppress(UserError):
+            yield load_recipe(file, overrides)
 
 
 def _about_data(recipes: list[Recipe]) -> list[str]:

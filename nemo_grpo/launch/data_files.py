@@ -10,7 +10,8 @@ from nemo_grpo.data import SOURCES
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.rollout_rules import validation_files_hold_the_validation_problems
-from nemo_grpo.tasks.jsonl import FileTaskConfig, count_problems
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.jsonl import FileTaskConfig, problems_here
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,20 @@ def check_data(recipe: Recipe) -> DataCheck:
         return DataCheck(tuple(remedies(missing)), (), "")
     errors = tuple(validation_files_hold_the_validation_problems(recipe))
     try:
-        counts = {
-            key: count_problems(getattr(task, key), with_images=task.needs_images)
-            for key in ("train_files", "validation_files")
-        }
+        trained, held_out = (
+            problems_here(files, with_images=task.needs_images)
+            for files in (task.train_files, task.validation_files)
+        )
     except UserError as error:
         return DataCheck(errors or (f"nemo_grpo.task.train_files: {error}",), (), "")
-    found = ", ".join(f"{count} problems in {key}" for key, count in counts.items() if count is not None)
-    if trained := counts["train_files"]:
-        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / trained
+    read = {"train_files": trained, "validation_files": held_out}
+    found = ", ".join(f"{len(some)} problems in {key}" for key, some in read.items() if some is not None)
+    if trained:
+        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(trained)
         found += f": {epochs:.3g} epochs of training"
-    return DataCheck(errors, tuple(_repeated(recipe, counts)), found)
+    return DataCheck(
+        errors, (*_repeated(recipe, trained or []), *_shared(trained or [], held_out or [])), found
+    )
 
 
 def missing_files(recipe: Recipe) -> list[str]:
@@ -72,9 +76,19 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
         )
 
 
-def _repeated(recipe: Recipe, counts: dict[str, int | None]) -> Iterator[str]:
-    prompts, available = recipe.grpo.num_prompts_per_step, counts["train_files"]
-    if available is not None and prompts > available:
+def _shared(trained: list[Problem], held_out: list[Problem]) -> Iterator[str]:
+    known = {(problem.question, str(problem.metadata.get("images"))) for problem in trained}
+    shared = sum((one.question, str(one.metadata.get("images"))) in known for one in held_out)
+    if shared:
+        yield (
+            f"nemo_grpo.task.validation_files: {shared} of {len(held_out)} questions are among train_files, "
+            "so the accuracy also says what was memorised; hold others out"
+        )
+
+
+def _repeated(recipe: Recipe, trained: list[Problem]) -> Iterator[str]:
+    prompts, available = recipe.grpo.num_prompts_per_step, len(trained)
+    if trained and prompts > available:
         yield (
             f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {available} problems, so a "
             f"step trains on some of them twice; use {available} or fewer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,16 +93,18 @@ def plan_recipe(
     config_file: Path | None = None,
     hardware_file: Path | None = None,
     assumed: Assumptions | None = None,
+    others: Iterable[Recipe] = (),
 ) -> Plan:
     """Plan a recipe that has been loaded, so that all of its own rules hold.
 
     Args:    gpu: a name of `HARDWARE` or of the file, or ``this``: the CPU here.
              config_file: the model's config.json, for models that the table lacks.
              hardware_file: other kinds of GPU.  assumed: what the recipe does not say.
+             others: recipes, one of whose runs may make the model.
     Returns: the plan, accepted or with its problems.
     Raises:  UserError: unknown GPU or model, or lengths that the recipe does not allow.
     """
-    shape, setup = shape_of(recipe, config_file), setup_of(recipe)
+    shape, setup = shape_of(recipe, config_file, others), setup_of(recipe)
     machine = measure_for(recipe, shape, setup) if gpu == THIS else None
     hardware = machine.as_hardware() if machine else hardware_of(gpu, hardware_file)
     gpu_bytes = int(hardware.memory_bytes)

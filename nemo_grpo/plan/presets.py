@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,9 +293,10 @@ PRESETS: dict[str, ModelSpec] = {
 """Name on the Hub -> what its config.json says of shapes."""
 
 
-def shape_of(recipe: Recipe, config_file: Path | None = None) -> ModelSpec:
+def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[Recipe] = ()) -> ModelSpec:
     """The shape of a recipe's model: a given config.json, a local folder, the table, or the warm start.
 
+    Args:   others: recipes, one of whose runs may export the model that this one starts from.
     Raises: UserError: none of them knows it.
     """
     name, warm_start = recipe.policy.model_name, recipe.nemo_grpo.warm_start
@@ -308,8 +310,13 @@ def shape_of(recipe: Recipe, config_file: Path | None = None) -> ModelSpec:
     if config_file is not None or local.is_file():
         return replace(read_spec(read_config(local), name), **changed)
     if name not in PRESETS:
+        for other in others:
+            if other.run_dir != recipe.run_dir and Path(name).is_relative_to(other.run_dir / "hf"):
+                return replace(shape_of(other), name=f"{name}, of {other.nemo_grpo.run_name}", **changed)
+        is_folder = name.startswith((".", "/")) or name.count("/") != 1
+        near = "" if is_folder else did_you_mean(name, PRESETS)
         raise UserError(
-            f"policy.model_name={name}: neither a folder with a config.json nor in the planner's "
-            f"table{did_you_mean(name, PRESETS)}; give --model-config FILE"
+            f"policy.model_name={name}: neither a folder with a config.json nor in the planner's table"
+            f"{near}; give --model-config FILE"
         )
     return replace(PRESETS[name], **changed)

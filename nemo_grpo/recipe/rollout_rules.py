@@ -8,7 +8,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import GENERATION, VLLM
-from nemo_grpo.tasks.jsonl import FileTaskConfig, count_problems
+from nemo_grpo.tasks.jsonl import FileTaskConfig, problems_here
 
 
 def samples_with_vllm(recipe: Recipe) -> bool:
@@ -68,11 +68,11 @@ def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[st
     if not isinstance(task, FileTaskConfig) or not grpo.validates:
         return
     try:
-        available = count_problems(task.validation_files, with_images=task.needs_images)
+        problems = problems_here(task.validation_files, with_images=task.needs_images)
     except UserError as error:
         yield f"nemo_grpo.task.validation_files: {error}"
         return
-    if available is not None and (grpo.max_val_samples or 0) > available:
+    if problems is not None and (grpo.max_val_samples or 0) > (available := len(problems)):
         yield (
             f"grpo.max_val_samples={grpo.max_val_samples}: nemo_grpo.task.validation_files has {available} "
             f"problems; use {available} or fewer"

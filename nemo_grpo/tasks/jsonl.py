@@ -168,15 +168,15 @@ def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> 
     return list(problems.values())
 
 
-def count_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> int | None:
-    """Problems in some JSONL files; None if a file is not on this machine.
+def problems_here(paths: Iterable[str | Path], *, with_images: bool = False) -> list[Problem] | None:
+    """The problems of some JSONL files; None if a file is not on this machine.
 
     Raises: UserError: as `read_problems`.
     """
     files = list(map(Path, paths))
     if not files or not all(path.is_file() for path in files):
         return None
-    return len(read_problems(files, with_images=with_images))
+    return read_problems(files, with_images=with_images)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -199,6 +199,10 @@ def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, ValueError) and line.lstrip()[:1] in ("[", b"["):
+            raise UserError(
+                f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
+            ) from error
         raise UserError(f"{where}: not JSON ({error}); write one object per line") from error
     if not isinstance(entry, dict):
         raise UserError(f"{where}: {type(entry).__name__} instead of an object; write one object per line")

@@ -68,6 +68,21 @@ def test_counts_are_compared_with_what_the_recipe_draws():
     assert good.found == "8 problems in train_files, 3 problems in validation_files: 160 epochs of training"
 
 
+def test_questions_of_training_in_the_validation_are_noted():
+    write("train.jsonl", 8)
+    Path("validation.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[2:5]))
+    fitting = [*MINE, "grpo.max_val_samples=3", "grpo.num_prompts_per_step=8"]
+    (note,) = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", fitting)).notes
+    assert note.startswith("nemo_grpo.task.validation_files: 3 of 3 questions are among train_files")
+
+
+def test_an_array_in_place_of_lines_is_named():
+    write("train.jsonl", 8)
+    Path("validation.jsonl").write_text(json.dumps([{"question": "a?", "answer": 1}], indent=1))
+    (error,) = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", MINE)).errors
+    assert "validation.jsonl:1: a JSON array; write one object per line" in error
+
+
 def test_recipe_check_names_missing_data_once_for_all_recipes_and_passes():
     done = run("recipe", "check", ROOT / "recipes/cw_grpo", ROOT / "recipes/gpg")
     assert done.exit_code == 0, done.output

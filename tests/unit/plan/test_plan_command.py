@@ -229,3 +229,21 @@ def test_models_that_are_not_counted_are_refused_with_the_reason(model_type: str
     file.write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(UserError, match=f"model_type={model_type} is not supported: .*AutoBridge"):
         shape_of(load_recipe(HUGE), file)
+
+
+def test_a_folder_is_planned_around_what_is_wrong_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"defaults: {SMALL}\npolicy: {{model_name: nobody/knows}}\n")
+    (tmp_path / "b.yaml").write_text(f"defaults: {SMALL}\n")
+    code, output = run(tmp_path)
+    assert code == 2
+    assert f"error: {tmp_path / 'a.yaml'}: policy.model_name=nobody/knows" in output
+    assert "of 1.78 B parameters" in output, "the other one is planned"
+
+
+def test_the_model_of_an_earlier_stage_is_that_stages(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text(f"defaults: {SMALL}\nnemo_grpo: {{run_name: first}}\n")
+    stage = "policy: {model_name: runs/first/hf/step_100}\nnemo_grpo: {run_name: second}"
+    (tmp_path / "second.yaml").write_text(f"defaults: {SMALL}\n{stage}\n")
+    code, output = run(tmp_path / "second.yaml")
+    assert code == 0, output
+    assert "of 1.78 B parameters" in output

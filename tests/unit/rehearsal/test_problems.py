@@ -9,7 +9,7 @@ import pytest
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal.problems import NUM_KNOWN, RehearsedTask, problems_of
-from nemo_grpo.tasks.jsonl import count_problems, write_problems
+from nemo_grpo.tasks.jsonl import read_problems, write_problems
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 OF_EACH_TASK = [
@@ -50,7 +50,7 @@ def test_a_recipe_whose_files_are_here_is_rehearsed_on_them(tmp_path):
     overrides = [
         f"nemo_grpo.task.train_files=[{train}]",
         f"nemo_grpo.task.validation_files={list(made.validation_files)}",
-        f"grpo.max_val_samples={count_problems(made.validation_files)}",
+        f"grpo.max_val_samples={len(read_problems(map(Path, made.validation_files)))}",
     ]
     problems = problems_of(load_recipe(path, overrides), tmp_path / "unused")
     assert problems.are_real
