@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Hardware:
                 network_bandwidth: to another domain, bytes/s.
                 host_bandwidth: to the host's memory, bytes/s.
                 nvlink_domain: GPUs that NVLink joins; those of a node where there is none.
-                has_mxfp8: matrix products of blocks with one scale per 32 values, from Blackwell on.
+                compute_capability: 8 Ampere, 8.9 Ada, 9 Hopper, 10 Blackwell.
     """
 
     memory_bytes: float
@@ -38,18 +38,20 @@ class Hardware:
     network_bandwidth: float
     host_bandwidth: float
     nvlink_domain: int = 8
-    has_mxfp8: bool = False
+    compute_capability: float = 9.0
 
 
 HARDWARE: dict[str, Hardware] = {
     "h100": Hardware(81559 * MIB, 989e12, 1979e12, 3.35e12, 450e9, 50e9, 64e9),
     "h200": Hardware(143771 * MIB, 989e12, 1979e12, 4.8e12, 450e9, 50e9, 64e9),
-    "b200": Hardware(183359 * MIB, 2250e12, 4500e12, 8.0e12, 900e9, 50e9, 64e9, has_mxfp8=True),
-    "gb200": Hardware(189471 * MIB, 2500e12, 5000e12, 8.0e12, 900e9, 50e9, 450e9, 72, has_mxfp8=True),
-    "a100": Hardware(81920 * MIB, 312e12, 0.0, 2.039e12, 300e9, 25e9, 32e9),
+    "b200": Hardware(183359 * MIB, 2250e12, 4500e12, 8.0e12, 900e9, 50e9, 64e9, compute_capability=10.0),
+    "gb200": Hardware(
+        189471 * MIB, 2500e12, 5000e12, 8.0e12, 900e9, 50e9, 450e9, 72, compute_capability=10.0
+    ),
+    "a100": Hardware(81920 * MIB, 312e12, 0.0, 2.039e12, 300e9, 25e9, 32e9, compute_capability=8.0),
     "h800": Hardware(81559 * MIB, 989e12, 1979e12, 3.35e12, 200e9, 50e9, 64e9),
     "h20": Hardware(97871 * MIB, 148e12, 296e12, 4.0e12, 450e9, 50e9, 64e9),
-    "l40s": Hardware(46068 * MIB, 362e12, 733e12, 0.864e12, 32e9, 25e9, 32e9),
+    "l40s": Hardware(46068 * MIB, 362e12, 733e12, 0.864e12, 32e9, 25e9, 32e9, compute_capability=8.9),
 }
 """Data sheets: H100 SXM5, H200 SXM, DGX B200, GB200 NVL72, H800 SXM5, H20, one 400 Gbit/s adapter per GPU;
 DGX A100 80GB, L40S (PCIe 4, no NVLink), one of 200 Gbit/s. Step times of the last four were not compared with
@@ -73,7 +75,6 @@ def read_hardware(path: Path) -> dict[str, Hardware]:
 
 _NAMES = tuple(field.name for field in fields(Hardware))
 _DEFAULTS = {field.name: field.default for field in fields(Hardware) if field.default is not MISSING}
-_CONVERSIONS: dict[str, Callable[[Any], Any]] = {"nvlink_domain": int, "has_mxfp8": bool}
 
 
 def _entry(where: str, entry: Mapping[str, Any]) -> Hardware:
@@ -86,10 +87,10 @@ def _entry(where: str, entry: Mapping[str, Any]) -> Hardware:
         if key not in _NAMES:
             raise UserError(f"{where}.{key}: unknown{did_you_mean(key, _NAMES)}")
         try:
-            values[key] = _CONVERSIONS.get(key, float)(value)
+            values[key] = int(value) if key == "nvlink_domain" else float(value)
         except (TypeError, ValueError, OverflowError):
             raise UserError(f"{where}.{key}={value} is not a number; write it like 3.35e12") from None
-        if not (values[key] > 0 or (key in ("fp8_flops", "has_mxfp8") and values[key] == 0)):
+        if not (values[key] > 0 or (key == "fp8_flops" and values[key] == 0)):
             raise UserError(f"{where}.{key}={value} must be above 0")
     if missing := [name for name in _NAMES if name not in values]:
         raise UserError(f"{where} lacks {', '.join(missing)}; give them, or base: h100")

@@ -107,8 +107,11 @@ def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: Setup) -> Iterator[str
 
 @rule(Scope.MEMORY)
 def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
-    if setup.fp8_recipe == "mxfp8" and not gpu.has_mxfp8:
+    """Transformer Engine's own conditions (quantization.py)."""
+    if setup.fp8_recipe == "mxfp8" and gpu.compute_capability < 10:
         yield f"{MEGATRON}.fp8_cfg.fp8_recipe=mxfp8 needs Blackwell; on H100 and H200 use blockwise"
+    if setup.fp8_training and setup.fp8_recipe == "blockwise" and 8.9 <= gpu.compute_capability < 9:
+        yield f"{MEGATRON}.fp8_cfg.fp8_recipe=blockwise needs Hopper; on this GPU use tensorwise"
 
 
 @rule(Scope.MEMORY)
