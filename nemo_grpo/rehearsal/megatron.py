@@ -16,11 +16,6 @@ NEWER_NAMES = ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2")
 """Of an unreleased megatron-core's FSDP; NeMo-RL 7ea279abf imports them and, without FSDP, uses neither."""
 WITHOUT_TRANSFORMER_ENGINE = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 """Modules that copy Transformer Engine names from megatron-core, which are None if it is not installed."""
-FUSED = (
-    *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
-    *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
-)
-"""Transformer Engine's, of megatron-core's experts."""
 OF_MODELOPT = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state")
 
 
@@ -29,13 +24,6 @@ def add_newer_names(module: Any) -> None:
     for name in NEWER_NAMES:
         if not hasattr(module, name):
             setattr(module, name, type(name, (), {}))
-
-
-def name_fused_permutations(module: Any) -> None:
-    """Bridge's configurations of DeepSeek ask for them before NeMo-RL's settings say otherwise."""
-    for name in FUSED:
-        if getattr(module, name) is None:
-            setattr(module, name, _nothing)  # megatron-core calls none without Transformer Engine
 
 
 def skip_compiling(module: Any) -> None:

@@ -22,7 +22,7 @@ from nemo_grpo.tasks import Problem, chat_messages, encode_prompt
 
 HEAD_DIM = 32
 """The smallest head size of vLLM's attention on a CPU."""
-NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS, RANK = 4, 2, 256, 4, 32
+NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
 VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
 LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
@@ -70,14 +70,7 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
         "pad_token_id": tokenizer.pad_token_id,
     }
     if shape.num_experts:
-        names = ("num_experts", "n_routed_experts", "num_local_experts")  # by family
-        sizes |= dict.fromkeys(names, NUM_EXPERTS) | {"num_experts_per_tok": 2}
-        sizes |= {"moe_intermediate_size": FFN // 2, "n_shared_experts": shape.num_shared_experts}
-        sizes |= {"first_k_dense_replace": min(shape.num_dense_layers, 1), "n_group": 1, "topk_group": 1}
-    if shape.key_value_rank:
-        sizes |= {"num_key_value_heads": NUM_HEADS, "head_dim": HEAD_DIM // 2, "kv_lora_rank": RANK}
-        sizes |= {"q_lora_rank": RANK if shape.query_rank else None, "qk_rope_head_dim": HEAD_DIM // 2}
-        sizes |= {"qk_nope_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM}
+        sizes |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": FFN // 2}
     for lists in ("layer_types", "max_window_layers"):
         given.pop(lists, None)
     if not given:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoints_conv.families import COMPUTED
 from nemo_grpo.errors import UserError
+from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe.sections import VLLM
 from nemo_grpo.rehearsal.host import refuse_data
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
     """Refuse a recipe that cannot be rehearsed.
 
-    Raises: UserError: an embedded recipe, a task with images, asynchronous rollouts without vLLM.
+    Raises: UserError: an embedded recipe, a task with images, layers that are not computed on a CPU,
+            asynchronous rollouts without vLLM.
     """
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
@@ -31,8 +34,25 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
             f"nemo_grpo.task.name={task.name}: a rehearsal has no small vision model; use recipe "
             "check and plan, and look closely at the first step on a GPU"
         )
+    refuse_model(recipe)
     if recipe.policy.generation.vllm_cfg.async_engine and not has_vllm:
         raise UserError(
             f"{VLLM}.async_engine=true: the stand-in sampler has no asynchronous engine; run make "
             "venv-vllm and leave --sampler out"
+        )
+
+
+def refuse_model(recipe: Recipe) -> None:
+    """The layers of a rehearsal are the embedded engine's. A model that is not known here is refused later.
+
+    Raises: UserError: the recipe's model has others.
+    """
+    try:
+        shape = shape_of(recipe)
+    except UserError:
+        return
+    if shape.model_type not in {family.model_type for family in COMPUTED}:
+        raise UserError(
+            f"policy.model_name={shape.name}: the layers of {shape.model_type} are not computed on a CPU "
+            "here; use recipe check and plan, and look closely at the first step on a GPU"
         )

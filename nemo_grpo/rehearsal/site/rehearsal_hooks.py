@@ -17,7 +17,6 @@ AFTER_IMPORT: dict[str, str] = {
     "megatron.core": "cuda:after_megatron",
     "megatron.core.datasets.utils": "megatron:skip_compiling",  # others import its function by name
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "megatron:compute_yarn_here",
-    "megatron.core.transformer.moe.moe_utils": "megatron:name_fused_permutations",
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "megatron:add_newer_names",
     "nemo_rl.models.policy.workers.megatron_policy_worker": "megatron:prepare",
     "nemo_rl.utils.nvml": "nemo_rl:name_logical_gpus",

@@ -79,6 +79,12 @@ def test_images_and_embedded_recipes_are_refused(name, message):
         refuse(load_recipe(path), path, has_vllm=True)
 
 
+def test_layers_that_are_not_computed_here_are_refused():
+    recipe = load_recipe(CW_GRPO, ["policy.model_name=moonshotai/Moonlight-16B-A3B"])
+    with pytest.raises(UserError, match="the layers of deepseek_v3 are not computed on a CPU here"):
+        refuse(recipe, CW_GRPO, has_vllm=True)
+
+
 def test_asynchronous_rollouts_need_vllm():
     recipe, path = load_recipe(CW_GRPO, ["policy.generation.vllm_cfg.async_engine=true"]), CW_GRPO
     refuse(recipe, path, has_vllm=True)
