@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from checkpoints_conv.formats.model_folder import side_files, weight_files
 from checkpoints_conv.lora import peft_config
-from checkpoints_conv.model_card import Training, base_of, write_card
+from checkpoints_conv.model_card import Training, write_card
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.files import make_readable
 
@@ -164,7 +164,7 @@ def export(
         with no_transformers_bars():
             config.save_pretrained(temporary)
         if training is not None:
-            write_card(temporary, training, base_of(source))
+            write_card(temporary, training, source)
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def export_adapter(
     with appearing(target) as temporary:
         save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        write_card(temporary, training, base_of(source), is_adapter=True)
+        write_card(temporary, training, source, is_adapter=True)
 
 
 @contextmanager
