@@ -25,6 +25,8 @@ from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.files import make_readable
 
 MAX_SHARD_SIZE = "5GB"
+WRITTEN_BY = {".cache/smollm2": "python -m nemo_grpo.smollm2"}
+"""A model's folder in a shipped recipe -> the command that writes the folder given to it."""
 
 
 def check_model_folder(folder: Path, setting: str) -> None:
@@ -34,9 +36,10 @@ def check_model_folder(folder: Path, setting: str) -> None:
             recipe key.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"{setting}={str(folder)!r} is not a folder; download the model and give its local folder"
-        )
+        remedy = "download the model and give its local folder"
+        if command := WRITTEN_BY.get(str(folder)):
+            remedy = f"`{command} {folder}` writes it"
+        raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
     needed = {
         "config.json": ["config.json"],
         "weights (*.safetensors)": ["*.safetensors"],
