@@ -16,39 +16,24 @@ import pytest
 import torch
 from processes import ROOT, nemo_grpo, output_of, python
 from safetensors.torch import load_file
+from wheels import SHIPPED, build_wheel, copy_sources, install
 
-SHIPPED = ("recipes", "slurm", "requirements")
-PARTS = ("nemo_grpo", "checkpoints_conv", *SHIPPED)
 QUICK = ["grpo.max_num_steps=1", "nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false"]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A copy of what a wheel is built from."""
-    sources = tmp_path_factory.mktemp("sources")
-    for part in PARTS:
-        shutil.copytree(ROOT / part, sources / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, sources)
-    return sources
+    return copy_sources(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")
 def wheel(sources, tmp_path_factory):
-    """Built by the backend that pip runs."""
-    built = tmp_path_factory.mktemp("built")
-    options = ("--no-deps", "--no-build-isolation", "--quiet")
-    output_of(python("-m", "pip", "wheel", *options, "-w", built, sources))
-    (found,) = built.glob("*.whl")
-    return found
+    return build_wheel(sources, tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A folder as pip installs the wheel; the dependencies come from this environment."""
-    target = tmp_path_factory.mktemp("installed") / "site-packages"
-    output_of(python("-m", "pip", "install", "--no-deps", "--quiet", "--target", target, wheel))
-    return target
+    return install(wheel, tmp_path_factory.mktemp("installed") / "site-packages")
 
 
 def run(installed, folder, *arguments, exit_code=0, **environment):
