@@ -127,7 +127,7 @@ def oldest(path):
 def environment(request, registry, wheel, tmp_path):
     """An environment with what pip chooses for the wheel: the newest versions or the oldest."""
     folder = tmp_path / "environment"
-    output_of(process(sys._base_executable, "-m", "venv", folder))
+    output_of(process(os.environ.get("NEMO_GRPO_WHEEL_PYTHON", sys._base_executable), "-m", "venv", folder))
     constraints = ["-c", oldest(tmp_path / "oldest.txt")] if request.param == "oldest" else []
     pip = (folder / "bin/python", "-m", "pip")
     output, _ = (
