@@ -33,7 +33,7 @@ def set_title(axes: Axes, text: str, pad: float = 6) -> None:
 
 
 def tidy(axes: Axes) -> None:
-    """Pale grid behind the data, two thin sides."""
+    """Pale grid behind the data, two thin sides; labels of ticks set before lose a size of their own."""
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=3, labelsize=8.5)

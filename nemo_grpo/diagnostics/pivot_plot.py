@@ -35,12 +35,12 @@ def _draw_response(axes: Axes, study: Mapping[str, Any]) -> None:
     }
     colors = [COLORS[1] if i in chosen else COLORS[4] for i in range(len(tokens))]
     axes.bar(range(len(tokens)), entropies, color=colors, width=0.8)
+    tidy(axes)
     size = 8 if len(tokens) <= 30 else 5.5
     labels = [repr(token)[1:-1].replace("$", r"\$") for token in tokens]
     axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
     set_title(axes, "Entropy along a response, pivots in red")
     axes.set_ylabel("nats", fontsize=9, color=INK)
-    tidy(axes)
 
 
 def _draw_accuracies(axes: Axes, study: Mapping[str, Any]) -> None:
