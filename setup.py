@@ -1,4 +1,4 @@
-"""Puts recipes and job scripts, which lie beside the package in a clone, into the built package."""
+"""Puts recipes, job scripts and lists of requirements, which lie beside the package in a clone, into it."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ class WithRecipes(build_py):
         super().run()
         if self.editable_mode:
             return
-        for folder in ("recipes", "slurm"):
+        for folder in ("recipes", "slurm", "requirements"):
             target = Path(self.build_lib) / "nemo_grpo" / folder
             shutil.rmtree(target, ignore_errors=True)  # an older build's
             shutil.copytree(folder, target)

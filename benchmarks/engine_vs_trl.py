@@ -68,7 +68,7 @@ CONFIGS = {
         ),
     ),
     "quickstart": Config(16, 8, 40, 32, 3),
-    # A pretrained model of 135 million parameters: python scripts/smollm2.py .cache/smollm2
+    # A pretrained model of 135 million parameters: python -m nemo_grpo.smollm2 .cache/smollm2
     "smollm2": Config(
         *(2, 8, 64, 16, 2),
         (

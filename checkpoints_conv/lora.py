@@ -25,7 +25,7 @@ from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files, shards
-from checkpoints_conv.model_card import base_of, training_of, write_card
+from checkpoints_conv.model_card import training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from nemo_grpo.errors import UserError
 from nemo_grpo.progress import progress
@@ -100,7 +100,7 @@ def merge_lora(
     with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
         _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
         copy_side_files(base, job.data, planned[0][1])
-        write_card(job.data, training_of(reader.folder), base_of(base))
+        write_card(job.data, training_of(reader.folder), base)
         reader.close()
         weights.close()
         job.finish(sha256)
@@ -157,7 +157,7 @@ def export_adapter(
         modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
         config = peft_config(base, ranks.pop(), scale, modules)
         (job.data / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        write_card(job.data, training_of(reader.folder), base_of(base), is_adapter=True)
+        write_card(job.data, training_of(reader.folder), base, is_adapter=True)
         reader.close()
         job.finish(sha256)
     return output

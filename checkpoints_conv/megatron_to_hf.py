@@ -18,7 +18,7 @@ from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWrit
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
-from checkpoints_conv.model_card import base_of, training_of, write_card
+from checkpoints_conv.model_card import training_of, write_card
 from nemo_grpo.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def megatron_to_hf(
                 todo = [place for place in places if not finished.issuperset(place.unit.hf)]
                 _convert_all(todo, reader, writer, job, family.dims, num_workers)
             copy_side_files(hf_config_folder, job.data, tensors[0][1])
-            write_card(job.data, training_of(reader.folder), base_of(hf_config_folder))
+            write_card(job.data, training_of(reader.folder), hf_config_folder)
             job.finish(sha256)
     log.info("%s is a Hugging Face model", output)
     return output

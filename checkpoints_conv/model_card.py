@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +11,13 @@ from typing import Any
 
 import yaml
 
-from checkpoints_conv.formats.model_folder import read_config
+from checkpoints_conv.base_model import CARD, TAG, BaseModel, base_model
 from nemo_grpo.errors import UNREADABLE
 
-CARD = "README.md"
 _INFO = "training_info.json"
 """In every step's folder, three above its torch_dist checkpoint; NeMo-RL puts ``config.yaml`` there, too."""
 _ABOVE = 3
 """The run's own folder is at most so far above a step's: checkpoints, or links that wait for their export."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -84,43 +80,41 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
 
 
-def base_of(hf_config_folder: Path) -> str:
-    """The name of the model whose config.json is used, where no recipe names it."""
-    stated = read_config(hf_config_folder / "config.json").get("_name_or_path")
-    return stated if isinstance(stated, str) and stated else hf_config_folder.resolve().name
-
-
-def write_card(folder: Path, training: Training, base: str, *, is_adapter: bool = False) -> None:
+def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bool = False) -> None:
     """Write the card of a model into its folder.
 
-    Args: base: the model that training began with, where the recipe does not say.
+    Args: source: the folder whose config.json it has; of the base model, where the recipe does not say.
           is_adapter: the folder holds PEFT's matrices instead of a model.
     """
     from huggingface_hub import ModelCardData
 
-    name = training.text("policy", "model_name") or base
+    base = base_model(training.text("policy", "model_name"), source)
     variant = training.text("loss_fn", "variant")
     has_images = (folder / "preprocessor_config.json").exists()
     data = ModelCardData(
-        base_model=name if _without_folders(name) == name and "/" in name else None,
+        license=base.license.get("license"),
+        license_name=base.license.get("license_name"),
+        license_link=base.license.get("license_link"),
+        base_model=base.name if base.is_on_hub else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="image-text-to-text" if has_images else "text-generation",
-        tags=["reinforcement-learning", "nemo_grpo", *([variant] if variant else [])],
+        tags=["reinforcement-learning", TAG, *([variant] if variant else [])],
     )
-    title = training.text("nemo_grpo", "run_name") or Path(name).name
-    rows = _rows(training, name)
+    title = training.text("nemo_grpo", "run_name") or Path(base.name).name
+    rows = _rows(training, base)
     tables = [("", rows), ("Validation", _numbers(training.metrics)), ("Versions", training.versions)]
     body = "\n".join(_table(heading, of) for heading, of in tables if of)
     text = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\n{body}"
     (folder / CARD).write_text(text, encoding="utf-8")
 
 
-def _rows(training: Training, base: str) -> dict[str, str]:
+def _rows(training: Training, base: BaseModel) -> dict[str, str]:
     is_made = training.value("policy", "model_name") is None and training.value("nemo_grpo", "warm_start")
     stated = training.value("nemo_grpo", "task", "train_files")
     files = stated if isinstance(stated, list) else ()
     found = {
-        "base model": "made for the run" if is_made else _without_folders(base),
+        "base model": "made for the run" if is_made else base.name,
+        "license": None if is_made else _license(base),
         "recipe": training.text("nemo_grpo", "run_name"),
         "variant": training.text("loss_fn", "variant"),
         "task": training.text("nemo_grpo", "task", "name"),
@@ -130,9 +124,9 @@ def _rows(training: Training, base: str) -> dict[str, str]:
     return {label: str(value) for label, value in found.items() if value is not None}
 
 
-def _without_folders(name: str) -> str:
-    """A model's name on the Hub, or a folder's alone: where it lay concerns nobody."""
-    return name if _HUB_NAME.fullmatch(name) and not os.path.exists(name) else Path(name).name
+def _license(base: BaseModel) -> str:
+    name = base.license.get("license_name", base.license.get("license"))
+    return name or "the base model's, which was not known here"
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, str]:

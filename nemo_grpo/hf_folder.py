@@ -20,11 +20,13 @@ from transformers.utils import logging as transformers_logging
 
 from checkpoints_conv.formats.model_folder import side_files, weight_files
 from checkpoints_conv.lora import peft_config
-from checkpoints_conv.model_card import Training, base_of, write_card
+from checkpoints_conv.model_card import Training, write_card
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.files import make_readable
 
 MAX_SHARD_SIZE = "5GB"
+WRITTEN_BY = {".cache/smollm2": "python -m nemo_grpo.smollm2"}
+"""A model's folder in a shipped recipe -> the command that writes the folder given to it."""
 
 
 def check_model_folder(folder: Path, setting: str) -> None:
@@ -34,9 +36,10 @@ def check_model_folder(folder: Path, setting: str) -> None:
             recipe key.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"{setting}={str(folder)!r} is not a folder; download the model and give its local folder"
-        )
+        remedy = "download the model and give its local folder"
+        if command := WRITTEN_BY.get(str(folder)):
+            remedy = f"`{command} {folder}` writes it"
+        raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
     needed = {
         "config.json": ["config.json"],
         "weights (*.safetensors)": ["*.safetensors"],
@@ -164,7 +167,7 @@ def export(
         with no_transformers_bars():
             config.save_pretrained(temporary)
         if training is not None:
-            write_card(temporary, training, base_of(source))
+            write_card(temporary, training, source)
 
 
 @contextmanager
@@ -198,7 +201,7 @@ def export_adapter(
     with appearing(target) as temporary:
         save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        write_card(temporary, training, base_of(source), is_adapter=True)
+        write_card(temporary, training, source, is_adapter=True)
 
 
 @contextmanager

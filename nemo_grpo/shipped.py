@@ -12,7 +12,7 @@ SCHEME = "nemo_grpo://"
 
 
 def folder(name: str) -> Path:
-    """The shipped folder ``recipes`` or ``slurm``.
+    """The shipped folder ``recipes``, ``slurm`` or ``requirements``.
 
     Raises: UserError: this installation lacks it.
     """

@@ -16,7 +16,8 @@ TASK = parse_task({"name": "word_problems"}).build()
 def model_folder() -> Path:
     """The Hugging Face folder; written if it is not there."""
     target = ROOT / ".cache/smollm2"
-    subprocess.run([sys.executable, ROOT / "scripts/smollm2.py", target], check=True, capture_output=True)
+    command = [sys.executable, "-m", "nemo_grpo.smollm2", target]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return target
 
 

@@ -21,17 +21,26 @@ Planned = tuple[str, Dtype, tuple[int, ...]]
 
 
 def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
-    """Divide tensors over files in order; a file holds at most ``max_shard_bytes``, or one larger tensor."""
-    shards: list[list[Planned]] = [[]]
+    """Divide tensors over files in order; a file holds at most ``max_shard_bytes``, or one larger tensor.
+
+    Within a file they have the order in which the safetensors library writes them: wide dtypes first, then
+    by name.
+    """
+    shards: list[list[tuple[str, list[Planned]]]] = [[]]
     size = 0
-    for _, pieces in grouped(tensors):
+    for whole, pieces in grouped(tensors):
         num_bytes = sum(num_bytes_of(dtype, shape) for _, dtype, shape in pieces)
         if shards[-1] and size + num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
-        shards[-1] += pieces
+        shards[-1].append((whole, pieces))
         size += num_bytes
-    return shards
+    return [[one for _, pieces in sorted(shard, key=_place) for one in pieces] for shard in shards]
+
+
+def _place(tensor: tuple[str, list[Planned]]) -> tuple[int, str]:
+    whole, pieces = tensor
+    return -pieces[0][1].itemsize, whole
 
 
 class SafetensorsWriter:
@@ -103,7 +112,7 @@ class SafetensorsWriter:
             return
         weight_map = {whole_name(name): stored.file.name for name, stored in self.tensors.items()}
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 class TensorWriter:

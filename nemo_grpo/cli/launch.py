@@ -69,13 +69,12 @@ def submit(
 
     Exit codes: 0 submitted; 2 the recipe, its plan, or Slurm refuses.
     """
-    from nemo_grpo.launch.submit import prepare
+    from nemo_grpo.launch.submit import prepare, recipe_for_job
     from nemo_grpo.launch.submit import submit as run_sbatch
     from nemo_grpo.launch.time_limit import parse_time_limit
     from nemo_grpo.recipe import load_recipe
-    from nemo_grpo.shipped import recipe_file
 
-    recipe = recipe_file(recipe)
+    recipe = recipe_for_job(recipe)
     overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
     loaded = load_recipe(recipe, overrides)
     limit = None if time is None else parse_time_limit(time)
@@ -86,9 +85,7 @@ def submit(
     if rehearse:
         _rehearse(recipe, overrides)
     options = sbatch_options(time, account, partition, sbatch)
-    submission = prepare(
-        loaded, recipe.absolute(), overrides, options, job_environment(container, mounts, logs)
-    )
+    submission = prepare(loaded, recipe, overrides, options, job_environment(container, mounts, logs))
     if dry_run:
         typer.echo(str(submission))
         return

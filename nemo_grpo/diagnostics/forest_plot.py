@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.diagnostics.paired import FINAL, SAME_ROLLOUTS, Difference, Paired
-from nemo_grpo.diagnostics.plots import COLORS, COMPANION, INK, new_figure, tidy, write_png
+from nemo_grpo.pictures import COLORS, COMPANION, INK, new_figure, set_title, tidy, write_png
 
 FOREST = "forest.png"
 SHOWN = {
@@ -22,7 +22,7 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
 
     Args: paired: at least one, the first on top.
     """
-    figure = new_figure(7.2, 1.5 + 0.5 * len(paired))
+    figure = new_figure(5.6, 1.6 + 0.45 * len(paired))
     axes = figure.add_subplot()
     axes.axvline(0, color=COMPANION, lw=1.1, zorder=1)
     for name, (label, color, marker, height) in SHOWN.items():
@@ -36,21 +36,15 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
             axes.plot([], [], color=color, marker=marker, ms=6, mfc="white", lw=1.8, label=label)
     axes.set_yticks([-row for row in range(len(paired))], [_row_name(one) for one in paired])
     axes.set_ylim(0.6 - len(paired), 0.6)
-    axes.set_xlabel("difference in held-out accuracy, mean and 95 % interval over paired seeds", fontsize=9)
-    axes.set_title(
-        f"Against {baseline}; filled: the interval excludes 0",
-        loc="left",
-        fontsize=10.5,
-        color=INK,
-        fontweight="bold",
-    )
+    label = "difference in held-out accuracy,\nmean and 95 % interval over paired seeds; filled: excludes 0"
+    axes.set_xlabel(label, fontsize=9, color=INK)
+    set_title(axes, f"Against {baseline}")
     if axes.get_legend_handles_labels()[0]:
         place: Any = "outside lower center"
         figure.legend(loc=place, ncols=2, frameon=False, fontsize=8.5)
     tidy(axes)
-    axes.tick_params(labelsize=8.5)
     axes.grid(visible=False, axis="y")
-    write_png(figure, path, dpi=150)
+    write_png(figure, path, dpi=200)
 
 
 def _excludes_zero(found: Difference) -> bool:

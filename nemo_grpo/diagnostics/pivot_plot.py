@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from nemo_grpo.diagnostics.plots import COLORS, INK, new_figure, tidy, write_png
+from nemo_grpo.pictures import COLORS, INK, new_figure, set_title, tidy, write_png
 
 KINDS = {"pivot": "highest entropy", "random": "random", "calm": "lowest entropy"}
 MAX_TOKENS_SHOWN = 60
@@ -35,12 +35,12 @@ def _draw_response(axes: Axes, study: Mapping[str, Any]) -> None:
     }
     colors = [COLORS[1] if i in chosen else COLORS[4] for i in range(len(tokens))]
     axes.bar(range(len(tokens)), entropies, color=colors, width=0.8)
+    tidy(axes)
     size = 8 if len(tokens) <= 30 else 5.5
     labels = [repr(token)[1:-1].replace("$", r"\$") for token in tokens]
     axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
-    axes.set_title("Entropy along a response, pivots in red", loc="left", fontsize=10.5, fontweight="bold")
+    set_title(axes, "Entropy along a response, pivots in red")
     axes.set_ylabel("nats", fontsize=9, color=INK)
-    tidy(axes)
 
 
 def _draw_accuracies(axes: Axes, study: Mapping[str, Any]) -> None:
@@ -52,6 +52,6 @@ def _draw_accuracies(axes: Axes, study: Mapping[str, Any]) -> None:
         axes.bar(places, values, yerr=errors, width=0.36, color=color, label=f"token {what}", capsize=3)
     axes.set_xticks(range(len(KINDS)), list(KINDS.values()), fontsize=9)
     axes.set_ylim(0, 1.05)
-    axes.set_title("Accuracy of the continuations", loc="left", fontsize=10.5, fontweight="bold")
+    set_title(axes, "Accuracy of the continuations")
     axes.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper right")
     tidy(axes)

@@ -9,18 +9,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from nemo_grpo.diagnostics.runs import RunGroup, common_key, pass_key
-
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
-"""Okabe and Ito's colours for colour-blind readers; a brown in place of the yellow, too pale for lines."""
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-MARKERS = "osD^vPX*"
-INK, GRID, COMPANION = "#333333", "#e4e4e4", "#777777"
+from nemo_grpo.pictures import COLORS, COMPANION, DASHES, INK, MARKERS, new_figure, set_title, tidy, write_png
 
 MAX_BANDS = 5
 """With more groups than this, bands hide each other and are left out of the training metrics."""
@@ -29,8 +23,10 @@ MAX_PALE = 2
 
 METRIC_HEIGHT = 15
 """Points between a panel's axes and its title, for the metric's name."""
-LEGEND_LETTERS, LEGEND_HANDLE = 12, 9
-"""Letters per inch of a legend, and the width of a label's line in letters."""
+PANEL_SIZE = (4.4, 3.2)
+"""Inches of a panel without its legend: its letters can be read on a phone, whose width it fills."""
+LEGEND_LETTERS, LEGEND_HANDLE, LEGEND_ROW = 12, 9, 0.23
+"""Letters per inch of a legend, the width of a label's line in letters, and the inches of a row."""
 
 Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
 """Draws a panel and returns the name of the metric for its title; empty: no name."""
@@ -148,12 +144,13 @@ class Panel:
 
 def draw_panel(panel: Panel, groups: Sequence[RunGroup], path: Path) -> None:
     """Write one panel as a picture of its own."""
-    figure = new_figure(7.2, 4.4)
+    figure = new_figure(*PANEL_SIZE)
     axes = figure.add_subplot()
     _fill(axes, panel, groups)
-    axes.set_xlabel(panel.xlabel)
-    _add_legend(figure, groups, columns=4)
-    write_png(figure, path, dpi=150)
+    axes.set_xlabel(panel.xlabel, fontsize=9, color=INK)
+    rows = _add_legend(figure, groups, columns=4)
+    figure.set_figheight(PANEL_SIZE[1] + LEGEND_ROW * rows)
+    write_png(figure, path, dpi=200)
 
 
 def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Path) -> None:
@@ -172,21 +169,10 @@ def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Pat
     write_png(figure, path, dpi=130)
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure in inches that draws to memory, without pyplot's global state."""
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
-
-
-def write_png(figure: Figure, path: Path, dpi: int) -> None:
-    """Save the figure; `Figure.savefig` would draw everything twice, once for the layout."""
-    figure.dpi = dpi
-    FigureCanvasAgg(figure).print_png(path)
-
-
-def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> None:
-    """Name the groups below the axes; a single group needs no name."""
+def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> int:
+    """Name the groups below the axes; a single group needs no name.  Returns: the legend's rows."""
     if len(groups) == 1:
-        return
+        return 0
     styles = [style_of(index) for index in range(len(groups))]
     handles = [
         Line2D([], [], color=s.color, ls=s.dash, marker=s.marker, ms=4.5, lw=1.8, label=_seeds_label(group))
@@ -196,6 +182,7 @@ def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> Non
     longest = max(len(_seeds_label(group)) for group in groups) + LEGEND_HANDLE
     columns = max(1, min(columns, len(groups), int(LEGEND_LETTERS * figure.get_figwidth() / longest)))
     figure.legend(handles=handles, loc=place, ncols=columns, handlelength=3, fontsize=9, frameon=False)
+    return -(-len(groups) // columns)
 
 
 def _seeds_label(group: RunGroup) -> str:
@@ -206,33 +193,32 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     metric = panel.draw(axes, groups, panel.keys)
     # Below the title, which it would run into beside it.
     axes.text(0, 1.02, metric, transform=axes.transAxes, fontsize=7.5, color=COMPANION)
-    axes.set_title(panel.title, loc="left", fontsize=10.5, color=INK, fontweight="bold", pad=METRIC_HEIGHT)
+    set_title(axes, panel.title, METRIC_HEIGHT)
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
-    if not panel.of_diagnostics:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.margins(x=0.02)
+    if not panel.of_diagnostics:
+        axes.set_xticks(step_ticks(axes))
     if panel.from_zero:
         axes.set_ylim(top=max(axes.get_ylim()[1], 0.01))
     if panel.from_zero or _is_never_negative(axes):
         axes.set_ylim(bottom=0)
         for line in axes.lines:
             line.set_clip_on(False)  # a line at 0 stays visible
-    axes.tick_params(labelsize=8.5)
     tidy(axes)
+
+
+def step_ticks(axes: Axes) -> list[float]:
+    """Round numbers of steps over the axis, and the last step in place of those that it would touch."""
+    last = max((float(np.max(line.get_xdata())) for line in axes.lines if len(line.get_xdata())), default=0.0)
+    first, _ = axes.get_xlim()
+    if last - first < 1:
+        return [last]
+    ticks = MaxNLocator(nbins=6, integer=True).tick_values(first, last)
+    room = 0.6 * (ticks[1] - ticks[0])
+    return [*(tick for tick in ticks if first <= tick <= last - room), last]
 
 
 def _is_never_negative(axes: Axes) -> bool:
     """True for lines at or above 0 whose axis would begin below it, where no value can be."""
     lowest = min((np.nanmin(line.get_ydata()) for line in axes.lines if len(line.get_ydata())), default=-1.0)
     return axes.get_yscale() == "linear" and axes.get_ylim()[0] < 0 <= lowest
-
-
-def tidy(axes: Axes) -> None:
-    """Pale grid behind the data, two thin sides."""
-    axes.grid(color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, length=3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_grpo.diagnostics import summary, token_plots
+from nemo_grpo.diagnostics.forest_plot import FOREST, draw_forest
+from nemo_grpo.diagnostics.paired import PAIRED_NOTE, Paired, paired_table, sentences
 from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.plots import draw_overview, draw_panel
 from nemo_grpo.diagnostics.runs import RunGroup, differing_settings, group_runs, read_run, run_folders
@@ -45,14 +47,18 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     return write_group_report(group_runs([read_run(folder) for folder in dict.fromkeys(folders)]), output)
 
 
-def write_group_report(groups: Sequence[RunGroup], output: str | Path) -> Path:
-    """As `write_report`, for labelled groups."""
+def write_group_report(
+    groups: Sequence[RunGroup], output: str | Path, paired: Sequence[Paired] = (), baseline: str = ""
+) -> Path:
+    """As `write_report`, for labelled groups; ``paired``: the others against the group ``baseline``."""
     output = Path(output)
     try:
         if output.is_file() and not _is_report(output):
             raise UserError(f"{output} exists and is not a report; remove it, or choose another -o")
         draw(groups, output.parent / PLOTS)
-        output.write_text(render(groups, output.parent / PLOTS))
+        if paired:
+            draw_forest(paired, baseline, output.parent / PLOTS / FOREST)
+        output.write_text(render(groups, output.parent / PLOTS, paired, baseline))
     except OSError as error:
         raise UserError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
     return output
@@ -78,19 +84,18 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
     draw_overview(filled, groups, folder / "overview.png")
 
 
-def render(groups: Sequence[RunGroup], plots: Path) -> str:
+def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], baseline: str) -> str:
     """The HTML text with the pictures of ``plots`` embedded."""
     title = " vs ".join(group.label for group in groups)
     title = title if len(title) <= TITLE_LENGTH else f"{len(groups)} settings"
-    runs = [run for group in groups for run in group.runs]
-    paths = ", ".join(str(run.path) for run in runs)
+    pictures = [_picture(plots / f"{panel.name}.png", panel.title) for panel in PANELS]
     sections = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<p class=sub>{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {html.escape(paths)}</p>",
+        _sources(groups),
         summary_table(groups),
         _findings(groups),
-        _picture(plots / "learning_curve.png", "Held-out accuracy by training step"),
-        _picture(plots / "overview.png", "All metrics by training step"),
+        _paired(paired, baseline, plots),
+        f"<div class=panels>{''.join(pictures)}</div>",
         _token_tables(groups),
         _explanations(groups),
         _settings(groups),
@@ -99,11 +104,29 @@ def render(groups: Sequence[RunGroup], plots: Path) -> str:
     return _PAGE.format(title=html.escape(title), style=_STYLE, body=body)
 
 
+def _sources(groups: Sequence[RunGroup]) -> str:
+    """The folder of one run; of several their number, and their folders once that is opened."""
+    paths = [html.escape(str(run.path)) for group in groups for run in group.runs]
+    if len(paths) == 1:
+        return f"<p class=sub>{paths[0]}</p>"
+    return f"<details class=sub><summary>{len(paths)} runs</summary>{'<br>'.join(paths)}</details>"
+
+
 def summary_table(groups: Sequence[RunGroup]) -> str:
     """Accuracies, greedy, pass@k, entropy and time of each group over its seeds."""
-    return (
-        f"<div class=summary>{_table(*summary.table(groups))}</div><p class=note>{_escaped(summary.NOTE)}</p>"
-    )
+    note = _escaped(summary.note(groups))
+    return f"<div class=summary>{_table(*summary.table(groups))}</div><p class=note>{note}</p>"
+
+
+def _paired(paired: Sequence[Paired], baseline: str, plots: Path) -> str:
+    """Every setting's difference to the baseline: picture, table and verdicts."""
+    if not paired:
+        return ""
+    verdicts = "".join(f"<li>{_escaped(line)}</li>" for line in sentences(paired, baseline))
+    forest = _picture(plots / FOREST, "Difference in held-out accuracy, with 95 % intervals")
+    table = _table(*paired_table(paired, baseline))
+    notes = f"<ul>{verdicts}</ul><p class=note>{_escaped(PAIRED_NOTE)}</p>"
+    return f"<h2>Against {html.escape(baseline)}, seed by seed</h2>{forest}{table}{notes}"
 
 
 def _findings(groups: Sequence[RunGroup]) -> str:
@@ -151,10 +174,9 @@ def _explanations(groups: Sequence[RunGroup]) -> str:
         for panel in PANELS
         if panel.is_filled(groups)
     ]
-    note = (
-        "Lines of training metrics are running means; pale lines are single steps, bands are one standard "
-        "deviation over seeds."
-    )
+    note = "Lines of training metrics are running means; pale lines are single steps"
+    several = any(len(group.runs) > 1 for group in groups)
+    note += ", bands are one standard deviation over seeds." if several else "."
     return f"<h2>How to read it</h2><p>{note}</p><dl>{''.join(items)}</dl>"
 
 
@@ -193,15 +215,18 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1400px;
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
+h1, .sub { overflow-wrap: anywhere }
 .sub, .note { color: #666; margin: .3rem 0 1rem; font-size: .9rem }
 .scroll { overflow-x: auto }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr));
+  gap: 1.5rem 1rem; margin: 1.5rem 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
 th, td { padding: .35rem .8rem; text-align: right; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2px solid #bbb }
 .summary th, .summary td { white-space: normal; padding: .35rem .45rem; vertical-align: bottom }
 tbody tr:hover { background: #f6f8fa }
 .stuck { color: #a40000 }
-img { width: 100%; max-width: 1060px; display: block; margin: 1.2rem auto }
+img { width: 100%; max-width: 560px; display: block }
 dt { font-weight: 600; margin-top: .5rem } dd { margin: 0 }
 """
 

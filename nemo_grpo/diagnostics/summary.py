@@ -12,10 +12,12 @@ from nemo_grpo.diagnostics.stuck import findings
 
 ACCURACY = "validation/accuracy"
 
-NOTE = (
-    "Accuracies on held-out problems. best is the largest validation of each run, which flatters noisy runs; "
-    "least gain is the smallest of the seeds. +- is the sample standard deviation over seeds."
-)
+NOTES = {
+    "final": "Accuracies on held-out problems.",
+    "best": "best is the largest validation of each run, which flatters noisy runs.",
+    "least gain": "least gain is the smallest of the seeds.",
+}
+"""A column and the sentence that it needs."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,15 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
         Column("minutes", lambda g: [s / 60 for run in g.runs if (s := seconds(run))], digits=1),
     ]
     return [column for column in found if any(column.values(group) for group in groups)]
+
+
+def note(groups: Sequence[RunGroup]) -> str:
+    """What the table's columns and deviations are, as far as it has them."""
+    shown = {column.name for column in columns(groups)}
+    sentences = [sentence for name, sentence in NOTES.items() if name in shown]
+    if any(len(group.runs) > 1 for group in groups):
+        sentences.append("+- is the sample standard deviation over seeds.")
+    return " ".join(sentences)
 
 
 def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from nemo_grpo.evaluate.suite import SuiteResult
 
 PICTURE = "scores.png"
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
+GROUP_WIDTH = 0.8
+"""Of a benchmark's bars, with 1 between the middles of two benchmarks."""
 TOKENS = "num_tokens"
 OWN = ("box_", "mask_")
 """How metrics of a task's own begin that the table shows."""
@@ -108,45 +109,31 @@ def _cell(metric: str, means: Mapping[str, float], errors: Mapping[str, float]) 
 
 
 def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERRORS) -> None:
-    """PNG: avg@k as bars, greedy, maj@k and pass@k as points; ``spread``: as in `table`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """PNG: avg@k, greedy, maj@k and pass@k as bars beside each other; ``spread``: as in `table`."""
+    from nemo_grpo.pictures import COLORS, INK, new_figure, tidy, write_png
 
     k, entries = _num_samples(summary), summary[BENCHMARKS]
-    names = list(entries)
-    figure = Figure(figsize=(2.2 + 1.5 * len(names), 4), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
+    bars = {"accuracy": f"avg@{k}", "greedy": "greedy"}
+    bars |= {name: name for name in (f"maj@{k}", f"pass@{k}") if k > 1}
+    width = GROUP_WIDTH / len(bars)
+    figure = new_figure(max(4.4, 1.0 + 1.7 * len(entries)), 3.6)
     axes = figure.add_subplot()
-    metrics = [entry["metrics"] for entry in entries.values()]
-    errors = [entry[spread] for entry in entries.values()]
-    series = [("greedy", "greedy", "o", ORANGE, -0.12), (f"maj@{k}", f"maj@{k}", "D", GREEN, 0.12)]
-    series += [(f"pass@{k}", f"pass@{k}", "_", GREY, 0.0)] if k > 1 else []
-    places = range(len(names))
-    axes.bar(
-        places,
-        [100 * m["accuracy"] for m in metrics],
-        width=0.6,
-        yerr=[100 * e["accuracy"] for e in errors],
-        color=BLUE,
-        alpha=0.75,
-        capsize=4,
-        label=f"avg@{k}",
-    )
-    for metric, label, marker, color, shift in series:
-        axes.errorbar(
-            [place + shift for place in places],
-            [100 * m[metric] for m in metrics],
-            yerr=[100 * e[metric] for e in errors],
-            fmt=marker,
-            color=color,
-            markersize=11 if marker == "_" else 5,
-            capsize=2,
-            label=label,
-        )
-    axes.set_xticks(places, [f"{name}\n(N={entry['num_problems']})" for name, entry in entries.items()])
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("per cent")
-    axes.set_title(fill(title, 30 + 20 * len(names)), fontsize=8)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=4, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    for number, (metric, label) in enumerate(bars.items()):
+        places = [place + width * (number - (len(bars) - 1) / 2) for place in range(len(entries))]
+        heights = [100 * entry["metrics"][metric] for entry in entries.values()]
+        errors = [100 * entry[spread][metric] for entry in entries.values()]
+        style = {"color": COLORS[number], "error_kw": {"elinewidth": 1.1, "ecolor": INK}, "capsize": 2}
+        drawn = axes.bar(places, heights, width=0.86 * width, yerr=errors, label=label, **style)
+        axes.bar_label(drawn, fmt="%.1f", fontsize=7, color=INK, padding=2)
+    names = [f"{name}\n{entry['num_problems']} problems" for name, entry in entries.items()]
+    axes.set_xticks(range(len(entries)), names)
+    axes.set_xlim(-0.6, len(entries) - 0.4)
+    axes.set_ylim(0, 108)
+    axes.set_yticks(range(0, 101, 20))
+    axes.set_ylabel("per cent", fontsize=9, color=INK)
+    wrapped = fill(title, int(14 * figure.get_figwidth()))
+    figure.suptitle(wrapped, x=0.01, ha="left", fontsize=8.5, color=INK)
+    figure.legend(loc="outside lower center", fontsize=8.5, ncols=4, frameon=False)
+    tidy(axes)
+    axes.grid(visible=False, axis="x")
+    write_png(figure, path, dpi=150)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.diagnostics.forest_plot import FOREST, draw_forest
+from nemo_grpo.diagnostics.forest_plot import FOREST
 from nemo_grpo.diagnostics.paired import (
     PAIRED_NOTE,
     Paired,
@@ -18,7 +18,7 @@ from nemo_grpo.diagnostics.paired import (
 )
 from nemo_grpo.diagnostics.report import PLOTS, write_group_report
 from nemo_grpo.diagnostics.runs import RunGroup, read_run
-from nemo_grpo.diagnostics.summary import NOTE, markdown, markdown_table, records, stuck_runs
+from nemo_grpo.diagnostics.summary import markdown, markdown_table, note, records, stuck_runs
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.experiments.plan import Job
 from nemo_grpo.experiments.runner import Status
@@ -56,7 +56,7 @@ class Results:
 
     def notes(self) -> str:
         """What stands below the tables, in Markdown that reads as plain text."""
-        text = f"{NOTE}\n" if self.groups else ""
+        text = f"{note(self.groups)}\n" if self.groups else ""
         if self.paired:
             lines = "".join(f"- {line}\n" for line in sentences(self.paired, self.baseline))
             text += f"\n{PAIRED_NOTE}\n\n{lines}\nDrawn in {PLOTS}/{FOREST}.\n"
@@ -85,12 +85,11 @@ def write_results(
     groups, baseline = finished_groups(jobs, ended), baseline_of(jobs, baseline)
     found = Results(groups, missing, len(jobs), baseline, compare_groups(groups, baseline))
     if found.groups:
-        write_group_report(found.groups, out / REPORT)
-    (out / PLOTS / FOREST).unlink(missing_ok=True)
+        write_group_report(found.groups, out / REPORT, found.paired, baseline)
+    if not found.paired:
+        (out / PLOTS / FOREST).unlink(missing_ok=True)
     table = f"{markdown(found.groups)}\n" if found.groups else ""
-    if found.paired:
-        draw_forest(found.paired, baseline, out / PLOTS / FOREST)
-        table += f"{markdown_table(*paired_table(found.paired, baseline))}\n"
+    table += f"{markdown_table(*paired_table(found.paired, baseline))}\n" if found.paired else ""
     (out / TABLE).write_text(f"```\n{command}\n```\n\n{table}{found.notes()}")
     results = {
         "command": command,

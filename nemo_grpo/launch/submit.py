@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nemo_grpo
+from nemo_grpo import shipped
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 
@@ -51,6 +52,25 @@ def scripts_folder() -> Path:
             "installation without the repository; then export NEMO_GRPO_ROOT=DIR"
         )
     return root / "slurm"
+
+
+def recipe_for_job(given: Path) -> Path:
+    """A recipe's file as the job will read it; of a shipped recipe the copy beside the job scripts.
+
+    The place in which pip installed the package is in no container.
+
+    Raises: UserError: there is no such recipe, or no copy of it.
+    """
+    file, own = shipped.recipe_file(given), shipped.folder("recipes").resolve()
+    if not file.resolve().is_relative_to(own):
+        return file.absolute()
+    copy = scripts_folder().parent / "recipes" / file.resolve().relative_to(own)
+    if not copy.is_file():
+        raise UserError(
+            f"NEMO_GRPO_ROOT: {copy} is missing; `nemo-grpo slurm scripts DIR` writes the recipes, too; then "
+            "export NEMO_GRPO_ROOT=DIR"
+        )
+    return copy
 
 
 def prepare(

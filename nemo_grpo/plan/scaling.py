@@ -122,31 +122,33 @@ def own_layout(points: Sequence[Point]) -> str:
 
 def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
     """Step time, efficiency and GPU-hours against GPUs, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from nemo_grpo.pictures import COLORS, COMPANION, DASHES, INK, new_figure, set_title, tidy, write_png
 
     drawn = [(point, point.strong, point.weak) for point in points if point.strong and point.weak]
     gpus = [point.num_gpus for point, _, _ in drawn]
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure = new_figure(11, 3.6)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     panels = {
         "seconds per step": [(strong.step.seconds, weak.step.seconds) for _, strong, weak in drawn],
         "tokens/s/GPU, relative": [(p.strong_efficiency, p.weak_efficiency) for p, _, _ in drawn],
         "GPU-hours of the run": [(strong.gpu_hours, weak.gpu_hours) for _, strong, weak in drawn],
     }
     for axes, (name, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        axes.plot(gpus, [strong for strong, _ in values], "o-", color="#0072B2", label="same batch")
-        axes.plot(gpus, [weak for _, weak in values], "s--", color="#D55E00", label="batch grows")
+        lines = {"same batch": [strong for strong, _ in values], "batch grows": [weak for _, weak in values]}
+        for (label, line), color, dash, marker in zip(lines.items(), COLORS, DASHES, "os", strict=False):
+            axes.plot(gpus, line, color=color, ls=dash, marker=marker, ms=4.5, lw=1.9, label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(gpus, [str(count) for count in gpus])
         axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("GPUs")
-        axes.set_title(name)
-        axes.grid(color="#e4e4e4")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.set_xlabel("GPUs", fontsize=9, color=INK)
+        set_title(axes, name)
+        tidy(axes)
     own = [(point.num_gpus, point.own.step.seconds) for point in points if point.own]
     steps = figure.axes[0]
-    steps.plot([n for n, _ in own], [s for _, s in own], ":", color="#777777", label="recipe's own layout")
-    steps.legend(frameon=False)
-    figure.savefig(file, dpi=110)
+    label = "recipe's own layout"
+    steps.plot([n for n, _ in own], [s for _, s in own], color=COMPANION, ls=DASHES[2], lw=1.3, label=label)
+    steps.legend(frameon=False, fontsize=8.5, handlelength=3)
+    for axes in figure.axes:
+        axes.set_ylim(bottom=0)
+    write_png(figure, file, dpi=130)

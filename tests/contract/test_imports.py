@@ -24,14 +24,15 @@ ALLOWED_OWN = {
     "evaluate": {
         *("core", "tasks", "data", "recipe", "sampling", "evaluate", "progress", "errors", "files"),
         "hf_folder",
+        "pictures",
     },
     "core": {"core"},
     "variants": {"core", "variants", "aliases", "errors", "extensions"},
     "tasks": {"tasks", "errors", "extensions"},
     "data": {"data", "tasks", "errors", "files"},
     "recipe": {"core", "variants", "recipe", "tasks", "aliases", "dotted", "errors", "extensions", "shipped"},
-    "plan": {"plan", "recipe", "variants", "dotted", "errors"},
-    "diagnostics": {"core", "variants", "recipe", "diagnostics", "dotted", "errors"},
+    "plan": {"plan", "recipe", "variants", "dotted", "errors", "pictures"},
+    "diagnostics": {"core", "variants", "recipe", "diagnostics", "dotted", "errors", "pictures"},
 }
 
 

@@ -15,6 +15,7 @@ import zipfile
 import pytest
 import torch
 from conv_models import write_chunk
+from safetensors.torch import save as save_tensors
 from torch.distributed.checkpoint import filesystem, metadata
 
 from checkpoints_conv.families import family_for
@@ -240,6 +241,17 @@ def test_a_tensor_split_along_columns_is_joined_and_along_an_inner_axis_refused(
     with pytest.raises(UserError, match="inner is split along an inner axis; save it from one rank"):
         reader.read("inner", (0, 0, 0), (2, 4, 6))
     reader.close()
+
+
+def test_a_file_of_several_dtypes_has_the_safetensors_librarys_order(tmp_path):
+    dtypes = {"b": torch.bfloat16, "d": torch.float32, "a": torch.bfloat16, "c": torch.float64}
+    tensors = {name: torch.full((3, 2), number, dtype=dtypes[name]) for number, name in enumerate(dtypes)}
+    planned = [(name, DTYPES[str(t.dtype).removeprefix("torch.")], (3, 2)) for name, t in tensors.items()]
+    writer = SafetensorsWriter(tmp_path, planned, 1 << 30)
+    for name, tensor in tensors.items():
+        writer.write(name, byte_view(tensor))
+    writer.close()
+    assert (tmp_path / "model.safetensors").read_bytes() == save_tensors(tensors, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])

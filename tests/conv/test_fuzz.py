@@ -335,6 +335,6 @@ def test_cards(tmp_path):
         (step / "training_info.json").write_text(json.dumps(changed["info"]))
         (step / "config.yaml").write_text(json.dumps(changed["recipe"]))
         with only_messages():
-            write_card(tmp_path, training_of(weights), "base")
+            write_card(tmp_path, training_of(weights), tmp_path)
 
     check()

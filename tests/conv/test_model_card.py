@@ -44,6 +44,7 @@ def test_a_converted_step_says_what_was_trained(engine, source, checkpoint, tmp_
     accuracy = "validation/accuracy" if engine == "embedded" else "val:accuracy"
     assert rows == {
         "base model": "Qwen/Qwen2.5-1.5B",
+        "license": "the base model's, which was not known here",
         "recipe": "my-run",
         "variant": "tr_grpo",
         "task": "math",
@@ -77,12 +78,85 @@ def test_damaged_files_of_a_run_do_not_end_an_export(source, checkpoint, tmp_pat
 
 
 def test_an_adapter_and_a_model_with_images_are_named_so(tmp_path):
-    write_card(tmp_path, Training(), "org/base", is_adapter=True)
+    (tmp_path / "config.json").write_text('{"_name_or_path": "org/base"}')
+    write_card(tmp_path, Training(), tmp_path, is_adapter=True)
     assert ModelCard.load(tmp_path / "README.md").data.library_name == "peft"
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    write_card(tmp_path, Training(RECIPE), "org/base")
+    write_card(tmp_path, Training(RECIPE), tmp_path)
     data = ModelCard.load(tmp_path / "README.md").data
     assert (data.pipeline_tag, data.base_model) == ("image-text-to-text", "Qwen/Qwen2.5-1.5B")
+
+
+CARD = """---
+license: other
+license_name: qwen
+license_link: LICENSE
+base_model: Qwen/parent
+tags: [chat]
+---
+"""
+LICENSE = ("other", "qwen", "LICENSE")
+
+
+def card_after(folder, source, model_name=None):
+    """Of a training that began with ``model_name``."""
+    folder.mkdir()
+    write_card(folder, Training({"policy": {"model_name": model_name}}), source)
+    return ModelCard.load(folder / "README.md")
+
+
+def license_of(card):
+    return card.data.license, card.data.get("license_name"), card.data.get("license_link")
+
+
+def folder_with(path, card):
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "README.md").write_text(card)
+    return path
+
+
+def test_the_license_and_the_name_on_the_hub_are_those_of_the_hubs_cache(tmp_path, monkeypatch):
+    cache = tmp_path / "hub" / "models--Qwen--Qwen2.5-1.5B"
+    snapshot = folder_with(cache / "snapshots" / "abc", CARD)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    empty = folder_with(tmp_path / "tokenizer", "")
+    for number, (source, name) in enumerate(
+        [(empty, "Qwen/Qwen2.5-1.5B"), (snapshot, None), (empty, str(snapshot))]
+    ):
+        card = card_after(tmp_path / str(number), source, name)
+        assert (card.data.base_model, license_of(card)) == ("Qwen/Qwen2.5-1.5B", LICENSE)
+        assert "| license | qwen |" in card.text
+
+
+def test_a_downloaded_folder_gives_its_license_and_not_its_parents_name(tmp_path):
+    card = card_after(tmp_path / "x", folder_with(tmp_path / "Qwen-Instruct", CARD))
+    assert (card.data.base_model, license_of(card)) == (None, LICENSE)
+    assert "| base model | Qwen-Instruct |" in card.text
+
+
+def test_a_second_stage_names_the_model_with_which_the_first_began(tmp_path):
+    first = folder_with(tmp_path / "runs" / "sft" / "hf", "")
+    write_card(first, Training({"policy": {"model_name": "org/base"}}), folder_with(tmp_path / "base", CARD))
+    card = card_after(tmp_path / "second", first, str(first))
+    assert (card.data.base_model, license_of(card)) == ("org/base", LICENSE)
+    assert str(tmp_path) not in card.content
+
+
+@pytest.mark.parametrize(
+    "card",
+    ["---\na: [\n---\n", "---\n- x\n---\n", "---\nlicense: [a, b]\ntags: 3\n---\n", "license: mit", "\x00"],
+)
+def test_a_card_that_says_nothing_is_no_obstacle(card, tmp_path):
+    found = card_after(tmp_path / "x", folder_with(tmp_path / "base", card))
+    assert (found.data.base_model, found.data.license) == (None, None)
+
+
+@pytest.mark.parametrize("name", [".cache/smollm2", "runs/x/hf", "/lustre/org/base", "-x/y"])
+def test_a_folder_that_is_gone_is_no_name_on_the_hub(name, tmp_path):
+    assert card_after(tmp_path / "x", folder_with(tmp_path / "base", ""), name).data.base_model is None
 
 
 def test_everybody_may_read_an_export(source, checkpoint, tmp_path):

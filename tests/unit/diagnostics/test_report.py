@@ -6,7 +6,7 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from nemo_grpo.diagnostics import plots
@@ -23,6 +24,7 @@ from nemo_grpo.diagnostics.plots import common_key, running_mean, style_of
 from nemo_grpo.diagnostics.report import plot_run, write_report
 from nemo_grpo.diagnostics.runs import group_runs, read_run
 from nemo_grpo.errors import UserError
+from nemo_grpo.pictures import new_figure
 
 MakeRun = Callable[..., Path]
 
@@ -193,7 +195,7 @@ def test_summary_table_has_mean_and_deviation_over_seeds(make_run: MakeRun, tmp_
     assert "loss_fn.variant" in page
 
 
-def test_report_is_one_file_with_the_pictures_inside(make_run: MakeRun) -> None:
+def test_report_is_one_file_with_each_picture_inside_once(make_run: MakeRun) -> None:
     rows = [
         {"step": s, "reward/mean": 0.1 * s, "validation/accuracy": 0.1 * s, "step/<odd>": 1} for s in range(5)
     ]
@@ -206,12 +208,23 @@ def test_report_is_one_file_with_the_pictures_inside(make_run: MakeRun) -> None:
     }
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert base64.b64decode(pictures[0]) == (folder / "plots" / "learning_curve.png").read_bytes()
-    assert base64.b64decode(pictures[1]) == (folder / "plots" / "overview.png").read_bytes()
-    assert all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
+    assert base64.b64decode(pictures[1]) == (folder / "plots" / "reward.png").read_bytes()
+    assert len(pictures) == 2
     assert 'src="http' not in page
     assert "<grpo>" not in page
     assert "&lt;grpo&gt;" in page
     assert _is_balanced(page)
+
+
+def test_one_run_is_named_and_only_its_columns_are_explained(make_run: MakeRun, tmp_path: Path) -> None:
+    first, second = make_run("a", accuracy(0.1, 0.2)), make_run("b", accuracy(0.1, 0.3), seed=1)
+    alone = write_report([first], tmp_path / "alone.html").read_text()
+    assert f"<p class=sub>{first}</p>" in alone
+    assert "best is the largest" in alone
+    assert not any(word in alone for word in ("least gain", "over seeds"))
+    both = write_report([first, second], tmp_path / "both.html").read_text()
+    assert f"<summary>2 runs</summary>{first}<br>{second}</details>" in both
+    assert "least gain is the smallest of the seeds. &plusmn;&nbsp;is the sample" in both
 
 
 def test_pictures_of_an_earlier_report_do_not_stay(make_run: MakeRun, tmp_path: Path) -> None:
@@ -347,7 +360,7 @@ def test_a_share_has_no_axis_below_zero_and_no_title_touches_the_metrics_name(ma
     rows = [{"step": step, **dict.fromkeys(names, 0.01 * step)} for step in range(5)]
     groups = group_runs([read_run(make_run("a", rows))])
     for panel in (panel for panel in PANELS if panel.is_filled(groups)):
-        figure = plots.new_figure(4.1, 2.9)  # as in the overview
+        figure = new_figure(4.1, 2.9)  # as in the overview
         axes = figure.add_subplot()
         plots._fill(axes, panel, groups)
         renderer = FigureCanvasAgg(figure).get_renderer()
@@ -356,6 +369,35 @@ def test_a_share_has_no_axis_below_zero_and_no_title_touches_the_metrics_name(ma
         title = axes._left_title.get_window_extent(renderer)
         assert not metric.get_window_extent(renderer).overlaps(title), panel.name
         assert panel.name == "covariance" or axes.get_ylim()[0] == 0, panel.name
+
+
+@pytest.mark.parametrize(
+    ("steps", "ticks"),
+    [
+        (range(161), [0, 30, 60, 90, 120, 160]),  # 150 is too near
+        (range(1, 49), [8, 16, 24, 32, 40, 48]),
+        (range(1, 2), [1]),
+        ([1, 2, 3], [1, 2, 3]),
+    ],
+)
+def test_the_last_step_has_a_tick_that_touches_no_other(steps: Sequence[int], ticks: list[int]) -> None:
+    axes = new_figure(4.4, 3.2).add_subplot()
+    axes.plot(steps, steps)
+    axes.margins(x=0.02)
+    assert plots.step_ticks(axes) == ticks
+
+
+def test_a_legend_makes_the_picture_taller_and_not_the_axes_lower(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "write_png", lambda figure, path, dpi: drawn.append(figure))
+    runs = [read_run(make_run(f"r{i}", accuracy(0.1, 0.2), variant=f"variant_{i}")) for i in range(9)]
+    for number in (1, 9):
+        plots.draw_panel(PANELS[0], group_runs(runs[:number]), tmp_path / "x.png")
+        drawn[-1].draw_without_rendering()
+    alone, many = (figure.axes[0].get_window_extent().height for figure in drawn)
+    assert many == pytest.approx(alone, rel=0.05)
 
 
 def test_a_title_is_one_line(make_run: MakeRun, tmp_path: Path) -> None:

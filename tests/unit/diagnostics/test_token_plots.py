@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.report import write_report
 from nemo_grpo.diagnostics.runs import group_runs, read_run
 from nemo_grpo.diagnostics.token_plots import (
@@ -116,13 +117,15 @@ def test_runs_without_token_diagnostics_have_no_token_section(runs: list[Path], 
     assert not (tmp_path / "out" / "plots" / "gradient_share.png").exists()
 
 
-def test_report_opens_in_a_browser(runs: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "columns"), [(500, 1), (1200, 3), (1600, 3)])
+def test_report_opens_in_a_browser(width: int, columns: int, runs: list[Path], tmp_path: Path) -> None:
     if BROWSER is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     page = write_report(runs, tmp_path / "out" / "report.html")
     # The page carries no script, so this one is the test's: what the browser made of tables and pictures.
     probe = "<script>addEventListener('load', () => { document.title = JSON.stringify({"
     probe += "images: [...document.images].map(i => [i.alt, i.naturalWidth, i.complete]),"
+    probe += "columns: new Set([...document.images].map(i => i.x)).size,"
     probe += "tables: [...document.querySelectorAll('table')].map(t => t.rows.length),"
     probe += "wide: document.documentElement.scrollWidth > innerWidth}) })</script></body>"
     opened = tmp_path / "opened.html"
@@ -135,16 +138,16 @@ def test_report_opens_in_a_browser(runs: list[Path], tmp_path: Path) -> None:
         "--disable-gpu",
         f"--user-data-dir={tmp_path / 'profile'}",
     ]
-    command += ["--window-size=1150,900", "--virtual-time-budget=5000", "--dump-dom", opened.as_uri()]
+    command += [f"--window-size={width},900", "--virtual-time-budget=5000", "--dump-dom", opened.as_uri()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     title = re.search(r"<title>(.*?)</title>", result.stdout, re.DOTALL)
     assert title is not None, result.stderr[-2000:]
     seen = json.loads(title[1].replace("&amp;", "&").replace("&quot;", '"'))
-    assert [name for name, _, _ in seen["images"]] == [
-        "Held-out accuracy by training step",
-        "All metrics by training step",
-    ]
-    assert all(width > 500 and complete for _, width, complete in seen["images"])
+    names = [name for name, _, _ in seen["images"]]
+    assert names == [panel.title for panel in PANELS if panel.title in names]
+    assert len(names) == len(list((tmp_path / "elsewhere").iterdir())) - 1  # without the overview
+    assert all(pixels > 500 and complete for _, pixels, complete in seen["images"])
+    assert seen["columns"] == columns
     assert seen["tables"][0] == 2  # head and one group
     assert len(seen["tables"]) >= 7  # summary, gradient norm, covariance, four lists of tokens
     assert not seen["wide"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import io
 import json
@@ -126,7 +127,11 @@ def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command
     text = write_results(jobs, ended, out, "x").notes()
     assert "| minus grpo | final | best |" in (out / "table.md").read_text()
     assert "- gpg against grpo: better at 2 seeds by accuracy after the same steps, +0.300" in text
-    assert (out / "plots" / "forest.png").is_file()
+    forest = base64.b64encode((out / "plots" / "forest.png").read_bytes()).decode()
+    page = (out / "report.html").read_text()
+    assert forest in page
+    assert "<h2>Against grpo, seed by seed</h2>" in page
+    assert "<li>gpg against grpo: better at 2 seeds" in page
     text = write_results(jobs, ended, out, "x", baseline="gpg").notes()
     assert "- grpo against gpg: worse at 2 seeds" in text
     assert json.loads((out / "results.json").read_text())["paired"]["baseline"] == "gpg"

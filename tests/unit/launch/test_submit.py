@@ -47,6 +47,21 @@ def test_the_printed_command_is_complete_in_another_shell_and_folder(monkeypatch
     assert f"--chdir={tmp_path}" in printed
 
 
+def test_a_shipped_recipe_is_read_from_beside_the_job_scripts(monkeypatch, tmp_path):
+    """Of an installed package only that folder is mounted in the container."""
+    jobs, own = tmp_path / "jobs", tmp_path / "own.yaml"
+    assert CliRunner().invoke(app, ["slurm", "scripts", str(jobs)]).exit_code == 0
+    own.write_text("defaults: nemo_grpo://quickstart.yaml\n")
+    monkeypatch.setenv("NEMO_GRPO_ROOT", str(jobs))
+    for given, file in [("quickstart", jobs / "recipes/quickstart.yaml"), (own, own)]:
+        done = launch(given, "--container", "x.sqsh", "--dry-run")
+        assert done.stdout.split()[-2:] == [f"{jobs}/slurm/embedded.sbatch", str(file)]
+    (jobs / "recipes/quickstart.yaml").unlink()
+    done = launch("quickstart", "--dry-run")
+    assert isinstance(done.exception, UserError)
+    assert "recipes/quickstart.yaml is missing; `nemo-grpo slurm scripts DIR`" in str(done.exception)
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [

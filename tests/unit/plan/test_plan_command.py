@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from checkpoints_conv.families import read_spec
+from nemo_grpo import pictures
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.plan import HARDWARE, plan_recipe
@@ -197,9 +199,13 @@ def test_json_holds_what_the_tables_show() -> None:
     assert found["best"][0]["step_seconds"] <= time["step_seconds"]
 
 
-def test_scaling_is_drawn(tmp_path: Path) -> None:
+def test_scaling_is_drawn_with_every_line_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(pictures, "write_png", lambda figure, path, dpi: drawn.append(figure))
     assert run(SMALL, "--scale", "8,16", "--png", tmp_path / "scale.png")[0] == 0
-    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+    steps = drawn[0].axes[0]
+    assert [line.get_label() for line in steps.lines] == ["same batch", "batch grows", "recipe's own layout"]
+    assert all(max(line.get_ydata()) < axes.get_ylim()[1] for axes in drawn[0].axes for line in axes.lines)
 
 
 @pytest.mark.parametrize(

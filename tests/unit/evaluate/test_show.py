@@ -1,0 +1,45 @@
+"""The picture of an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from nemo_grpo import pictures
+from nemo_grpo.evaluate.show import plot
+
+MEANS = {"accuracy": 0.25, "greedy": 0.5, "maj@4": 0.75, "pass@4": 1.0}
+
+
+@pytest.mark.parametrize("names", [["aime24"], ["aime24", "amc23", "math500", "minerva", "olympiadbench"]])
+def test_a_score_is_a_slim_bar_however_many_benchmarks(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(pictures, "write_png", lambda figure, path, dpi: drawn.append(figure))
+    entry = {"num_problems": 30, "metrics": MEANS, "standard_errors": dict.fromkeys(MEANS, 0.125)}
+    summary = {"conditions": {"num_samples": 4}, "benchmarks": dict.fromkeys(names, entry)}
+    plot(summary, tmp_path / "scores.png", "model: 4 samples, temperature 1")
+    (axes,) = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    assert [bar.get_height() for bar in axes.patches] == [
+        height for height in (25, 50, 75, 100) for _ in names
+    ]
+    inches = {bar.get_window_extent().width / drawn[0].dpi for bar in axes.patches}
+    assert max(inches) < 0.6
+    assert [text.get_text() for text in axes.texts] == [
+        value for value in ("25.0", "50.0", "75.0", "100.0") for _ in names
+    ]
+    assert max(text.get_window_extent().y1 for text in axes.texts) <= drawn[0].bbox.y1
+
+
+def test_one_sample_has_neither_votes_nor_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(pictures, "write_png", lambda figure, path, dpi: drawn.append(figure))
+    means = {"accuracy": 0.25, "greedy": 0.5, "maj@1": 0.25}
+    entry = {"num_problems": 30, "metrics": means, "standard_errors": dict.fromkeys(means, 0.125)}
+    summary = {"conditions": {"num_samples": 1}, "benchmarks": {"aime24": entry}}
+    plot(summary, tmp_path / "scores.png", "x")
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["avg@1", "greedy"]
