@@ -59,6 +59,8 @@ OPERATORS: dict[type, tuple[type, ...]] = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
+UNREAD_KEYWORDS = (None, "description")
+"""``**mapping``, and a field's documentation."""
 
 
 class Mutant(NamedTuple):
@@ -197,7 +199,7 @@ def changes(node: ast.AST) -> Iterator[Change]:
         yield lambda twin: _edited(twin, lambda t: setattr(t, "value", t.value + 1))
     elif isinstance(node, ast.Constant) and type(node.value) is bool:
         yield lambda twin: _edited(twin, lambda t: setattr(t, "value", not t.value))
-    elif isinstance(node, ast.Call) and node.keywords and node.keywords[-1].arg:
+    elif isinstance(node, ast.Call) and node.keywords and node.keywords[-1].arg not in UNREAD_KEYWORDS:
         yield lambda twin: _edited(twin, lambda t: t.keywords.pop())
     if isinstance(node, (ast.FunctionDef, ast.For, ast.While, ast.If, ast.With)):
         for at, statement in enumerate(node.body):

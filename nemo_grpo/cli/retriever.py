@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.tasks.retriever.base import TOKEN
 
 if TYPE_CHECKING:
     from nemo_grpo.tasks.retriever import Retriever
@@ -31,7 +33,7 @@ def serve(
         Path | None, typer.Option(help="Folder of the index. Default: CORPUS.bm25 or CORPUS.dense.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address; 0.0.0.0 admits every machine, without authentication.")
+        str, typer.Option(help="Address; 0.0.0.0 admits every machine that has NEMO_GRPO_RETRIEVER_TOKEN.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8765,
     top_k: Annotated[
@@ -48,7 +50,8 @@ def serve(
         raise UserError("the service needs starlette and uvicorn; pip install 'nemo-grpo[search]'") from error
     retriever, num_passages = _build(corpus, index, encoder, faiss, device, cache)
     about = {"index": index, "num_passages": num_passages}
-    service = server.RetrieverServer((host, port), retriever, top_k=top_k, about=about)
+    token = os.environ.get(TOKEN)
+    service = server.RetrieverServer((host, port), retriever, top_k=top_k, about=about, token=token)
     server.serve(service, lambda url: typer.echo(f"{num_passages} passages at {url}"))
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from nemo_grpo.nemorl.ray_address import check_ray_address
 from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.resume import resume_with_optimizer
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
-from nemo_grpo.nemorl.run_record import record_run
+from nemo_grpo.nemorl.run_record import alone, record_run
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
@@ -56,14 +57,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        try:
-            compat.check()
-            run = load_run(arguments.config, arguments.overrides)
-            ready = set_up(run)  # refuses what only the data can tell: a missing file, too few problems
-        except UserError as error:
-            sys.stderr.write(f"error: {error}\n")
-            return EXIT_USAGE
-        return train(run, ready)
+        with ExitStack() as until_the_end:
+            try:
+                compat.check()
+                run = load_run(arguments.config, arguments.overrides)
+                until_the_end.enter_context(alone(run.recipe))
+                ready = set_up(run)  # refuses what only the data can tell: a missing file, too few problems
+            except UserError as error:
+                sys.stderr.write(f"error: {error}\n")
+                return EXIT_USAGE
+            return train(run, ready)
     except Exception:  # may not recur in the next attempt
         # Not left to the interpreter's end: the error's frames hold NeMo-RL's workers, and workers that are
         # freed after Ray has gone wait for ever.
@@ -269,18 +272,28 @@ def last_step(run: ClusterRun, parts: Setup) -> int:
 def model_config(run: ClusterRun) -> Any:
     """transformers' configuration of the model.
 
-    Raises: UserError: there is none.
+    Raises: UserError: there is none, or the model has code of its own and the recipe does not trust it.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    name = run.recipe.policy.model_name
+    name, trusted = run.recipe.policy.model_name, run.recipe.nemo_grpo.trust_remote_code
+    tokenizer = value_of(run.recipe.policy, "tokenizer.name", None) or name
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=True)
+        declared, _ = PretrainedConfig.get_config_dict(name)
+        refused = not trusted and "auto_map" in {*declared, *get_tokenizer_config(tokenizer)}
+        config = None if refused else AutoConfig.from_pretrained(name, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise UserError(
             f"policy.model_name={name} has no config.json that transformers can read ({first_line(error)}); "
             "give a Hugging Face folder, or a name in this node's cache"
         ) from error
+    if config is None:
+        raise UserError(
+            f"policy.model_name={name} brings Python code (auto_map), and NeMo-RL runs whatever a model "
+            "brings; read it and set nemo_grpo.trust_remote_code=true, or take another model"
+        )
+    return config
 
 
 def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:

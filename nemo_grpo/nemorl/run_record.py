@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
-from nemo_grpo.engine.run_folder import VERSIONS_FILE, keep_own_files, versions
+from nemo_grpo.engine.run_folder import VERSIONS_FILE, RunFolder, keep_own_files, versions
 from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.recipe import Recipe
 
@@ -41,6 +41,26 @@ def name_of(prefix: str, name: str) -> str:
         return name
     full = f"{prefix}/{name}" if prefix else name
     return OUR_NAMES.get(full, full)
+
+
+@contextmanager
+def alone(recipe: Recipe) -> Iterator[None]:
+    """Within the block no other run, on either engine, can use the folders of this one.
+
+    The locks end with the process that holds them, or with its node: a dead job stops no resume.
+
+    Raises: UserError: another run is using one of them.
+    """
+    paths = [recipe.run_dir, *([recipe.checkpoint_dir] if recipe.checkpointing.enabled else [])]
+    folders = [RunFolder(path) for path in paths]
+    try:
+        for folder in folders:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
+        yield
+    finally:
+        for folder in folders:
+            folder.close()
 
 
 @contextmanager

@@ -130,6 +130,8 @@ class NemoGRPOSection(OwnSection):
     max_failed_rewards: float = Field(default=0.1, ge=0, le=1)
     """Largest share of a step's responses whose reward may fail and count as 0; more than that and than three
     end the run. 1: never."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings; on NeMo-RL, which runs it unasked."""
     warm_start: WarmStart | None = None
     """A model made for the run instead of policy.model_name; null: none."""
     engine: Engine = Field(default_factory=Engine)

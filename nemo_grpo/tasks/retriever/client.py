@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
 import time
 import urllib.error
 import urllib.request
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from nemo_grpo.tasks.retriever.base import Passage, RetrieverError
+from nemo_grpo.tasks.retriever.base import TOKEN, Passage, RetrieverError
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class RetrieverClient:
     """A `Retriever` backed by a service.
 
     Failures that may be transient (no connection, a timeout, 5xx, a broken answer) are retried; refused
-    requests (4xx) are not. Proxies of the environment are not used.
+    requests (4xx) are not. Proxies of the environment are not used; its `TOKEN` is.
 
     Args: url: of the service, such as http://127.0.0.1:8765.  timeout: seconds for one try.
           num_tries: all tries of one request, at least 1.
@@ -34,6 +35,10 @@ class RetrieverClient:
     def __init__(self, url: str, *, timeout: float = 30.0, num_tries: int = 6) -> None:
         assert num_tries >= 1, num_tries
         self.url, self.timeout, self.num_tries = url.rstrip("/"), timeout, num_tries
+        token = os.environ.get(TOKEN)
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -70,9 +75,7 @@ class RetrieverClient:
 
     def _once(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data=data, headers={"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
         with self._opener.open(request, timeout=self.timeout) as response:
             return json.load(response)
 

@@ -9,14 +9,18 @@ import logging
 import re
 import sys
 from collections import OrderedDict
+from itertools import combinations
 from typing import TypeVar
 
+from nemo_grpo.tasks.rewards.answer_form import claimed_values, is_qualified, members
 from nemo_grpo.tasks.rewards.final_answer import normalized
 from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
 CACHE_SIZE = 20_000
+MAX_MEMBERS = 30
+"""A longer list is not searched for a value that it gives twice."""
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
 """Two of these are equal only if their texts are, so no worker is needed."""
 Key = TypeVar("Key")
@@ -66,10 +70,20 @@ class MathGrader(WorkerPool):
         with self._lock:
             if pair in self._known:
                 return self._known[pair]
-        verdict = self._ask(*pair)
+        verdict = False if is_qualified(*pair) else self._ask(*pair)
+        if verdict:
+            verdict = self._holds_up(*pair)
         with self._lock:
             _remember(self._known, pair, verdict)
         return verdict
+
+    def _holds_up(self, reference: str, answer: str) -> bool | None:
+        """Whether the rest of an answer agrees with the part that math-verify compared."""
+        for value in claimed_values(reference, answer):
+            if not (verdict := self._verdict(reference, value)):
+                return verdict
+        values = members(answer)
+        return len(values) > MAX_MEMBERS or not any(self._verdict(*two) for two in combinations(values, 2))
 
     def _ask(self, reference: str, answer: str) -> bool | None:
         verdict = {b"1": True, b"0": False}.get(self.ask((reference, answer)) or b"")

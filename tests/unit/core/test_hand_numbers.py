@@ -231,3 +231,12 @@ def test_probability_weight_by_hand(multiply, lower, upper, expected):
     found = probability_weights(logp, alpha=2, mu=0.25, tau=4, lower=lower, upper=upper, multiply=multiply)
     close(found, [[expected]])
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize("normalization", ["none", "group"])
+def test_leave_one_out_knows_nothing_of_an_excluded_response(normalization):
+    """Of 1, 0, 0 and an excluded 5 the others' means are 0, 1/2, 1/2; their stds 0 (so 1), 1/sqrt 2 twice."""
+    step = batch([[0.0]] * 4, rewards=[1.0, 0.0, 0.0, 5.0], valid=[1, 1, 1, 0])
+    found = group_advantages(step, normalization=normalization, eps=0.0, leave_one_out=True).values
+    scale = 1.0 if normalization == "none" else math.sqrt(2)
+    close(found, [1.0, -0.5 * scale, -0.5 * scale, 0.0])

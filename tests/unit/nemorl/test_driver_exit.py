@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from contextlib import nullcontext
@@ -157,10 +158,45 @@ def test_exports_of_adapters_need_their_base_on_this_machine(tmp_path):
     assert run_grpo.exports_of(run, known).lora_base == base
 
 
+def of_model(folder, *, trusted=False, tokenizer=None):
+    policy = Of(model_name=str(folder), tokenizer=Of(name=tokenizer))
+    return Of(recipe=Of(policy=policy, nemo_grpo=Of(trust_remote_code=trusted)))
+
+
 def test_a_model_folder_without_a_config_is_refused(tmp_path):
-    run = Of(recipe=Of(policy=Of(model_name=str(tmp_path))))
     with pytest.raises(UserError, match=r"policy.model_name=\S+ has no config.json .*; give a Hugging Face"):
-        run_grpo.model_config(run)
+        run_grpo.model_config(of_model(tmp_path))
+
+
+CODE = """
+import pathlib
+from transformers import Qwen2Config
+
+pathlib.Path(__file__ + ".ran").touch()
+
+class Config(Qwen2Config):
+    pass
+"""
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "unheard_of"])
+def test_a_models_own_code_runs_only_if_the_recipe_trusts_it(tmp_path, monkeypatch, model_type):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    Qwen2Config().save_pretrained(folder)
+    assert type(run_grpo.model_config(of_model(folder))) is Qwen2Config
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+    with pytest.raises(UserError, match=r"brings Python code .* set nemo_grpo.trust_remote_code=true"):
+        run_grpo.model_config(of_model(folder))
+    (folder / "tokenizer_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": model_type, "auto_map": {"AutoConfig": "own.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(CODE)
+    with pytest.raises(UserError, match=r"brings Python code .* set nemo_grpo.trust_remote_code=true"):
+        run_grpo.model_config(of_model(folder))
+    assert not list(tmp_path.rglob("*.ran"))
+    run_grpo.model_config(of_model(folder, trusted=True))
 
 
 def test_without_checkpoints_the_logged_steps_tell():
@@ -204,6 +240,7 @@ def checked(monkeypatch):
     run = Of(recipe=Of(loss_fn=None), master_config={"policy": {}})
     monkeypatch.setattr(run_grpo.compat, "check", lambda: None)
     monkeypatch.setattr(run_grpo, "load_run", lambda *_: run)
+    monkeypatch.setattr(run_grpo, "alone", lambda _recipe: nullcontext())
 
 
 def test_refusal_after_ray_has_started_is_one_line_and_exit_code_2(checked, monkeypatch, capsys):

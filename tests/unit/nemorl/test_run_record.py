@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from unit.nemorl.loggers import Logger
 
 from nemo_grpo.diagnostics.runs import read_run
-from nemo_grpo.nemorl.run_record import name_of, record_run
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl.run_record import alone, name_of, record_run
 from nemo_grpo.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
@@ -71,3 +74,28 @@ def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe: Recipe) -> None:
     assert (run.engine, run.variant, run.seed) == ("NeMo-RL", "grpo", "3")
     assert run.points("reward/mean") == {1: 0.5}
     assert run.points("validation/accuracy") == {1: 0.75}
+
+
+HOLDER = """
+import sys
+from nemo_grpo.nemorl.run_record import alone
+from nemo_grpo.recipe import load_recipe
+
+with alone(load_recipe(sys.argv[1], sys.argv[2:])):
+    print("alone", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path: Path) -> None:
+    shared = [f"checkpointing.checkpoint_dir={tmp_path}/shared", f"nemo_grpo.runs_dir={tmp_path}"]
+    other = load_recipe(RECIPE, [*shared, "nemo_grpo.run_name=two"])
+    command = [sys.executable, "-c", HOLDER, str(RECIPE), *shared]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "alone\n"
+        with pytest.raises(UserError, match="shared is in use by another run"), alone(other):
+            pass
+        first.kill()
+    with alone(other), alone(other):
+        assert (tmp_path / "shared" / ".lock").exists()

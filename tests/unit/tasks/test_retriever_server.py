@@ -1,11 +1,13 @@
 """The service over real sockets: good queries, bad ones, many at once, and its end."""
 
+import contextlib
 import http.client
 import json
 import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -170,12 +172,86 @@ def test_other_paths_methods_and_broken_requests_are_refused(service):
     assert RetrieverClient(service.url).health()["status"] == "ok"
 
 
-def test_a_client_that_stops_in_the_middle_is_sent_away(service, monkeypatch):
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
-    half = raw(service, b"POST /search HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-    assert b" 408 " in half.splitlines()[0]
-    assert raw(service, b"POST /sea") == b""
-    assert RetrieverClient(service.url).health()["status"] == "ok"
+def dribble(service, data):
+    """The answer to bytes that come one by one for ever."""
+    with socket.create_connection(service.server_address, timeout=20) as connection:
+        connection.sendall(data)
+        connection.settimeout(0.05)
+        while True:
+            try:
+                return connection.recv(1000)
+            except TimeoutError:
+                connection.sendall(b"a")
+
+
+BEGUN = b"POST /search HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n"
+
+
+@pytest.mark.parametrize("data", [BEGUN, BEGUN + b"\r\n"], ids=["head", "body"])
+def test_a_request_that_does_not_end_is_given_up_however_often_bytes_come(service, monkeypatch, data):
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.4)
+    assert b" 408 " in raw(service, data).splitlines()[0]
+    assert b" 408 " in dribble(service, data).splitlines()[0]
+    connection = http.client.HTTPConnection(*service.server_address, timeout=20)
+    connection.request("GET", "/health")
+    assert connection.getresponse().read()
+    connection.sock.sendall(data)  # one more on the same connection
+    assert b" 408 " in connection.sock.recv(1000)
+    connection.close()
+
+
+def test_an_answer_that_nobody_reads_is_given_up(service, retriever, monkeypatch):
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.4)
+    monkeypatch.setattr(retriever, "search", lambda *_: [[Passage("p", "t", "x" * 50_000_000)]])
+    with socket.create_connection(service.server_address) as connection:
+        body = b'{"queries": ["a"]}'
+        connection.sendall(b"POST /search HTTP/1.1\r\nHost: x\r\nContent-Length: 18\r\n\r\n" + body)
+        assert eventually(lambda: service.server_state.total_requests == 1)
+        assert eventually(lambda: not service.server_state.connections)
+
+
+def eventually(holds):
+    end = time.monotonic() + 20
+    while not (held := holds()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return held
+
+
+@pytest.mark.parametrize("limit", ["MAX_CONNECTIONS", "MAX_CONNECTIONS_PER_CLIENT"])
+@pytest.mark.parametrize("data", [b"", BEGUN, BEGUN + b"\r\n{"], ids=["nothing", "head", "body"])
+def test_connections_that_wait_lock_nobody_out(service, monkeypatch, limit, data):
+    monkeypatch.setattr(server, limit, 3)
+    waiting = [socket.create_connection(service.server_address, timeout=20) for _ in range(8)]
+    for connection in waiting:
+        with contextlib.suppress(OSError):  # displaced
+            connection.sendall(data)
+    for _ in range(5):
+        assert RetrieverClient(service.url, num_tries=1).search(["word7"], 1)[0][0].id == "p7"
+    assert len(service.server_state.connections) <= 3
+    for connection in waiting:
+        connection.close()
+
+
+def test_a_token_is_asked_for_and_the_client_sends_it(retriever, monkeypatch):
+    running = RetrieverServer(("127.0.0.1", 0), retriever, top_k=3, about={}, token="s3cret")
+    thread = threading.Thread(target=running.serve_forever)
+    thread.start()
+    body = '{"queries": ["word7"]}'
+    for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "Bearer z\xfcge"}):
+        status, answer = post(running, body, headers=headers)
+        assert (status, "NEMO_GRPO_RETRIEVER_TOKEN" in answer["error"]) == (401, True)
+    with pytest.raises(RetrieverError, match=r"refused /search: 401 .* set NEMO_GRPO_RETRIEVER_TOKEN"):
+        RetrieverClient(running.url).search(["word7"], 1)
+    monkeypatch.setenv("NEMO_GRPO_RETRIEVER_TOKEN", "s3cret")
+    assert RetrieverClient(running.url).search(["word7"], 1)[0][0].id == "p7"
+    running.stop()
+    thread.join(10)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "node7"])
+def test_other_machines_are_not_admitted_without_a_token(retriever, host):
+    with pytest.raises(UserError, match=f"--host {host} admits .* export NEMO_GRPO_RETRIEVER_TOKEN"):
+        RetrieverServer((host, 0), retriever, top_k=1, about={})
 
 
 def test_one_connection_serves_many_requests_also_after_a_refusal(service):
@@ -196,14 +272,17 @@ def test_many_clients_lose_nothing(service):
         assert all(pool.map(ask, range(200)))
 
 
-def test_too_many_connections_are_closed_and_the_client_tries_again(service, monkeypatch):
+def test_beyond_the_limit_open_requests_stay_and_the_client_tries_again(service, retriever, monkeypatch):
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     monkeypatch.setattr(client, "FIRST_WAIT", 0.05)
-    idle = [socket.create_connection(service.server_address) for _ in range(2)]
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(RetrieverClient(service.url, num_tries=8).search, ["word7"], 1)
-        threading.Timer(0.3, lambda: [connection.close() for connection in idle]).start()
-        assert answer.result(20)[0][0].id == "p7"
+    ask = RetrieverClient(service.url, num_tries=8).search
+    with ThreadPoolExecutor(3) as pool:
+        open_ones = [pool.submit(ask, ["wait", "word3"], 1) for _ in range(2)]
+        assert eventually(lambda: len(service.server_state.tasks) == 2)
+        late = pool.submit(ask, ["word7"], 1)
+        threading.Timer(0.3, retriever.go_on.set).start()
+        assert late.result(20)[0][0].id == "p7"
+        assert [answer.result(20)[1][0].id for answer in open_ones] == ["p3", "p3"]
 
 
 def test_stopping_answers_open_requests_and_closes_idle_connections(retriever):

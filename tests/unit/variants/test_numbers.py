@@ -11,6 +11,7 @@ import torch
 from test_equations import as_lists
 
 from nemo_grpo import TokenBatch, UserError, build_objective
+from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.checking.steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
@@ -67,6 +68,7 @@ def test_grpo_clips_by_hand():
     assert gradient[1, 1] == 0  # clipped below
     o = build_objective("grpo", advantage_eps=0.0)
     metrics = o.loss(prepared, **counts(batch))[1]
+    assert metrics["loss/policy"].item() == pytest.approx(loss.item())
     assert metrics["ratio/clip_fraction"].item() == pytest.approx(2 / 12)
     assert metrics["ratio/mean"].item() == pytest.approx((2 * 3.1 + 6 * 9) / 12)
 
@@ -453,3 +455,62 @@ def test_equal_rewards_give_exactly_zero_advantages(name, eps):
 def test_a_group_of_one_response_has_advantage_zero(name):
     batch = random_step([3] * 3, [1.0, 0.0, 2.0], [1, 2, 3])
     assert (build_objective(name).prepare(batch).advantages == 0).all()
+
+
+def test_share_of_small_cw_grpo_weights_by_hand():
+    """c as in `test_cw_grpo_by_hand`, in thirds of A ln 2: exp(-c^2 / 2 sigma^2), times 6 / their sum."""
+    prepared = build_objective("cw_grpo", advantage_eps=0.0).prepare(on_policy())
+    c = [1, -2, 1, -2, 4, -2]
+    variance = sum(x * x for x in c) / 6
+    w = [math.exp(-(x**2) / (2 * variance)) for x in c]
+    small = sum(x * 6 / sum(w) < 0.5 for x in w)
+    assert small == 1
+    assert prepared.metrics["cw_grpo/weight_below_half"].item() == pytest.approx(1 / 12)
+
+
+def test_a_clip_distance_of_nothing_is_taken():
+    config = parse_loss_fn({"variant": "cw_grpo", "ratio_clip_min": 0.0, "ratio_clip_max": 0.0})
+    assert (config.ratio_clip_min, config.ratio_clip_max) == (0.0, 0.0)
+
+
+def test_gpg_draws_once_and_then_as_often_again_as_it_may():
+    config = parse_loss_fn({"variant": "gpg", "valid_fraction_threshold": 0.7, "max_resample_attempts": 3})
+    assert config.resampling(99) == (0.7, 4)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"weight_placement": "outside"}, {"ratio_clip_min": None, "ratio_clip_max": None}],
+    ids=["outside", "no clip"],
+)
+def test_tr_grpo_clips_nothing_at_unit_ratio_unless_its_weight_is_in_a_clipped_ratio(parameters):
+    o = build_objective(
+        "tr_grpo", **{"weight_placement": "inside", "reference_policy_kl_penalty": 0.0} | parameters
+    )
+    batch = on_policy()
+    _, _, prepared = loss_and_gradient(o, batch)
+    assert o.loss(prepared, **counts(batch))[1]["tr_grpo/clipped_at_unit_ratio"] == 0
+
+
+def test_truncation_needs_no_lower_bound_but_one_below_the_upper():
+    kinds = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
+    build_objective("grpo", truncated_importance_sampling_ratio=2.0, **kinds)
+    bounds = {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 2.5}
+    with pytest.raises(UserError, match=r"_ratio_min=2.5 is above _ratio=2.0"):
+        build_objective("grpo", **bounds, **kinds)
+
+
+def test_corrected_policy_loss_is_logged_with_its_sign_by_hand():
+    """Every response was sampled at half of its probability: weight 2, truncated to 1.5."""
+    batch = on_policy()
+    batch = replace(batch, generation_logprobs=batch.prev_logprobs - math.log(2))
+    o = build_objective(
+        "grpo", advantage_eps=0.0, aggregation="sequence_mean", reference_policy_kl_penalty=0.0,
+        use_importance_sampling_correction=True, truncated_importance_sampling_type="tis",
+        truncated_importance_sampling_ratio=1.5,
+    )  # fmt: skip
+    prepared = o.prepare(
+        replace(batch, token_mask=torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 0], [1, 0, 0]]))
+    )
+    metrics = o.loss(prepared, **counts(prepared.batch))[1]  # of six tokens: 3 A - A
+    assert metrics["loss/policy"].item() == pytest.approx(-1.5 * 2 * A / 6)
