@@ -74,7 +74,8 @@ class Sweep:
 def is_sweep(path: Path) -> bool:
     """True for a YAML file whose only section is ``sweep``."""
     try:
-        tree = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        tree = yaml.safe_load(text) if SECTION in text else None
     except (*UNREADABLE, yaml.YAMLError):  # if it is none, the reader of recipes says what is wrong
         return False
     return isinstance(tree, dict) and list(tree) == [SECTION]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -25,27 +25,11 @@ from omegaconf.resolvers import oc
 from nemo_grpo import shipped
 from nemo_grpo.dotted import leaves, parents, scalars, set_value, value_of
 from nemo_grpo.errors import UNREADABLE, UserError, first_line, reading
+from nemo_grpo.recipe.interpolation import RESOLVERS, Tree, keys_in, resolved_values
 from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
-
-Tree = dict[str, Any]
 
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
-
-
-def _product(*values: Any) -> Any:
-    if any(isinstance(value, str) for value in values):  # a text times an integer is a longer text
-        raise TypeError(f"mul takes numbers, not {values}")
-    return math.prod(values)
-
-
-RESOLVERS: dict[str, Callable[..., Any]] = {
-    "add": lambda *values: sum(values),
-    "mul": _product,
-    "div": lambda a, b: a / b,
-    "max": lambda a, b: max(a, b),
-}
-"""NeMo-RL's resolvers, so that a file means the same to both engines."""
 
 
 _READ_FROM_ENVIRONMENT = list[str]()
@@ -86,7 +70,7 @@ def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
     if resolved in including:
         circle = " -> ".join(str(p.name) for p in (*including[including.index(resolved) :], resolved))
         raise UserError(f"{path}: defaults form a cycle ({circle}); remove one of them")
-    tree = dict(_read_yaml(path))
+    tree = _read_yaml(path)
     bases = tree.pop("defaults", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -107,18 +91,16 @@ def _read_yaml(path: Path) -> Tree:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a recipe file")
     with reading(path, "valid YAML", "give a recipe file", *_PARSER_ERRORS):
-        text = path.read_text(encoding="utf-8")
-    return _parsed(text, path)
-
-
-@lru_cache(maxsize=64)
-def _parsed(text: str, path: Path) -> Tree:
-    """Many recipes share a base: it is parsed once, and never changed."""
-    with reading(path, "valid YAML", "give a recipe file", *_PARSER_ERRORS):
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        tree = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
     return _with_plain_values(tree, str(path))
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """Many recipes share a base: it is parsed once."""
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -159,9 +141,16 @@ def parse_override(override: str) -> tuple[str, Any]:
     if not separator or not all(key.split(".")):
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
     with reading(f"override {shown(override)}: the value", "valid YAML", "quote it", *_PARSER_ERRORS):
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    assert isinstance(value, dict)
+        value = copy.deepcopy(_parsed_value(text))
     return key, _with_plain_values(value, "the override")["value"]
+
+
+@lru_cache(maxsize=256)
+def _parsed_value(text: str) -> Tree:
+    """The runs of a sweep share most overrides."""
+    value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    assert isinstance(value, dict)
+    return cast(Tree, value)
 
 
 def _set(tree: Tree, key: str, value: Any) -> None:
@@ -193,7 +182,7 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
     """
     register_resolvers()
     try:
-        resolved = _resolved(tree, OmegaConf.create(dict(tree)))
+        resolved = resolved_values(tree)
     except MissingMandatoryValue as error:
         raise UserError(
             f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
@@ -206,29 +195,10 @@ def resolve(tree: Mapping[str, Any]) -> Tree:
     return _with_plain_values(resolved, "the recipe")
 
 
-def _resolved(tree: Mapping[str, Any], config: Any) -> Tree:
-    """OmegaConf resolves what refers to something; most values of a recipe do not."""
-    found: Tree = {}
-    for name, value in tree.items():
-        texts = [scalar for scalar in scalars(value) if isinstance(scalar, str)]
-        if isinstance(value, Mapping):
-            found[name] = _resolved(value, config[name])
-        elif any("${" in text or text == "???" for text in texts):
-            node = config[name]
-            is_nested = OmegaConf.is_config(node)
-            found[name] = (
-                OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if is_nested else node
-            )
-        else:
-            found[name] = value
-    return found
-
-
 def _referred(tree: Mapping[str, Any], key: str) -> str:
     """``, with grpo.seed="one"`` for each key, or section that is none, that a value refers to."""
     found = {}
-    for dots, name in re.findall(r"\$\{(\.*)(\w[\w.]*)\}", str(value_of(tree, key))):
-        whole = ".".join([*key.split(".")[: -len(dots)], name]) if dots else name
+    for whole in keys_in(key, value_of(tree, key)):
         parts = (*parents(whole), whole)
         last = next((part for part in parts if not isinstance(value_of(tree, part), Mapping)), whole)
         found[last] = shown(value_of(tree, last))
