@@ -514,3 +514,9 @@ def test_corrected_policy_loss_is_logged_with_its_sign_by_hand():
     )
     metrics = o.loss(prepared, **counts(prepared.batch))[1]  # of six tokens: 3 A - A
     assert metrics["loss/policy"].item() == pytest.approx(-1.5 * 2 * A / 6)
+
+
+def test_spread_of_rewards_is_the_mean_over_groups_by_hand():
+    """Rewards 1, 0 and 1, 1: stds of 1/sqrt 2 and 0."""
+    metrics = build_objective("grpo").prepare(on_policy()).metrics
+    assert metrics["reward/group_std"].item() == pytest.approx(A / 2)
