@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from convert_models import make_model, num_bytes
+from convert_models import config_of, make_model, num_bytes
 from peak_memory import in_child
 
 RESULTS = Path(__file__).parent / "results"
@@ -82,6 +82,11 @@ def main() -> None:
     parser.add_argument("--family", choices=("qwen2", "moonlight"), default="qwen2", help="whose shapes")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()
+    try:
+        for size in options.sizes:
+            config_of(size, options.family)
+    except ValueError as error:
+        parser.error(f"--sizes {error}")
     print("| direction | model GB | workers | peak RSS GB | limit GB | seconds |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         rows = []

@@ -53,10 +53,18 @@ MOONLIGHT: dict[str, object] = {
 
 
 def config_of(num_gigabytes: float, family: str = "qwen2") -> dict[str, object]:
-    """A config whose bf16 weights take about this much; only the number of layers varies."""
+    """A config whose bf16 weights take about this much; only the number of layers varies.
+
+    Raises: ValueError: two layers take more.
+    """
     base = MOONLIGHT if family == "moonlight" else QWEN2
     few, more = (model_parameters(read_spec(base | {"num_hidden_layers": n})) for n in (2, 3))
-    return base | {"num_hidden_layers": 2 + max(0, round((num_gigabytes * 5e8 - few) / (more - few)))}
+    num_more = round((num_gigabytes * 5e8 - few) / (more - few))
+    if num_more < 0:
+        raise ValueError(
+            f"{num_gigabytes} GB: {family} with two layers has {few / 5e8:.2f}; give at least that"
+        )
+    return base | {"num_hidden_layers": 2 + num_more}
 
 
 def make_model(folder: Path, num_gigabytes: float, sparse: bool, family: str = "qwen2") -> int:

@@ -99,14 +99,32 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
              is False.
     Returns: [B, T] in x's dtype; exactly 0 where mask is False and where the segment has no spread.
     """
-    where = segments[mask]
-    values = x[mask].double()
+    places = mask.flatten().nonzero()[:, 0]  # found once: a mask as an index is searched at every use
+    where, values = segments.flatten()[places], x.flatten()[places].double()
     count = torch.bincount(where, minlength=num_segments).clamp(min=1)
     mean = torch.bincount(where, weights=values, minlength=num_segments) / count
     centred = values - mean[where]
     std = (torch.bincount(where, weights=centred.square(), minlength=num_segments) / count).sqrt()
-    z = torch.where((std > _NO_SPREAD * (1 + mean.abs()))[where], centred / (std + delta)[where], 0.0)
-    return torch.zeros_like(x).masked_scatter(mask, z.to(x.dtype))
+    scale = torch.where(std > _NO_SPREAD * (1 + mean.abs()), std + delta, float("inf"))  # x / inf = 0
+    z = centred / scale[where]
+    return (
+        torch.zeros(mask.numel(), dtype=x.dtype, device=x.device)
+        .index_copy_(0, places, z.to(x.dtype))
+        .view_as(mask)
+    )
+
+
+def group_zscore(x: Tensor, mask: Tensor, groups: Groups, delta: float) -> Tensor:
+    """`segment_zscore` with each group as a segment, faster: a row lies in one group.
+
+    Args:    x, mask: [B, T].
+    Returns: [B, T] in x's dtype; exactly 0 where mask is False and in a group without spread.
+    """
+    mean = groups.spread(group_token_mean(x, mask, groups))[:, None]
+    centred = x.double() - mean
+    std = groups.spread(group_token_mean(centred.square(), mask, groups).sqrt())[:, None]
+    has_spread = std > _NO_SPREAD * (1 + mean.abs())
+    return zero_outside((centred / (std + delta)).to(x.dtype), mask & has_spread)
 
 
 def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentum: float) -> dict[str, float]:
@@ -127,6 +145,9 @@ def percentiles(values: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
     """Nearest-rank percentiles of a 1-D tensor of any size (torch.quantile stops at 16 million)."""
     if values.numel() == 0:
         return [values.new_zeros(()) for _ in shares]
-    ordered = values.sort().values
-    last = ordered.numel() - 1
-    return [ordered[round(share * last)] for share in shares]
+    places = [round(share * (values.numel() - 1)) for share in shares]
+    if values.is_cuda:
+        return list(values.sort().values[places])
+    ordered = values.detach().clone()
+    ordered.numpy().partition(places)  # in place, and a quarter of the time of torch's sort
+    return list(ordered[places])

@@ -32,7 +32,8 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.sampling.prompting import PROMPTS_CHECKED, encode_prompts
+from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.sampling.prompting import check_training_prompts, encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import Scorer
@@ -104,20 +105,19 @@ class Trainer:
         A missing chat template or a limit would otherwise end the run when the problem's turn comes.
         """
         self._encode(self.problems)
-        number, seed = getattr(self.task, "num_train_problems", PROMPTS_CHECKED), self.recipe.grpo.seed
-        for start in range(0, number, PROMPTS_CHECKED):
-            indices = range(start, min(start + PROMPTS_CHECKED, number))
-            self._encode([self.task.train_problem(index, seed) for index in indices])
+        seed, settings = self.recipe.grpo.seed, (self.recipe.nemo_grpo.prompt, self._limits)
+        from_first_rank(lambda: check_training_prompts(self.task, self._encode, seed, self.source, settings))
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        return {
+            "limit": self.recipe.policy.max_total_sequence_length,
+            "max_new_tokens": self.sampling.max_new_tokens,
+            "vocab_size": self.vocab_size,
+        }
 
     def _encode(self, problems: list[Problem]) -> list[list[int]]:
-        return encode_prompts(
-            problems,
-            self.tokenizer,
-            self.recipe.nemo_grpo.prompt,
-            limit=self.recipe.policy.max_total_sequence_length,
-            max_new_tokens=self.sampling.max_new_tokens,
-            vocab_size=self.vocab_size,
-        )
+        return encode_prompts(problems, self.tokenizer, self.recipe.nemo_grpo.prompt, **self._limits)
 
     def _restore(self, checkpoint: Path) -> None:
         info = read_info(checkpoint)

@@ -89,19 +89,31 @@ def encode_prompt(
             gives the images beside the tokens.
     Raises: UserError: it has none, or the problem has images and they are not given.
     """
+    text, with_special_tokens = _text(tokenizer, prompt, problem, with_images=with_images)
+    return list(tokenizer(text, add_special_tokens=with_special_tokens)["input_ids"])
+
+
+def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> list[list[int]]:
+    """`encode_prompt` of each problem, which costs about half as much."""
+    texts = [_text(tokenizer, prompt, problem) for problem in problems]
+    if not texts:
+        return []
+    return list(tokenizer([text for text, _ in texts], add_special_tokens=texts[0][1])["input_ids"])
+
+
+def _text(tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False) -> tuple[str, bool]:
+    """What the policy continues, and whether the tokenizer adds its special tokens to it."""
     if with_images:
         check_image_prompt(prompt)
-        text = _chat(tokenizer, [image_message(prompt, problem)])
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return _chat(tokenizer, [image_message(prompt, problem)]), False
     if problem.metadata.get("images"):
         raise UserError(
             f"problem {problem.id!r} has images, and these token ids would leave them out: {IMAGES}"
         )
     if not prompt.use_chat_template:
         text = "\n".join(message["content"] for message in chat_messages(prompt, problem))
-        return list(tokenizer(text + prompt.response_prefix)["input_ids"])
-    text = _chat(tokenizer, chat_messages(prompt, problem))
-    return list(tokenizer(text + prompt.response_prefix, add_special_tokens=False)["input_ids"])
+        return text + prompt.response_prefix, True
+    return _chat(tokenizer, chat_messages(prompt, problem)) + prompt.response_prefix, False
 
 
 def _chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -42,7 +42,14 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Shaped
 from nemo_grpo.core.random import response_positions
-from nemo_grpo.core.statistics import moving_moments, segment_zscore, token_mean, token_std
+from nemo_grpo.core.statistics import (
+    Groups,
+    group_zscore,
+    moving_moments,
+    segment_zscore,
+    token_mean,
+    token_std,
+)
 from nemo_grpo.variants.base import RatioConfig
 
 
@@ -91,13 +98,12 @@ class ERPO(RatioConfig):
         """Token advantages by Algorithm 1."""
         a = self.group_advantages(batch)
         advantages, mask = a.per_token(batch.mask), batch.mask
-        group = a.groups.index[:, None].expand_as(mask)
         active = mask & a.has_signal[:, None]
         carried = self.moving_statistics(batch)
-        gate = self.entropy_gate(batch, group, a.groups.num_groups, carried)
-        psi = gate * advantages.sign() * self.bucketed_progress(batch, group, a.groups.num_groups)
+        gate = self.entropy_gate(batch, a.groups, carried)
+        psi = gate * advantages.sign() * self.bucketed_progress(batch, a.groups)
         psi = psi * (self.sigma_target / (token_std(psi, active) + self.delta)).to(psi.dtype)
-        shaped = segment_zscore(advantages + self.eta * psi, active, group, a.groups.num_groups, self.delta)
+        shaped = group_zscore(advantages + self.eta * psi, active, a.groups, self.delta)
         metrics = {
             "erpo/gate_mean": token_mean(gate, active),
             "erpo/psi_abs_mean": token_mean(psi.abs(), active),
@@ -111,24 +117,21 @@ class ERPO(RatioConfig):
         assert batch.entropies is not None
         return moving_moments(batch.entropies, batch.mask, batch.carried, self.entropy_momentum)
 
-    def entropy_gate(
-        self, batch: TokenBatch, group: Tensor, num_groups: int, moving: Mapping[str, float]
-    ) -> Tensor:
+    def entropy_gate(self, batch: TokenBatch, groups: Groups, moving: Mapping[str, float]) -> Tensor:
         """W_it in (0, 1), [B, T]: near 1 where the policy was uncertain."""
         assert batch.entropies is not None
         if moving:
             std = math.sqrt(max(moving["square"] - moving["mean"] ** 2, 0.0))
             return torch.sigmoid(self.gamma * (batch.entropies - moving["mean"]) / (std + self.delta))
-        return torch.sigmoid(
-            self.gamma * segment_zscore(batch.entropies, batch.mask, group, num_groups, self.delta)
-        )
+        return torch.sigmoid(self.gamma * group_zscore(batch.entropies, batch.mask, groups, self.delta))
 
-    def bucketed_progress(self, batch: TokenBatch, group: Tensor, num_groups: int) -> Tensor:
+    def bucketed_progress(self, batch: TokenBatch, groups: Groups) -> Tensor:
         """s~_it, [B, T]: gain over the reference, standardised over the group's tokens in the bucket."""
         assert batch.reference_policy_logprobs is not None
         progress = self.beta_progress * (batch.prev_logprobs - batch.reference_policy_logprobs)
-        segments = group * self.num_buckets + self.buckets(batch.mask)
-        return segment_zscore(progress, batch.mask, segments, num_groups * self.num_buckets, self.delta)
+        segments = groups.index[:, None] * self.num_buckets + self.buckets(batch.mask)
+        num_segments = groups.num_groups * self.num_buckets
+        return segment_zscore(progress, batch.mask, segments, num_segments, self.delta)
 
     def buckets(self, mask: Tensor) -> Tensor:
         """[B, T] int64 in [0, K): temporal bucket of each token."""

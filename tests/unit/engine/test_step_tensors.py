@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.statistics import Groups
 from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.results import Scores
@@ -143,8 +144,7 @@ def test_progress_is_standardised_over_the_groups_own_bucket():
         group_ids=torch.tensor([0, 1]),
     )
     erpo = ERPO(num_buckets=1, beta_progress=1.0, delta=0.5)
-    group = batch.group_ids[:, None].expand(2, 2)
-    found = erpo.bucketed_progress(batch, group, 2)
+    found = erpo.bucketed_progress(batch, Groups.from_ids(batch.group_ids))
     assert found.tolist() == [
         pytest.approx([-1 / 1.5, 1 / 1.5]),
         pytest.approx([-10 / 10.5, 10 / 10.5]),
