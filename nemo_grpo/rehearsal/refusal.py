@@ -14,6 +14,9 @@ from nemo_grpo.rehearsal.host import refuse_data
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
+MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe")
+"""Families whose layers a rehearsal has: the embedded engine's, and megatron-core's own experts."""
+
 
 def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
     """Refuse a recipe that cannot be rehearsed.
@@ -43,15 +46,15 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
 
 
 def refuse_model(recipe: Recipe) -> None:
-    """The layers of a rehearsal are the embedded engine's. A model that is not known here is refused later.
+    """A model that is not known here is refused later.
 
-    Raises: UserError: the recipe's model has others.
+    Raises: UserError: the layers of the recipe's model are not among `MODEL_TYPES`.
     """
     try:
         shape = shape_of(recipe)
     except UserError:
         return
-    if shape.model_type not in {family.model_type for family in COMPUTED}:
+    if shape.model_type not in MODEL_TYPES:
         raise UserError(
             f"policy.model_name={shape.name}: the layers of {shape.model_type} are not computed on a CPU "
             "here; use recipe check and plan, and look closely at the first step on a GPU"

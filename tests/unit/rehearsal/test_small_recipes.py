@@ -83,6 +83,7 @@ def test_layers_that_are_not_computed_here_are_refused():
     recipe = load_recipe(CW_GRPO, ["policy.model_name=moonshotai/Moonlight-16B-A3B"])
     with pytest.raises(UserError, match="the layers of deepseek_v3 are not computed on a CPU here"):
         refuse(recipe, CW_GRPO, has_vllm=True)
+    refuse(load_recipe(CW_GRPO, ["policy.model_name=Qwen/Qwen3-30B-A3B"]), CW_GRPO, has_vllm=True)
 
 
 def test_asynchronous_rollouts_need_vllm():
