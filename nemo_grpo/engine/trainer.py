@@ -17,6 +17,7 @@ from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.diagnostics.stuck import Watch
 from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.engine import setup, validation
+from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check, check_ranks
 from nemo_grpo.engine.learning import Learner, TrainingState
@@ -33,7 +34,7 @@ from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_distributed import from_first_rank
-from nemo_grpo.sampling.prompting import check_training_prompts, encode_prompts
+from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import Scorer

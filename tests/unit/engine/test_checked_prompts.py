@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
-from nemo_grpo.sampling.prompting import check_training_prompts
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.prompts import encode_many
 
