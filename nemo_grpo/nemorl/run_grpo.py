@@ -7,6 +7,7 @@ in place of its own.
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import logging
@@ -387,6 +388,9 @@ def _fused(master_config: Any) -> bool:
 
 
 if __name__ == "__main__":
-    # Read when Ray is imported. Otherwise what NeMo-RL frees after Ray has gone connects again, and waits.
+    # Otherwise what NeMo-RL frees after Ray has gone connects again, and waits. Ray reads it when it is
+    # imported; the workers inherit the environment and must connect: vLLM's engine is a process of its own.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    importlib.import_module("ray")
+    del os.environ["RAY_ENABLE_AUTO_CONNECT"]
     sys.exit(main())
