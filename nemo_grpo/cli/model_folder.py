@@ -41,6 +41,12 @@ def tokenizer_of(model: Path) -> Any:
 
     if not model.is_dir():
         raise UserError(f"--model {model} is not a folder; give a Hugging Face model folder on this machine")
+    if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
+        raise UserError(
+            f"--model {model} is a PEFT adapter, without its base model; merge them: `nemo-grpo convert "
+            "megatron-to-hf --megatron-checkpoint DIR --lora merge --base BASE ...` of the run's checkpoint, "
+            "or in PEFT PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(OUT)"
+        )
     known = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((model / name).is_file() for name in known):
         raise UserError(f"--model {model} has no tokenizer ({', '.join(known)}); {_remedy(model)}")

@@ -80,6 +80,10 @@ class TokenBatch:
                 object.__setattr__(self, name, mask.bool())
 
     def _check_types(self) -> None:
+        for name in ("prev_logprobs", "token_mask", "sample_mask", "rewards", "group_ids"):
+            if getattr(self, name) is None:
+                shape = "[B]" if name in _ROW_FIELDS else "[B, T]"
+                raise TypeError(f"{name} is None; give a {shape} tensor, as TokenBatch's docstring says")
         for name, value in self._given(*_TOKEN_FIELDS, *_ROW_FIELDS).items():
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a tensor")

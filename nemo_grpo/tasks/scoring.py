@@ -76,8 +76,8 @@ class Scorer:
         for number in range(NUM_TRIED if self.own else 0):
             problem = self.task.train_problem(number, seed)
             for function in self.own:
-                for response in ("", problem.answer, render_response("so", problem.answer)):
-                    function.try_on(self._text(problem), response, problem)
+                responses = ("", problem.answer, render_response("so", problem.answer))
+                function.try_on(self._text(problem), responses, problem)
 
     def close(self) -> None:
         """End the workers of own functions."""

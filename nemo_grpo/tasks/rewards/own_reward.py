@@ -92,15 +92,31 @@ class OwnReward:
             )
         return values
 
-    def try_on(self, prompt: str, response: str, problem: Problem) -> None:
-        """Raises: UserError: the function fails on this response, or its value is not finite."""
-        names, wrap = (BATCH, lambda value: [value]) if self.batched else (ONE, lambda value: value)
-        given = {name: wrap(value) for name, value in zip(names, (prompt, response, problem), strict=True)}
-        values, errors = self._ask(given, 1 if self.batched else None)
-        if errors or not math.isfinite(values[0]):
+    def try_on(self, prompt: str, responses: Sequence[str], problem: Problem) -> None:
+        """Call the function on responses to a problem: on each, or on the list if it takes lists.
+
+        Raises: UserError: it fails, or a value is not finite.
+        """
+        if self.batched:
+            count = len(responses)
+            rows = zip(BATCH, ([prompt] * count, list(responses), [problem] * count), strict=True)
+            self._check(self._ask(dict(rows), count), responses, problem)
+            return
+        for response in responses:
+            given = dict(zip(ONE, (prompt, response, problem), strict=True))
+            self._check(self._ask(given, None), [response], problem)
+
+    def _check(
+        self, reply: tuple[list[float], list[str]], responses: Sequence[str], problem: Problem
+    ) -> None:
+        values, errors = reply
+        wrong = next((value for value in values if not math.isfinite(value)), None)
+        if errors or wrong is not None:
+            what = f"response {responses[0]!r}" if len(responses) == 1 else f"responses {list(responses)}"
             raise UserError(
-                f"nemo_grpo.rewards.{self.reference}: {errors[0] if errors else values[0]}, for the response "
-                f"{response!r} to problem {problem.id!r}; return a finite number for any response"
+                f"nemo_grpo.rewards.{self.reference}: {errors[0] if errors else wrong}, for the {what} to "
+                f"problem {problem.id!r}; return a finite number for "
+                f"{'each response of the list' if self.batched else 'any response'}"
             )
 
     def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float], list[str]]:

@@ -63,6 +63,14 @@ def test_a_weight_in_a_mask_is_refused_with_its_place(name):
         TokenBatch(**fields(**{name: mask}))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"), [("prev_logprobs", r"\[B, T\]"), ("token_mask", r"\[B, T\]"), ("rewards", r"\[B\]")]
+)
+def test_a_required_field_that_is_none_is_refused_by_its_name(name, shape):
+    with pytest.raises(TypeError, match=rf"{name} is None; give a {shape} tensor"):
+        TokenBatch(**fields(**{name: None}))
+
+
 def test_a_list_is_refused_by_its_name():
     with pytest.raises(TypeError, match="rewards is a list; give a tensor"):
         TokenBatch(**fields(rewards=[1.0, 0.0]))

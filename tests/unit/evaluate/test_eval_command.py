@@ -175,6 +175,10 @@ def megatron_checkpoint(model, folder):
         (run_folder, "this is a run's folder: give its model, .*hf"),
         (megatron_checkpoint, "this is a Megatron checkpoint: convert it with `nemo-grpo convert"),
         (copy(lambda folder: (folder / "tokenizer.json").unlink()), "has no tokenizer"),
+        (
+            copy(lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
+            "PEFT adapter, without its base model; merge them: `nemo-grpo convert .* --lora merge",
+        ),
         (copy(lambda folder: (folder / "model.safetensors").unlink()), "cannot load a causal language model"),
     ],
 )

@@ -36,6 +36,10 @@ def everything(prompt, response, problem):
     assert prompt == "Say: How many?" and problem.id == "p"
     return problem.metadata["level"] * (response == problem.answer)
 
+def one_for_all(responses):
+    return [1.0]
+
+
 def all_at_once(prompts, responses, problems, **others):
     return [len(responses) + len(text) for text in responses]
 
@@ -102,7 +106,7 @@ def test_a_failure_is_no_number_and_the_log_says_why(folder, caplog):
     assert got[0] == got[2] == 1.0
     assert math.isnan(got[1])
     assert "my_rewards.py:fails_on_b failed for 1 of 3 responses, which get 0 for it: KeyError" in caplog.text
-    assert "(my_rewards.py:17)" in caplog.text
+    assert "(my_rewards.py:21)" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["text", "too_few", "greedy_for_memory"])
@@ -175,6 +179,7 @@ def test_a_function_that_fails_on_a_sample_problem_is_refused_before_the_run(fol
     for name, message in (
         ("fails_on_b", "KeyError: '' .*for the response '' to problem"),
         ("infinite", ": inf,"),
+        ("one_for_all", "1 values for 3 responses, .*each response of the list"),
     ):
         scorer = Scorer(task, {f"my_rewards.py:{name}": 1.0}, Prompt())
         with closing(scorer), pytest.raises(UserError, match=message):
