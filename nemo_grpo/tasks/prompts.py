@@ -94,7 +94,7 @@ def encode_prompt(
 
 
 def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> list[list[int]]:
-    """`encode_prompt` of each problem, which costs about half as much."""
+    """`encode_prompt` of each problem, with one call of the tokenizer."""
     texts = [_text(tokenizer, prompt, problem) for problem in problems]
     if not texts:
         return []
