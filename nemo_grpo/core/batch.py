@@ -202,6 +202,19 @@ class PreparedBatch:
             row_factors=None if self.row_factors is None else self.row_factors[rows],
         )
 
+    def folded(self) -> PreparedBatch:
+        """The same step, its token weights and row factors multiplied into the advantages.
+
+        Exact for an `Objective.folded` whose policy term is proportional to w A, w >= 0:
+        w min(rho A, clip(rho) A) = min(rho w A, clip(rho) w A).
+        """
+        advantages = self.advantages
+        if self.token_weights is not None:
+            advantages = advantages * self.token_weights
+        if self.row_factors is not None:
+            advantages = advantages * self.row_factors[:, None]
+        return replace(self, advantages=advantages, token_weights=None, row_factors=None)
+
     def on_policy(self) -> PreparedBatch:
         """The same rows where the scoring policy is the current one: equal logprobs, without gradient."""
         current = self.batch.next_token_logprobs.detach()

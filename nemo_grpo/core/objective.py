@@ -158,6 +158,15 @@ class Objective:
         shares = metric_shares(metrics, counts, global_valid_toks, global_valid_seqs)
         return loss, shares | {"loss/total": loss.detach()}
 
+    def folded(self) -> Objective:
+        """The objective of `PreparedBatch.folded`: its rows weigh what their advantages say.
+
+        group_token_mean:  sum_i f_i sum_t x_it / N  =  sum_it (f_i x_it) / N
+        """
+        if self.aggregation != "group_token_mean":
+            return self
+        return replace(self, aggregation="constant", max_response_length=1)
+
     def rows_with_gradient(self, prepared: PreparedBatch) -> Tensor:
         """[B] bool: False for rows that cannot move the policy.
 

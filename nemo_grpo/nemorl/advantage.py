@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.exchange import StepExchange
@@ -63,9 +63,14 @@ class VariantEstimator:
         first_step: int = 0,
         exchange: StepExchange | None = None,
         diagnostics: StepDiagnostics | None = None,
+        folds: bool = False,
     ) -> None:
-        """Args: first_step: finished steps of a resumed run, so that random draws continue."""
+        """Args: first_step: finished steps of a resumed run, so that random draws continue.
+        folds: the advantages carry token weights and row factors (`PreparedBatch.folded`).
+        """
+        self.config = config
         self.objective = config.build()
+        self.folds = folds
         self.scores_nothing = config.force_on_policy_ratio
         self.num_generations = num_generations
         self.seed = seed
@@ -100,6 +105,8 @@ class VariantEstimator:
         prepared = self.objective.prepare(batch, seed=self.seed * SEED_STRIDE + self.step)
         self.exchange.carried = prepared.carried
         self.step += 1
+        if self.folds:
+            prepared = self._folded(prepared)
         if prepared.token_weights is not None:
             self.exchange.train_tensors["token_weights"] = _unaligned(prepared.token_weights)
         if prepared.row_factors is not None:
@@ -115,6 +122,15 @@ class VariantEstimator:
             self.last_metrics |= self.diagnostics.measure(self.objective, prepared, logs, self.step)
         self.exchange.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
+
+    def _folded(self, prepared: PreparedBatch) -> PreparedBatch:
+        if prepared.token_weights is not None and not self.config.scales_with_advantages:
+            raise UserError(
+                f"data_plane.enabled=true: {self.objective.name} returns token_weights from shape(), and "
+                "NeMo-RL brings the loss advantages alone; set data_plane.enabled=false, or declare "
+                "scales_with_advantages = True if terms() multiplies its policy term by them"
+            )
+        return prepared.folded()
 
     def _batch(
         self,

@@ -19,6 +19,8 @@ class StepExchange:
         metrics: the dictionary that the trainer logs with the step; emptied by `dynamic_sampling`.
         entropies: [B, S] float32, nats, full-vocabulary at temperature 1, index t belongs to token t and
             column 0 is 0, rows as in the batch; put by the policy's ``get_logprobs``, taken by the estimator.
+        has_gradient: whether the step can move the policy; of the advantages that the driver writes to the
+            data plane, read by the training that follows.
         train_tensors: [B, S] or [B] tensors that the loss reads in addition to NeMo-RL's; put by the
             estimator, added to the data by the policy's ``train``.
         carried: what the variant hands from step to step; kept by the estimator, saved in every checkpoint.
@@ -26,6 +28,7 @@ class StepExchange:
 
     metrics: dict[str, Any] = field(default_factory=dict)
     entropies: Tensor | None = None
+    has_gradient: bool = True
     train_tensors: dict[str, Tensor] = field(default_factory=dict)
     carried: dict[str, float] = field(default_factory=dict)
 

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl.versions import BOTH, ENTROPIES, EVERY_RUN, HEAD, STAGES, tested
+from nemo_grpo.nemorl.versions import BOTH, DATA_PLANE, ENTROPIES, EVERY_RUN, HEAD, STAGES, tested
 
 GRPO, GRPO_SYNC = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo_sync"
 CONTROLLER = "nemo_rl.algorithms.single_controller_utils.setup"
 CHECKPOINTS = "nemo_rl.utils.checkpoint:CheckpointManager"
 GENERATION = "nemo_rl.models.generation.vllm.vllm_generation:VllmGeneration"
 POLICY = "nemo_rl.models.policy.lm_policy:Policy"
+TQ_POLICY = "nemo_rl.models.policy.tq_policy:TQPolicy"
 MEGATRON_TRAIN = "nemo_rl.models.megatron.train"
 MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 ENVIRONMENT = "nemo_rl.environments.interfaces:EnvironmentInterface"
@@ -139,6 +140,24 @@ HOOKS: dict[str, Hook] = {
         "overridden",
         "adds the loss's tensors; no update for a step without gradient",
         called="policy.train",
+    ),
+    "data plane write": Hook(
+        f"{TQ_POLICY}.write_to_dataplane",
+        f"{_POLICY}.write_to_dataplane",
+        "overridden",
+        "sees the step's advantages",
+        called="policy.write_to_dataplane",
+        within=GRPO_SYNC,
+        part=DATA_PLANE,
+    ),
+    "data plane train": Hook(
+        f"{TQ_POLICY}.train_from_meta",
+        f"{_POLICY}.train_from_meta",
+        "overridden",
+        "no update for a step without gradient; the estimator's metrics",
+        called="policy.train_from_meta",
+        within=GRPO_SYNC,
+        part=DATA_PLANE,
     ),
     "send to vLLM on the same GPUs": Hook(
         f"{POLICY}.stream_weights_via_ipc_zmq",

@@ -36,21 +36,26 @@ STOCK_NAMES = {
 class ObjectiveLoss:
     """NeMo-RL's `LossFunction` for any variant.
 
-    Attributes: config: the variant.  reference_policy_kl_penalty: NeMo-RL computes the unfiltered logprobs
+    Attributes: config: the variant.  folded: the advantages carry token weights and row factors, as on
+        NeMo-RL's data plane.  reference_policy_kl_penalty: NeMo-RL computes the unfiltered logprobs
         under top-k and top-p only for a loss that has it above 0.
     """
 
-    def __init__(self, config: VariantConfig, *, use_fused_linear_logprobs: bool = False) -> None:
+    def __init__(
+        self, config: VariantConfig, *, use_fused_linear_logprobs: bool = False, folded: bool = False
+    ) -> None:
         self.config = config
+        self.folded = folded
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.reference_policy_kl_penalty = getattr(config, "reference_policy_kl_penalty", 0.0)
-        self.objective = config.build()
+        self.objective = config.build().folded() if folded else config.build()
         assert not self.objective.whole_groups_per_loss_call, "recipe.cluster_rules refuses it"
 
     def __reduce__(self) -> Any:
         """Sent as the recipe's section, with the file of a user's own variant: workers need none."""
         section = self.config.model_dump()
-        return _received, (section, texts_of([self.config.variant]), self.use_fused_linear_logprobs)
+        files = texts_of([self.config.variant])
+        return _received, (section, files, self.use_fused_linear_logprobs, self.folded)
 
     @property
     def input_type(self) -> Any:
@@ -198,10 +203,12 @@ def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str
 
 
 def _received(
-    section: Mapping[str, Any], own_files: Mapping[str, str], use_fused_linear_logprobs: bool
+    section: Mapping[str, Any], own_files: Mapping[str, str], use_fused_linear_logprobs: bool, folded: bool
 ) -> ObjectiveLoss:
     receive_files(own_files)
-    return ObjectiveLoss(parse_loss_fn(section), use_fused_linear_logprobs=use_fused_linear_logprobs)
+    return ObjectiveLoss(
+        parse_loss_fn(section), use_fused_linear_logprobs=use_fused_linear_logprobs, folded=folded
+    )
 
 
 def build_loss(loss_fn: Mapping[str, Any]) -> ObjectiveLoss:

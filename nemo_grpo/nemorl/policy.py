@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl import compat, uses, versions
+from nemo_grpo.nemorl import compat, hooks, uses, versions
 from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
 from nemo_grpo.nemorl.refit import Refits
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
+
+NO_UPDATE = "no group carries signal: metrics only, no update"
 
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 WORKER = "nemo_grpo.nemorl.worker.PolicyWorker"
@@ -42,11 +44,16 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
           refits: is notified of every send of weights.
     Raises: UserError: this NeMo-RL does not fit the worker that the recipe needs.
     """
-    stock: Any = compat.import_name("nemo_rl.models.policy.lm_policy:Policy")
+    data_plane = data_plane_of(run.master_config)
+    stock: Any = compat.import_name(hooks.TQ_POLICY if data_plane else hooks.POLICY)
     worker = worker_class(run.recipe)
-    for part in NEEDS[worker]:
+    for part in (*NEEDS[worker], *([versions.DATA_PLANE] if data_plane else [])):
         compat.require(part)
-    learns_always = has_further_losses(run.master_config)
+    config = run.recipe.loss_fn
+    learns_always = config.is_stock or has_further_losses(run.master_config)
+
+    def may_learn(data: Mapping[str, Tensor]) -> bool:
+        return learns_always or not has_no_gradient(data, config)
 
     class ExchangingPolicy(stock):  # type: ignore[misc]
         """NeMo-RL's policy; its base is known only where NeMo-RL is."""
@@ -59,11 +66,23 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
             for name, tensor in exchange.take_train_tensors().items():
                 data[name] = tensor
-            config = run.recipe.loss_fn
-            if not (learns_always or config.is_stock) and has_no_gradient(data, config):
-                log.info("no group carries signal: metrics only, no update")
+            if not may_learn(data):
+                log.info(NO_UPDATE)
                 further["eval_mode"] = True
             return super().train(data, loss_fn, **further)
+
+        def write_to_dataplane(self, meta: Any, fields: Any) -> None:
+            exchange.has_gradient = may_learn(fields)
+            super().write_to_dataplane(meta, fields)
+
+        def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
+            if not exchange.has_gradient:
+                log.info(NO_UPDATE)
+                further["eval_mode"] = True
+            trained = super().train_from_meta(meta, loss_fn, **further)
+            trained["all_mb_metrics"] |= exchange.metrics
+            exchange.metrics = {}
+            return trained
 
         def stream_weights_via_ipc_zmq(self, *args: Any, **further: Any) -> Any:
             return refits.sends(self, super().stream_weights_via_ipc_zmq(*args, **further))
@@ -72,6 +91,8 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
             return refits.sends(self, super().broadcast_weights_for_collective(*args, **further))
 
     def make(**arguments: Any) -> Any:
+        if data_plane:
+            arguments["dp_cfg"] = data_plane
         if worker:
             register_worker(worker)
             arguments["worker_extension_cls_fqn"] = worker
@@ -97,7 +118,16 @@ def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
     """
     if getattr(config, "reference_policy_kl_penalty", 0.0) == 0:
         return not bool(data["advantages"].any())
-    return not bool((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).any())
+    tokens = (
+        data["token_mask"][:, 1:].any(1) if "token_mask" in data else True
+    )  # not in the data plane's delta
+    return not bool((data["sample_mask"] * tokens).any())
+
+
+def data_plane_of(master_config: Any) -> Any:
+    """NeMo-RL's section ``data_plane`` if it is enabled, else None."""
+    section = value_of(master_config, "data_plane", None)
+    return section if value_of(section or {}, "enabled", False) else None
 
 
 def has_further_losses(master_config: Any) -> bool:

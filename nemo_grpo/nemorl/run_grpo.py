@@ -33,6 +33,7 @@ from nemo_grpo.nemorl.drawn import log_drawn
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.host_data import set_up_data
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
 from nemo_grpo.nemorl.ray_address import check_ray_address
 from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.resume import resume_with_optimizer
@@ -41,7 +42,7 @@ from nemo_grpo.nemorl.run_record import alone, record_run
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
-from nemo_grpo.nemorl.worker_python import check_async_save
+from nemo_grpo.nemorl.worker_python import check_async_save, check_data_plane
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def set_up(run: ClusterRun) -> Ready:
     recipe = run.recipe
     problems = read_problems(run) if recipe.nemo_grpo.task is not None else None
     check_async_save(run.master_config)
+    check_data_plane(run.master_config)
     compat.keep_tensor_pickles_plain()
     hf_config = model_config(run)
     exports = exports_of(run, hf_config)
@@ -123,8 +125,6 @@ def set_up(run: ClusterRun) -> Ready:
         save_side_files(parts.checkpointer, tokenizer, hf_config)
         last = recipe.grpo.max_num_steps
         return Ready(parts, parts.loss_fn, tokenizer, None, [{}, {}], exports, last, is_supervised=True)
-    from nemo_grpo.nemorl.policy import policy_factory
-
     encoder = processor or tokenizer
     data = set_up_data(run, encoder) if problems is None else setup_data(run, problems, encoder)
     dataset, val_dataset, *environments = data
@@ -143,7 +143,11 @@ def set_up(run: ClusterRun) -> Ready:
     last = last_step(run, parts)
     loss_fn = parts.loss_fn
     if not recipe.loss_fn.is_stock:
-        loss_fn = ObjectiveLoss(recipe.loss_fn, use_fused_linear_logprobs=_fused(config))
+        loss_fn = ObjectiveLoss(
+            recipe.loss_fn,
+            use_fused_linear_logprobs=_fused(config),
+            folded=data_plane_of(config) is not None,
+        )
         install(run, exchange, finished_steps(parts), tokenizer)
         resume_carried(recipe.loss_fn, parts.checkpointer, exchange)
     save_side_files(parts.checkpointer, encoder, hf_config, exchange)
@@ -216,11 +220,11 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
 def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer: Any) -> None:
     """Put the variant's estimator and sampling where NeMo-RL's trainers look for theirs."""
     recipe = run.recipe
-    diagnostics = StepDiagnostics(
-        recipe.run_dir,
-        recipe.nemo_grpo.engine.diagnostics_period,
-        lambda token: str(tokenizer.decode([token])),
-    )
+    folds = data_plane_of(run.master_config) is not None
+    period = recipe.nemo_grpo.engine.diagnostics_period
+    diagnostics = StepDiagnostics(recipe.run_dir, period, lambda token: str(tokenizer.decode([token])))
+    if folds and period > 0:
+        log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
         return VariantEstimator(
@@ -230,6 +234,7 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer:
             first_step=first_step,
             exchange=exchange,
             diagnostics=diagnostics,
+            folds=folds,
         )
 
     sample = dynamic_sampling_for(recipe.loss_fn, exchange)
@@ -324,10 +329,13 @@ def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
 
 
 def run_trainer(ready: Ready) -> None:
-    """NeMo-RL's trainer, synchronous or asynchronous."""
+    """NeMo-RL's trainer: synchronous, asynchronous, or synchronous on its data plane."""
     parts, processor, config = ready.parts, ready.processor, ready.parts.master_config
     is_async = bool(value_of(config, "grpo.async_grpo.enabled", False))
-    trainer = compat.import_name(f"{compat.GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}")
+    name = f"{compat.GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}"
+    if data_plane_of(config):
+        name = f"{hooks.GRPO_SYNC}:grpo_train_sync"
+    trainer = compat.import_name(name)
     further: dict[str, Any] = {}
     if processor is not None and "processor" in inspect.signature(trainer).parameters:  # not in 0.7.0
         further["processor"] = processor
@@ -366,13 +374,22 @@ def close(parts: Setup, environments: list[Any]) -> None:
 
 
 def exit_code(run: ClusterRun, ready: Ready, stop: Stop) -> int:
-    """See `main`. A trainer that returns early without a known reason has printed its error."""
+    """See `main`. An asynchronous trainer that returns early without a known reason has printed its error."""
     done, wanted = max(finished_steps(ready.parts), stop.last_step), ready.last_step
     if done >= wanted:
         return 0
     if stop.reached_threshold:
         log.info("stopped after step %d: validation reached grpo.stop_at_validation_threshold", done)
         return 0
+    grpo = run.recipe.grpo
+    if not stop.happened and grpo.use_dynamic_sampling and not grpo.is_async:
+        log.warning(
+            "the data ended after step %d of %d: with grpo.use_dynamic_sampling a step takes several "
+            "batches, and grpo.max_num_epochs=%s are over; raise it to train on. Steps after the newest "
+            "checkpoint are lost",
+            *(done, wanted, value_of(ready.parts.master_config, "grpo.max_num_epochs", 1)),
+        )
+        return 0 if done else 1
     if not stop.happened:
         log.error("the trainer returned after step %d of %d; its own messages give the reason", done, wanted)
         return 1

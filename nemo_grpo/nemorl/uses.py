@@ -17,9 +17,11 @@ from nemo_grpo.nemorl.hooks import (
     MEGATRON_TRAIN,
     MEGATRON_WORKER,
     POLICY,
+    TQ_POLICY,
 )
 from nemo_grpo.nemorl.versions import (
     BOTH,
+    DATA_PLANE,
     ENTROPIES,
     EVERY_RUN,
     HEAD,
@@ -39,7 +41,7 @@ BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations in ``examples/configs``, for text and for images."""
 
 
-ELSEWHERE = (ENTROPIES, STAGES, REHEARSAL)
+ELSEWHERE = (DATA_PLANE, ENTROPIES, STAGES, REHEARSAL)
 """Parts whose names the driver does not import; some need megatron-core or vLLM."""
 
 
@@ -91,6 +93,8 @@ USES: tuple[Use, ...] = (
         f"{GRPO}:async_grpo_train",
         f"({_TRAINER}, max_trajectory_age_steps=_, teacher_worker_groups=_, alias_to_group_alias=_)",
     ),
+    Use(f"{GRPO_SYNC}:grpo_train_sync", f"({_TRAINER})", part=DATA_PLANE),
+    Use(TQ_POLICY, "(dp_cfg=_, **_)", part=DATA_PLANE),
     Use(f"{GRPO}:shutdown_environments", "(_, _)", versions=(HEAD,)),
     Use(f"{GRPO}:_create_advantage_estimator", code=True),
     Use(f"{GRPO}:dynamic_sampling", code=True),
@@ -164,6 +168,7 @@ USES: tuple[Use, ...] = (
 
 TEXTS: dict[str, tuple[str, ...]] = {
     GRPO: ("timing/train", "gen_kl_error"),
+    GRPO_SYNC: ("timing/train", "gen_kl_error"),
     SFT: ("timing/train",),
     "nemo_rl.models.generation.vllm.vllm_backend": ("Error in VllmInternalWorkerExtension.",),
 }

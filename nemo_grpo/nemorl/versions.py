@@ -15,6 +15,7 @@ STAGES = "pipeline stages at a temperature other than 1"
 SUPERVISED = "supervised training"
 IMAGES = "tasks with images"
 OWN_DATA = "recipes with NeMo-RL's own data"
+DATA_PLANE = "recipes with data_plane.enabled"
 REHEARSAL = "rehearsals"
 """What of this package needs a name of NeMo-RL."""
 

@@ -5,6 +5,7 @@ It may differ from the driver's: in NeMo-RL's container every kind of worker has
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, uses
-from nemo_grpo.nemorl.policy import STOCK_WORKER
+from nemo_grpo.nemorl.policy import STOCK_WORKER, data_plane_of
 
 ASYNC_SAVE = "policy.megatron_cfg.checkpoint.async_save"
 PACKAGE = "nvidia_resiliency_ext"
+TRANSFER_QUEUE = "transfer_queue"
 ABSENT = 3
 """Exit code that means "absent"; any other code is no answer."""
 TIMEOUT_S = 60
@@ -37,6 +39,18 @@ def check_async_save(master_config: Any) -> None:
             f"{ASYNC_SAVE}=true (NeMo-RL's default): {python}, which runs the Megatron workers, has no "
             f"{PACKAGE}, and they would die at start-up; set it to false, or install "
             f"{PACKAGE.replace('_', '-')} there"
+        )
+
+
+def check_data_plane(master_config: Any) -> None:
+    """Check that the driver has what NeMo-RL's data plane is; its policy asks for it once all workers are up.
+
+    Raises: UserError: it has not.
+    """
+    if data_plane_of(master_config) is not None and importlib.util.find_spec(TRANSFER_QUEUE) is None:
+        raise UserError(
+            f"data_plane.enabled=true: the driver's Python has no {TRANSFER_QUEUE}; install TransferQueue, "
+            "which NeMo-RL's pyproject.toml pins, or set it to false"
         )
 
 

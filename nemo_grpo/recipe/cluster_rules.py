@@ -297,12 +297,3 @@ def nemo_gym_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
             "env.should_use_nemo_gym=true: NeMo-Gym's environments are started by NeMo-RL's "
             "examples/nemo_gym/run_grpo_nemo_gym.py alone; use that, or another environment"
         )
-
-
-@rule(Scope.CLUSTER)
-def data_plane_is_off(recipe: Recipe) -> Iterator[str]:
-    if recipe.data_plane is not None and recipe.data_plane.enabled:
-        yield (
-            "data_plane.enabled=true: this driver runs NeMo-RL's trainers without it, since it drops the "
-            "tensors that variants add to a batch (weights, entropies); set it to false"
-        )

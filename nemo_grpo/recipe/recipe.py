@@ -45,6 +45,8 @@ class Recipe(BaseModel):
     """Ranks."""
     data_plane: Switch | None = None
     """NeMo-RL's transport of batches outside the driver; null: none."""
+    async_rl: dict[str, Any] | None = None
+    """NeMo-RL's single controller; null: none."""
     reward_penalties: dict[str, Any] = {}
     """NeMo-RL's penalties in NeMo-Gym's environments."""
     nemo_grpo: NemoGRPOSection

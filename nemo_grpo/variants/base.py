@@ -48,6 +48,9 @@ class VariantConfig(BaseModel):
     stops_gradient: ClassVar[bool] = False
     """`terms` multiplies by something of the current policy under ``detach()``: the gradient is not the
     derivative of the value."""
+    scales_with_advantages: ClassVar[bool] = False
+    """The policy term of `terms` is proportional to advantage times token weight: the step's weights may be
+    multiplied into the advantages (`PreparedBatch.folded`)."""
     whole_groups_key: ClassVar[str | None] = None
     """Boolean parameter under which every loss call needs exactly one whole group."""
     sampling_keys: ClassVar[tuple[str, ...]] = ()
@@ -156,6 +159,13 @@ class VariantConfig(BaseModel):
         """True if `shape` reads `TokenBatch.carried`, which a checkpoint must then keep."""
         return False
 
+    @property
+    def beside_advantages(self) -> str | None:
+        """What keeps a step's weights from being multiplied into its advantages; None: nothing."""
+        if self.aggregation == "group_token_mean" and not self.scales_with_advantages:
+            return "aggregation=group_token_mean weights a response beside its advantages"
+        return None
+
     def resampling(self, max_draws: int) -> tuple[float, int]:
         """(minimum share of groups with signal, maximum draws per step) under dynamic sampling."""
         return 1.0, max_draws
@@ -228,6 +238,16 @@ class KLConfig(VariantConfig):
         """True with a stop-gradient in the policy term or in the penalty."""
         return self.stops_gradient or (self.needs_reference and self.kl_score_function_gradient)
 
+    @property
+    def beside_advantages(self) -> str | None:
+        """With group_token_mean, a penalty's terms have the same weights and no advantages."""
+        if self.aggregation == "group_token_mean" and self.reference_policy_kl_penalty > 0:
+            return (
+                f"aggregation=group_token_mean weights the penalty of reference_policy_kl_penalty="
+                f"{self.reference_policy_kl_penalty:g}, too"
+            )
+        return super().beside_advantages
+
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
         """[B, T] KL estimate, or None without a penalty."""
         if not self.needs_reference or batch.reference_policy_logprobs is None:
@@ -246,6 +266,8 @@ class KLConfig(VariantConfig):
 
 class RatioConfig(GroupRewardConfig, KLConfig):
     """Variants with an importance ratio, an optional clip and an optional KL penalty."""
+
+    scales_with_advantages: ClassVar[bool] = True
 
     ratio_clip_min: float | None = Field(0.2, ge=0, description="lower clip distance from 1; null: no clip")
     ratio_clip_max: float | None = Field(0.2, ge=0, description="upper clip distance from 1; null: no clip")

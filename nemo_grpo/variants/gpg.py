@@ -35,6 +35,7 @@ class GPG(KLConfig):
     paper: ClassVar[str] = "GPG (2504.02546)"
     needs_prev_logprobs: ClassVar[bool] = False
     shapes_advantages: ClassVar[bool] = True
+    scales_with_advantages: ClassVar[bool] = True
     sampling_keys: ClassVar[tuple[str, ...]] = ("valid_fraction_threshold", "max_resample_attempts")
     without_dynamic_sampling: ClassVar[str | None] = "no threshold on valid groups"
 

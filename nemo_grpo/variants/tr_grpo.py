@@ -30,8 +30,11 @@ from nemo_grpo.core.kl import kl_estimate, weighted_k3
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Shaped, TokenTerms
 from nemo_grpo.core.random import token_uniforms
+from nemo_grpo.core.statistics import token_mean
 from nemo_grpo.core.token_weights import probability_weights
 from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+
+WEIGHT = "tr_grpo/weight_mean"
 
 
 class TRGRPO(RatioConfig):
@@ -120,16 +123,27 @@ class TRGRPO(RatioConfig):
         if self.weighting != "random":
             return shaped
         weights = (0.5 + token_uniforms(batch, seed)).to(shaped.advantages.dtype)
-        return Shaped(shaped.advantages, shaped.base, token_weights=weights)
+        metrics = {WEIGHT: token_mean(weights, batch.mask)}
+        return Shaped(shaped.advantages, shaped.base, token_weights=weights, metrics=metrics)
+
+    @property
+    def beside_advantages(self) -> str | None:
+        """Random weights are a tensor of the step; the others follow from the current policy."""
+        if self.weighting != "random":
+            return super().beside_advantages
+        if self.weight_placement == "inside":
+            return "weighting=random, weight_placement=inside weights the ratio within its clip"
+        if self.reference_policy_kl_penalty > 0 and self.kl_weighting != "none":
+            return f"weighting=random, kl_weighting={self.kl_weighting} weights the penalty, too"
+        return super().beside_advantages
 
     def token_weights(self, prepared: PreparedBatch) -> Tensor:
-        """[B, T] weights, without gradient."""
+        """[B, T] weights, without gradient; 1 where the advantages have them."""
         logprobs = prepared.batch.next_token_logprobs.detach()
-        if self.weighting == "equal":
-            return torch.ones_like(logprobs)
-        if self.weighting == "random":
-            assert prepared.token_weights is not None
+        if self.weighting == "random" and prepared.token_weights is not None:
             return prepared.token_weights
+        if self.weighting in ("equal", "random"):
+            return torch.ones_like(logprobs)
         w = probability_weights(
             logprobs,
             alpha=self.alpha,
@@ -151,8 +165,9 @@ class TRGRPO(RatioConfig):
             policy = w * policy
         else:
             policy, metrics = self.policy_term(w * ratio, advantages)
+        if self.weighting != "random":  # the step's metric, of `shape`
+            metrics[WEIGHT] = w
         metrics |= ratio_metrics(batch, ratio) | {
-            "tr_grpo/weight_mean": w,
             "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages).to(w.dtype),
         }
         return TokenTerms(policy, self._weighted_kl(batch, w), metrics)

@@ -74,6 +74,7 @@ SHORT = {
     "CORRECTED": "loss_fn.use_importance_sampling_correction=true", "SHAPING": "grpo.reward_shaping",
     "WARM": "nemo_grpo.warm_start", "SCHEDULER": f"{M}.scheduler",
     "APART": f"{G}.colocated={{enabled: false, resources: {{gpus_per_node: 1, num_nodes: 1}}}}",
+    "PLANE": "++data_plane.enabled=true",
     "AUTHOR": "loss_fn.variant=cw_grpo; loss_fn.author_compat=true",
     "SEARCH": "nemo_grpo.task={name: search_qa}; grpo.max_rollout_turns=4",
     "STOPS": f"{G}.stop_strings=[</search>, </answer>]",
@@ -356,8 +357,38 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "advantage_clip_low=-1 would clip", "loss_fn.variant=grpo"),
     ("reference_policy_is_loaded", "lora", "loss_fn.reference_policy_kl_penalty=0",
      "reference_policy_kl_penalty=0", "loss_fn.reference_policy_kl_penalty=1e-9"),
-    ("data_plane_is_off", "small lora dapo", "data_plane.enabled=true", "data_plane.enabled=true",
+    # NeMo-RL: the data plane
+    ("single_controller_has_its_own_driver", "small", "$PLANE; ++async_rl={max_inflight_prompts: 8}",
+     "async_rl=.*run_grpo_single_controller.py", "~async_rl"),
+    ("data_plane_trains_synchronously", "cluster", "$PLANE; grpo.async_grpo.enabled=true; $CORRECTED",
+     "asynchronous trainer does not read the data plane", "grpo.async_grpo.enabled=false"),
+    ("data_plane_trains_synchronously", "shown", "$PLANE", "sft trains without rollouts",
      "data_plane.enabled=false"),
+    ("data_plane_brings_what_the_loss_reads", "lora", "$PLANE", "erpo needs the policy's entropies",
+     "data_plane.enabled=false"),
+    ("data_plane_brings_what_the_loss_reads", "logic",
+     "$PLANE; loss_fn.aggregation=group_token_mean", "weights the penalty of .*=0.001, too",
+     "loss_fn.reference_policy_kl_penalty=0"),
+    ("data_plane_brings_what_the_loss_reads", "logic",
+     "$PLANE; loss_fn.weighting=random; loss_fn.aggregation=token_mean", "=inside weights the pen",
+     "loss_fn.kl_weighting=none"),
+    ("data_plane_brings_what_the_loss_reads", "logic",
+     "$PLANE; loss_fn.weighting=random; loss_fn.weight_placement=inside; loss_fn.upper=1.2; "
+     "loss_fn.aggregation=token_mean; "
+     "loss_fn.reference_policy_kl_penalty=0", "weight_placement=inside weights the ratio",
+     "loss_fn.weight_placement=outside"),
+    ("data_plane_brings_what_the_loss_reads", "logic",
+     "$PLANE; loss_fn.weighting=random; loss_fn.aggregation=token_mean; loss_fn.kl_weighting=none; "
+     "loss_fn.force_on_policy_ratio=true", "leaves nothing by which", "loss_fn.force_on_policy_ratio=false"),
+    ("weighted_advantages_are_not_clipped", "cluster",
+     "$PLANE; loss_fn.aggregation=group_token_mean; grpo.advantage_clip_low=-1", "low=-1 with .* would clip",
+     "loss_fn.aggregation=token_mean"),
+    ("data_plane_draws_whole_groups", "long", "$PLANE; grpo.use_dynamic_sampling=true",
+     "without gpg's valid_fraction_threshold and max_resample_attempts", "grpo.use_dynamic_sampling=false"),
+    ("data_plane_draws_whole_groups", "cluster",
+     "$PLANE; grpo.use_dynamic_sampling=true; grpo.use_leave_one_out_baseline=true; "
+     "loss_fn.use_leave_one_out_baseline=true", "drops the only correct response",
+     "grpo.use_leave_one_out_baseline=false; loss_fn.use_leave_one_out_baseline=false"),
     # NeMo-RL: checkpoints
     (
         "number_of_checkpoints_is_set", "cluster", "checkpointing.keep_top_k=null",

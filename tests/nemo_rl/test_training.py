@@ -144,6 +144,21 @@ def test_gpg_draws_until_its_threshold(tmp_path):
     assert run.logged()["dynamic_sampling_num_gen_batches"] == 2
 
 
+def test_data_that_ends_early_ends_the_run_and_says_so(tmp_path, caplog):
+    run = Run(
+        tmp_path,
+        {"variant": "gpg", "valid_fraction_threshold": 1.0},
+        *("grpo.use_dynamic_sampling=true", "grpo.max_num_steps=10", "grpo.max_num_epochs=1"),
+        "checkpointing.enabled=false",
+    )
+    with stop_after_step(run.logger) as stop:
+        assert len(run.train()) == 10, "two draws a step"
+    assert stop.last_step == 5
+    assert run.exit_code(stop) == 0
+    assert "the data ended after step 5 of 10" in caplog.text
+    assert "grpo.max_num_epochs=1 are over; raise it" in caplog.text
+
+
 def test_a_checkpoint_that_nemo_rl_deletes_is_kept_for_its_export(tmp_path):
     settings = ("checkpointing.keep_top_k=1", "checkpointing.metric_name=null")
     run = Run(tmp_path, {"variant": "grpo"}, *settings, "nemo_grpo.export.at_every_save=true")

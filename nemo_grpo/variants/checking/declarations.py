@@ -206,3 +206,20 @@ def rows_without_advantage_are_declared(objective: Objective, batch: TokenBatch)
         "expected no gradient where the advantage is 0, so that the engine may leave these responses out; "
         "found one; set the class attribute learns_without_advantages = True"
     )
+
+
+def scaling_is_declared(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
+    """With scales_with_advantages, factors of the advantages are factors of the policy term."""
+    if not config.scales_with_advantages:
+        return None
+    prepared = objective.prepare(batch, seed=SEED)
+    factors = 0.5 + torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)).double()
+    for rows in whole(objective, batch):
+        part = prepared.select(rows, next_token_logprobs=batch.next_token_logprobs[rows])
+        scaled = replace(part, advantages=part.advantages * factors[rows])
+        if not torch.allclose(objective.terms(scaled).policy, factors[rows] * objective.terms(part).policy):
+            return (
+                "expected a policy term proportional to the advantages, as scales_with_advantages = True "
+                "says; found another; set it to False"
+            )
+    return None

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective
+from nemo_grpo.variants.base import VariantConfig
 from nemo_grpo.variants.checking.held import Held
 from nemo_grpo.variants.checking.steps import SEED, TOKEN_TENSORS, changed, counts, loss_and_gradient, whole
 
@@ -28,6 +29,18 @@ def adds_up(objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | N
         ("in one piece", f"as {len(rows)} microbatches"),
         "terms() must treat every row by itself: what spans rows, such as a mean over them, belongs into "
         "shape(), and the loss is divided by the step's counts already",
+    )
+
+
+def weights_fold(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
+    """With the step's weights multiplied into the advantages, loss and gradient are the same."""
+    if config.beside_advantages is not None:
+        return None
+    return _compare(
+        loss_and_gradient(objective, batch),
+        loss_and_gradient(objective, batch, folded=True),
+        ("with token weights and row factors beside the advantages", "with both multiplied into them"),
+        "set scales_with_advantages = False, or let the policy term be proportional to token_weights",
     )
 
 

@@ -60,10 +60,19 @@ def counts(batch: TokenBatch) -> dict[str, Any]:
 
 
 def loss_and_gradient(
-    objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None
+    objective: Objective,
+    batch: TokenBatch,
+    parts: Sequence[Tensor] | None = None,
+    *,
+    folded: bool = False,
 ) -> tuple[Tensor, Tensor, PreparedBatch]:
-    """Loss summed over ``parts`` (rows; default: all at once), and its gradient in next_token_logprobs."""
+    """Loss summed over ``parts`` (rows; default: all at once), and its gradient in next_token_logprobs.
+
+    Args: folded: of the folded step and objective.
+    """
     prepared = objective.prepare(batch, seed=SEED)
+    if folded:
+        prepared, objective = prepared.folded(), objective.folded()
     current = batch.next_token_logprobs
     total = torch.zeros((), dtype=current.dtype)
     for rows in whole(objective, batch) if parts is None else parts:

@@ -16,7 +16,8 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.stopping import Stop
 
-RUN = Of(recipe=Of(grpo=Of(max_num_steps=100), nemo_grpo=Of(task="math"), checkpointing=Of(enabled=True)))
+GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)
+RUN = Of(recipe=Of(grpo=GRPO, nemo_grpo=Of(task="math"), checkpointing=Of(enabled=True)))
 
 
 def ended(total, current, is_async=False):
@@ -55,7 +56,7 @@ def test_exit_code_is_0_only_for_a_finished_run(parts, how, code):
 
 
 def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
-    recipe = Of(grpo=Of(max_num_steps=100), nemo_grpo=Of(task=None), checkpointing=Of(enabled=True))
+    recipe = Of(grpo=GRPO, nemo_grpo=Of(task=None), checkpointing=Of(enabled=True))
     parts = ended(6, 6)
     parts.master_config["grpo"]["max_num_epochs"] = 3
     parts.dataloader = range(10)

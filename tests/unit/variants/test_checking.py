@@ -50,6 +50,12 @@ WRONG = {
         TERMS + "        return TokenTerms((self.ratio(batch) * a).sum(1, keepdim=True))",
         *("shapes", r"TokenTerms.policy of shape \[5, 4\].*found \[5, 1\].*expand_as"),
     ),
+    "a bonus beside the advantages": (
+        "    learns_without_advantages: ClassVar[bool] = True\n"
+        + TERMS
+        + "        return TokenTerms(self.ratio(batch) * (a + 0.1))",
+        *("scaling", "expected a policy term proportional to the advantages.*set it to False"),
+    ),
     "no gradient": (
         TERMS + "        return TokenTerms(self.ratio(batch).detach() * a)",
         *("gradient", "found no gradient at any token.*without detach"),
@@ -189,7 +195,7 @@ def test_a_right_loss_passes_and_the_quick_part_is_quick():
 def test_the_command_lists_every_check_and_fails_with_1():
     run = lambda *line: CliRunner().invoke(app, ["variants", "check", *line])  # noqa: E731
     right = run("tr_grpo", "weighting=reverse")
-    assert (right.exit_code, right.output.count("ok ")) == (0, 16), right.output
+    assert (right.exit_code, right.output.count("ok ")) == (0, 18), right.output
     assert run("dr_grpo").exit_code == 0
     wrong = run(loss(WRONG["a mean over rows"][0]))
     assert wrong.exit_code == 1

@@ -1,0 +1,203 @@
+"""NeMo-RL's own `grpo_train_sync` on a CPU: every batch passes its data plane, and the loss gets advantages.
+
+The data plane is NeMo-RL's reference of it, in this process: the TransferQueue is a package of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import ray
+import torch
+from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
+from nemo_rl.data_plane.column_io import kv_first_write, read_columns, write_columns
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience import sync_rollout_actor
+from nemo_rl.models.policy import tq_policy
+from test_training import SETTINGS, Run, names_are_restored  # noqa: F401 - the latter is a fixture
+from toy_training import Generation, ToyPolicy, rollouts
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import run_grpo
+from nemo_grpo.nemorl.hooks import GRPO_SYNC
+from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.policy import policy_factory
+from nemo_grpo.nemorl.worker_python import check_data_plane
+
+pytestmark = pytest.mark.usefixtures("private_ray")
+
+ON = (
+    "data_plane={enabled: true, impl: transfer_queue, backend: simple, storage_capacity: 1000, "
+    "num_storage_units: 1, claim_meta_poll_interval_s: 0.1, global_segment_size: 1, local_buffer_size: 1}"
+)
+PENALIZED = {"reference_policy_kl_penalty": 0.1, "kl_weighting": "none"}
+CARRIED: dict[str, dict[str, Any]] = {
+    **{name: SETTINGS[name] for name in SETTINGS if SETTINGS[name]["variant"] != "erpo"},
+    "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
+    "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random", **PENALIZED},
+}
+DRAWN = ("tr_grpo_random", "clip_cov")
+"""They draw by the responses' tokens, which the data plane keeps from the driver, and then by logprobs."""
+
+
+class PlanePolicy(ToyPolicy):
+    """The toy policy as NeMo-RL's `TQPolicy`: its workers read and write columns."""
+
+    tq_partition_id = "train"
+
+    def __init__(self, plane: NoOpDataPlaneClient, **arguments: Any) -> None:
+        super().__init__()
+        self.dp_client, self.dp_cfg = plane, arguments["dp_cfg"]
+        self.evaluated: list[bool] = []
+
+    _stamp_pad_seqlen = tq_policy.TQPolicy._stamp_pad_seqlen
+    read_from_dataplane = tq_policy.TQPolicy.read_from_dataplane
+    write_to_dataplane = tq_policy.TQPolicy.write_to_dataplane
+    discard_samples = tq_policy.TQPolicy.discard_samples
+    finish_step = tq_policy.TQPolicy.finish_step
+    _router_replay_enabled = False
+    prepare_step = tq_policy.TQPolicy.prepare_step
+
+    def _packing_args(self, _stage: str) -> tuple[None, None]:
+        return None, None
+
+    def read(self, meta: Any, fields: Any) -> Any:
+        self._stamp_pad_seqlen(meta)
+        return read_columns(self.dp_client, meta, select_fields=list(fields), pad_value_dict={"input_ids": 0})
+
+    def get_logprobs_from_meta(self, meta: Any, timer: Any = None) -> None:
+        found = ToyPolicy.get_logprobs(self, self.read(meta, LP_SEED_FIELDS))
+        write_columns(self.dp_client, meta, fields={"prev_logprobs": found["logprobs"]})
+
+    def get_reference_policy_logprobs_from_meta(self, meta: Any, timer: Any = None) -> None:
+        found = self.get_reference_policy_logprobs(self.read(meta, LP_SEED_FIELDS))
+        write_columns(self.dp_client, meta, fields={"reference_policy_logprobs": found["reference_logprobs"]})
+
+    def train_from_meta(
+        self, meta: Any, loss_fn: Any, timer: Any = None, eval_mode: bool = False, train_fields: Any = ()
+    ) -> Any:
+        self.evaluated.append(eval_mode)
+        before = self.model.detach().clone()
+        fields = [name for name in train_fields or DP_TRAIN_FIELDS if name in self.columns(meta)]
+        trained = ToyPolicy.train(self, self.read(meta, fields), loss_fn)
+        if eval_mode:
+            self.model = before.requires_grad_()
+        return trained
+
+    def columns(self, meta: Any) -> set[str]:
+        return set(self.dp_client._partitions[meta.partition_id].rows[meta.sample_ids[0]])
+
+
+class LocalActor:
+    """NeMo-RL's rollout actor in this process, called as one."""
+
+    def __init__(self, plane: NoOpDataPlaneClient, arguments: dict[str, Any]) -> None:
+        of_ray = sync_rollout_actor.SyncRolloutActor.__ray_metadata__
+        with patch("nemo_rl.data_plane.build_data_plane_client", return_value=plane):
+            self.actor = of_ray.modified_class(**arguments)
+        self.rollout_to_tq = MagicMock()
+        self.rollout_to_tq.remote = lambda *given, **named: ray.put(self.actor.rollout_to_tq(*given, **named))
+
+
+@contextmanager
+def on_the_plane(plane: NoOpDataPlaneClient, rewards: Any = None) -> Iterator[None]:
+    """`grpo_train_sync` with made-up rollouts, which its own actor writes to the plane."""
+    draws: list[int] = []
+
+    def rollout(**_: Any) -> tuple[Any, dict[str, float]]:
+        draws.append(len(draws))
+        batch = rollouts(draws[-1])
+        if rewards is not None:
+            batch["total_reward"] = torch.tensor(rewards)
+        return batch, {"mean_gen_tokens_per_sample": 3.0}
+
+    def write_tensors(batch: Any, **named: Any) -> Any:  # the reference takes no texts
+        tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+        return kv_first_write(BatchedDataDict(tensors), **named)
+
+    actor = MagicMock()
+    actor.options.return_value.remote = lambda **arguments: LocalActor(plane, arguments)
+    with ExitStack() as stack:
+        for name in ("run_multi_turn_rollout", "run_async_multi_turn_rollout"):
+            stack.enter_context(patch.object(sync_rollout_actor, name, side_effect=rollout))
+        stack.enter_context(patch.object(sync_rollout_actor, "kv_first_write", write_tensors))
+        stack.enter_context(patch(f"{GRPO_SYNC}.SyncRolloutActor", actor))
+        stack.enter_context(patch(f"{GRPO_SYNC}.make_actor_runtime_env", return_value={}))
+        stack.enter_context(patch(f"{GRPO_SYNC}.refit_policy_generation", return_value={}))
+        stack.enter_context(patch(f"{GRPO_SYNC}.print_performance_metrics", return_value={}))
+        yield
+
+
+class PlaneRun(Run):
+    """A driver's run on the data plane, its policy made by the driver's factory."""
+
+    def __init__(self, folder: Path, loss_fn: dict[str, Any], *overrides: str) -> None:
+        super().__init__(folder, loss_fn, *overrides)
+        self.plane = NoOpDataPlaneClient()
+        toy = patch.object(tq_policy, "TQPolicy", type("Toy", (PlanePolicy,), {}))
+        with toy, patch("nemo_grpo.nemorl.policy.worker_class", return_value=None):
+            make = policy_factory(self.run, self.exchange, MagicMock())
+        self.policy = make(plane=self.plane)
+        self.parts = self.parts._replace(policy=self.policy, policy_generation=Generation())
+
+    def ready(self) -> run_grpo.Ready:
+        loss_fn = ObjectiveLoss(self.run.recipe.loss_fn, folded=True)
+        return super().ready()._replace(loss_fn=loss_fn)
+
+    def train(self, rewards: Any = None) -> None:  # type: ignore[override]
+        with on_the_plane(self.plane, rewards):
+            run_grpo.run_trainer(self.ready())
+
+
+def started(folder: Path, loss_fn: dict[str, Any], *overrides: str) -> PlaneRun:
+    folder.mkdir(exist_ok=True)
+    return PlaneRun(folder, loss_fn, ON, "checkpointing.enabled=false", *overrides)
+
+
+@pytest.mark.parametrize("setting", CARRIED)
+def test_the_data_plane_gives_the_steps_of_the_driver(setting, tmp_path):
+    section = {"reference_policy_kl_penalty": 0.0} if "token_mean" in setting else {}
+    section = {**CARRIED[setting], **section}
+    plain = Run(tmp_path, section, "checkpointing.enabled=false")
+    plain.train()
+    run = started(tmp_path / "plane", section)
+    run.train()
+    assert set(run.policy.trained[0]) <= {*DP_TRAIN_FIELDS}, "no column of ours"
+    assert len(run.policy.losses) == len(plain.policy.losses) == 2
+    if setting in DRAWN:
+        return
+    assert run.policy.losses == pytest.approx(plain.policy.losses, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(run.policy.model, plain.policy.model, rtol=1e-5, atol=1e-6)
+
+
+def test_the_estimators_metrics_are_logged(tmp_path):
+    run = started(tmp_path, {"variant": "gpg"})
+    run.train()
+    assert run.logged()["gpg/alpha"] == 2.0
+    assert {"loss", "gen_kl_error", "reward"} <= set(run.logged())
+
+
+def test_a_driver_without_the_transfer_queue_is_told_before_anything_starts(tmp_path):
+    config = started(tmp_path, {"variant": "grpo"}).run.master_config
+    with (
+        patch("importlib.util.find_spec", return_value=None),
+        pytest.raises(UserError, match="no transfer_queue; install TransferQueue"),
+    ):
+        check_data_plane(config)
+
+
+def test_a_step_without_signal_is_no_update(tmp_path):
+    run = started(tmp_path, {"variant": "grpo"})
+    start = run.policy.model.detach().clone()
+    run.train([1.0] * 6)
+    assert run.policy.evaluated == [True, True]
+    assert torch.equal(run.policy.model, start)
+    run = started(tmp_path / "penalty", {"variant": "grpo", "reference_policy_kl_penalty": 0.1})
+    run.train([1.0] * 6)
+    assert run.policy.evaluated == [False, False]

@@ -1,0 +1,92 @@
+"""Token weights and row factors multiplied into the advantages: the same loss, for every variant that may."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from steps import PARAMETERS, steps
+
+from nemo_grpo.variants import VARIANTS, parse_loss_fn
+from nemo_grpo.variants.checking.steps import SEED, changed, example_step, loss_and_gradient
+
+GROUPS = {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.0}
+CORRECTED = {
+    "use_importance_sampling_correction": True,
+    "truncated_importance_sampling_type": "icepop",
+    "truncated_importance_sampling_ratio": 1.004,
+    "truncated_importance_sampling_ratio_min": 0.996,
+}
+RANDOM = {"variant": "tr_grpo", "weighting": "random"}
+PLAIN = {"gspo"}
+"""Variants with neither: one ratio per response needs sequence_mean."""
+CASES = {
+    **{
+        name: {"variant": name, **parameters, **GROUPS}
+        for name, parameters in PARAMETERS.items()
+        if name not in PLAIN
+    },
+    "dual clip": {"variant": "grpo", "ratio_clip_c": 1.1, **GROUPS},
+    "no clip": {"variant": "grpo", "ratio_clip_min": None, "ratio_clip_max": None, **GROUPS},
+    "corrected": {"variant": "dapo", **CORRECTED, **GROUPS},
+    "weight inside": {"variant": "tr_grpo", "weight_placement": "inside", "upper": 1.2, **GROUPS},
+    "random": {**RANDOM, "reference_policy_kl_penalty": 0.0},
+    "random, plain penalty": {**RANDOM, "reference_policy_kl_penalty": 0.1, "kl_weighting": "none"},
+    "random of groups": {**RANDOM, **GROUPS},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=25, deadline=None)
+@given(batch=steps())
+def test_folded_weights_give_the_same_loss_and_gradient(case, batch):
+    config = parse_loss_fn(CASES[case])
+    assert config.beside_advantages is None
+    objective = config.build()
+    if not config.needs_reference:
+        batch = replace(batch, reference_policy_logprobs=None)
+    by_rows = list(torch.arange(len(batch.rewards)).split(1))
+    loss, gradient, prepared = loss_and_gradient(objective, batch)
+    folded, of_folded, _ = loss_and_gradient(objective, batch, by_rows, folded=True)
+    assert prepared.token_weights is not None or prepared.row_factors is not None
+    torch.testing.assert_close(folded, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(of_folded, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_every_variant_is_folded_or_named():
+    assert {CASES[case]["variant"] for case in CASES} | PLAIN == set(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"variant": "grpo", **GROUPS, "reference_policy_kl_penalty": 0.1},
+        {**RANDOM, "reference_policy_kl_penalty": 0.1, "kl_weighting": "inside"},
+        {**RANDOM, "reference_policy_kl_penalty": 0.1, "kl_weighting": "outer"},
+        {**RANDOM, "reference_policy_kl_penalty": 0.0, "weight_placement": "inside", "upper": 1.2},
+    ],
+)
+def test_weights_that_advantages_cannot_carry_are_named(section):
+    config = parse_loss_fn(section)
+    assert config.beside_advantages is not None
+    batch = changed(example_step(), response_ids=torch.arange(5))
+    loss, gradient, _ = loss_and_gradient(config.build(), batch)
+    folded, of_folded, _ = loss_and_gradient(config.build(), batch, folded=True)
+    assert not torch.allclose(folded, loss, 1e-6) or not torch.allclose(of_folded, gradient, 1e-6)
+
+
+def test_folded_advantages_by_hand():
+    batch = example_step()  # tokens: 4, 1, 0 in the first group, 3, 4 in the second
+    prepared = (
+        parse_loss_fn({"variant": "dr_grpo", "max_response_length": 7, **GROUPS})
+        .build()
+        .prepare(batch, seed=SEED)
+    )
+    folded = prepared.folded()
+    centred = torch.tensor([2 / 3, -1 / 3, -1 / 3, 0.35, -0.35], dtype=torch.float64)
+    factors = torch.tensor([0.5, 0.5, 0.5, 5 / 14, 5 / 14], dtype=torch.float64)  # 5 responses / 2 groups / n
+    expected = (centred * factors)[:, None] * batch.mask
+    torch.testing.assert_close(folded.advantages, expected, rtol=1e-12, atol=1e-12)
+    assert folded.row_factors is None
