@@ -118,10 +118,10 @@ def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
     """
     if getattr(config, "reference_policy_kl_penalty", 0.0) == 0:
         return not bool(data["advantages"].any())
-    tokens = (
-        data["token_mask"][:, 1:].any(1) if "token_mask" in data else True
-    )  # not in the data plane's delta
-    return not bool((data["sample_mask"] * tokens).any())
+    trains = data["sample_mask"].bool()
+    if "token_mask" in data:  # the data plane has it already
+        trains = trains & data["token_mask"][:, 1:].any(1)
+    return not bool(trains.any())
 
 
 def data_plane_of(master_config: Any) -> Any:
