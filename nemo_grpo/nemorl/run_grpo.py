@@ -284,7 +284,7 @@ def model_config(run: ClusterRun) -> Any:
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     name, trusted = run.recipe.policy.model_name, run.recipe.nemo_grpo.trust_remote_code
-    tokenizer = value_of(run.recipe.policy, "tokenizer.name", None) or name
+    tokenizer = run.recipe.policy.tokenizer.name or name
     try:
         declared, _ = PretrainedConfig.get_config_dict(name)
         refused = not trusted and "auto_map" in {*declared, *get_tokenizer_config(tokenizer)}

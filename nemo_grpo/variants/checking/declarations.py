@@ -210,7 +210,7 @@ def rows_without_advantage_are_declared(objective: Objective, batch: TokenBatch)
 
 def scaling_is_declared(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
     """With scales_with_advantages, factors of the advantages are factors of the policy term."""
-    if not config.scales_with_advantages:
+    if not config.scales_with_advantages or config.needs_whole_groups:  # the latter is not of NeMo-RL
         return None
     prepared = objective.prepare(batch, seed=SEED)
     factors = 0.5 + torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)).double()
