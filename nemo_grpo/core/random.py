@@ -31,6 +31,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _logical_shift_right(x, 31)
 
 
+def step_seed(seed: int, number: int) -> int:
+    """The seed of a run's draws in a step, or from a problem on; the same on both engines.
+
+    Args: number: of the step, or of its first problem, from 0.
+    """
+    return seed * 1_000_003 + number
+
+
 def response_ids(responses: Iterable[tuple[list[int], list[int]]]) -> Tensor:
     """Ids that distinguish a step's responses, the same on every engine.
 

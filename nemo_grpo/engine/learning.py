@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
+from nemo_grpo.core.random import step_seed
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, Scores, UpdateResult
 from nemo_grpo.engine.records import Clock
 from nemo_grpo.engine.rollout import Step
@@ -118,7 +119,7 @@ class Learner:
             logprobs = torch.where(scored[:, None], logprobs, step.generation_logprobs)
         batch = step.token_batch(logprobs, scores.entropies, reference)
         batch = replace(batch, carried=state.carried, scored=scored)
-        return self.objective.prepare(batch, seed=self.recipe.grpo.seed * 1_000_003 + state.step)
+        return self.objective.prepare(batch, seed=step_seed(self.recipe.grpo.seed, state.step))
 
     def update(
         self, prepared: PreparedBatch, step: Step, state: TrainingState, *, scoring: bool = False

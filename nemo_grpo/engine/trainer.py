@@ -13,6 +13,7 @@ import torch
 
 from checkpoints_conv.model_card import Training
 from nemo_grpo.core.batch import PreparedBatch
+from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.diagnostics.stuck import Watch
 from nemo_grpo.diagnostics.tokens import token_diagnostics
@@ -261,7 +262,7 @@ class Trainer:
         recipe, first = self.recipe, self.state.next_problem
         numbers = range(first, first + recipe.grpo.num_prompts_per_step)
         problems = [self.task.train_problem(number, recipe.grpo.seed) for number in numbers]
-        seed, number = recipe.grpo.seed * 1_000_003 + first, recipe.grpo.num_generations_per_prompt
+        seed, number = step_seed(recipe.grpo.seed, first), recipe.grpo.num_generations_per_prompt
         request = Request(self._encode(problems), number, self.sampling, seed)
         self.state.next_problem += len(problems)
         return sample_groups(self.generator, self.tokenizer, self.scorer, problems, request)

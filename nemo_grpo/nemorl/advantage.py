@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
-from nemo_grpo.core.random import response_ids
+from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
@@ -23,8 +23,6 @@ from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
 
-SEED_STRIDE = 1_000_003
-"""Step n draws with the seed grpo.seed x this + n, as in the embedded engine."""
 OF_SCORES = ("mismatch/", "covariance/")
 """Metrics of scored logprobs, in whose place NeMo-RL gives zeros under force_on_policy_ratio."""
 
@@ -102,7 +100,7 @@ class VariantEstimator:
         logs = (repeated_batch or {}).get("message_log")
         ids = None if logs is None else response_ids(map(_tokens, logs))
         batch = replace(batch, response_ids=ids, carried=self.exchange.carried)
-        prepared = self.objective.prepare(batch, seed=self.seed * SEED_STRIDE + self.step)
+        prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
         self.exchange.carried = prepared.carried
         self.step += 1
         if self.folds:

@@ -51,8 +51,7 @@ def workload_of(recipe: Recipe, lengths: Lengths, signal: float = SIGNAL) -> Wor
 
     Args: signal: share of groups whose rewards differ.
     """
-    grpo, own = recipe.grpo, recipe.nemo_grpo
-    samples = own.evaluation.num_samples if own.target == "embedded" else grpo.val_num_generations_per_prompt
+    grpo = recipe.grpo
     return Workload(
         num_samples=recipe.num_sequences_per_step,
         group_size=grpo.num_generations_per_prompt,
@@ -63,7 +62,7 @@ def workload_of(recipe: Recipe, lengths: Lengths, signal: float = SIGNAL) -> Wor
         trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo and grpo.is_async else 0,
         num_steps=grpo.max_num_steps,
         val_period=max(grpo.val_period, 0),
-        val_samples=(grpo.max_val_samples or 0) * samples,
+        val_samples=(grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt,
         save_period=recipe.checkpointing.save_period if recipe.checkpointing.enabled else 0,
         saves_optimizer=recipe.checkpointing.save_optimizer,
     )

@@ -164,15 +164,17 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> Iterator[Change]:
     yield Change("policy.model_name", str(model.folder))
     yield Change("policy.tokenizer.name", str(model.folder))
     prompt = model.longest_prompt + ROOM
+    longest = _multiple(prompt + response, 64)
     yield Change(f"{GENERATION}.max_new_tokens", response)
-    yield Change("policy.max_total_sequence_length", _multiple(prompt + response, 64))
+    yield Change("policy.max_total_sequence_length", longest)
+    yield Change(f"{GENERATION}.vllm_cfg.max_model_len", longest)
     if recipe.data.max_input_seq_length is not None:
         yield Change("data.max_input_seq_length", prompt)
     yield Change("policy.train_micro_batch_size", min(p.train_micro_batch_size, MICROBATCH))
     yield Change("policy.logprob_batch_size", min(p.logprob_batch_size, MICROBATCH))
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         if getattr(p.sequence_packing, key) is not None:
-            yield Change(f"policy.sequence_packing.{key}", MICROBATCH * _multiple(prompt + response, 64))
+            yield Change(f"policy.sequence_packing.{key}", MICROBATCH * longest)
     if recipe.grpo.reward_shaping.enabled:
         yield Change("grpo.reward_shaping.max_response_length", response)
         yield Change("grpo.reward_shaping.overlong_buffer_length", response // 4)

@@ -16,7 +16,7 @@ from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
 from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
 from nemo_grpo.plan.search import _rollouts, best_layouts
-from nemo_grpo.plan.workload import expected_draws, scoring_passes
+from nemo_grpo.plan.workload import expected_draws, scoring_passes, workload_of
 from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -261,3 +261,9 @@ def test_steps_within_a_time_leave_room_for_a_checkpoint(base: Forecast) -> None
     assert base.steps_within(3 * step + save + 1) == 3
     assert base.steps_within(3 * step + save - 1) == 2
     assert base.steps_within(save) == 0
+
+
+def test_validation_is_what_the_engine_samples() -> None:
+    asked = ["grpo.val_num_generations_per_prompt=3", "nemo_grpo.evaluation.num_samples=32"]
+    recipe = load_recipe("quickstart", asked)
+    assert workload_of(recipe, of_mean(20.0, 40, 10.0)).val_samples == 3 * recipe.grpo.max_val_samples
