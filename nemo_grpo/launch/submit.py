@@ -15,6 +15,7 @@ import nemo_grpo
 from nemo_grpo import shipped
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.loader import load_tree
 
 SCRIPTS = {"cluster": "train.sbatch", "embedded": "embedded.sbatch"}
 """nemo_grpo.target -> the script that runs it."""
@@ -59,7 +60,7 @@ def recipe_for_job(given: Path) -> Path:
 
     The place in which pip installed the package is in no container.
 
-    Raises: UserError: there is no such recipe, or no copy of it.
+    Raises: UserError: there is no such recipe, or no copy of it, or an older one.
     """
     file, own = shipped.recipe_file(given), shipped.folder("recipes").resolve()
     if not file.resolve().is_relative_to(own):
@@ -69,6 +70,11 @@ def recipe_for_job(given: Path) -> Path:
         raise UserError(
             f"NEMO_GRPO_ROOT: {copy} is missing; `nemo-grpo slurm scripts DIR` writes the recipes, too; then "
             "export NEMO_GRPO_ROOT=DIR"
+        )
+    if load_tree(copy) != load_tree(file):
+        raise UserError(
+            f"NEMO_GRPO_ROOT: {copy}, which jobs read, is not this installation's recipe; write the folder "
+            "anew with `nemo-grpo slurm scripts DIR`"
         )
     return copy
 

@@ -56,6 +56,10 @@ def test_a_shipped_recipe_is_read_from_beside_the_job_scripts(monkeypatch, tmp_p
     for given, file in [("quickstart", jobs / "recipes/quickstart.yaml"), (own, own)]:
         done = launch(given, "--container", "x.sqsh", "--dry-run")
         assert done.stdout.split()[-2:] == [f"{jobs}/slurm/embedded.sbatch", str(file)]
+    base = jobs / "recipes/base/embedded.yaml"
+    base.write_text(base.read_text() + "sif_dir: of_an_older_release\n")
+    done = launch("quickstart", "--dry-run")
+    assert "recipes/quickstart.yaml, which jobs read, is not this installation's" in str(done.exception)
     (jobs / "recipes/quickstart.yaml").unlink()
     done = launch("quickstart", "--dry-run")
     assert isinstance(done.exception, UserError)
