@@ -121,6 +121,8 @@ def refit(evidence: Evidence) -> str:
     ratio = max(evidence.series("train/token_mult_prob_error"), default=math.nan)
     shown = f"gen_kl_error {', '.join(f'{e:.1e}' for e in errors)}; token_mult_prob_error at most {ratio:.4f}"
     _refuse(len(errors) < max(len(evidence.steps), 1), f"{shown}; not logged in every step")
+    lengths = evidence.series("length/mean")
+    _refuse(not all(lengths), f"{shown}; mean lengths {lengths}: without tokens nothing is compared")
     if bound(recipe) is None:
         _refuse(not errors[0] <= REFIT_BOUND, f"{shown}; the bound of the first step is {REFIT_BOUND:g}")
         return f"{shown}; later steps have no bound: asynchronous rollouts may be of older weights"

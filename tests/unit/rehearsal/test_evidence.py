@@ -76,6 +76,7 @@ def test_a_supervised_run_is_judged_by_its_own_stages(run):
 
 UNHEALTHY = {
     "stale weights": (evidence.refit, {"mismatch/kl": 0.0027}, "the bound is 0.0004"),
+    "no tokens": (evidence.refit, {"length/mean": 0.0, "mismatch/kl": 0.0}, "nothing is compared"),
     "weights that are no numbers": (evidence.refit, {"mismatch/kl": float("nan")}, "the bound is 0.0004"),
     "a loss that is no number": (evidence.update, {"loss/total": float("nan")}, "loss 0.0100, nan"),
 }
