@@ -155,7 +155,8 @@ def test_a_card_that_says_nothing_is_no_obstacle(card, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".cache/smollm2", "runs/x/hf", "/lustre/org/base", "-x/y"])
-def test_a_folder_that_is_gone_is_no_name_on_the_hub(name, tmp_path):
+def test_a_folder_that_is_gone_is_no_name_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where `make smollm2` has made no such folder
     assert card_after(tmp_path / "x", folder_with(tmp_path / "base", ""), name).data.base_model is None
 
 
