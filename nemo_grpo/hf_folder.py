@@ -39,6 +39,8 @@ def check_model_folder(folder: Path, setting: str) -> None:
         remedy = "download the model and give its local folder"
         if command := WRITTEN_BY.get(str(folder)):
             remedy = f"`{command} {folder}` writes it"
+        elif "hf" in folder.parts[-2:]:  # of a run, or one of its steps
+            remedy = "train the run that exports it first"
         raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
     needed = {
         "config.json": ["config.json"],

@@ -1,14 +1,15 @@
-"""What is never exported."""
+"""What is never exported, and models that are not there."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_grpo import UserError
-from nemo_grpo.hf_folder import export, export_adapter
+from nemo_grpo.hf_folder import check_model_folder, export, export_adapter
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,18 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path, value, dtype):
         with pytest.raises(UserError, match="hf-adapter is not written: w holds NaN or inf"):
             export_adapter(dict(tensors), tmp_path, tmp_path / "hf-adapter", None, dim=1, alpha=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "remedy"),
+    [
+        ("runs/sft/hf", "train the run that exports it first"),
+        ("runs/sft/hf/step_20", "train the run that exports it first"),
+        (".cache/smollm2", "`python -m nemo_grpo.smollm2 .cache/smollm2` writes it"),
+        ("models/mine", "download the model"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_with_what_makes_it(folder, remedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"is not a folder; {remedy}"):
+        check_model_folder(Path(folder), "policy.model_name")
