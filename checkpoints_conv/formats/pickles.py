@@ -14,7 +14,7 @@ import pickletools
 import resource
 import struct
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from checkpoints_conv.formats.pieces import damaged
 from nemo_grpo.errors import UserError
 
 _FAILED = 1
+TRIES = 2
+"""A child of a process with threads has ended badly for no reason of the file."""
 _OF_TENSORS = {
     *("PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "MARK", "STOP", "REDUCE", "BINPERSID", "MEMOIZE"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BUILD"),
@@ -88,13 +90,20 @@ def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
         with path.open("rb") as stream:
             return RefusingUnpickler(stream, allowed, str(path)).load()
 
+    if all(_fails_in_child(load, path.stat().st_size) for _ in range(TRIES)):
+        raise damaged(path, "its pickle overflows the stack, the memory or the time that its size allows")
+    return load()
+
+
+def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
+    """True if a child process that loads it does not end well; an exception counts as well."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child has no use for
         child = os.fork()
     if not child:
         try:
             faulthandler.disable()
-            _limit(path.stat().st_size)
+            _limit(num_bytes)
             load()
         except MemoryError:
             os._exit(_FAILED)
@@ -103,9 +112,7 @@ def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
-    if status:
-        raise damaged(path, "its pickle overflows the stack, the memory or the time that its size allows")
-    return load()
+    return status != 0
 
 
 def _limit(num_bytes: int) -> None:
