@@ -243,14 +243,19 @@ def copy(
         near = did_you_mean(source.stem, shipped.recipe_names())
         raise UserError(f"{name} is no name of a shipped recipe{near}; `nemo-grpo recipe list` shows them")
     written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
-    try:
-        with written.open("x", encoding="utf-8") as file:
-            file.write(shipped.portable(source))
-    except FileExistsError:
-        raise UserError(f"{written} exists; name another file") from None
-    except OSError as error:
-        raise UserError(f"{written} cannot be written: {error.strerror}") from None
+    _write_new(written, shipped.portable(source))
     typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Raises: UserError: the file exists, or cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{path} exists; name another file") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 @app.command("import")
@@ -276,11 +281,7 @@ def import_(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        try:
-            with output.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise UserError(f"{output} cannot be written: {error.strerror}; name another file") from None
+        _write_new(output, text)
         typer.echo(f"{output}: choose nemo_grpo.task, then `nemo-grpo recipe check {output}`", err=True)
     of_sections = (f"{key or 'no counterpart'}: {', '.join(names)}" for key, names in found.unknown.items())
     for line in (*found.left, *of_sections):

@@ -111,13 +111,9 @@ def _names(library: str, flat: Mapping[str, Any], num_gpus: int) -> tuple[_Given
     """The values, and (their key, value) by name, of a file's leaves."""
     keys = {}
     for key, value in flat.items():
-        section, _, name = key.rpartition(".")
-        if library == "TRL" or section in VERL_SECTIONS:
-            keys[name if library == "verl" else key] = (key, value)
-        elif key == VERL_FILTER:
-            keys["filter_groups"] = (key, value)
-        else:
-            keys[key] = (key, value)
+        section, _, last = key.rpartition(".")
+        name = last if library == "verl" and section in VERL_SECTIONS else key
+        keys["filter_groups" if key == VERL_FILTER else name] = (key, value)
     return _Given(library, {name: value for name, (_, value) in keys.items()}, num_gpus), keys
 
 
@@ -167,7 +163,7 @@ def _trl(given: _Given) -> dict[str, Any]:
         "policy.generation.max_new_tokens": given("max_completion_length", 256),
         "loss_fn.ratio_clip_min": lower,
         "loss_fn.ratio_clip_max": given("epsilon_high", lower),
-        "loss_fn.normalize_rewards": given("scale_rewards", True) not in (False, "none", "False"),
+        "loss_fn.normalize_rewards": _is_scaled(given("scale_rewards", True)),
         "cluster.gpus_per_node": min(given.num_gpus, 8),
         "cluster.num_nodes": -(-given.num_gpus // 8),
         **({} if given("loss_type") else {"loss_fn.variant": "grpo"}),
@@ -220,6 +216,10 @@ def _kl(given: _Given, value: Any) -> float:
 def _scaled(_given: _Given, value: Any) -> bool:
     if value == "batch":
         raise NotCarried("rewards are divided by their group's deviation, or not at all")
+    return _is_scaled(value)
+
+
+def _is_scaled(value: Any) -> bool:
     return value not in (False, "none", "False")
 
 
