@@ -159,7 +159,7 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
     batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference, carried=carried)
     prepared = objective.prepare(batch, seed=recipe.grpo.seed * SEED_STRIDE + step - 1)
     adapters = adapters_of(before, recipe.policy.megatron_cfg) if before and adapted else None
-    loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, adapters)
+    loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, temperature, adapters)
     return Recomputed(
         step,
         loss,
@@ -224,6 +224,7 @@ def _updates(
     objective: Any,
     prepared: PreparedBatch,
     sequences: Sequences,
+    temperature: float,
     adapters: Adapters | None,
 ) -> tuple[float, list[float | None], float]:
     """(mean loss of the step's updates, norm of each one's gradient, mean size of a loss's terms).
@@ -232,7 +233,6 @@ def _updates(
     """
     number = len(sequences.lengths)
     chunks = torch.arange(number).chunk(max(recipe.num_updates_per_step, 1))
-    temperature = 1.0 if recipe.loss_fn.learns_from_demonstrations else recipe.policy.generation.temperature
     adam, losses, sizes, norms = _adam(model, recipe), [], [], list[float | None]()
     for update, rows in enumerate(chunks):
         if update and adapters is None:
