@@ -66,8 +66,9 @@ def log_drawn(environments: Sequence[Mapping[str, Any]], logger: Any) -> Iterato
     ours = [actor for actors in environments for actor in actors.values() if hasattr(actor, "take_drawn")]
 
     def add(_metrics: Mapping[str, Any], _step: int, prefix: str) -> dict[str, float]:
-        get = compat.import_name("ray:get")
-        taken = [get(actor.take_drawn.remote()) for actor in ours if prefix == "train"]
+        if prefix != "train":
+            return {}
+        taken = compat.import_name("ray:get")([actor.take_drawn.remote() for actor in ours])
         return {name: value for numbers in taken for name, value in numbers.items()}
 
     with listening(logger, adds=add):
