@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.tasks.scoring import component_means, right_and_wrong
 
@@ -68,7 +67,9 @@ def log_drawn(environments: Sequence[Mapping[str, Any]], logger: Any) -> Iterato
     def add(_metrics: Mapping[str, Any], _step: int, prefix: str) -> dict[str, float]:
         if prefix != "train":
             return {}
-        taken = compat.import_name("ray:get")([actor.take_drawn.remote() for actor in ours])
+        import ray
+
+        taken = ray.get([actor.take_drawn.remote() for actor in ours])
         return {name: value for numbers in taken for name, value in numbers.items()}
 
     with listening(logger, adds=add):
