@@ -179,6 +179,9 @@ def test_checkpoint_folder_of_another_run_is_refused_while_that_trains_and_after
             two.open("", from_step=-1)
         with pytest.raises(UserError, match="one is in use by another run"):
             RunFolder(Path("one"), resume=True).lock()
+        with pytest.raises(UserError, match="one is in use by another run"):
+            RunFolder(Path("three"), checkpoints=Path("one/checkpoints")).open("", from_step=-1)
+        assert not Path("one/checkpoints").exists()
         save(CheckpointStore(Path("shared")), 1)
         other.communicate("")
     with pytest.raises(UserError, match="checkpoint_dir=shared holds another run's checkpoints"):
