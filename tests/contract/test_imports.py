@@ -26,9 +26,9 @@ LAYERS = (
     "hf_folder",
     "data recipe sampling smollm2",
     "diagnostics evaluate plan",
-    "engine launch",
-    "experiments nemorl",
-    "rehearsal",
+    "launch training",
+    "engine nemorl",
+    "experiments rehearsal",
     "cli",
 )
 """Every package, those of nemo_grpo by their own names; one imports from the lines above its own only."""

@@ -36,16 +36,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_grpo import VARIANTS, UserError, cli
 from nemo_grpo.diagnostics import report
 from nemo_grpo.engine.checkpoint import WEIGHTS
-from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.run_command import run_recipe
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import validation_sampling
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem
+from nemo_grpo.training.rollout import Group, Response
+from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 PROMISED = {
     *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),

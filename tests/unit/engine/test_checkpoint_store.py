@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo import UserError, shipped
-from nemo_grpo.engine import run_folder
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.resume import check_same_run
-from nemo_grpo.engine.run_folder import RunFolder, keep_own_files, own_copy
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.training import run_folder
+from nemo_grpo.training.run_folder import RunFolder, keep_own_files, own_copy
 
 ROOT = Path(__file__).parents[3]
 
@@ -157,7 +157,7 @@ def test_run_without_a_whole_checkpoint_is_refused_and_left_alone(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.training.run_folder import RunFolder
 RunFolder(Path("one"), checkpoints=Path("shared")).open("", from_step=-1)
 print("open", flush=True)
 sys.stdin.read()

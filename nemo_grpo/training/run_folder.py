@@ -26,7 +26,7 @@ from nemo_grpo.errors import UNREADABLE, UserError
 from nemo_grpo.files import write_atomically
 
 if TYPE_CHECKING:
-    from nemo_grpo.engine.trackers import Tracker
+    from nemo_grpo.training.trackers import Tracker
 
 log = logging.getLogger(__name__)
 
