@@ -10,14 +10,14 @@ three times the CPU seconds that they need without it. Which of the survivors ar
 to say.
 
 With ``--covered-by`` the tests that reach the changed line come first, and ``--tests`` only where those pass.
-The file is written by coverage.py with ``dynamic_context = test_function``.
+The file is written by coverage.py with ``dynamic_context = test_function`` and, for tests' other processes,
+``context = ${PYTEST_CURRENT_TEST-}``.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import os
 import random
 import resource
@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -93,8 +94,9 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="the first ones, judged before")
     parser.add_argument("--output", type=Path, help="Markdown table of the survivors")
     given = parser.parse_args()
-    possible = [mutant for file in given.files for mutant in mutants(file.resolve().relative_to(ROOT))]
-    chosen = random.Random(given.seed).sample(possible, min(given.n, len(possible)))[given.skip :]
+    possible = [place for file in given.files for place in places(file.resolve().relative_to(ROOT))]
+    drawn = random.Random(given.seed).sample(possible, min(given.n, len(possible)))
+    chosen = [mutant_at(*place) for place in drawn[given.skip :]]
     reached = covering(given.covered_by) if given.covered_by else {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         folder = copied(Path(scratch))
@@ -118,7 +120,6 @@ def main() -> int:
 
 def covering(data: Path) -> dict[str, set[tuple[Path, int]]]:
     """The lines that each test reaches, by coverage.py's file."""
-    names = {path.stem: path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     query = (
         "select path, context, numbits from line_bits join file on file.id = file_id "
         "join context on context.id = context_id"
@@ -126,13 +127,23 @@ def covering(data: Path) -> dict[str, set[tuple[Path, int]]]:
     reached: dict[str, set[tuple[Path, int]]] = {}
     with closing(sqlite3.connect(data)) as found:
         for path, context, bits in found.execute(query):
-            module, _, function = context.rpartition("|")[2].partition(".")
-            if module in names and function.startswith("test_"):
-                parts = Path(path).parts
-                file = Path(*parts[next(at for at, part in enumerate(parts) if part in COPIED) :])
-                lines = (8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
-                reached.setdefault(f"{names[module]}::{function}", set()).update((file, n) for n in lines)
+            parts = Path(path).parts
+            file = Path(*parts[next(at for at, part in enumerate(parts) if part in COPIED) :])
+            lines = (8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
+            if test := test_of(context):
+                reached.setdefault(test, set()).update((file, line) for line in lines)
     return reached
+
+
+@cache
+def test_of(context: str) -> str | None:
+    """``tests/x/test_y.py::test_z`` by what coverage.py calls it."""
+    static, _, dynamic = context.rpartition("|")
+    module, _, function = dynamic.partition(".")
+    if function.startswith("test_") and (found := list((ROOT / "tests").rglob(f"{module}.py"))):
+        return f"{found[0].relative_to(ROOT)}::{function}"
+    name, _, _ = (static or dynamic).partition("[")
+    return name.partition(" ")[0] if "::" in name else None
 
 
 def stages_of(mutant: Mutant, reached: dict[str, set[tuple[Path, int]]]) -> Iterator[list[str]]:
@@ -208,17 +219,21 @@ def _run(folder: Path, tests: list[str], limit: int | None) -> NoReturn:
 # ---------------------------------------------------------------------- changes
 
 
-def mutants(file: Path) -> Iterator[Mutant]:
-    """Every mutant of a file."""
+def places(file: Path) -> Iterator[tuple[Path, int, int]]:
+    """Of every mutant of a file: the file, the node by its place in `ast.walk`, which of its changes."""
     tree = ast.parse((ROOT / file).read_text())
     unread = {id(node) for part in annotations(tree) for node in ast.walk(part)}
     for number, node in enumerate(ast.walk(tree)):
-        for change in changes(node) if id(node) not in unread else ():
-            changed = copy.deepcopy(tree)
-            twin = next(each for at, each in enumerate(ast.walk(changed)) if at == number)
-            line = getattr(node, "lineno", 0)
-            before, after = change(twin)
-            yield Mutant(file, line, before, after, ast.unparse(changed))
+        if id(node) not in unread:
+            yield from ((file, number, which) for which, _ in enumerate(changes(node)))
+
+
+def mutant_at(file: Path, number: int, which: int) -> Mutant:
+    tree = ast.parse((ROOT / file).read_text())
+    node = next(each for at, each in enumerate(ast.walk(tree)) if at == number)
+    line = getattr(node, "lineno", 0)
+    before, after = list(changes(node))[which](node)
+    return Mutant(file, line, before, after, ast.unparse(tree))
 
 
 def annotations(tree: ast.AST) -> Iterator[ast.AST]:
