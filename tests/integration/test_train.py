@@ -243,8 +243,11 @@ def test_validation_filters_as_training_where_nothing_else_is_said(recipe):
         recipe("policy.generation.top_k=5", "policy.generation.top_p=0.9"), tokenizer
     )
     assert (sampling.top_k, sampling.top_p) == (5, 0.9)
-    r = recipe("policy.generation.top_k=5", "++policy.generation.val_top_k=9")
-    assert validation_sampling(r, tokenizer).top_k == 9
+    own = [f"++policy.generation.val_{key}" for key in ("top_k=9", "top_p=0.7", "temperature=0.5")]
+    sampling = validation_sampling(recipe("policy.generation.temperature=0.9", *own), tokenizer)
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (9, 0.7, 0.5)
+    assert not sampling.greedy
+    assert validation_sampling(recipe("++policy.generation.val_temperature=0.0"), tokenizer).greedy
 
 
 @pytest.fixture
@@ -304,6 +307,7 @@ def test_a_long_prompt_anywhere_in_the_files_is_refused_before_the_run(recipe, m
 def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
     r = recipe(
         *("nemo_grpo.engine.max_consecutive_skipped_steps=2", "grpo.max_num_steps=9", "grpo.val_period=0"),
+        "checkpointing.save_period=5",
         "loss_fn.variant=clip_cov",  # which scores apart from its update
     )
     trainer = Trainer(r)
