@@ -6,9 +6,10 @@ import multiprocessing
 import pytest
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.responses import Answer, Recorded, ResponseLog, Resumable, fingerprint
+from nemo_grpo.evaluate.responses import Entry, ResponseLog, Resumable, fingerprint
+from nemo_grpo.sampling.episodes import Written
 
-ONE, TWO = Recorded("a", 1, False), Recorded("b\u2028c", 2, True)
+ONE, TWO = Written("a", 1, False), Written("b\u2028c", 2, True)
 
 
 @pytest.fixture
@@ -17,14 +18,14 @@ def path(tmp_path):
 
 
 def samples(prompt, *responses):
-    return [Answer("p", prompt, False, number, response) for number, response in enumerate(responses)]
+    return [Entry("p", prompt, False, number, response) for number, response in enumerate(responses)]
 
 
 def test_responses_come_back_from_the_file(path):
     with ResponseLog(path) as log:
         recall = Resumable(log, "set", {"seed": 1})
         assert recall.get("p", [1, 2], False, 2) == [None, None]
-        recall.put([*samples([1, 2], ONE, TWO), Answer("p", [1, 2], True, 0, TWO)])
+        recall.put([*samples([1, 2], ONE, TWO), Entry("p", [1, 2], True, 0, TWO)])
     with ResponseLog(path) as log:
         recall = Resumable(log, "set", {"seed": 1})
         assert recall.get("p", [1, 2], False, 2) == [ONE, TWO]
