@@ -21,7 +21,7 @@ from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.nemorl import compat, hooks, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, exports_of, resume_carried, save_side_files
-from nemo_grpo.nemorl.compat import Setup
+from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.drawn import log_drawn
@@ -79,7 +79,7 @@ class Ready(NamedTuple):
     supervised training. ``last_step``: the step at which training is complete.
     """
 
-    parts: Setup
+    parts: Parts
     loss_fn: Any
     tokenizer: Any
     processor: Any
@@ -254,7 +254,7 @@ def run_trainer(ready: Ready) -> None:
     )
 
 
-def close(parts: Setup, environments: list[Any]) -> None:
+def close(parts: Parts, environments: list[Any]) -> None:
     """Wait for the last checkpoint, then end environments and generation, as NeMo-RL's own driver does."""
     if hasattr(parts.checkpointer, "shutdown"):  # 0.7.0 saves synchronously
         parts.checkpointer.shutdown()

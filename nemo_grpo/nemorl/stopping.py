@@ -15,7 +15,7 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import hooks
-from nemo_grpo.nemorl.compat import Setup
+from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
@@ -78,7 +78,7 @@ def stop_after_step(logger: Any = None) -> Iterator[Stop]:
         yield stop
 
 
-def finished_steps(parts: Setup) -> int:
+def finished_steps(parts: Parts) -> int:
     """Steps already done in the checkpoint that NeMo-RL resumes from.
 
     Synchronous training counts them in total_steps, asynchronous training in current_step alone.
@@ -87,7 +87,7 @@ def finished_steps(parts: Setup) -> int:
     return max(int(value_of(state, name, 0)) for name in ("total_steps", "current_step"))
 
 
-def last_step(run: ClusterRun, parts: Setup) -> int:
+def last_step(run: ClusterRun, parts: Parts) -> int:
     """The step at which training is complete: max_num_steps, or the end of NeMo-RL's own data.
 
     Raises: UserError: a task's data end earlier, with max_num_epochs.
@@ -111,7 +111,7 @@ def last_step(run: ClusterRun, parts: Setup) -> int:
     return grpo.max_num_steps
 
 
-def exit_code(run: ClusterRun, parts: Setup, wanted: int, stop: Stop) -> int:
+def exit_code(run: ClusterRun, parts: Parts, wanted: int, stop: Stop) -> int:
     """The driver's. An asynchronous trainer that returns early without a known reason has printed its error.
 
     Args: wanted: the step at which training is complete.

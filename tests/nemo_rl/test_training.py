@@ -63,7 +63,7 @@ class Run:
         latest = self.checkpointer.get_latest_checkpoint_path()
         state = self.checkpointer.load_training_info(latest)
         make = getattr(grpo, "_get_grpo_save_state", lambda loaded: loaded or grpo._default_grpo_save_state())
-        nothing = compat.Setup(*[None] * len(compat.Setup._fields))
+        nothing = compat.Parts(*[None] * len(compat.Parts._fields))
         self.parts = nothing._replace(
             policy=self.policy,
             policy_generation=Generation(),
