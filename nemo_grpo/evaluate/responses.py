@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import hold_lock
 from nemo_grpo.sampling.episodes import Written
 from nemo_grpo.tasks import Problem
 
@@ -55,13 +55,11 @@ class ResponseLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            hold_lock(self._file, f"{path} is being written by another evaluation; give each its own --out")
+            self._known = self._read()
+        except BaseException:
             self._file.close()
-            raise UserError(
-                f"{path} is being written by another evaluation; give each its own --out"
-            ) from error
-        self._known = self._read()
+            raise
 
     def __enter__(self) -> ResponseLog:
         return self
@@ -94,7 +92,6 @@ class ResponseLog:
             try:
                 key, sampled = _entry(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                self._file.close()
                 raise UserError(f"{self.path}:{number} is damaged ({error}); remove that line") from error
             known[key] = sampled
         return known
