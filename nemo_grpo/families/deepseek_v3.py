@@ -7,7 +7,7 @@ published checkpoints keep behind the last layer, are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +91,14 @@ def _rank_norm(x: str, width: str) -> Entry:
     )
 
 
-def balanced_experts() -> tuple[Entry, ...]:
+def dense_then_experts(spec: ModelSpec) -> Iterator[Entry]:
+    """Feed-forward layers: gated in the first layers, routed and shared experts in the others."""
+    dense, sparse = range(spec.num_dense_layers), range(spec.num_dense_layers, spec.num_layers)
+    yield from (replace(entry, layers=dense) for entry in gated_mlp(width="fd"))
+    yield from (replace(entry, layers=sparse) for entry in _balanced_experts())
+
+
+def _balanced_experts() -> tuple[Entry, ...]:
     """Norm, router with the bias that balances it, routed and shared experts."""
     bias = layer_copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "e")
     return (
@@ -103,13 +110,8 @@ def balanced_experts() -> tuple[Entry, ...]:
 
 
 def _table(spec: ModelSpec) -> tuple[Entry, ...]:
-    dense, sparse = range(spec.num_dense_layers), range(spec.num_dense_layers, spec.num_layers)
-    return (
-        *embeddings(spec.tied_embeddings),
-        *_latent_attention(has_query_rank=spec.query_rank > 0),
-        *(replace(entry, layers=dense) for entry in gated_mlp(width="fd")),
-        *(replace(entry, layers=sparse) for entry in balanced_experts()),
-    )
+    latent = _latent_attention(has_query_rank=spec.query_rank > 0)
+    return (*embeddings(spec.tied_embeddings), *latent, *dense_then_experts(spec))
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,11 @@ layer, are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from nemo_grpo.families.declaration import Declaration
-from nemo_grpo.families.deepseek_v3 import LAYERS, balanced_experts, layer_kinds, refuse_others
-from nemo_grpo.families.parts import Entry, attention, embeddings, gated_mlp
+from nemo_grpo.families.deepseek_v3 import LAYERS, dense_then_experts, layer_kinds, refuse_others
+from nemo_grpo.families.parts import Entry, attention, embeddings
 from nemo_grpo.families.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
@@ -27,13 +26,8 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _table(spec: ModelSpec) -> tuple[Entry, ...]:
-    dense, sparse = range(spec.num_dense_layers), range(spec.num_dense_layers, spec.num_layers)
-    return (
-        *embeddings(spec.tied_embeddings),
-        *attention(spec.has_qkv_bias, spec.has_qk_norm),
-        *(replace(entry, layers=dense) for entry in gated_mlp(width="fd")),
-        *(replace(entry, layers=sparse) for entry in balanced_experts()),
-    )
+    attended = attention(spec.has_qkv_bias, spec.has_qk_norm)
+    return (*embeddings(spec.tied_embeddings), *attended, *dense_then_experts(spec))
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
