@@ -37,9 +37,9 @@ def model_of(name: str) -> dict[str, Any]:
     from megatron.bridge import AutoBridge
     from small_models import auto_class, small_config
 
-    from checkpoints_conv.families import family_for
     from checkpoints_conv.formats.dtypes import DTYPES
     from checkpoints_conv.run_config import model_section
+    from nemo_grpo.families import family_for
 
     config = small_config(name, num_hidden_layers=4)
     config.architectures = [type(auto_class(config).from_config(config)).__name__]

@@ -10,9 +10,9 @@ import pytest
 from conv_models import CONFIGS
 from small_models import auto_class
 
-from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.dtypes import DTYPES
 from checkpoints_conv.run_config import model_section
+from nemo_grpo.families import family_for
 
 RECORDED = json.loads((Path(__file__).parents[1] / "contract/megatron_bridge-0.6.2.json").read_text())
 OURS = {

@@ -12,12 +12,12 @@ from small_models import TRAINED, small_config
 from toy_policies import SETTINGS, assert_equal, hf_model, policy_of, step, token_batch, train, weights_of
 from transformers import AutoModelForCausalLM
 
-from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo import UserError, build_objective, global_counts
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.families import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 

@@ -36,16 +36,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_grpo import VARIANTS, UserError, cli
 from nemo_grpo.diagnostics import report
 from nemo_grpo.engine.checkpoint import WEIGHTS
-from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.run_command import run_recipe
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import validation_sampling
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem
+from nemo_grpo.training.rollout import Group, Response
+from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 PROMISED = {
     *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),
@@ -527,17 +527,25 @@ class Gadget:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("place", ["metadata", "object"])
-def test_checkpoint_with_pickled_code_is_refused_and_nothing_runs(recipe, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("metadata", "was not read"), ("object", "was not read"), ("subfolder", "a folder in it has")],
+)
+def test_a_forged_checkpoint_is_refused_and_nothing_runs(recipe, tmp_path, monkeypatch, place, error):
     first = Trainer(recipe("grpo.max_num_steps=1"))
     first.train()
     weights = first.store.latest() / WEIGHTS
     if place == "metadata":
         (weights / ".metadata").write_bytes(pickle.dumps(Gadget()))
-    else:
+    elif place == "object":
         torch.save(Gadget(), weights / "common.pt")
+    else:
+        (weights / "weights").mkdir()
+        (weights / ".metadata").rename(weights / "weights" / ".metadata")
+        for file in weights.glob("*.distcp"):
+            shutil.copy(file, weights / "weights")
     write_sha256(first.store.latest())  # who forges a file can forge its hash, too
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="was not read"):
+    with pytest.raises(UserError, match=error):
         Trainer(recipe("grpo.max_num_steps=2"), resume=True)
     assert not (tmp_path / "executed").exists()
