@@ -9,7 +9,17 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from small_models import TRAINED, small_config
-from toy_policies import SETTINGS, assert_equal, hf_model, policy_of, step, token_batch, train, weights_of
+from toy_policies import (
+    SETTINGS,
+    assert_equal,
+    hf_model,
+    policy_of,
+    rollout,
+    step,
+    token_batch,
+    train,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM
 
 from nemo_grpo import UserError, build_objective, global_counts
@@ -46,6 +56,19 @@ def test_scores_equal_transformers(reference):
     torch.testing.assert_close(logprobs[inside], expected[0][inside], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies[inside], expected[1][inside], rtol=1e-5, atol=1e-5)
     assert (logprobs[~inside] == 0).all()
+
+
+def test_packed_sequences_pass_the_model_without_padding(model):
+    """Prompts of 5, 3 and 4 tokens once; of the responses all but the last tokens, which predict nothing."""
+    policy, (sequences, _) = policy_of(model), rollout()
+    passed: list[tuple[int, ...]] = []
+    policy.model.embedding.register_forward_pre_hook(
+        lambda _module, _args, given: passed.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    policy.score(sequences, micro_batch_size=9, temperature=1.0)
+    policy.score(sequences, micro_batch_size=9, temperature=1.0, mb_tokens=1000)
+    num_predicting = 8 + 0 + 3 + 5 + 1 + 6 + 2 + 2 + 7
+    assert passed == [(9, 13), (1, 5 + 3 + 4 + num_predicting)]
 
 
 def textbook_update(reference, optimizer, result):
