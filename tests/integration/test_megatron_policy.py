@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,6 +25,8 @@ from toy_policies import (
 from transformers import AutoModelForCausalLM
 
 from nemo_grpo import UserError, build_objective, global_counts
+from nemo_grpo.core.batch import PreparedBatch
+from nemo_grpo.core.objective import TokenTerms
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
 from nemo_grpo.engine.megatron.model import transformer_config
@@ -127,15 +131,26 @@ def test_reference_weights_come_and_go(model):
     assert_reference_comes_and_goes(policy_of(model, keep_reference=True))
 
 
-def test_a_non_finite_loss_changes_nothing(model):
+def infinitely_steep(prepared: PreparedBatch) -> TokenTerms:
+    """Terms of 0 whose derivative is infinite."""
+    current = prepared.batch.next_token_logprobs
+    return TokenTerms(torch.sqrt(current - current.detach()))
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(model, what):
     policy, (sequences, rewards) = policy_of(model), step()
     prev, _ = policy.score(sequences, micro_batch_size=6, temperature=1.0)
-    prev[0, 3] = float("nan")
-    before = weights_of(policy)
     objective = build_objective("grpo")
+    if what == "loss":
+        prev[0, 3] = float("nan")
+    else:
+        objective = replace(objective, terms=infinitely_steep)
+    before = weights_of(policy)
     prepared = objective.prepare(token_batch(sequences, rewards, prev))
     result = policy.update(objective, prepared, sequences, micro_batch_size=6, temperature=1.0)
     assert result.skipped
+    assert math.isfinite(result.metrics["loss/total"]) == (what == "gradient")
     assert_equal(weights_of(policy), before)
 
 
@@ -152,7 +167,9 @@ def assert_resumes_exactly(unbroken, other, folder):
     train(unbroken, 2)
     begin_save(unbroken, folder, 2).finish()
     load_policy(other, folder)
-    assert train(other, 2) == train(unbroken, 2)  # loss, gradient norm and learning rate to the last bit
+    resumed = train(other, 2)
+    assert resumed == train(unbroken, 2)  # loss, gradient norm and learning rate to the last bit
+    assert [update.lr for update in resumed] == pytest.approx([6.4e-3, 4.6e-3])  # 2/5 and 3/5 of the way
     assert_equal(weights_of(other), weights_of(unbroken))
 
 
