@@ -25,3 +25,10 @@ def is_amd() -> bool:
 def has_bf16() -> bool:
     """It multiplies BF16 matrices with instructions of its own; without them BF16 is slower than FP32."""
     return not _words().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def precision(asked: str) -> str:
+    """``asked``; auto is what the processor has instructions for."""
+    if asked != "auto":
+        return asked
+    return "bfloat16" if has_bf16() else "float32"
