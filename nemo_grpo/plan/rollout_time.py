@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.collectives import reduce_seconds
 from nemo_grpo.plan.efficiency import Efficiency

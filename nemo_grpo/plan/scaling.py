@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.candidates import accepted
 from nemo_grpo.plan.forecast import Forecast, at_scale
 from nemo_grpo.plan.hardware import Hardware

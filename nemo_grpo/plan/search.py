@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.candidates import accepted, candidates
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.hardware import Hardware

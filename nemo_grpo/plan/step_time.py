@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.rollout_time import rollout_seconds, steady_seconds

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron
 
@@ -47,7 +47,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Of this rank's GPU."""
+    """What this rank's GPU can do."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     major, _, minor = (torch.version.cuda or "").partition(".")
     cuda = (int(major), int(minor)) if major else None

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from nemo_grpo.core.batch import on_device
 from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
-from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.training.rollout import Sequences
 
 SHARED, THD = "shared prompts", "thd"
 """`PackedSequences.qkv_format`; megatron-core knows the second one."""
@@ -110,7 +110,7 @@ class AttentionPlan:
         return cls(prompts, responses, prompt_of, bias)
 
     def num_tokens(self) -> tuple[int, int]:
-        """Of prompts, of responses."""
+        """Number of tokens in prompts, and in responses."""
         return len(self.prompts.place), 0 if self.responses is None else len(self.responses.place)
 
 
