@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_grpo import processor
 from nemo_grpo.recipe.layout import Layout
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def setup_of(recipe: Recipe) -> Setup:
         else p.generation_batch_size,
         vllm_eager=vllm.enforce_eager,
         packed=p.sequence_packing.enabled,
-        precision_bytes=4 if p.precision == "float32" else 2,
+        precision_bytes=4 if processor.precision(p.precision) == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
     )
 
