@@ -116,7 +116,7 @@ def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
 
 
 def _limit(num_bytes: int) -> None:
-    """Of this process: time and memory for a pickle of this size, beyond those that it has taken."""
+    """Limit this process to the time and memory of a pickle of this size, beyond what it has taken."""
     spent = sum(os.times()[:2])
     memory = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     for kind, most in (

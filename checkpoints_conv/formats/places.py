@@ -14,7 +14,7 @@ Named = TypeVar("Named", bound=tuple[Any, ...])
 
 
 def whole_name(name: str) -> str:
-    """Of the tensor to which a piece belongs; a whole tensor's own."""
+    """Name of the tensor to which a piece belongs; a whole tensor's own."""
     return name.partition("[")[0]
 
 
@@ -35,7 +35,7 @@ def grouped(named: Iterable[Named]) -> Iterator[tuple[str, list[Named]]]:
 
 
 def whole_shape(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Of the tensor that consists of these pieces."""
+    """Shape of the tensor that consists of these pieces."""
     if not is_piece(names[0]):
         return shapes[0]
     if is_numbered(names[0]):

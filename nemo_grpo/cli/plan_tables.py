@@ -89,7 +89,7 @@ def time_table(found: Forecast) -> Table:
 
 
 def seconds_of(part: float, step: float | None = None) -> str:
-    """Of a step, or a part of one: digits that tell, whether a step takes hours or milliseconds."""
+    """Seconds of a step, or of a part of one, in digits that tell whether it takes hours or milliseconds."""
     return f"{part:.{1 if step else 0}f}" if (step or part) >= 10 else f"{part:.3f}"
 
 

@@ -92,7 +92,7 @@ class _Asked:
     cut_short: bool = False
 
     def are_one(self, kind: str, text: str) -> bool:
-        """Of two different texts."""
+        """True if two different texts give the same answer."""
         if self.same is operator.eq:
             return False
         if not needs_worker(kind, text):

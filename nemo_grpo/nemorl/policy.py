@@ -1,7 +1,8 @@
 """NeMo-RL's policy, which also returns entropies and passes additional tensors to the loss.
 
 It skips the update of a step without gradient, in which Adam's momentum and weight decay would still move the
-weights. `Refits` watches what it sends to vLLM.
+weights, but never the first update of an optimizer: until then Adam has no moments, and Megatron-core cannot
+resume from a checkpoint without them. `Refits` watches what it sends to vLLM.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
     class ExchangingPolicy(stock):  # type: ignore[misc]
         """NeMo-RL's policy; its base is known only where NeMo-RL is."""
 
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.has_moments = named.get("optimizer_path") is not None
+
         def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
             found = super().get_logprobs(*arguments, **named)
             exchange.entropies = found.pop(ENTROPIES, None)
@@ -66,20 +71,22 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
             for name, tensor in exchange.take_train_tensors().items():
                 data[name] = tensor
-            if not may_learn(data):
+            return super().train(data, loss_fn, **further, **self.mode(may_learn(data)))
+
+        def mode(self, has_gradient: bool) -> dict[str, bool]:
+            """What ``train`` is told: to evaluate only, if the step has no gradient."""
+            if self.has_moments and not has_gradient:
                 log.info(NO_UPDATE)
-                further["eval_mode"] = True
-            return super().train(data, loss_fn, **further)
+                return {"eval_mode": True}
+            self.has_moments = True
+            return {}
 
         def write_to_dataplane(self, meta: Any, fields: Any) -> None:
             exchange.has_gradient = may_learn(fields)
             super().write_to_dataplane(meta, fields)
 
         def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
-            if not exchange.has_gradient:
-                log.info(NO_UPDATE)
-                further["eval_mode"] = True
-            trained = super().train_from_meta(meta, loss_fn, **further)
+            trained = super().train_from_meta(meta, loss_fn, **further, **self.mode(exchange.has_gradient))
             trained["all_mb_metrics"] |= exchange.metrics
             exchange.metrics = {}
             return trained

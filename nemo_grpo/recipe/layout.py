@@ -57,7 +57,7 @@ class Layout:
 def width_refusals(
     spec: ModelSpec, key: str, size: int, *, most: int | None = None, embedded: bool = False
 ) -> Iterator[str]:
-    """Of a tensor-parallel size under this key.
+    """Why the tensor-parallel size under this key does not divide the model.
 
     Args: most: GPUs of a node, which no remedy exceeds.
           embedded: as the embedded engine divides a model, with key heads of its own on every rank and a
@@ -81,7 +81,7 @@ def width_refusals(
 
 
 def stage_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Of the pipeline stages."""
+    """Why the layers cannot be split into these pipeline stages."""
     given = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
     rest, stages = spec.num_layers - sum(given), layout.pipeline - len(given)
     if stages < 0 or rest < stages or (stages and rest % stages) or (not stages and rest):
@@ -94,7 +94,7 @@ def stage_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def expert_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Of expert parallelism."""
+    """Why the experts cannot be split over these ranks."""
     ep, etp, experts = layout.expert, layout.expert_tensor, spec.num_experts
     if not experts and ep * etp > 1:
         yield f"{_KEY}.expert_model_parallel_size={ep}: {spec.name} has no experts; use 1"

@@ -62,7 +62,7 @@ class Recipe(BaseModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Of a recipe of NeMo-RL's own: what the variant replaces, what will be lost; a sentence each."""
+        """What the variant replaces and what is lost in a recipe of NeMo-RL's own; a sentence each."""
         return self._notes
 
     @property

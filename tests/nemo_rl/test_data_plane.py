@@ -194,10 +194,14 @@ def test_a_driver_without_the_transfer_queue_is_told_before_anything_starts(tmp_
 
 def test_a_step_without_signal_is_no_update(tmp_path):
     run = started(tmp_path, {"variant": "grpo"})
+    run.policy.has_moments = True
     start = run.policy.model.detach().clone()
     run.train([1.0] * 6)
     assert run.policy.evaluated == [True, True]
     assert torch.equal(run.policy.model, start)
+    run = started(tmp_path / "first", {"variant": "grpo"})
+    run.train([1.0] * 6)
+    assert run.policy.evaluated == [False, True], "the first update gives Adam its moments"
     run = started(tmp_path / "penalty", {"variant": "grpo", "reference_policy_kl_penalty": 0.1})
     run.train([1.0] * 6)
     assert run.policy.evaluated == [False, False]

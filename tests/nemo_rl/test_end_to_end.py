@@ -99,6 +99,16 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(900)
+def test_a_run_that_never_had_a_signal_resumes(tmp_path):
+    """Its checkpoint has Adam's moments, of an update by weight decay alone."""
+    same = tmp_path / "same.py"
+    same.write_text("def same(problem, response):\n    return 0.5\n")
+    rehearsal = rehearsed(tmp_path, GRPO, ONE, f'nemo_grpo.rewards={{_override_: true, "{same}:same": 1.0}}')
+    stages.train(rehearsal)
+    assert list(evidence.Evidence(rehearsal).steps) == [1, 2, 3]
+
+
+@pytest.mark.timeout(900)
 def test_overlapped_gathering_of_parameters_is_seen_as_stale_rollouts(tmp_path):
     """NeMo-RL's default with DP 2; the driver corrects it, which is taken out here."""
     key = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"

@@ -126,20 +126,25 @@ def test_losses_that_nemo_rl_adds_have_a_gradient_without_signal(megatron, draft
     assert has_further_losses({"policy": policy}) == expected
 
 
-def test_step_without_signal_updates_if_nemo_rl_adds_a_loss(monkeypatch):
+def test_step_without_signal_updates_if_it_is_the_first_or_nemo_rl_adds_a_loss(monkeypatch):
     class Stock:
+        def __init__(self, optimizer_path=None):
+            pass
+
         def train(self, _data, _loss_fn, eval_mode=False):
             return eval_mode
 
     monkeypatch.setattr(lm_policy, "Policy", Stock)
     recipe = load_recipe(RECIPE, ["loss_fn.reference_policy_kl_penalty=0.0"])
 
-    def is_evaluated(draft):
+    def evaluated(draft=False, **arguments):
         run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
-        return policy_factory(run, StepExchange(), Refits())().train({"advantages": torch.zeros(2, 3)}, None)
+        policy = policy_factory(run, StepExchange(), Refits())(**arguments)
+        return [policy.train({"advantages": torch.zeros(2, 3)}, None) for _ in range(2)]
 
-    assert is_evaluated(draft=False)
-    assert not is_evaluated(draft=True)
+    assert evaluated() == [False, True], "the first update gives Adam its moments"
+    assert evaluated(optimizer_path="step_1/policy/optimizer") == [True, True]
+    assert evaluated(draft=True) == [False, False]
 
 
 def test_workers_import_the_loss_and_their_shares_add_up(policy):

@@ -47,7 +47,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Of this rank's GPU."""
+    """What this rank's GPU can do."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     major, _, minor = (torch.version.cuda or "").partition(".")
     cuda = (int(major), int(minor)) if major else None

@@ -110,7 +110,7 @@ class AttentionPlan:
         return cls(prompts, responses, prompt_of, bias)
 
     def num_tokens(self) -> tuple[int, int]:
-        """Of prompts, of responses."""
+        """Number of tokens in prompts, and in responses."""
         return len(self.prompts.place), 0 if self.responses is None else len(self.responses.place)
 
 

@@ -64,7 +64,7 @@ class KVCache:
 
     @property
     def positions(self) -> Tensor | int:
-        """Of the newest column's tokens: [R], or one number for all."""
+        """Positions of the newest column's tokens: [R], or one number for all."""
         newest = self.columns - 1
         return newest - self._first[: self.num_rows] if self._ragged else newest
 

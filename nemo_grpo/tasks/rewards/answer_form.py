@@ -41,7 +41,7 @@ def is_qualified(reference: str, answer: str) -> bool:
 
 
 def claimed_values(reference: str, answer: str) -> list[str]:
-    """Of a chain such as ``x = 6/8 = 3/4``, the links without an unknown: each must be the reference.
+    """The links without an unknown of a chain such as ``x = 6/8 = 3/4``: each must be the reference.
 
     Empty for a reference that is a relation itself, and for a list.
     """
