@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.lengths import of_mean
@@ -51,7 +52,7 @@ class Row:
 
     def predict(self, eff: Efficiency) -> StepTime:
         """The planner's step."""
-        return step_time(PRESETS[self.model], self.setup, self.work, HARDWARE[self.gpu], eff)
+        return step_time(Case(PRESETS[self.model], self.setup, self.work, HARDWARE[self.gpu], eff))
 
 
 def read_rows() -> list[Row]:

@@ -148,12 +148,11 @@ def _further(
     if one.forecast is None:
         return found
     if best:
-        found["best"] = best_layouts(recipe, one.forecast, one.shape, one.hardware)
+        found["best"] = best_layouts(recipe, one.forecast)
     if compare:
-        names = compare.split(",")
-        found["compare"] = of_variants(recipe, names, one.shape, one.gpu, one.hardware, assumed)
+        found["compare"] = of_variants(recipe, one.forecast, compare.split(","), assumed)
     if scale:
-        found["scale"] = scaling(recipe, one.forecast, one.shape, one.hardware, scale)
+        found["scale"] = scaling(recipe, one.forecast, scale)
     return found
 
 
@@ -218,8 +217,8 @@ def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) ->
         found["best"] = [
             {
                 "overrides": one.overrides,
-                "step_seconds": one.step.seconds,
-                "layout": asdict(one.setup.layout),
+                "step_seconds": one.forecast.step.seconds,
+                "layout": asdict(one.forecast.setup.layout),
             }
             for one in further["best"]
         ]

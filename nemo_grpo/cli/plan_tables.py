@@ -129,11 +129,10 @@ def best_table(base: Forecast, found: Sequence[Found]) -> Table:
     for column in ("s/step", "gain", "tokens/s/GPU", "overrides"):
         table.add_column(column, justify="left" if column == "overrides" else "right", overflow="fold")
     for one in found:
-        gain = base.step.seconds / one.step.seconds - 1
+        step = one.forecast.step
+        gain = base.step.seconds / step.seconds - 1
         text = " ".join(one.overrides) or "as it is"
-        table.add_row(
-            f"{one.step.seconds:.0f}", f"{gain:+.0%}", f"{one.step.tokens_per_second_per_gpu:.0f}", text
-        )
+        table.add_row(f"{step.seconds:.0f}", f"{gain:+.0%}", f"{step.tokens_per_second_per_gpu:.0f}", text)
     return table
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import ERRORS, LOCAL_ERROR
 from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.hardware import Hardware
@@ -80,10 +81,19 @@ class Forecast:
     Attributes: error: median and worst error of published steps on such GPUs; None: there are none.
     """
 
-    setup: Setup
-    work: Workload
+    case: Case
     step: StepTime
     error: tuple[float, float] | None
+
+    @property
+    def setup(self) -> Setup:
+        """The layout."""
+        return self.case.setup
+
+    @property
+    def work(self) -> Workload:
+        """What a step computes."""
+        return self.case.work
 
     @property
     def run_seconds(self) -> float:
@@ -121,8 +131,8 @@ def forecast(
     Args:    gpu: its name, for the error that was seen there.
     Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
     """
-    setup, work = setup_of(recipe), assumed.work_of(recipe)
-    return Forecast(setup, work, step_time(shape, setup, work, hardware), ERRORS.get(gpu))
+    case = Case(shape, setup_of(recipe), assumed.work_of(recipe), hardware)
+    return Forecast(case, step_time(case), ERRORS.get(gpu))
 
 
 def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: Assumptions) -> Forecast:
@@ -130,14 +140,14 @@ def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: A
 
     Raises:  UserError: as `forecast` does.
     """
-    setup, work = setup_of(recipe), assumed.work_of(recipe)
-    return Forecast(setup, work, embedded_step(shape, setup, work, machine), LOCAL_ERROR)
+    case = Case(shape, setup_of(recipe), assumed.work_of(recipe), machine.as_hardware())
+    return Forecast(case, embedded_step(shape, case.setup, case.work, machine), LOCAL_ERROR)
 
 
 def of_variants(
-    recipe: Recipe, names: list[str], shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions
+    recipe: Recipe, base: Forecast, names: list[str], assumed: Assumptions
 ) -> dict[str, Forecast]:
-    """The same recipe with other algorithms, each with its paper's parameters.
+    """The forecast's recipe with other algorithms, each with its paper's parameters.
 
     Dynamic sampling is on where the paper's method needs it.
 
@@ -156,13 +166,12 @@ def of_variants(
         sampling = loss_fn.without_dynamic_sampling is not None
         grpo = recipe.grpo.model_copy(update={"use_dynamic_sampling": sampling})
         other = recipe.model_copy(update={"loss_fn": loss_fn, "grpo": grpo})
-        found[name] = forecast(other, shape, gpu, hardware, assumed)
+        case = replace(base.case, setup=setup_of(other), work=assumed.work_of(other))
+        found[name] = replace(base, case=case, step=step_time(case))
     return found
 
 
-def at_scale(
-    base: Forecast, shape: ModelSpec, hardware: Hardware, num_gpus: int, *, weak: bool = False
-) -> Forecast:
+def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
     """The same layout on other GPUs, whether it divides them or not.
 
     Args:   weak: the batch grows with the GPUs.
@@ -182,7 +191,13 @@ def at_scale(
     if weak:
         groups = max(round(work.num_samples / work.group_size * num_gpus / before), 1)
         work = replace(work, num_samples=groups * work.group_size)
-    return replace(base, setup=setup, work=work, step=step_time(shape, setup, work, hardware))
+    return of_layout(replace(base, case=replace(base.case, work=work)), setup)
+
+
+def of_layout(base: Forecast, setup: Setup) -> Forecast:
+    """The same step with another layout."""
+    case = replace(base.case, setup=setup)
+    return replace(base, case=case, step=step_time(case))
 
 
 def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:

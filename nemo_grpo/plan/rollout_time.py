@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import memory
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.collectives import reduce_seconds
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.lengths import Lengths
 from nemo_grpo.plan.setup import Setup
-from nemo_grpo.plan.workload import Workload
 
 EAGER = 4.0
 """A decoding iteration's fixed time without CUDA graphs, in times of the one with them."""
@@ -25,7 +22,7 @@ EAGER = 4.0
 
 @dataclass(frozen=True)
 class Engine:
-    """One vLLM engine, in numbers per GPU.
+    """One vLLM engine of a case, in numbers per GPU.
 
     Attributes: dense, expert: bytes of weights that every token reads, and of all experts.
                 num_experts, chosen: experts, and those of one token.
@@ -33,6 +30,7 @@ class Engine:
                 reduced: bytes per token of one all-reduce.  num_reduces: of an iteration.
     """
 
+    case: Case
     dense: float
     expert: float
     num_experts: int
@@ -45,24 +43,26 @@ class Engine:
     flops: float
     is_eager: bool
 
-    def iteration(self, active: float, context: float, hardware: Hardware, eff: Efficiency) -> float:
+    def iteration(self, active: float, context: float) -> float:
         """Seconds to decode one token of ``active`` sequences that hold ``context`` tokens each.
 
         Experts are read that at least one token chose: E (1 - (1 - k / E)^n) with n independent tokens.
         Tokens of one problem are not: n is 1 + routes x (active - 1).
         """
+        hardware, eff = self.case.hardware, self.case.eff
         independent = 1 + eff.routes * (active - 1)
         touched = 1 - (1 - self.chosen / self.num_experts) ** independent if self.num_experts else 0.0
         bandwidth = hardware.memory_bandwidth * eff.memory
         read = (self.dense + touched * self.expert) / bandwidth
         computed = active * self.token_flops / (self.flops * eff.matrix)
         attended = active * context * self.cache / bandwidth
-        talk = self.num_reduces * reduce_seconds(active * self.reduced, self.ranks, hardware, eff)
+        talk = self.num_reduces * reduce_seconds(self.case, active * self.reduced, self.ranks)
         return max(read, computed) + attended + talk + eff.decode * (EAGER if self.is_eager else 1.0)
 
 
-def engine_of(shape: ModelSpec, setup: Setup, hardware: Hardware) -> Engine:
+def engine_of(case: Case) -> Engine:
     """The vLLM engine of a layout."""
+    shape, setup, hardware = case.shape, case.setup, case.hardware
     dense, expert = memory.rollout_layer_sizes(shape, setup)
     layers = shape.num_layers / setup.vllm_pipeline
     num_sparse = shape.num_sparse_layers / setup.vllm_pipeline
@@ -70,6 +70,7 @@ def engine_of(shape: ModelSpec, setup: Setup, hardware: Hardware) -> Engine:
     width = 1 if setup.vllm_fp8 else 2
     chosen = num_sparse * shape.num_experts_per_token * 3 * shape.hidden_size * shape.ffn_size
     return Engine(
+        case=case,
         dense=width * layers * dense + 2 * head,
         expert=width * num_sparse * shape.num_experts * expert,
         num_experts=shape.num_experts,
@@ -90,30 +91,28 @@ def num_engines(setup: Setup) -> int:
     return max(gpus // (setup.vllm_tensor * setup.vllm_pipeline), 1)
 
 
-def concurrency(shape: ModelSpec, setup: Setup, hardware: Hardware, sequence: float) -> int:
-    """Sequences that an engine decodes at once: its limit, or what its cache holds of this length."""
-    room = memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
-    held = int(room / (memory.cache_bytes_per_token(shape, setup) * sequence))
+def concurrency(case: Case) -> int:
+    """Sequences that an engine decodes at once: its limit, or what its cache holds of the mean length."""
+    shape, setup = case.shape, case.setup
+    room = memory.cache_bytes(shape, setup, int(case.hardware.memory_bytes))
+    held = int(room / (memory.cache_bytes_per_token(shape, setup) * case.work.lengths.mean_sequence))
     return max(min(held, setup.vllm_max_sequences), 1)
 
 
-def rollout_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> dict[str, float]:
+def rollout_seconds(case: Case) -> dict[str, float]:
     """Seconds of one step's rollout: prefill, decoding until half of the responses have ended, and the tail.
 
     While responses wait for a place, places are always taken; then the last ones run out, and the step ends
     with the longest.
     """
-    engine, lengths = engine_of(shape, setup, hardware), work.lengths
-    waiting = -(-work.num_samples // num_engines(setup))
-    places = min(waiting, concurrency(shape, setup, hardware, lengths.mean_sequence))
-    decode = (waiting - places) * _seconds_per_response(engine, places, work, hardware, eff)
-    longest = lengths.longest(work.num_samples)
-    first, tail = drained(places, lengths, longest, lambda a, c: engine.iteration(a, c, hardware, eff))
+    engine, work, lengths = engine_of(case), case.work, case.work.lengths
+    waiting = -(-work.num_samples // num_engines(case.setup))
+    places = min(waiting, concurrency(case))
+    decode = (waiting - places) * _seconds_per_response(engine, places)
+    first, tail = drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
     decode += first
-    prefill = _prefill_seconds(engine, waiting, work, eff)
-    scale = work.num_draws * setup.vllm_pipeline
+    prefill = _prefill_seconds(engine, waiting)
+    scale = work.num_draws * case.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 
 
@@ -134,29 +133,23 @@ def drained(
     return halves[0], halves[1]
 
 
-def steady_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> float:
+def steady_seconds(case: Case) -> float:
     """Seconds per step of engines that always have as many responses to decode as may run ahead: no tail."""
-    engine = engine_of(shape, setup, hardware)
-    per_step = -(-work.num_samples // num_engines(setup))
-    places = concurrency(shape, setup, hardware, work.lengths.mean_sequence)
-    places = min(per_step * max(work.trajectory_age, 1), places)
-    seconds = per_step * _seconds_per_response(engine, places, work, hardware, eff)
-    seconds += _prefill_seconds(engine, per_step, work, eff)
-    return work.num_draws * setup.vllm_pipeline * seconds
+    engine, work = engine_of(case), case.work
+    per_step = -(-work.num_samples // num_engines(case.setup))
+    places = min(per_step * max(work.trajectory_age, 1), concurrency(case))
+    seconds = per_step * _seconds_per_response(engine, places) + _prefill_seconds(engine, per_step)
+    return work.num_draws * case.setup.vllm_pipeline * seconds
 
 
-def _seconds_per_response(
-    engine: Engine, places: int, work: Workload, hardware: Hardware, eff: Efficiency
-) -> float:
+def _seconds_per_response(engine: Engine, places: int) -> float:
     """Of an engine whose places are all taken, by responses that are half done on average."""
-    lengths = work.lengths
-    iteration = engine.iteration(places, lengths.prompt + lengths.mean / 2, hardware, eff)
-    return lengths.mean / places * iteration
+    lengths = engine.case.work.lengths
+    return lengths.mean / places * engine.iteration(places, lengths.prompt + lengths.mean / 2)
 
 
-def _prefill_seconds(engine: Engine, num_responses: int, work: Workload, eff: Efficiency) -> float:
+def _prefill_seconds(engine: Engine, num_responses: int) -> float:
     """Prompts are computed once per group: its other responses find them in the prefix cache."""
+    work = engine.case.work
     prompts = -(-num_responses // work.group_size)
-    return prompts * work.lengths.prompt * engine.token_flops / (engine.flops * eff.matrix)
+    return prompts * work.lengths.prompt * engine.token_flops / (engine.flops * engine.case.eff.matrix)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from checkpoints_conv.families import ModelSpec
-from nemo_grpo.plan.efficiency import FITTED, Efficiency
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.rollout_time import rollout_seconds, steady_seconds
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.training_time import model_flops, scoring_seconds, swap_seconds, update_seconds
@@ -75,33 +73,30 @@ ROLLOUT = ("prefill", "decode", "tail")
 UPDATE = ("forward and backward", "pipeline bubble", "gradients", "optimizer")
 
 
-def step_time(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency = FITTED
-) -> StepTime:
+def step_time(case: Case) -> StepTime:
     """The time of one step of a cluster recipe.
 
     Each formula stands in the module of its phase. Rewards and the like are a fixed time and one per sample.
     """
-    arguments = shape, setup, work, hardware, eff
-    rollout, steady, validation = _rollout(shape, _of_rollouts(setup), work, hardware, eff)
-    update = update_seconds(*arguments)
+    setup, work, eff = case.setup, case.work, case.eff
+    rollout, steady, validation = _rollout(replace(case, setup=_of_rollouts(setup)))
     phases = dict(rollout)
-    phases["scoring"] = work.scoring_passes * scoring_seconds(*arguments)
-    phases |= update
-    phases["refit"] = refit_seconds(shape, setup, hardware, eff)
-    phases["swaps to the host"] = swap_seconds(shape, setup, hardware, eff, reference=work.scoring_passes > 1)
+    phases["scoring"] = work.scoring_passes * scoring_seconds(case)
+    phases |= update_seconds(case)
+    phases["refit"] = refit_seconds(case)
+    phases["swaps to the host"] = swap_seconds(case, reference=work.scoring_passes > 1)
     phases["rewards, data, logs"] = eff.step + eff.sample * work.num_samples * work.num_draws
     return StepTime(
         phases=phases,
         validation=validation,
-        checkpoint=checkpoint_seconds(shape, setup, saves_optimizer=work.saves_optimizer),
+        checkpoint=checkpoint_seconds(case.shape, setup, saves_optimizer=work.saves_optimizer),
         steady=steady + phases["refit"],
         age=work.trajectory_age,
         tokens=work.tokens,
         num_gpus=setup.num_nodes * setup.gpus_per_node,
         num_training_gpus=setup.world_size,
-        update_flops=3 * work.tokens * model_flops(shape, work.lengths.attended),
-        peak_flops=hardware.bf16_flops,
+        update_flops=3 * work.tokens * model_flops(case.shape, work.lengths.attended),
+        peak_flops=case.hardware.bf16_flops,
     )
 
 
@@ -111,21 +106,17 @@ def _of_rollouts(setup: Setup) -> Setup:
 
 
 @lru_cache(maxsize=256)
-def _rollout(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> tuple[dict[str, float], float, float]:
-    arguments = shape, setup, work, hardware, eff
-    return rollout_seconds(*arguments), steady_seconds(*arguments), validation_seconds(*arguments)
+def _rollout(case: Case) -> tuple[dict[str, float], float, float]:
+    return rollout_seconds(case), steady_seconds(case), validation_seconds(case)
 
 
-def validation_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> float:
+def validation_seconds(case: Case) -> float:
     """A rollout of the validation samples."""
+    work = case.work
     if not work.val_samples:
         return 0.0
     samples = replace(work, num_samples=work.val_samples, group_size=1, num_draws=1.0, trajectory_age=0)
-    return sum(rollout_seconds(shape, setup, samples, hardware, eff).values())
+    return sum(rollout_seconds(replace(case, work=samples)).values())
 
 
 def run_seconds(step: StepTime, work: Workload) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from checkpoints_conv.families import ModelSpec
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.parameters import model_parameters
 from nemo_grpo.plan.setup import Setup
 
@@ -18,7 +17,7 @@ def num_tensors(shape: ModelSpec) -> int:
     return 3 + 9 * (shape.num_layers - shape.num_sparse_layers) + per_sparse * shape.num_sparse_layers
 
 
-def refit_seconds(shape: ModelSpec, setup: Setup, hardware: Hardware, eff: Efficiency) -> float:
+def refit_seconds(case: Case) -> float:
     """NeMo-RL gathers each tensor of the Hugging Face model on every rank and hands it to the engine there.
 
     2 x parameters over the network where ranks of several NVLink domains share the model or rollouts have
@@ -26,6 +25,7 @@ def refit_seconds(shape: ModelSpec, setup: Setup, hardware: Hardware, eff: Effic
     Engines that share the GPUs load each tensor when it has come, and are put to sleep and woken besides;
     those on other GPUs load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
     """
+    shape, setup, hardware, eff = case.shape, case.setup, case.hardware, case.eff
     layout, num_bytes = setup.layout, 2 * model_parameters(shape)
     shared = max(layout.tensor * layout.expert_tensor, layout.expert) * layout.pipeline
     if setup.num_rollout_gpus or shared > hardware.nvlink_domain:
