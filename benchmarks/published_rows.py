@@ -20,7 +20,7 @@ from nemo_grpo.plan.lengths import of_mean
 from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, step_time
-from nemo_grpo.plan.workload import Workload
+from nemo_grpo.plan.workload import ACCEPTANCE, Workload
 from nemo_grpo.recipe.layout import Layout
 
 FOLDER = Path(__file__).parent / "published"
@@ -58,7 +58,7 @@ class Row:
 def read_rows() -> list[Row]:
     """NeMo-RL's tables: all rows that state what a prediction needs."""
     tree = yaml.safe_load((FOLDER / "nemo_rl.yaml").read_text())
-    return [_row({"prompt": tree["prompt"]} | tree["layouts"][row["layout"]] | row) for row in tree["rows"]]
+    return [row_of({"prompt": tree["prompt"]} | tree["layouts"][row["layout"]] | row) for row in tree["rows"]]
 
 
 def read_blind(file: Path) -> tuple[list[Row], list[tuple[dict[str, Any], str]]]:
@@ -74,11 +74,12 @@ def read_blind(file: Path) -> tuple[list[Row], list[tuple[dict[str, Any], str]]]
             if lacks:
                 lacking.append((row, ", ".join(lacks)))
             else:
-                rows.append(_row(row))
+                rows.append(row_of(row))
     return rows, lacking
 
 
-def _row(row: dict[str, Any]) -> Row:
+def row_of(row: dict[str, Any]) -> Row:
+    """The row of a table's keys."""
     ahead = f"{row['ahead']} ahead" if row.get("ahead") else "in turn"
     model, mode = row["model"].split("/")[1], row.get("mode", ahead)
     published = {name: float(row[name]) for name in TIMES if name in row}
@@ -95,6 +96,7 @@ def _row(row: dict[str, Any]) -> Row:
             lengths=of_mean(row["length"], row["limit"] - row["prompt"], row["prompt"]),
             scoring_passes=row.get("passes", 2),
             trajectory_age=row.get("ahead", 0),
+            acceptance=row.get("acceptance", ACCEPTANCE),
         ),
         tokens=row.get("tokens"),
         published=published,
@@ -137,6 +139,9 @@ def _setup(row: dict[str, Any]) -> Setup:
         vllm_max_sequences=get("sequences", 1024),
         vllm_eager=get("eager", False),
         packed=not get("padded"),
+        vllm_bf16_attention=get("bf16_attention", False),
+        draft_tokens=get("draft_tokens", 0),
+        draft_layers=1,
     )
 
 

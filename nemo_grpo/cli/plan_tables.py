@@ -9,6 +9,7 @@ from rich.table import Table
 from nemo_grpo.plan import Plan
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.memory import GIB
+from nemo_grpo.plan.rollout_time import kept_tokens
 from nemo_grpo.plan.scaling import Point
 from nemo_grpo.plan.search import Found
 from nemo_grpo.plan.setup import Setup
@@ -102,8 +103,14 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
         off = f"{which} are off by {median:.0%} in the median and {worst:.0%} at worst"
     else:
         off = "no published step on such GPUs was compared; the constants are those of H100"
+    drafts = found.setup.draft_tokens
+    kept = kept_tokens(drafts, work.acceptance)
+    speculation = (
+        f"drafts: {drafts} per pass, accepted with {work.acceptance:.0%}: {kept:.1f} tokens per pass"
+    )
     return [
         f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
+        *([speculation] if drafts else []),
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
         f"run: {work.num_steps} steps, validations and checkpoints take {_run(found, price)}",
         f"bottleneck: {found.bottleneck}",

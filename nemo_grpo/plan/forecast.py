@@ -16,7 +16,7 @@ from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
 from nemo_grpo.plan.machine import Machine
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, run_seconds, step_time
-from nemo_grpo.plan.workload import SIGNAL, Workload, workload_of
+from nemo_grpo.plan.workload import ACCEPTANCE, SIGNAL, Workload, workload_of
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -46,11 +46,13 @@ class Assumptions:
 
     Attributes: lengths: mean of the responses, or a run's file of them; None: half of the longest.
                 prompt: mean tokens of a prompt.  signal: share of groups whose rewards differ.
+                acceptance: of a drafted token whose predecessors were accepted.
     """
 
     lengths: float | Path | None = None
     prompt: float = PROMPT
     signal: float = SIGNAL
+    acceptance: float = ACCEPTANCE
 
     def lengths_of(self, recipe: Recipe) -> Lengths:
         """The lengths of a recipe's responses.
@@ -71,7 +73,9 @@ class Assumptions:
         """
         if not 0 < self.signal <= 1:
             raise UserError(f"--signal {self.signal:g}: a share of groups above 0 and up to 1")
-        return workload_of(recipe, self.lengths_of(recipe), self.signal)
+        if not 0 <= self.acceptance <= 1:
+            raise UserError(f"--acceptance {self.acceptance:g}: a share of drafted tokens from 0 to 1")
+        return workload_of(recipe, self.lengths_of(recipe), self.signal, self.acceptance)
 
 
 @dataclass(frozen=True)
@@ -221,4 +225,6 @@ def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
         "lengths": work.lengths.source,
         "draws": work.num_draws,
         "scoring_passes": work.scoring_passes,
+        "draft_tokens": found.setup.draft_tokens,
+        "acceptance": work.acceptance if found.setup.draft_tokens else None,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.layout import Layout
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 VLLM_SEQUENCES = 1024
 """vLLM's default of max_num_seqs on these GPUs."""
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "a_proj", "b_proj", "self_attn")
+"""Parts of names by which a recipe keeps attention out of FP8."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class Setup:
                 vllm_max_sequences: that an engine decodes at once; the embedded engine's decoder too.
                 precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
                 packed: microbatches are packed by tokens; else padded.
+                vllm_mx: FP8 with a scale per 32 numbers.  vllm_bf16_attention: FP8 leaves attention alone.
+                draft_tokens: that an engine drafts before each pass.  draft_layers: of the model that does;
+                    0: none, as with n-grams.
+                replays_routes: the experts that the rollout chose go to training.
     """
 
     layout: Layout
@@ -61,6 +68,11 @@ class Setup:
     vllm_max_sequences: int = VLLM_SEQUENCES
     vllm_eager: bool = False
     packed: bool = True
+    vllm_mx: bool = False
+    vllm_bf16_attention: bool = False
+    draft_tokens: int = 0
+    draft_layers: int = 0
+    replays_routes: bool = False
     precision_bytes: int = 2
     keeps_reference: bool = False
 
@@ -95,6 +107,7 @@ def setup_of(recipe: Recipe) -> Setup:
     longest = p.max_total_sequence_length
     per_rank = p.train_global_batch_size // max(recipe.data_parallel_size, 1)
     sampler, vllm = p.generation, p.generation.vllm_cfg
+    drafts = value_of(sampler, "vllm_kwargs.speculative_config", {}) if cluster else {}
     fp32_gradients = not cluster or m.distributed_data_parallel_config.grad_reduce_in_fp32
     return Setup(
         layout=p.layout,
@@ -129,6 +142,13 @@ def setup_of(recipe: Recipe) -> Setup:
         else p.generation_batch_size,
         vllm_eager=vllm.enforce_eager,
         packed=p.sequence_packing.enabled,
+        vllm_mx=bool(value_of(vllm, "is_mx")),
+        vllm_bf16_attention=any(
+            name in _ATTENTION for name in value_of(vllm, "quantization_ignored_layer_kws", ())
+        ),
+        draft_tokens=drafts.get("num_speculative_tokens") or 0,
+        draft_layers=0 if drafts.get("method") == "ngram" else 1,
+        replays_routes=cluster and p.router_replay.enabled,
         precision_bytes=4 if p.precision == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
     )

@@ -9,7 +9,7 @@ from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.rollout_time import rollout_seconds, steady_seconds
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.training_time import model_flops, scoring_seconds, swap_seconds, update_seconds
-from nemo_grpo.plan.transfer_time import checkpoint_seconds, refit_seconds
+from nemo_grpo.plan.transfer_time import checkpoint_seconds, refit_seconds, route_seconds
 from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe.layout import Layout
 
@@ -21,6 +21,7 @@ class StepTime:
     Attributes: phases: name -> seconds. They follow each other; where rollouts run ahead, those of `rollout`
                 go on beside the others.
                 steady: seconds per step of engines that never run out of responses.
+                waits: rollouts that run ahead have to end before a refit.
                 age: steps that rollouts may run ahead; 0: they take turns with training.
                 validation, checkpoint: seconds of one.
     """
@@ -28,6 +29,7 @@ class StepTime:
     phases: dict[str, float]
     steady: float
     age: int
+    waits: bool
     validation: float
     checkpoint: float
     tokens: float
@@ -52,9 +54,13 @@ class StepTime:
 
         Training with the refit; engines that never wait; and (rollout + training) / (A + 1): responses for
         step n + A are begun with the weights of step n, so that A + 1 steps hold a rollout and an update in
-        turn (NeMo-RL's replay buffer, algorithms/async_utils.py).
+        turn (NeMo-RL's replay buffer, algorithms/async_utils). If they have to end before a refit (NeMo-RL
+        without in_flight_weight_updates), both begin after one refit and end before the next, whatever A.
         """
         both = self.rollout + self.training
+        if self.age and self.waits:
+            refit = self.phases["refit"]
+            return max(self.rollout, self.training - refit) + refit
         return max(self.training, self.steady, both / (self.age + 1)) if self.age else both
 
     @property
@@ -85,13 +91,15 @@ def step_time(case: Case) -> StepTime:
     phases |= update_seconds(case)
     phases["refit"] = refit_seconds(case)
     phases["swaps to the host"] = swap_seconds(case, reference=work.scoring_passes > 1)
-    phases["rewards, data, logs"] = eff.step + eff.sample * work.num_samples * work.num_draws
+    routes = route_seconds(case) if setup.replays_routes else 0.0
+    phases["rewards, data, logs"] = eff.step + eff.sample * work.num_samples * work.num_draws + routes
     return StepTime(
         phases=phases,
         validation=validation,
         checkpoint=checkpoint_seconds(case.shape, setup, saves_optimizer=work.saves_optimizer),
         steady=steady + phases["refit"],
         age=work.trajectory_age,
+        waits=work.waits_for_rollouts,
         tokens=work.tokens,
         num_gpus=setup.num_nodes * setup.gpus_per_node,
         num_training_gpus=setup.world_size,

@@ -9,6 +9,8 @@ from nemo_grpo.plan.setup import Setup
 
 STORAGE = 2e9
 """Bytes/s that one node writes to shared storage; an assumption, not fitted."""
+ROUTES = 1e9
+"""Bytes/s at which one process packs and unpacks routing; an assumption, not fitted: no run states it."""
 
 
 def num_tensors(shape: ModelSpec) -> int:
@@ -34,6 +36,18 @@ def refit_seconds(case: Case) -> float:
         moved = num_bytes / (hardware.nvlink_bandwidth * eff.link) if shared > 1 else 0.0
     loaded = num_tensors(shape) * eff.tensor
     return max(loaded, moved) if setup.num_rollout_gpus else eff.refit + loaded + moved
+
+
+def route_seconds(case: Case) -> float:
+    """Router replay: the K experts that each token chose in each sparse layer, at `ROUTES`.
+
+    An expert's number has 1 byte up to 128 experts and 2 above (nemo_rl/models/generation/interfaces.py).
+    They go from the engines through Ray's object store to the driver, and from there to the ranks that train.
+    """
+    shape = case.shape
+    width = 1 if shape.num_experts <= 128 else 2
+    num_bytes = case.work.tokens * shape.num_sparse_layers * shape.num_experts_per_token * width
+    return 2 * num_bytes / ROUTES
 
 
 def checkpoint_seconds(shape: ModelSpec, setup: Setup, *, saves_optimizer: bool) -> float:

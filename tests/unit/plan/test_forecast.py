@@ -16,6 +16,7 @@ from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
 from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
 from nemo_grpo.plan.search import _rollouts, best_layouts
+from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.plan.workload import expected_draws, scoring_passes, workload_of
 from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 
@@ -116,6 +117,59 @@ def test_scoring_passes_follow_the_variant() -> None:
     embedded = RECIPES / "quickstart-gpg.yaml"
     batch = load_recipe(embedded).num_sequences_per_step
     assert scoring_passes(load_recipe(embedded, [f"policy.train_global_batch_size={batch}"])) == 0
+
+
+def test_setup_follows_the_recipes_own_keys() -> None:
+    """Speculative decoding, MX weights and router replay."""
+    plain = setup_of(load_recipe(LARGE))
+    assert (plain.draft_tokens, plain.vllm_mx, plain.replays_routes) == (0, False, False)
+    vllm, drafts = "policy.generation.vllm_cfg", "policy.generation.vllm_kwargs.speculative_config"
+    keys = [
+        f"{drafts}={{method: eagle3, num_speculative_tokens: 3}}",
+        f"{vllm}.precision=fp8",
+        f"{vllm}.is_mx=true",
+        f"{vllm}.quantization_ignored_layer_kws=[q_proj, o_proj]",
+        "policy.router_replay.enabled=true",
+        "loss_fn.use_importance_sampling_correction=true",
+    ]
+    setup = setup_of(load_recipe(LARGE, keys))
+    assert (setup.draft_tokens, setup.draft_layers) == (3, 1)
+    assert (setup.vllm_mx, setup.vllm_bf16_attention, setup.replays_routes) == (True, True, True)
+    setup = setup_of(load_recipe(LARGE, [f"{drafts}={{method: ngram, num_speculative_tokens: 2}}"]))
+    assert (setup.draft_tokens, setup.draft_layers) == (2, 0)
+
+
+def test_refits_wait_for_rollouts_unless_weights_change_in_flight() -> None:
+    ahead = [
+        "grpo.async_grpo={enabled: true}",
+        "policy.generation.colocated={enabled: false, resources: {num_nodes: 2, gpus_per_node: 8}}",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "loss_fn.use_importance_sampling_correction=true",
+        "grpo.use_dynamic_sampling=false",
+    ]
+    lengths = of_mean(100, 1000)
+    assert workload_of(load_recipe(LARGE, ahead), lengths).waits_for_rollouts
+    in_flight = load_recipe(LARGE, [*ahead, "grpo.async_grpo.in_flight_weight_updates=true"])
+    assert not workload_of(in_flight, lengths).waits_for_rollouts
+
+
+def test_forced_ratio_leaves_the_scoring_pass_out() -> None:
+    batch = f"policy.train_global_batch_size={load_recipe(LARGE).num_sequences_per_step}"
+    forced = [batch, "loss_fn.force_on_policy_ratio=true"]
+    assert scoring_passes(load_recipe(LARGE, forced)) == 0
+    assert scoring_passes(load_recipe(LARGE, [*forced, "grpo.seq_logprob_error_threshold=2.0"])) == 1
+
+
+def test_acceptance_is_a_share(recipe: Recipe) -> None:
+    with pytest.raises(UserError, match=r"--acceptance 1\.5: a share of drafted tokens"):
+        plan_recipe(recipe, assumed=Assumptions(acceptance=1.5))
+    drafts = "policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}"
+    times = [
+        plan_recipe(load_recipe(LARGE, [drafts]), assumed=Assumptions(4000, acceptance=share)).forecast
+        for share in (0.0, 1.0)
+    ]
+    never, always = (one.step.phases["tail"] for one in times if one)
+    assert never == pytest.approx(3 * always)
 
 
 def test_hardware_comes_from_a_file(tmp_path: Path) -> None:

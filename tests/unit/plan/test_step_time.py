@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.plan.toys import CASE, EXPERTS, FREE, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
+from unit.plan.toys import CASE, EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
 
+from benchmarks.published_rows import FOLDER, predicted, read_blind, row_of
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.plan import collectives, rollout_time, training_time, transfer_time
+from nemo_grpo.plan.efficiency import FITTED
 from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import StepTime, run_seconds, step_time
 from nemo_grpo.recipe.layout import Layout
 
@@ -34,9 +37,9 @@ def test_all_to_all_waits_for_its_slower_side() -> None:
 
 def test_decoding_reads_weights_and_cache_once() -> None:
     engine = rollout_time.engine_of(CASE)
-    # 2 bytes x (4 layers + output matrix 800); 2 x 4 layers x 2 heads x 2 columns x 2 bytes of cache
-    assert engine.dense == 2 * (4 * MATRICES + 800)
-    assert engine.cache == 64
+    # 2 bytes x matrices of a layer, output matrix 800; 2 x 2 heads x 2 columns x 2 bytes of a layer's cache
+    assert (engine.layers, engine.dense, engine.head) == (4, 2 * MATRICES, 2 * 800)
+    assert engine.cache == 16
     # 3 sequences with 10 tokens: weights 6208 bytes / 1e5, cache 3 x 10 x 64 / 1e5; products 3 x 6208 / 1e6
     assert engine.iteration(3, 10) == pytest.approx(0.06208 + 0.0192)
     # with 100 sequences the products take longer than the weights
@@ -45,13 +48,70 @@ def test_decoding_reads_weights_and_cache_once() -> None:
 
 def test_decoding_reads_the_experts_that_were_chosen() -> None:
     engine = rollout_time.engine_of(replace(CASE, shape=EXPERTS))
-    assert engine.expert == 2 * 4 * 4 * 384
+    assert engine.expert == 2 * 4 * 384
     # one token chooses 2 of 4; two tokens 4 x (1 - 1/4) = 3
     one, two = (engine.iteration(n, 0) for n in (1, 2))
-    assert two - one == pytest.approx((3 - 2) / 4 * engine.expert / 1e5)
+    assert two - one == pytest.approx((3 - 2) / 4 * 4 * engine.expert / 1e5)
     # tokens that are not independent choose as one does
     alike = replace(CASE, shape=EXPERTS, eff=replace(FREE, routes=0.0))
     assert rollout_time.engine_of(alike).iteration(2, 0) == pytest.approx(one)
+
+
+def test_a_pass_checks_drafts_and_keeps_those_before_the_first_refusal() -> None:
+    assert rollout_time.kept_tokens(0, 0.9) == 1
+    assert rollout_time.kept_tokens(3, 1.0) == 4
+    assert rollout_time.kept_tokens(2, 0.5) == 1.75
+    eff, work = replace(FREE, decode=0.1), replace(WORK, acceptance=0.5)
+    case = replace(CASE, eff=eff, work=work, setup=replace(SETUP, draft_tokens=2, draft_layers=1))
+    # 3 sequences with 10 tokens: weights 6208 bytes, cache 3 x 10 x 64, and the fixed time; its products of
+    # 3 x 3 tokens take less. Twice a layer of 1152 and the output matrix of 1600, a layer's cache of 16
+    checked = 0.06208 + 0.0192 + 0.1
+    drafted = 0.02752 + 0.0048 + rollout_time.DRAFT * 0.1
+    seconds = rollout_time.engine_of(case).iteration(3, 10)
+    assert seconds == pytest.approx((checked + 2 * drafted) / 1.75)
+    # with many sequences three times the products count
+    many = rollout_time.engine_of(replace(case, eff=FREE)).iteration(100, 0)
+    assert many == pytest.approx((3 * 100 * 6208 + 2 * 100 * 2752) / PEAK / 1.75)
+    # n-grams need no model
+    counted = replace(case, setup=replace(SETUP, draft_tokens=2))
+    assert rollout_time.engine_of(counted).iteration(3, 10) == pytest.approx(checked / 1.75)
+
+
+def test_a_draft_costs_what_skyrl_measured() -> None:
+    """Qwen3.5-9B, three drafts on 8 H100: the rollout took 310.1 s without and 152.4 s with them."""
+    _, lacking = read_blind(FOLDER / "others.csv")
+    pair = [row_of(cells | {"length": 4000}) for cells, _ in lacking if cells["source"].startswith("SkyRL")]
+    without, drafted = (predicted(row.predict(FITTED))["rollout"] for row in pair)
+    assert drafted / without == pytest.approx(152.4 / 310.1, rel=0.02)
+
+
+def test_fp8_weights_have_scales_and_may_leave_attention_alone() -> None:
+    fp8 = replace(SETUP, vllm_fp8=True)
+    feed_forward, attention = 384, 192
+
+    def dense(setup: Setup) -> float:
+        return rollout_time.engine_of(replace(CASE, setup=setup)).dense
+
+    assert dense(fp8) == MATRICES
+    assert dense(replace(fp8, vllm_mx=True)) == MATRICES * 33 / 32
+    assert dense(replace(fp8, vllm_bf16_attention=True)) == feed_forward + 2 * attention
+    assert dense(replace(SETUP, vllm_bf16_attention=True)) == 2 * MATRICES
+
+
+def test_mx_weights_are_widened_before_blackwell() -> None:
+    mx = replace(CASE, setup=replace(SETUP, vllm_fp8=True, vllm_mx=True))
+    # 100 sequences: their products take longest, in BF16 on Hopper and at twice its peak on Blackwell
+    hopper, blackwell = (
+        rollout_time.engine_of(replace(mx, hardware=replace(GPU, compute_capability=cc))).iteration(100, 0)
+        for cc in (9.0, 10.0)
+    )
+    assert hopper == pytest.approx(100 * 6208 / PEAK)
+    assert blackwell == pytest.approx(hopper / 2)
+    # attention in BF16 beside it counts twice: 192 of the 576 weights of each of 4 layers
+    mixed = replace(mx, hardware=replace(GPU, compute_capability=10.0))
+    mixed = replace(mixed, setup=replace(mixed.setup, vllm_bf16_attention=True))
+    more = 100 * 2 * 4 * 192 / (2 * PEAK)
+    assert rollout_time.engine_of(mixed).iteration(100, 0) == pytest.approx(blackwell + more)
 
 
 def test_rollout_ends_with_its_longest_response() -> None:
@@ -185,7 +245,7 @@ def test_checkpoint_is_written_by_all_nodes() -> None:
 
 def step(age: int, rollout: float, training: float, steady: float) -> StepTime:
     phases = {"prefill": 0.0, "decode": rollout, "tail": 0.0, "forward and backward": training}
-    return StepTime(phases, steady, age, 5.0, 7.0, 1000, 4, 2, 3e6, 1e6)
+    return StepTime(phases, steady, age, False, 5.0, 7.0, 1000, 4, 2, 3e6, 1e6)
 
 
 def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps() -> None:
@@ -193,6 +253,25 @@ def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps() -> None:
     assert step(1, 10, 20, 0).seconds == 20
     assert step(1, 30, 20, 0).seconds == 25
     assert step(8, 90, 20, 30).seconds == 30
+
+
+def test_rollouts_that_a_refit_waits_for_overlap_with_training_alone() -> None:
+    waits = replace(step(4, 30, 20, 0), waits=True)
+    waits = replace(waits, phases=waits.phases | {"refit": 5.0})
+    assert waits.seconds == 30 + 5
+    assert replace(waits, phases=waits.phases | {"decode": 10.0}).seconds == 20 + 5
+
+
+def test_router_replay_moves_the_chosen_experts() -> None:
+    # 80 tokens x 4 layers x 2 experts, a byte each, twice; two bytes where there are more than 128 experts
+    replayed = replace(CASE, shape=EXPERTS, setup=replace(SETUP, replays_routes=True))
+    assert transfer_time.route_seconds(replayed) == pytest.approx(2 * 640 / transfer_time.ROUTES)
+    many = replace(replayed, shape=replace(EXPERTS, num_experts=129))
+    assert transfer_time.route_seconds(many) == 2 * transfer_time.route_seconds(replayed)
+    plain = replace(replayed, setup=SETUP)
+    name = "rewards, data, logs"
+    more = step_time(replayed).phases[name] - step_time(plain).phases[name]
+    assert more == pytest.approx(transfer_time.route_seconds(replayed))
 
 
 def test_throughput_mfu_and_the_run() -> None:
