@@ -20,3 +20,20 @@ class Case:
     work: Workload
     hardware: Hardware
     eff: Efficiency = FITTED
+
+    @property
+    def domain(self) -> int:
+        """GPUs that surely share NVLink.
+
+        The GPU's whole domain if the job fits into one, or as many nodes as the recipe keeps together
+        (cluster.segment_size); else a node's: which domain a node of the job is in is left to chance.
+        """
+        setup, whole = self.setup, self.hardware.nvlink_domain
+        if setup.num_nodes * setup.gpus_per_node <= whole:
+            return whole
+        return min(max(setup.segment_nodes, 1) * setup.gpus_per_node, whole)
+
+    @property
+    def host(self) -> float:
+        """What times of the host's own work are multiplied by."""
+        return self.hardware.host_slowdown

@@ -7,19 +7,19 @@ time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP,
 from __future__ import annotations
 
 from nemo_grpo.plan.case import Case
-from nemo_grpo.plan.hardware import Hardware
 
 
-def bandwidth(hardware: Hardware, span: int) -> float:
+def bandwidth(case: Case, span: int) -> float:
     """Per GPU, bytes/s, of a group whose ranks lie in ``span`` consecutive GPUs."""
-    return hardware.nvlink_bandwidth if span <= hardware.nvlink_domain else hardware.network_bandwidth
+    hardware = case.hardware
+    return hardware.nvlink_bandwidth if span <= case.domain else hardware.network_bandwidth
 
 
 def gather_seconds(case: Case, num_bytes: float, ranks: int, span: int) -> float:
     """All-gather, or reduce-scatter, of num_bytes in all: (n - 1) / n bytes / bandwidth."""
     if ranks == 1:
         return 0.0
-    return num_bytes * (ranks - 1) / ranks / (bandwidth(case.hardware, span) * case.eff.link)
+    return num_bytes * (ranks - 1) / ranks / (bandwidth(case, span) * case.eff.link)
 
 
 def reduce_seconds(case: Case, num_bytes: float, ranks: int) -> float:
@@ -31,7 +31,7 @@ def reduce_seconds(case: Case, num_bytes: float, ranks: int) -> float:
     if ranks == 1:
         return 0.0
     hardware, eff = case.hardware, case.eff
-    near = min(ranks, hardware.nvlink_domain)
+    near = min(ranks, case.domain)
     domains = -(-ranks // near)
     seconds = 2 * num_bytes * (near - 1) / near / (hardware.nvlink_bandwidth * eff.link)
     if domains == 1:
@@ -46,7 +46,7 @@ def exchange_seconds(case: Case, num_bytes: float, ranks: int, stride: int) -> f
     The share (n - local) / n goes over the network, (local - 1) / n over NVLink, at the same time.
     """
     hardware, eff = case.hardware, case.eff
-    local = min(ranks, max(hardware.nvlink_domain // stride, 1))
+    local = min(ranks, max(case.domain // stride, 1))
     far = num_bytes * (ranks - local) / ranks / (hardware.network_bandwidth * eff.link)
     near = num_bytes * (local - 1) / ranks / (hardware.nvlink_bandwidth * eff.link)
     return max(far, near)

@@ -48,7 +48,7 @@ class Engine:
     def iteration(self, active: float, context: float) -> float:
         """Seconds per token of ``active`` sequences that hold ``context`` tokens each."""
         setup, eff = self.case.setup, self.case.eff
-        fixed, drafts = eff.decode * (EAGER if setup.vllm_eager else 1.0), setup.draft_tokens
+        fixed, drafts = eff.decode * self.case.host * (EAGER if setup.vllm_eager else 1.0), setup.draft_tokens
         seconds = self._pass(self.layers, active, 1 + drafts, context) + fixed
         if drafts and setup.draft_layers:
             seconds += drafts * (self._pass(setup.draft_layers, active, 1, context) + DRAFT * fixed)

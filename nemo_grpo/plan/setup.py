@@ -35,6 +35,7 @@ class Setup:
                 vllm_mx: FP8 with a scale per 32 numbers.  vllm_bf16_attention: FP8 leaves attention alone.
                 draft_tokens: that an engine drafts before each pass.  draft_layers: of the model that does;
                     0: none, as with n-grams.
+                segment_nodes: that are in one NVLink domain; 0: as it happens.
                 replays_routes: the experts that the rollout chose go to training.
     """
 
@@ -73,6 +74,7 @@ class Setup:
     draft_tokens: int = 0
     draft_layers: int = 0
     replays_routes: bool = False
+    segment_nodes: int = 0
     precision_bytes: int = 2
     keeps_reference: bool = False
 
@@ -149,6 +151,7 @@ def setup_of(recipe: Recipe) -> Setup:
         draft_tokens=drafts.get("num_speculative_tokens") or 0,
         draft_layers=0 if drafts.get("method") == "ngram" else 1,
         replays_routes=cluster and p.router_replay.enabled,
+        segment_nodes=value_of(recipe, "cluster.segment_size", 0),
         precision_bytes=4 if p.precision == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
     )

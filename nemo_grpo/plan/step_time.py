@@ -92,7 +92,9 @@ def step_time(case: Case) -> StepTime:
     phases["refit"] = refit_seconds(case)
     phases["swaps to the host"] = swap_seconds(case, reference=work.scoring_passes > 1)
     routes = route_seconds(case) if setup.replays_routes else 0.0
-    phases["rewards, data, logs"] = eff.step + eff.sample * work.num_samples * work.num_draws + routes
+    phases["rewards, data, logs"] = routes + case.host * (
+        eff.step + eff.sample * work.num_samples * work.num_draws
+    )
     return StepTime(
         phases=phases,
         validation=validation,

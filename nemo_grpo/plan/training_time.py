@@ -84,7 +84,7 @@ def layer_seconds(case: Case, tokens: float, *, is_dense: bool) -> tuple[float, 
     kernels += tokens * experts / layout.tensor / (flops * eff.grouped)
     if setup.fp8_training:
         kernels += tokens * _quantized(case, is_dense) / (hardware.memory_bandwidth * eff.memory)
-    kernels = max(kernels, eff.layer if is_dense else eff.expert_layer)
+    kernels = max(kernels, case.host * eff.layer if is_dense else eff.expert_layer)
     return kernels, _layer_talk(case, tokens, is_dense=is_dense)
 
 

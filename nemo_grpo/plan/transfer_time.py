@@ -30,7 +30,7 @@ def refit_seconds(case: Case) -> float:
     shape, setup, hardware, eff = case.shape, case.setup, case.hardware, case.eff
     layout, num_bytes = setup.layout, 2 * model_parameters(shape)
     shared = max(layout.tensor * layout.expert_tensor, layout.expert) * layout.pipeline
-    if setup.num_rollout_gpus or shared > hardware.nvlink_domain:
+    if setup.num_rollout_gpus or shared > case.domain:
         moved = num_bytes / (hardware.network_bandwidth * eff.link)
     else:
         moved = num_bytes / (hardware.nvlink_bandwidth * eff.link) if shared > 1 else 0.0

@@ -130,11 +130,13 @@ def test_setup_follows_the_recipes_own_keys() -> None:
         f"{vllm}.is_mx=true",
         f"{vllm}.quantization_ignored_layer_kws=[q_proj, o_proj]",
         "policy.router_replay.enabled=true",
+        "cluster.segment_size=2",
         "loss_fn.use_importance_sampling_correction=true",
     ]
     setup = setup_of(load_recipe(LARGE, keys))
     assert (setup.draft_tokens, setup.draft_layers) == (3, 1)
     assert (setup.vllm_mx, setup.vllm_bf16_attention, setup.replays_routes) == (True, True, True)
+    assert (plain.segment_nodes, setup.segment_nodes) == (0, 2)
     setup = setup_of(load_recipe(LARGE, [f"{drafts}={{method: ngram, num_speculative_tokens: 2}}"]))
     assert (setup.draft_tokens, setup.draft_layers) == (2, 0)
 

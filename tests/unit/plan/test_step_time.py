@@ -29,6 +29,25 @@ def test_ring_collectives_move_their_share() -> None:
     assert collectives.gather_seconds(CASE, 1000, 16, 16) == pytest.approx(15 / 16 * 1000 / 1e3)
 
 
+def test_a_job_beyond_one_nvlink_domain_is_sure_of_a_node_alone() -> None:
+    def rate(num_nodes: int, segment: int = 0) -> float:
+        setup = replace(SETUP, num_nodes=num_nodes, gpus_per_node=4, segment_nodes=segment)
+        return collectives.bandwidth(replace(CASE, setup=setup), span=8)
+
+    # 8 GPUs are a domain: two nodes of 4 fit into it, four nodes do not, unless pairs are kept together
+    assert (rate(2), rate(4), rate(4, segment=2), rate(4, segment=4)) == (1e4, 1e3, 1e4, 1e4)
+
+
+def test_a_slower_host_lengthens_fixed_times_alone() -> None:
+    eff = replace(FREE, layer=7.0, decode=5.0, step=2.0)
+    slow = replace(CASE, eff=eff, hardware=replace(GPU, host_slowdown=3.0))
+    assert training_time.layer_seconds(slow, 1, is_dense=True)[0] == 21
+    assert step_time(slow).phases["rewards, data, logs"] == 6
+    one, other = (rollout_time.engine_of(case).iteration(3, 10) for case in (replace(CASE, eff=eff), slow))
+    assert other - one == pytest.approx(10)
+    assert training_time.scoring_seconds(replace(slow, eff=FREE)) == training_time.scoring_seconds(CASE)
+
+
 def test_all_to_all_waits_for_its_slower_side() -> None:
     # 16 ranks, 8 of them near: 8/16 over the network, 7/16 over NVLink
     assert collectives.exchange_seconds(CASE, 1000, 16, 1) == pytest.approx(0.5)
