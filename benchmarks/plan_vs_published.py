@@ -2,6 +2,7 @@
 
     python benchmarks/plan_vs_published.py             # every row of benchmarks/published/nemo_rl.yaml
     python benchmarks/plan_vs_published.py --fit       # the constants of nemo_grpo/plan/efficiency.py
+    python benchmarks/plan_vs_published.py --errors    # the intervals of nemo_grpo/plan/interval.py
     python benchmarks/plan_vs_published.py --blind benchmarks/published/others.csv   # never fitted
 
 A fit minimizes the squared logarithm of predicted / published over H100 rows and published phases, and keeps
@@ -23,6 +24,7 @@ import numpy as np
 
 from benchmarks.published_rows import Row, error, predicted, read_blind, read_rows
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
+from nemo_grpo.plan.interval import Seen, seen_of
 
 PRIOR = Efficiency(
     matrix=0.5,
@@ -122,6 +124,18 @@ def blind(file: Path) -> None:
         print(f"- {cells['source']}, {cells.get('model', '?')}, {cells['mode']}: {lacks}")
 
 
+def seen_by_gpu(rows: Sequence[Row]) -> dict[str, Seen]:
+    """Per GPU and for all together, each model predicted without itself."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for model in dict.fromkeys(row.model for row in rows):
+        eff = fitted_without(rows, model)
+        for row in (row for row in rows if row.model == model):
+            ratio = 1 / (1 + error(row, row.predict(eff)))
+            for gpu in (row.gpu, "other"):
+                ratios.setdefault(gpu, {}).setdefault(model, []).append(ratio)
+    return {gpu: seen_of(gpu, found) for gpu, found in ratios.items()}
+
+
 def table(rows: Sequence[Row], *, phases: bool) -> None:
     """Print each row predicted by constants that were fitted without its model."""
     without = {model: fitted_without(rows, model) for model in dict.fromkeys(row.model for row in rows)}
@@ -147,6 +161,9 @@ def table(rows: Sequence[Row], *, phases: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="print the constants")
+    parser.add_argument(
+        "--errors", action="store_true", help="print the intervals of nemo_grpo/plan/interval.py"
+    )
     parser.add_argument("--phases", action="store_true", help="print predicted phases too")
     parser.add_argument("--blind", type=Path, metavar="FILE", help="predict a CSV's rows; fit nothing")
     options = parser.parse_args()
@@ -155,6 +172,10 @@ def main() -> None:
     elif options.fit:
         for name, value in vars(fitted_without(read_rows(), None)).items():
             print(f"    {name}: float = {value:.3g}")
+    elif options.errors:
+        for gpu, found in seen_by_gpu(read_rows()).items():
+            what, *values = vars(found).values()
+            print(f"{gpu}: Seen({what!r}, {', '.join(f'{value:.3g}' for value in values)})")
     else:
         table(read_rows(), phases=options.phases)
 

@@ -16,7 +16,6 @@ from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT
 
 _PHASES = ("training", "scoring", "refit")
-_PUBLISHED = "published steps on such GPUs"
 
 
 def memory_table(one: Plan) -> Table:
@@ -97,12 +96,6 @@ def seconds_of(part: float, step: float | None = None) -> str:
 def sentences(found: Forecast, price: float | None) -> list[str]:
     """Lengths, throughput, the run, the bottleneck, and how far the numbers may be off."""
     step, work = found.step, found.work
-    if found.error:
-        median, worst = found.error
-        which = "measured steps on a CPU without other work" if found.setup.embedded else _PUBLISHED
-        off = f"{which} are off by {median:.0%} in the median and {worst:.0%} at worst"
-    else:
-        off = "no published step on such GPUs was compared; the constants are those of H100"
     drafts = found.setup.draft_tokens
     kept = kept_tokens(drafts, work.acceptance)
     speculation = (
@@ -114,8 +107,19 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
         f"run: {work.num_steps} steps, validations and checkpoints take {_run(found, price)}",
         f"bottleneck: {found.bottleneck}",
-        f"uncertainty: {off} (docs/plan.md)",
+        _interval(found),
     ]
+
+
+def _interval(found: Forecast) -> str:
+    """With the lengths as given: where the step may be, and how often steps that are known were there."""
+    seen = found.seen
+    low, high = (seconds_of(seconds) for seconds in seen.around(found.step.seconds))
+    held = f"{seen.covered:.0%} of {seen.num_steps} {seen.what}"
+    return (
+        f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold {held}, predicted "
+        f"with a median error of {seen.median:.0%}, {seen.worst:.0%} at worst (docs/plan.md)"
+    )
 
 
 def _run(found: Forecast, price: float | None) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.plan.case import Case
-from nemo_grpo.plan.efficiency import ERRORS, LOCAL_ERROR
 from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.interval import MEASURED, OTHER, PUBLISHED, Seen
 from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
 from nemo_grpo.plan.machine import Machine
 from nemo_grpo.plan.setup import Setup, setup_of
@@ -82,12 +82,12 @@ class Assumptions:
 class Forecast:
     """A recipe's time on one kind of GPU.
 
-    Attributes: error: median and worst error of published steps on such GPUs; None: there are none.
+    Attributes: seen: how far steps were off that are known.
     """
 
     case: Case
     step: StepTime
-    error: tuple[float, float] | None
+    seen: Seen
 
     @property
     def setup(self) -> Setup:
@@ -136,7 +136,7 @@ def forecast(
     Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
     """
     case = Case(shape, setup_of(recipe), assumed.work_of(recipe), hardware)
-    return Forecast(case, step_time(case), ERRORS.get(gpu))
+    return Forecast(case, step_time(case), PUBLISHED.get(gpu, OTHER))
 
 
 def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: Assumptions) -> Forecast:
@@ -145,7 +145,7 @@ def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: A
     Raises:  UserError: as `forecast` does.
     """
     case = Case(shape, setup_of(recipe), assumed.work_of(recipe), machine.as_hardware())
-    return Forecast(case, embedded_step(shape, case.setup, case.work, machine), LOCAL_ERROR)
+    return Forecast(case, embedded_step(shape, case.setup, case.work, machine), MEASURED)
 
 
 def of_variants(
@@ -220,7 +220,13 @@ def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
         "gpu_hours": found.gpu_hours,
         "dollars": None if price is None else found.gpu_hours * price,
         "bottleneck": found.bottleneck,
-        "error": found.error and dict(zip(("median", "worst"), found.error, strict=True)),
+        "interval": {
+            "step_seconds": found.seen.around(step.seconds),
+            "run_seconds": found.seen.around(found.run_seconds),
+            "covered": found.seen.covered,
+            "of": f"{found.seen.num_steps} {found.seen.what}",
+        },
+        "error": {"median": found.seen.median, "worst": found.seen.worst},
         "mean_response": work.lengths.mean,
         "lengths": work.lengths.source,
         "draws": work.num_draws,
