@@ -1,6 +1,13 @@
 """Published steps as the planner's rows: NeMo-RL's own tables in YAML, rows of any code base in CSV.
 
-Both have the same keys. A CSV's cell is YAML, an empty one is a key that the source does not state.
+Both have the same keys. A CSV's cell is YAML, an empty one is a key that the source does not state; ``lacks``
+says what else keeps a row from being predicted, ``note`` what is assumed in it.
+
+What a row needs is `NEEDED`. Others: ``rollout_gpus`` of their own and steps ``ahead``; ``tp cp ep pp`` and the
+layers of the ``ends`` of the pipeline; ``recompute`` (full), ``padded``, ``lora``, ``offload`` of Adam's state;
+tokens of a ``microbatch``, and how many of them ``score`` takes at once; scoring ``passes``; vLLM's TP as
+``vllm``, its ``share`` of memory, ``sequences``, ``eager``; ``fp8``, ``bf16_attention``, ``draft_tokens`` and
+their ``acceptance``; nodes of a ``segment``. Published seconds are `TIMES`.
 """
 
 from __future__ import annotations
@@ -142,6 +149,7 @@ def _setup(row: dict[str, Any]) -> Setup:
         vllm_bf16_attention=get("bf16_attention", False),
         draft_tokens=get("draft_tokens", 0),
         draft_layers=1,
+        segment_nodes=get("segment", 0),
     )
 
 
