@@ -3,11 +3,11 @@
 Both have the same keys. A CSV's cell is YAML, an empty one is a key that the source does not state; ``lacks``
 says what else keeps a row from being predicted, ``note`` what is assumed in it.
 
-What a row needs is `NEEDED`. Others: ``rollout_gpus`` of their own and steps ``ahead``; ``tp cp ep pp`` and the
-layers of the ``ends`` of the pipeline; ``recompute`` (full), ``padded``, ``lora``, ``offload`` of Adam's state;
-tokens of a ``microbatch``, and how many of them ``score`` takes at once; scoring ``passes``; vLLM's TP as
-``vllm``, its ``share`` of memory, ``sequences``, ``eager``; ``fp8``, ``bf16_attention``, ``draft_tokens`` and
-their ``acceptance``; nodes of a ``segment``. Published seconds are `TIMES`.
+What a row needs is `NEEDED`. Others: ``rollout_gpus`` of their own and steps ``ahead``; ``tp cp ep pp`` and
+the layers of the ``ends`` of the pipeline; ``recompute`` (full), ``padded``, ``lora``, ``offload`` of Adam's
+state; tokens of a ``microbatch``, and how many of them ``score`` takes at once; scoring ``passes``; vLLM's TP
+as ``vllm``, its ``share`` of memory, ``sequences``, ``eager``; ``fp8``, ``bf16_attention``, ``draft_tokens``
+and their ``acceptance``; nodes of a ``segment``. Published seconds are `TIMES`.
 """
 
 from __future__ import annotations

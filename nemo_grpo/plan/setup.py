@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.layout import Layout
@@ -108,8 +108,6 @@ def setup_of(recipe: Recipe) -> Setup:
     cluster = recipe.nemo_grpo.target == "cluster"
     longest = p.max_total_sequence_length
     per_rank = p.train_global_batch_size // max(recipe.data_parallel_size, 1)
-    sampler, vllm = p.generation, p.generation.vllm_cfg
-    drafts = value_of(sampler, "vllm_kwargs.speculative_config", {}) if cluster else {}
     fp32_gradients = not cluster or m.distributed_data_parallel_config.grad_reduce_in_fp32
     return Setup(
         layout=p.layout,
@@ -131,30 +129,38 @@ def setup_of(recipe: Recipe) -> Setup:
         fp8_training=fp8 is not None,
         fp8_recipe=fp8.fp8_recipe if fp8 else "",
         logprob_chunk=p.logprob_chunk_size or 0,
-        vllm_tensor=vllm.tensor_parallel_size,
-        vllm_pipeline=vllm.pipeline_parallel_size,
-        vllm_fp8=vllm.precision == "fp8",
-        vllm_cache_bytes=2 if vllm.kv_cache_dtype == "auto" else 1,
-        vllm_share=vllm.gpu_memory_utilization,
-        has_rollouts=cluster and sampler.backend == "vllm",
         embedded=not cluster,
-        vllm_expert=vllm.expert_parallel_size,
-        vllm_max_sequences=sampler.vllm_kwargs.max_num_seqs or VLLM_SEQUENCES
-        if cluster
-        else p.generation_batch_size,
-        vllm_eager=vllm.enforce_eager,
         packed=p.sequence_packing.enabled,
-        vllm_mx=bool(value_of(vllm, "is_mx")),
-        vllm_bf16_attention=any(
-            name in _ATTENTION for name in value_of(vllm, "quantization_ignored_layer_kws", ())
-        ),
-        draft_tokens=drafts.get("num_speculative_tokens") or 0,
-        draft_layers=0 if drafts.get("method") == "ngram" else 1,
-        replays_routes=cluster and p.router_replay.enabled,
-        segment_nodes=value_of(recipe, "cluster.segment_size", 0),
         precision_bytes=4 if p.precision == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
+        replays_routes=cluster and p.router_replay.enabled,
+        segment_nodes=value_of(recipe, "cluster.segment_size", 0),
+        **_sampling(recipe),
     )
+
+
+def _sampling(recipe: Recipe) -> dict[str, Any]:
+    """The fields that the rollout engines decide."""
+    cluster = recipe.nemo_grpo.target == "cluster"
+    sampler, vllm = recipe.policy.generation, recipe.policy.generation.vllm_cfg
+    drafts = value_of(sampler, "vllm_kwargs.speculative_config", {}) if cluster else {}
+    ignored = value_of(vllm, "quantization_ignored_layer_kws", ())
+    sequences = sampler.vllm_kwargs.max_num_seqs or VLLM_SEQUENCES
+    return {
+        "vllm_tensor": vllm.tensor_parallel_size,
+        "vllm_pipeline": vllm.pipeline_parallel_size,
+        "vllm_fp8": vllm.precision == "fp8",
+        "vllm_cache_bytes": 2 if vllm.kv_cache_dtype == "auto" else 1,
+        "vllm_share": vllm.gpu_memory_utilization,
+        "has_rollouts": cluster and sampler.backend == "vllm",
+        "vllm_expert": vllm.expert_parallel_size,
+        "vllm_max_sequences": sequences if cluster else recipe.policy.generation_batch_size,
+        "vllm_eager": vllm.enforce_eager,
+        "vllm_mx": bool(value_of(vllm, "is_mx")),
+        "vllm_bf16_attention": any(name in _ATTENTION for name in ignored),
+        "draft_tokens": drafts.get("num_speculative_tokens") or 0,
+        "draft_layers": 0 if drafts.get("method") == "ngram" else 1,
+    }
 
 
 def _recompute(recipe: Recipe) -> tuple[str, ...]:
