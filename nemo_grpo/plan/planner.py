@@ -139,7 +139,7 @@ def plan_recipe(
 
 def _approximated(shape: ModelSpec, setup: Setup) -> Iterator[str]:
     if setup.draft_tokens and setup.draft_layers:
-        yield "drafts are taken to cost a layer of the policy and its output matrix, whatever model makes them"
+        yield "drafts are taken to cost a layer of the policy and its output matrix, whatever makes them"
     if shape.sliding_window:
         yield (
             f"layers that see {shape.sliding_window} positions are counted as if they saw all; KV cache and "
