@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_conv.families import family_for, read_spec
 from checkpoints_conv.formats.dtypes import DTYPES, byte_view
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
+from nemo_grpo.families import family_for, read_spec
 from nemo_grpo.plan.parameters import model_parameters
 
 SHARD_BYTES = 2_000_000_000

@@ -56,10 +56,10 @@ def empty_model(hf: Path) -> Any:
     """The model in bf16 on megatron-core, its weights not set."""
     import torch
 
-    from checkpoints_conv.families import read_spec
     from checkpoints_conv.formats.model_folder import hf_config
     from nemo_grpo.engine.megatron import cpu, parallel
     from nemo_grpo.engine.megatron.model import build_model, transformer_config
+    from nemo_grpo.families import read_spec
     from nemo_grpo.recipe.layout import Layout
 
     cpu.install()

@@ -1,40 +1,49 @@
 """Plant single errors in source files and see which of them the given tests do not notice.
 
     python benchmarks/mutants.py nemo_grpo/core/kl.py nemo_grpo/core/importance.py \
-        --tests tests/unit/core tests/unit/variants [-n 40] [--seed 0] [--output FILE.md]
+        --tests tests/unit/core tests/unit/variants [--covered-by .coverage] [-n 40] [--seed 0] [--skip 0] \
+        [--output FILE.md]
 
 Every mutant is a copy of the repository with one change: an operator, a comparison, a constant, a condition,
-a call's keyword, or a statement that is left out. A mutant is killed if the tests fail or run three times as
-long as without it. Which of the survivors are equivalent is for a person to say.
+a call's keyword, or a statement that is left out. A mutant is killed if the tests fail or need more than
+three times the CPU seconds that they need without it. Which of the survivors are equivalent is for a person
+to say.
+
+With ``--covered-by`` the tests that reach the changed line come first, and ``--tests`` only where those pass.
+The file is written by coverage.py with ``dynamic_context = test_function`` and, for tests' other processes,
+``context = ${PYTEST_CURRENT_TEST-}``.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
-import math
 import os
 import random
+import resource
 import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import pytest
-import torch  # noqa: F401  # imported once, for all forks
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401  # imported once, with torch, for all forks
 
 ROOT = Path(__file__).parents[1]
 COPIED = (
     *("nemo_grpo", "checkpoints_conv", "recipes", "tests", "benchmarks", "slurm", "scripts", "docs"),
     "pyproject.toml",
 )
-SLACK = 30.0
-"""Seconds added to three times the tests' own duration."""
+SLACK = 60
+"""CPU seconds added to three times what the tests need."""
+MOST = (60, 6)
+"""Tests of a line that are tried before all tests: without and with whole runs."""
 
 OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub,),
@@ -79,19 +88,27 @@ def main() -> int:
     )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--tests", nargs="+", required=True, help="what pytest gets")
+    parser.add_argument("--covered-by", type=Path, help="coverage.py's file, with a context for each test")
     parser.add_argument("-n", type=int, default=40, help="mutants, over all files together")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="the first ones, judged before")
     parser.add_argument("--output", type=Path, help="Markdown table of the survivors")
     given = parser.parse_args()
-    possible = [mutant for file in given.files for mutant in mutants(file.resolve().relative_to(ROOT))]
-    chosen = random.Random(given.seed).sample(possible, min(given.n, len(possible)))
+    possible = [place for file in given.files for place in places(file.resolve().relative_to(ROOT))]
+    drawn = random.Random(given.seed).sample(possible, min(given.n, len(possible)))
+    chosen = [mutant_at(*place) for place in drawn[given.skip :]]
+    reached = covering(given.covered_by) if given.covered_by else {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         folder = copied(Path(scratch))
-        start = time.monotonic()
-        if not passes(folder, given.tests, None):
+        passed, seconds = passes(folder, given.tests, None)
+        if not passed:
             sys.exit("the tests fail without a mutant")
-        limit = 3 * (time.monotonic() - start) + SLACK
-        survivors = [mutant for mutant in chosen if survives(folder, mutant, given.tests, limit)]
+        limit = 3 * int(seconds) + SLACK
+        survivors = [
+            mutant
+            for mutant in chosen
+            if survives(folder, mutant, [*stages_of(mutant, reached), given.tests], limit)
+        ]
     said = f"{len(survivors)} of {len(chosen)} mutants survive, seed {given.seed}; {len(possible)} in all"
     rows = [f"| {m.file}:{m.line} | `{m.before}` | `{m.after}` |" for m in survivors]
     text = "\n".join([said, "", "| where | before | after |", "|---|---|---|", *rows, ""])
@@ -99,6 +116,43 @@ def main() -> int:
     if given.output:
         given.output.write_text(text)
     return 0
+
+
+def covering(data: Path) -> dict[str, set[tuple[Path, int]]]:
+    """The lines that each test reaches, by coverage.py's file."""
+    query = (
+        "select path, context, numbits from line_bits join file on file.id = file_id "
+        "join context on context.id = context_id"
+    )
+    reached: dict[str, set[tuple[Path, int]]] = {}
+    with closing(sqlite3.connect(data)) as found:
+        for path, context, bits in found.execute(query):
+            parts = Path(path).parts
+            file = Path(*parts[next(at for at, part in enumerate(parts) if part in COPIED) :])
+            lines = (8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
+            if test := test_of(context):
+                reached.setdefault(test, set()).update((file, line) for line in lines)
+    return reached
+
+
+@cache
+def test_of(context: str) -> str | None:
+    """``tests/x/test_y.py::test_z`` by what coverage.py calls it."""
+    static, _, dynamic = context.rpartition("|")
+    module, _, function = dynamic.partition(".")
+    if function.startswith("test_") and (found := list((ROOT / "tests").rglob(f"{module}.py"))):
+        return f"{found[0].relative_to(ROOT)}::{function}"
+    name, _, _ = (static or dynamic).partition("[")
+    return name.partition(" ")[0] if "::" in name else None
+
+
+def stages_of(mutant: Mutant, reached: dict[str, set[tuple[Path, int]]]) -> Iterator[list[str]]:
+    """Tests that reach the line, or its file where it is read once for all; the least of each first."""
+    by_line = [test for test, places in reached.items() if (mutant.file, mutant.line) in places]
+    by_file = [test for test, places in reached.items() if any(file == mutant.file for file, _ in places)]
+    found = sorted(by_line or by_file, key=lambda test: len(reached[test]))
+    for whole_runs, most in enumerate(MOST):
+        yield [test for test in found if ("integration" in test) == bool(whole_runs)][:most]
 
 
 def copied(folder: Path) -> Path:
@@ -109,49 +163,55 @@ def copied(folder: Path) -> Path:
             shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.exists():
             shutil.copy(source, folder / name)
+    (folder / ".tmp").mkdir()
     return folder
 
 
-def survives(folder: Path, mutant: Mutant, tests: list[str], limit: float) -> bool:
+def survives(folder: Path, mutant: Mutant, stages: list[list[str]], limit: int) -> bool:
     path = folder / mutant.file
     original = path.read_text()
     path.write_text(mutant.source)
     try:
-        found = passes(folder, tests, limit)
+        by = next(
+            (at for at, tests in enumerate(stages) if tests and not passes(folder, tests, limit)[0]), None
+        )
     finally:
         path.write_text(original)
-    verdict = "SURVIVES" if found else "killed"
+    verdict = "SURVIVES" if by is None else "killed"
     print(f"{verdict:8} {mutant.file}:{mutant.line}: {mutant.before} -> {mutant.after}", flush=True)
-    return found
+    return by is None
 
 
-def passes(folder: Path, tests: list[str], limit: float | None) -> bool:
-    """Run the tests in a fork of this process, which has imported what takes longest."""
+def passes(folder: Path, tests: list[str], limit: int | None) -> tuple[bool, float]:
+    """Run the tests in a fork of this process, which has imported what takes longest.
+
+    Returns: whether they pass; the CPU seconds of the fork and its children.
+    """
     child = os.fork()
     if child == 0:
-        _run(folder, tests)
-    deadline = math.inf if limit is None else time.monotonic() + limit
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > deadline:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return False
-        time.sleep(0.05)
-    return ended[1] == 0
+        _run(folder, tests, limit)
+    _, status, used = os.wait4(child, 0)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what the tests left behind
+    return status == 0, used.ru_utime + used.ru_stime
 
 
-def _run(folder: Path, tests: list[str]) -> NoReturn:
+def _run(folder: Path, tests: list[str], limit: int | None) -> NoReturn:
     """Never returns: ends the fork with pytest's exit code."""
     code = 1
     try:
         os.setsid()
         os.chdir(folder)
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ["PYTEST_XDIST_WORKER"] = "gw0"  # all forks share the runs' warm start
         sys.dont_write_bytecode = True
         sys.path.insert(0, str(folder))
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+        options = (f"--basetemp={folder}/.tmp/gw0", "--timeout=300")
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *options, *tests]))
     finally:
         os._exit(code)
 
@@ -159,17 +219,21 @@ def _run(folder: Path, tests: list[str]) -> NoReturn:
 # ---------------------------------------------------------------------- changes
 
 
-def mutants(file: Path) -> Iterator[Mutant]:
-    """Every mutant of a file."""
+def places(file: Path) -> Iterator[tuple[Path, int, int]]:
+    """Of every mutant of a file: the file, the node by its place in `ast.walk`, which of its changes."""
     tree = ast.parse((ROOT / file).read_text())
     unread = {id(node) for part in annotations(tree) for node in ast.walk(part)}
     for number, node in enumerate(ast.walk(tree)):
-        for change in changes(node) if id(node) not in unread else ():
-            changed = copy.deepcopy(tree)
-            twin = next(each for at, each in enumerate(ast.walk(changed)) if at == number)
-            line = getattr(node, "lineno", 0)
-            before, after = change(twin)
-            yield Mutant(file, line, before, after, ast.unparse(changed))
+        if id(node) not in unread:
+            yield from ((file, number, which) for which, _ in enumerate(changes(node)))
+
+
+def mutant_at(file: Path, number: int, which: int) -> Mutant:
+    tree = ast.parse((ROOT / file).read_text())
+    node = next(each for at, each in enumerate(ast.walk(tree)) if at == number)
+    line = getattr(node, "lineno", 0)
+    before, after = list(changes(node))[which](node)
+    return Mutant(file, line, before, after, ast.unparse(tree))
 
 
 def annotations(tree: ast.AST) -> Iterator[ast.AST]:

@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.plan_vs_measured import RECIPE, bare_run
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.efficiency import LOCAL, Local
 from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.forecast import Assumptions

@@ -20,8 +20,8 @@ from torch import Tensor
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.training.rollout import Sequences
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "cluster-quickstart-embedded.yaml"

@@ -11,17 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import Family, family_for
-from checkpoints_conv.families.family import Unit, refuse_untied
-from checkpoints_conv.families.parts import HF_OUTPUT
 from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES, Dtype, byte_view, cast, cast_tensor, dtype_for
 from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.pieces import Buffer, same
+from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.run_config import write_bridge_files
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import Family, family_for
+from nemo_grpo.families.family import Unit, refuse_untied
+from nemo_grpo.families.parts import HF_OUTPUT
 from nemo_grpo.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class _Conversion:
             parts = [cast_tensor(self.weights.read(name), wanted, name) for name in unit.hf]
             yield byte_view(unit.op.join(parts, self.family.dims).contiguous())
             return
-        for rows in unit.pieces(self.family.dims, wanted.itemsize):
+        for rows in unit.pieces(self.family.dims, PIECE_BYTES // wanted.itemsize):
             name = unit.hf[rows.part]
             data = self.weights.read_rows(name, rows.first, rows.count, buffer)
             yield cast(data, self.weights.tensors[name].dtype, wanted, name)

@@ -15,8 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_conv.families import Family, family_for
-from checkpoints_conv.families.family import Unit
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
@@ -28,6 +26,8 @@ from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files, sh
 from checkpoints_conv.model_card import training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import Family, family_for
+from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import progress
 
 

@@ -10,15 +10,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import family_for
-from checkpoints_conv.families.family import Unit
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, cast, dtype_for, num_bytes_of, tensor_of
 from checkpoints_conv.formats.model_folder import hf_config, side_files
+from checkpoints_conv.formats.pieces import PIECE_BYTES
 from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
 from checkpoints_conv.model_card import training_of, write_card
+from nemo_grpo.families import family_for
+from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _convert_all(
 def _data(unit: Unit, block: Block, dims: dict[str, int]) -> Iterator[tuple[int, memoryview]]:
     """(number of the Hugging Face tensor, its next bytes), each valid until the next."""
     if unit.op.moves_rows:
-        for rows in unit.pieces(dims, block.dtype.itemsize):
+        for rows in unit.pieces(dims, PIECE_BYTES // block.dtype.itemsize):
             yield rows.part, block.read(rows.count)
         return
     whole = tensor_of(block.read(unit.rows), block.dtype, unit.shape)

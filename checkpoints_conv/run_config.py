@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from checkpoints_conv.families import Family, ModelSpec
 from checkpoints_conv.formats.archive import save, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
 from checkpoints_conv.formats.nemo import model_yaml
 from checkpoints_conv.formats.torch_dist import LATEST
 from nemo_grpo.errors import UserError, reading
+from nemo_grpo.families import Family, ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.run_config import RUN_CONFIG
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import family_for
 from nemo_grpo.files import SHA256SUMS
 
 

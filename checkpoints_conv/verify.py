@@ -8,17 +8,17 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoints_conv.families import family_for
-from checkpoints_conv.families.family import Family
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, tensor_of
 from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.pieces import Buffer, same
-from checkpoints_conv.formats.places import whole_name
+from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import Place, locate
 from nemo_grpo.core.lazy import torch
+from nemo_grpo.families import family_for
+from nemo_grpo.families.family import Family
+from nemo_grpo.families.places import whole_name
 from nemo_grpo.files import check_sha256
 from nemo_grpo.progress import progress
 
@@ -91,7 +91,7 @@ def _compare(
                     block.read(rows.count),
                     block.dtype,
                 )
-                for rows in unit.pieces(family.dims, block.dtype.itemsize)
+                for rows in unit.pieces(family.dims, PIECE_BYTES // block.dtype.itemsize)
             ]
         else:
             whole = unit.op.join([weights.read(name) for name in unit.hf], family.dims).contiguous()

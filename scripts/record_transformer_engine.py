@@ -24,10 +24,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories  # noqa: E402
 from transformers import Qwen2Config, Qwen3Config  # noqa: E402
 
-from checkpoints_conv.families import read_spec  # noqa: E402
 from nemo_grpo.engine.megatron import parallel  # noqa: E402
 from nemo_grpo.engine.megatron.model import build_model, transformer_config  # noqa: E402
 from nemo_grpo.engine.megatron.optimizer import SHARDING  # noqa: E402
+from nemo_grpo.families import read_spec  # noqa: E402
 from nemo_grpo.recipe.layout import Layout  # noqa: E402
 
 SIZES = {

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from nemo_grpo import TokenBatch, build_objective
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.results import UpdateResult
-from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
+from nemo_grpo.training.rollout import Sequences
 from nemo_grpo.variants import OBJECTIVES
 
 # eps well above rounding: with 1e-8 the last bit decides the update of a parameter whose gradient is 1e-8.

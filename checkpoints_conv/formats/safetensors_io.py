@@ -18,8 +18,8 @@ from checkpoints_conv.formats import fp8, mxfp4
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
 from checkpoints_conv.formats.model_folder import INDEX, check_weights, weight_files, weight_map
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
-from checkpoints_conv.formats.places import grouped, is_numbered, whole_shape
 from nemo_grpo.errors import UserError, reading
+from nemo_grpo.families.places import grouped, is_numbered, whole_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class SafetensorsFolder:
     ) -> None:
         """Read every header and check it against the file.
 
-        Args:   pieces: names and shapes of those in which tensors are to be read (`formats.places`).
+        Args:   pieces: names and shapes of those in which tensors are to be read (`families.places`).
                 decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
         Raises: UserError: no safetensors, a shard of the index is missing, or a file is damaged.
         """

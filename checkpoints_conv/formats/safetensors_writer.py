@@ -13,11 +13,11 @@ from typing import Any
 from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
 from checkpoints_conv.formats.model_folder import INDEX
 from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
-from checkpoints_conv.formats.places import grouped, whole_name, whole_shape
 from checkpoints_conv.formats.safetensors_io import StoredTensor
+from nemo_grpo.families.places import grouped, whole_name, whole_shape
 
 Planned = tuple[str, Dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor to be written, or of a piece (`formats.places`)."""
+"""Name, dtype and shape of a tensor to be written, or of a piece (`families.places`)."""
 
 
 def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:

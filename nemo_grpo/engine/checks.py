@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.resume import check_same_run
-from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.setup import choose_device
-from nemo_grpo.engine.trackers import check_trackers
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import COMPUTED, read_spec
 from nemo_grpo.hf_folder import check_model_folder, load_config
 from nemo_grpo.recipe import Recipe, refuse_unsupported
 from nemo_grpo.recipe.layout import stage_refusals, width_refusals
 from nemo_grpo.recipe.sections import MEGATRON
+from nemo_grpo.training.run_folder import RunFolder
+from nemo_grpo.training.trackers import check_trackers
 
 
 def check(recipe: Recipe, *, resume: bool) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from nemo_grpo.dotted import leaves
 from nemo_grpo.engine.checkpoint import CheckpointStore
-from nemo_grpo.engine.run_folder import own_copy
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.training.run_folder import own_copy
 
 MAY_CHANGE = (
     "checkpointing.",

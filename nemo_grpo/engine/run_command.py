@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from nemo_grpo.engine.launch import is_launched, launch
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.saving import TrainingAborted
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.supervised import SupervisedTrainer
 from nemo_grpo.engine.trainer import Trainer, check
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks.scoring import RewardsFailed
+from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 

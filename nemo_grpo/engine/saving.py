@@ -18,9 +18,9 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
-from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.files import existing_parent
 from nemo_grpo.hf_folder import copy_side_files, export, export_adapter
+from nemo_grpo.training.run_folder import RunFolder
 
 
 class TrainingAborted(RuntimeError):

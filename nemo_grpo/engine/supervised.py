@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from nemo_grpo.engine.demonstrations import Demonstrations
 from nemo_grpo.engine.records import Clock, mean_metrics
-from nemo_grpo.engine.rollout import assemble
 from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.training.demonstrations import Demonstrations
+from nemo_grpo.training.rollout import assemble
 
 
 class SupervisedTrainer(Trainer):

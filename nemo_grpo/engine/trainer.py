@@ -25,11 +25,7 @@ from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
-from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
-from nemo_grpo.engine.run_folder import RunFolder, versions
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
-from nemo_grpo.engine.signals import stop_on_signals
-from nemo_grpo.engine.trackers import open_trackers
 from nemo_grpo.errors import UserError
 from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
@@ -39,6 +35,10 @@ from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
+from nemo_grpo.training.run_folder import RunFolder, versions
+from nemo_grpo.training.signals import stop_on_signals
+from nemo_grpo.training.trackers import open_trackers
 
 log = logging.getLogger(__name__)
 

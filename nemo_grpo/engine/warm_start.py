@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from nemo_grpo.engine.demonstrations import demonstrated
-from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import flush_tree, make_readable
@@ -35,6 +33,8 @@ from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronSchedu
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.tasks import Prompt, Task
+from nemo_grpo.training.demonstrations import demonstrated
+from nemo_grpo.training.rollout import Group, assemble
 from nemo_grpo.variants.sft import SFT
 
 if TYPE_CHECKING:

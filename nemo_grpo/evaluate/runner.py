@@ -128,7 +128,7 @@ class EvalResult:
         }
 
     def standard_errors(self) -> dict[str, float]:
-        """Standard error of each metric by its name, over problems; ``accuracy_runs``: see `stderr_of_runs`."""
+        """Standard errors of the metrics, over problems; ``accuracy_runs``: see `stderr_of_runs`."""
         errors = {name: mean_and_stderr(values)[1] for name, values in self._by_problem.items()}
         runs = stderr_of_runs([p.samples.scores for p in self.problems])
         return {"accuracy": errors.pop("accuracy"), "accuracy_runs": runs, **errors}

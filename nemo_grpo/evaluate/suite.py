@@ -66,7 +66,7 @@ class SuiteResult:
     protocol: dict[str, str] | None = None
 
     def groups(self, name: str) -> dict[str, dict[str, float]]:
-        """avg@k, greedy and number of problems of one benchmark, by ``key=value`` of its problems' metadata."""
+        """One benchmark's avg@k, greedy and number of problems, by ``key=value`` of their metadata."""
         members: dict[str, list[ProblemResult]] = {}
         for problem, answered in zip(
             self.benchmarks[name].problems, self.results[name].problems, strict=True

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import RUNS, Job
 from nemo_grpo.files import write_atomically
 from nemo_grpo.progress import progress
+from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
 
 log = logging.getLogger(__name__)
 

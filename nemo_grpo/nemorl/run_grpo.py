@@ -17,10 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoints_conv.families import family_for
 from nemo_grpo.dotted import value_of
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError, first_line
+from nemo_grpo.families import family_for
 from nemo_grpo.hf_folder import check_model_folder
 from nemo_grpo.launch.settings import folder_of
 from nemo_grpo.nemorl import compat, hooks, sft
@@ -43,6 +42,7 @@ from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
 from nemo_grpo.nemorl.stopping import Stop, stop_after_step
 from nemo_grpo.nemorl.worker_python import check_async_save, check_data_plane
+from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 

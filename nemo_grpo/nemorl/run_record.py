@@ -15,9 +15,9 @@ from typing import Any
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
-from nemo_grpo.engine.run_folder import VERSIONS_FILE, RunFolder, keep_own_files, versions
 from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.training.run_folder import VERSIONS_FILE, RunFolder, keep_own_files, versions
 
 log = logging.getLogger(__name__)
 

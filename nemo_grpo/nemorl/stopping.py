@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_grpo.engine.signals import StopRequest, stop_on_signals
 from nemo_grpo.nemorl import hooks
 from nemo_grpo.nemorl.observers import listening
+from nemo_grpo.training.signals import StopRequest, stop_on_signals
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, as_yaml
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.setup import Setup

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.efficiency import LOCAL, Local
 from nemo_grpo.plan.machine import Machine
 from nemo_grpo.plan.memory import local_layer_bytes

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.hardware import Hardware

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.setup import Setup
 

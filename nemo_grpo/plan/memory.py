@@ -7,7 +7,7 @@ and the heaviest stage counts.
 
 from __future__ import annotations
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.parameters import (
     Counts,
     adapter_counts,

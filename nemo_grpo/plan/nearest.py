@@ -8,7 +8,7 @@ from itertools import product
 from math import log2
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.candidates import accepted, candidates
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.setup import Setup, setup_of

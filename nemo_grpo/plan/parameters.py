@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 
 LORA_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

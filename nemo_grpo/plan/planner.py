@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast, forecast_here
 from nemo_grpo.plan.hardware import THIS, Hardware, hardware_of

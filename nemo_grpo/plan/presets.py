@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.families import ModelSpec, read_spec
 from checkpoints_conv.formats.model_folder import read_config
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.families import ModelSpec, read_spec
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe

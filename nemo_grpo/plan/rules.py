@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.memory import GIB, USABLE

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.collectives import exchange_seconds, gather_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.parameters import model_parameters
 from nemo_grpo.plan.setup import Setup

@@ -33,7 +33,10 @@ STORED = re.compile(r"(?:decoder\.layers\.(.+)|(output_layer))\.adapter\.linear_
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter of one layer. Attributes: a: [r, in].  b: the rows of B of each Hugging Face tensor, by its name."""
+    """A LoRA adapter of one layer.
+
+    Attributes: a: [r, in].  b: the rows of B of each Hugging Face tensor, by its name.
+    """
 
     a: Tensor
     b: dict[str, Tensor]

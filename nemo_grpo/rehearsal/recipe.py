@@ -163,6 +163,8 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> Iterator[Change]:
     p, response = recipe.policy, _multiple(model.longest_response + ROOM, 8)
     yield Change("policy.model_name", str(model.folder))
     yield Change("policy.tokenizer.name", str(model.folder))
+    if p.generation.stop_token_ids:
+        yield Change(f"{GENERATION}.stop_token_ids", None, "they are of the full model's tokenizer")
     prompt = model.longest_prompt + ROOM
     longest = _multiple(prompt + response, 64)
     yield Change(f"{GENERATION}.max_new_tokens", response)

@@ -175,8 +175,8 @@ def demonstrated(evidence: Recorded, step: int | None) -> Sequences:
     """A step's demonstrations; None: the validation's."""
     from transformers import AutoTokenizer
 
-    from nemo_grpo.engine.demonstrations import Demonstrations
-    from nemo_grpo.engine.rollout import assemble
+    from nemo_grpo.training.demonstrations import Demonstrations
+    from nemo_grpo.training.rollout import assemble
 
     recipe = evidence.recipe
     tokenizer = AutoTokenizer.from_pretrained(evidence.rehearsal.model.folder)

@@ -104,7 +104,7 @@ class Recorded:
         by_length = sorted(known, key=lambda problem: -len(problem.question))
         found: list[tuple[int, Row, Problem, str]] = []
         for step, row in rows:
-            prompt, *turns = (_text(turn) for turn in _conversation(row))
+            prompt, *turns = self._conversation(row, has_turns)
             problem = next((p for p in by_length if p.question in prompt), None)
             if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
                 found.append((step, row, problem, "".join(turns if has_turns else turns[:1])))
@@ -117,6 +117,27 @@ class Recorded:
             Scored(step, problem, text, _length(row), reward(row), of, reward_of(of, settings.rewards))
             for (step, row, problem, text), of in zip(found, scores, strict=True)
         ]
+
+    def _conversation(self, row: Row, has_turns: bool) -> list[str]:
+        """The prompt, then what followed.
+
+        NeMo-RL's trainer on its data plane records the printed array of the turns; they are decoded then.
+        """
+        plane = self.recipe.data_plane
+        if "token_ids" not in row or plane is None or not plane.enabled:
+            content = row["content"]
+            return [_text(turn) for turn in (content[0] if isinstance(content[0], list) else content)]
+        number = row["input_lengths"][0]
+        ids, counts = row["token_ids"][0][:number], row["token_loss_mask"][0][:number]
+        start = counts.index(1) if 1 in counts else number
+        said = ids[start:] if has_turns else [one for one, count in zip(ids, counts, strict=True) if count]
+        return [self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], said)]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.rehearsal.model.folder)
 
     @cached_property
     def stop_checkpoint(self) -> Path:
@@ -149,11 +170,6 @@ class Recorded:
 def reward(row: Row) -> float:
     """The reward that a response was trained on; under dynamic sampling that of the groups that were kept."""
     return float(row.get("filtered_rewards", row["rewards"])[0])
-
-
-def _conversation(row: Row) -> list[Any]:
-    content = row["content"]
-    return list(content[0] if isinstance(content[0], list) else content)
 
 
 def _text(turn: Any) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.families import COMPUTED
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import COMPUTED
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe.sections import VLLM
 from nemo_grpo.rehearsal.host import refuse_data

@@ -18,7 +18,6 @@ from itertools import chain
 from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.progress import progress
 from nemo_grpo.recipe import Recipe, load_recipe
@@ -26,6 +25,7 @@ from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, background, find_stack
 from nemo_grpo.rehearsal.recipe import full_size_changes, write_recipe
+from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
 
 log = logging.getLogger(__name__)
 

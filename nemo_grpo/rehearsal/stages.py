@@ -14,7 +14,6 @@ from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, json_lines
 from nemo_grpo.engine.checkpoint import CheckpointStore
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import WARM
@@ -25,6 +24,7 @@ from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
 from nemo_grpo.rehearsal.progress import Progress, Stuck
 from nemo_grpo.rehearsal.refusal import refuse
+from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -135,6 +136,12 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         assert path.exists(), target
         if anchor and path.suffix == ".md":
             assert anchor[1:] in {anchor_of(title) for title in HEADING.findall(path.read_text())}, anchor
+
+
+def test_the_picture_of_the_whole_is_what_its_script_draws() -> None:
+    assert (ROOT / "docs/overview.svg").read_text() == runpy.run_path(str(ROOT / "docs/overview.py"))[
+        "picture"
+    ]()
 
 
 def anchor_of(title: str) -> str:

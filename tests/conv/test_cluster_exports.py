@@ -18,10 +18,10 @@ from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
-from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.model_folder import hf_config
 from nemo_grpo.cli.convert import app
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import family_for
 from nemo_grpo.nemorl.checkpoints import Exports, save_side_files
 
 

@@ -9,12 +9,12 @@ import torch
 from conv_models import assert_same_tensors, save_adapters, tensors_of
 from typer.testing import CliRunner
 
-from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import UserError
 from nemo_grpo.cli.convert import app
+from nemo_grpo.families import family_for
 
 RANK, ALPHA, LAYERS = 3, 6, 4
 LINEARS = {  # Megatron's layer -> (out, in) of the models in conv_models

@@ -18,7 +18,6 @@ from conv_models import write_chunk
 from safetensors.torch import save as save_tensors
 from torch.distributed.checkpoint import filesystem, metadata
 
-from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.archive import SavedTensor, Section, save, strides_of, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, byte_view
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
@@ -27,6 +26,7 @@ from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.job import flush_behind
 from nemo_grpo import UserError
+from nemo_grpo.families import family_for
 
 MARKER = b"before the archive"
 

@@ -9,7 +9,6 @@ import torch
 from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, shapes_in, tensors_of
 from transformers import AutoConfig
 
-from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
@@ -18,6 +17,7 @@ from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.logits import compare_logits
+from nemo_grpo.families import family_for
 from nemo_grpo.sampling.decoder.weights import unsupported
 
 BIAS = "mlp.gate.e_score_correction_bias"
@@ -103,7 +103,8 @@ def quantized(tmp_path):
 
 def test_fp8_blocks_are_read_as_bf16(quantized, tmp_path, monkeypatch):
     folder, expected = quantized
-    monkeypatch.setattr("checkpoints_conv.families.family.PIECE_BYTES", 5000)  # within a block, too
+    for converter in ("hf_to_megatron", "megatron_to_hf"):
+        monkeypatch.setattr(f"checkpoints_conv.{converter}.PIECE_BYTES", 5000)  # within a block, too
     megatron = hf_to_megatron(folder, tmp_path / "megatron")
     back = megatron_to_hf(megatron, folder, tmp_path / "back")
     assert_same_tensors(tensors_of(back), expected)

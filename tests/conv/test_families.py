@@ -10,9 +10,9 @@ import torch
 from conv_models import CONFIGS, assert_same_tensors
 from small_models import auto_class
 
-from checkpoints_conv.families import family_for
-from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER
 from nemo_grpo import UserError
+from nemo_grpo.families import family_for
+from nemo_grpo.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER
 from nemo_grpo.plan.parameters import model_parameters
 
 TINY = {

@@ -16,7 +16,6 @@ from conv_models import save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints_conv.families import family_for
 from checkpoints_conv.formats.archive import SavedTensor
 from checkpoints_conv.formats.model_folder import INDEX, hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
@@ -28,6 +27,7 @@ from checkpoints_conv.model_card import training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG
 from checkpoints_conv.summary import summarize
 from nemo_grpo import UserError
+from nemo_grpo.families import family_for
 
 pytestmark = pytest.mark.slow
 FUZZ = settings(

@@ -12,13 +12,12 @@ from small_models import TRAINED, small_config
 from toy_policies import SETTINGS, assert_equal, hf_model, policy_of, step, token_batch, train, weights_of
 from transformers import AutoModelForCausalLM
 
-from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo import UserError, build_objective, global_counts
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
-from nemo_grpo.engine.megatron.microbatches import plan_rows
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.families import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
@@ -167,11 +166,6 @@ def test_a_checkpoint_of_local_layers_lacks_extra_states_and_nothing_else(
     other.sharded_state_dict = lambda loading: asked(loading=loading) | {"more": gate}
     with pytest.raises(CheckpointingException, match="gate"):
         load_policy(other, tmp_path / "weights")
-
-
-def test_microbatches_hold_similar_lengths_and_every_row_once():
-    plan = plan_rows(torch.tensor([3, 9, 5, 7, 4]), 2)
-    assert [rows.tolist() for rows in plan] == [[1, 3], [2, 4], [0]]
 
 
 @pytest.mark.parametrize(

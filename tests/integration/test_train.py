@@ -36,16 +36,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_grpo import VARIANTS, UserError, cli
 from nemo_grpo.diagnostics import report
 from nemo_grpo.engine.checkpoint import WEIGHTS
-from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.engine.run_command import run_recipe
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import validation_sampling
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem
+from nemo_grpo.training.rollout import Group, Response
+from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 PROMISED = {
     *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),
@@ -243,8 +243,11 @@ def test_validation_filters_as_training_where_nothing_else_is_said(recipe):
         recipe("policy.generation.top_k=5", "policy.generation.top_p=0.9"), tokenizer
     )
     assert (sampling.top_k, sampling.top_p) == (5, 0.9)
-    r = recipe("policy.generation.top_k=5", "++policy.generation.val_top_k=9")
-    assert validation_sampling(r, tokenizer).top_k == 9
+    own = [f"++policy.generation.val_{key}" for key in ("top_k=9", "top_p=0.7", "temperature=0.5")]
+    sampling = validation_sampling(recipe("policy.generation.temperature=0.9", *own), tokenizer)
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (9, 0.7, 0.5)
+    assert not sampling.greedy
+    assert validation_sampling(recipe("++policy.generation.val_temperature=0.0"), tokenizer).greedy
 
 
 @pytest.fixture
@@ -304,6 +307,7 @@ def test_a_long_prompt_anywhere_in_the_files_is_refused_before_the_run(recipe, m
 def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
     r = recipe(
         *("nemo_grpo.engine.max_consecutive_skipped_steps=2", "grpo.max_num_steps=9", "grpo.val_period=0"),
+        "checkpointing.save_period=5",
         "loss_fn.variant=clip_cov",  # which scores apart from its update
     )
     trainer = Trainer(r)
@@ -523,17 +527,25 @@ class Gadget:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("place", ["metadata", "object"])
-def test_checkpoint_with_pickled_code_is_refused_and_nothing_runs(recipe, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("metadata", "was not read"), ("object", "was not read"), ("subfolder", "a folder in it has")],
+)
+def test_a_forged_checkpoint_is_refused_and_nothing_runs(recipe, tmp_path, monkeypatch, place, error):
     first = Trainer(recipe("grpo.max_num_steps=1"))
     first.train()
     weights = first.store.latest() / WEIGHTS
     if place == "metadata":
         (weights / ".metadata").write_bytes(pickle.dumps(Gadget()))
-    else:
+    elif place == "object":
         torch.save(Gadget(), weights / "common.pt")
+    else:
+        (weights / "weights").mkdir()
+        (weights / ".metadata").rename(weights / "weights" / ".metadata")
+        for file in weights.glob("*.distcp"):
+            shutil.copy(file, weights / "weights")
     write_sha256(first.store.latest())  # who forges a file can forge its hash, too
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="was not read"):
+    with pytest.raises(UserError, match=error):
         Trainer(recipe("grpo.max_num_steps=2"), resume=True)
     assert not (tmp_path / "executed").exists()

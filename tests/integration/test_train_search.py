@@ -13,8 +13,6 @@ from small_runs import DP2, arguments, assert_same_rows, lines_of, resumed_exact
 from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import build_objective
-from nemo_grpo.engine import rollout
-from nemo_grpo.engine.rollout import Group, Response, assemble
 from nemo_grpo.evaluate.responses import Recorded
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
@@ -24,6 +22,8 @@ from nemo_grpo.sampling.requests import Request, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.training import rollout
+from nemo_grpo.training.rollout import Group, Response, assemble
 
 PROMPT = [4, 9, 17]
 TURNS = [  # (tokens, by the policy) of two responses to one prompt

@@ -16,8 +16,6 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed import checkpoint as torch_checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from checkpoints_conv.families import family_for
-from checkpoints_conv.families.family import local_name
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.locate import locate
@@ -25,6 +23,8 @@ from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.parallel import initialize
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.weights import cut_of
+from nemo_grpo.families import family_for
+from nemo_grpo.families.family import local_name
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 

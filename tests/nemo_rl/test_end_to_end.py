@@ -24,6 +24,7 @@ TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
 CP2 = "policy.megatron_cfg.context_parallel_size=2"
 FULL = ("policy.megatron_cfg.peft.enabled=false", "policy.sequence_packing.enabled=true")
+NO_KL = "loss_fn.reference_policy_kl_penalty=0"
 ASYNC = (
     "grpo.async_grpo.enabled=true",
     "loss_fn.use_importance_sampling_correction=true",
@@ -103,7 +104,8 @@ def test_a_run_that_never_had_a_signal_resumes(tmp_path):
     """Its checkpoint has Adam's moments, of an update by weight decay alone."""
     same = tmp_path / "same.py"
     same.write_text("def same(problem, response):\n    return 0.5\n")
-    rehearsal = rehearsed(tmp_path, GRPO, ONE, f'nemo_grpo.rewards={{_override_: true, "{same}:same": 1.0}}')
+    settings = (f'nemo_grpo.rewards={{_override_: true, "{same}:same": 1.0}}', NO_KL)
+    rehearsal = rehearsed(tmp_path, GRPO, ONE, *settings)
     stages.train(rehearsal)
     assert list(evidence.Evidence(rehearsal).steps) == [1, 2, 3]
 

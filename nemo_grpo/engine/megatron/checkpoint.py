@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.formats.torch_dist import METADATA, TorchDistReader
 from nemo_grpo.engine.megatron import parallel, writer
 from nemo_grpo.engine.megatron.optimizer import SHARDING
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
@@ -82,8 +82,9 @@ def load_policy(policy: MegatronPolicy, folder: Path) -> None:
 
     Raises: UserError: it was written with other LoRA settings, is damaged, or holds pickled code.
     """
-    with closing(TorchDistReader(folder)):  # refuses metadata that would run code
-        pass
+    with closing(TorchDistReader(folder)) as reader:  # refuses metadata that would run code
+        if reader.folder != folder:
+            raise UserError(f"{folder} has no {METADATA}, a folder in it has; copy the checkpoint again")
     with _data_alone():
         _load_policy(policy, folder)
 

@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl
 from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
 from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 
 # Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron
 

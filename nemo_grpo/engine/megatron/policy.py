@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from checkpoints_conv.families import COMPUTED, read_spec
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
@@ -34,9 +33,10 @@ from nemo_grpo.engine.megatron.packing import pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.engine.megatron.weights import HFWeights
-from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.families import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
+from nemo_grpo.training.rollout import Sequences
 
 log = logging.getLogger(__name__)
 

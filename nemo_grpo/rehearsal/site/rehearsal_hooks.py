@@ -22,6 +22,7 @@ AFTER_IMPORT: dict[str, str] = {
     "nemo_rl.utils.nvml": "nemo_rl:name_logical_gpus",
     "nemo_rl.models.policy.utils": "nemo_rl:send_bytes_for_handles",
     "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl:choose_interpreters",
+    "nemo_rl.data_plane.adapters.transfer_queue": "nemo_rl:share_the_drivers_packages",
     "nemo_rl.models.huggingface.common": "nemo_rl:pass_version_check",  # imported right before the check
     "nemo_rl.models.policy": "nemo_rl:restore_version",
     "nemo_rl.models.generation.vllm.patches": "vllm:leave_files_alone",

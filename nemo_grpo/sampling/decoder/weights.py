@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints_conv.families import COMPUTED, family_for, read_spec
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import COMPUTED, family_for, read_spec
 from nemo_grpo.sampling.decoder import rotary
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo import UserError, shipped
-from nemo_grpo.engine import run_folder
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.resume import check_same_run
-from nemo_grpo.engine.run_folder import RunFolder, keep_own_files, own_copy
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.training import run_folder
+from nemo_grpo.training.run_folder import RunFolder, keep_own_files, own_copy
 
 ROOT = Path(__file__).parents[3]
 
@@ -157,7 +157,7 @@ def test_run_without_a_whole_checkpoint_is_refused_and_left_alone(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.training.run_folder import RunFolder
 RunFolder(Path("one"), checkpoints=Path("shared")).open("", from_step=-1)
 print("open", flush=True)
 sys.stdin.read()
@@ -179,6 +179,9 @@ def test_checkpoint_folder_of_another_run_is_refused_while_that_trains_and_after
             two.open("", from_step=-1)
         with pytest.raises(UserError, match="one is in use by another run"):
             RunFolder(Path("one"), resume=True).lock()
+        with pytest.raises(UserError, match="one is in use by another run"):
+            RunFolder(Path("three"), checkpoints=Path("one/checkpoints")).open("", from_step=-1)
+        assert not Path("one/checkpoints").exists()
         save(CheckpointStore(Path("shared")), 1)
         other.communicate("")
     with pytest.raises(UserError, match="checkpoint_dir=shared holds another run's checkpoints"):

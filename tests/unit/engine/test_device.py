@@ -8,11 +8,11 @@ import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo import UserError, shipped
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.megatron import adam, layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 

@@ -10,7 +10,6 @@ import torch
 from megatron.core.enums import Fp8Recipe
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from checkpoints_conv.families import ModelSpec
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.options import (
@@ -22,6 +21,7 @@ from nemo_grpo.engine.megatron.options import (
     fp8_refusals,
     fp8_width_refusals,
 )
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe.embedded_rules import SUPPORTED
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo.engine import warm_start as module
-from nemo_grpo.engine.rollout import assemble
 from nemo_grpo.engine.warm_start import build_tokenizer, cache_key, schedule, warm_start
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
+from nemo_grpo.training.rollout import assemble
 
 TINY = {
     "vocab_size": 300,

@@ -11,10 +11,10 @@ from types import SimpleNamespace as Of
 import pytest
 from transformers import Qwen2Config
 
-from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.stopping import Stop
+from nemo_grpo.training.signals import StopRequest
 
 GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)
 RUN = Of(recipe=Of(grpo=GRPO, nemo_grpo=Of(task="math"), checkpointing=Of(enabled=True)))

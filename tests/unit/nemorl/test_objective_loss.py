@@ -186,6 +186,38 @@ def test_importance_correction_by_loops(kind):
     assert outside > 0
 
 
+class Names:
+    """Of NeMo-RL's enumerations: every member is its own name."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+SEQ_MASK = {**CORRECTION, "truncated_importance_sampling_ratio": 1.02}
+SEQ_MASK |= {"truncated_importance_sampling_ratio_min": 0.97}
+BY = {"TOKEN_LEVEL": "TOKENS", "SEQUENCE_LEVEL": "SEQUENCES"}
+
+
+@pytest.mark.parametrize("setting", ["grpo", "gspo", "dr_grpo", "group_token_mean", "tis", "seq-mask-tis"])
+def test_nemo_rl_is_told_what_each_number_was_divided_by(monkeypatch, setting):
+    """Twice as many sequences halve what is divided by them, and so do tokens."""
+    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: Names())
+    masked = {"variant": "grpo", "truncated_importance_sampling_type": "seq-mask-tis", **SEQ_MASK}
+    loss_fn, rows = build_loss(SETTINGS.get(setting, masked)), data()
+    sizes = counts(rows)
+    _, once = loss_fn(current(), rows, **sizes)
+    found = {}
+    for kind, size in (("SEQUENCES", "global_valid_seqs"), ("TOKENS", "global_valid_toks")):
+        _, twice = loss_fn(current(), rows, **sizes | {size: 2 * sizes[size]})
+        found |= {name: kind for name in once if once[name] and twice[name] == pytest.approx(once[name] / 2)}
+    told = loss_fn.metric_normalizations
+    assert told.keys() == once.keys()
+    assert {name: told[name] for name in found} == found
+    assert found["loss"] == BY[loss_fn.loss_type]
+    assert {name for name in told if told[name] == "NONE"} == {"num_valid_samples", *EXTREMES}
+    assert loss_fn.input_type == "LOGPROB"
+
+
 def test_loss_travels_to_workers():
     loss_fn, rows = build_loss(SETTINGS["kl"]), data()
     copy = pickle.loads(pickle.dumps(loss_fn))

@@ -10,10 +10,10 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from checkpoints_conv.families import read_spec
 from nemo_grpo import pictures
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import read_spec
 from nemo_grpo.plan import HARDWARE, plan_recipe
 from nemo_grpo.plan.interval import PUBLISHED
 from nemo_grpo.plan.presets import PRESETS, shape_of

@@ -9,8 +9,8 @@ import torch
 import transformers
 from unit.plan.toys import SETUP
 
-from checkpoints_conv.families import ModelSpec, family_for, read_spec
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import ModelSpec, family_for, read_spec
 from nemo_grpo.plan.memory import cache_bytes_per_token
 from nemo_grpo.plan.parameters import mixer_sizes, model_parameters, stage_counts
 from nemo_grpo.plan.presets import PRESETS

@@ -8,7 +8,7 @@ import pytest
 from unit.plan.toys import CASE, EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
 
 from benchmarks.published_rows import FOLDER, predicted, read_blind, row_of
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import collectives, rollout_time, training_time, transfer_time
 from nemo_grpo.plan.efficiency import FITTED
 from nemo_grpo.plan.presets import PRESETS

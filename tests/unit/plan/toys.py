@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from checkpoints_conv.families import ModelSpec
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import Hardware

@@ -17,8 +17,11 @@ import torch
 from recordings import RECORDINGS, recorded
 from safetensors.torch import load_file, save_file
 
+from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.rehearsal import comparisons, evidence
 from nemo_grpo.rehearsal import recorded as recorded_module
+from nemo_grpo.rehearsal.comparisons import compare_with_entropy
+from nemo_grpo.rehearsal.stages import Failed
 
 Rehearsal = Any
 Weights = dict[str, torch.Tensor]
@@ -210,6 +213,27 @@ def test_wrong_row_factors_are_caught(rehearsal_of, monkeypatch):
         "nemo_grpo.core.objective.group_mean_factors", lambda batch, _: torch.ones(len(batch.mask))
     )
     assert set(failing(rehearsal)) == {"update"}
+
+
+def test_responses_through_the_data_plane_are_read_from_their_tokens(rehearsal_of):
+    """NeMo-RL's trainer records the text of an array where the other one records turns."""
+    rehearsal = rehearsal_of("erpo")
+    expected = evidence.rewards(evidence.Evidence(rehearsal))
+    responses(rehearsal, lambda row: row | {"content": [str(row["content"])]})
+    assert "reward" in failing(rehearsal)
+    rehearsal.small = rehearsal.small.model_copy(update={"data_plane": Switch(enabled=True)})
+    assert evidence.rewards(evidence.Evidence(rehearsal)) == expected
+
+
+def test_logged_entropy_stands_for_logprobs_that_were_not_scored(rehearsal_of):
+    """As after `force_on_policy_ratio`, whose prev_logprobs are zeros."""
+    found = evidence.Evidence(rehearsal_of("erpo"))
+    step, folder = found.resumed_step, found.rehearsal.folder
+    rows, logged = found.responses(step), found.steps[step]["train/approx_entropy"]
+    temperature = found.recipe.policy.generation.temperature
+    assert f"logged {logged:.4f}" in compare_with_entropy(folder / "hf", rows, logged, temperature)
+    with pytest.raises(Failed, match=r"^entropy .*; 0\.005 is allowed"):
+        compare_with_entropy(folder / "model", rows, logged, temperature)
 
 
 def test_adapters_that_are_all_zero_prove_nothing(rehearsal_of, monkeypatch):

@@ -66,6 +66,13 @@ def test_an_override_of_the_user_is_rehearsed(tmp_path):
     assert rehearsed.loss_fn.logprob_centering == "group"
 
 
+def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
+    """vLLM refuses what is not in its vocabulary, and NeMo-RL goes on with empty responses."""
+    _, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, "policy.generation.stop_token_ids=[128009]")
+    assert rehearsed.policy.generation.stop_token_ids is None
+    assert "they are of the full model's tokenizer" in [change.reason for change in changed]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

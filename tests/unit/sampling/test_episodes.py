@@ -5,8 +5,6 @@ import torch
 from small_models import SPECIAL, small_config
 from toy_models import logprobs_of, make_generator, make_model
 
-from nemo_grpo.engine.demonstrations import demonstrated
-from nemo_grpo.engine.rollout import Group, Response, assemble, sample_groups
 from nemo_grpo.engine.warm_start import build_tokenizer
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.episodes import StopTexts, sample_responses
@@ -18,6 +16,8 @@ from nemo_grpo.tasks.environment import Episode, Observed
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
+from nemo_grpo.training.demonstrations import demonstrated
+from nemo_grpo.training.rollout import Group, Response, assemble, sample_groups
 
 END = 0
 

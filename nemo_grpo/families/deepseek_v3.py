@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from checkpoints_conv.families.declaration import Declaration
-from checkpoints_conv.families.parts import Entry, embeddings, gated, gated_mlp, layer_copy, routed_experts
-from checkpoints_conv.families.spec import ModelSpec
 from nemo_grpo.errors import UserError
+from nemo_grpo.families.declaration import Declaration
+from nemo_grpo.families.parts import Entry, embeddings, gated, gated_mlp, layer_copy, routed_experts
+from nemo_grpo.families.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.mla_provider.MLAModelProvider"
 LAYERS = {

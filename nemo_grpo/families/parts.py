@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from checkpoints_conv.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
-from checkpoints_conv.families.spec import ModelSpec
+from nemo_grpo.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
+from nemo_grpo.families.spec import ModelSpec
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 HF_EMBEDDING, HF_OUTPUT = "model.embed_tokens.weight", "lm_head.weight"

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_conv.families.declaration import Declaration
-from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_mlp, layer_copy
-from checkpoints_conv.families.spec import ModelSpec
 from nemo_grpo.errors import UserError
+from nemo_grpo.families.declaration import Declaration
+from nemo_grpo.families.parts import Entry, attention, embeddings, gated_mlp, layer_copy
+from nemo_grpo.families.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.gemma.gemma3_provider.Gemma3ModelProvider"
 _PATTERN = 6

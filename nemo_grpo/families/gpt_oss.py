@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_conv.families.declaration import Declaration
-from checkpoints_conv.families.deepseek_v3 import refuse_others
-from checkpoints_conv.families.ops import GATE_UP_IN_TURNS, ONE_BELOW_THE_OTHER, TRANSPOSED, Op
-from checkpoints_conv.families.parts import (
+from nemo_grpo.families.declaration import Declaration
+from nemo_grpo.families.deepseek_v3 import refuse_others
+from nemo_grpo.families.ops import GATE_UP_IN_TURNS, ONE_BELOW_THE_OTHER, TRANSPOSED, Op
+from nemo_grpo.families.parts import (
     HF_LAYER,
     LAYER,
     Entry,
@@ -21,7 +21,7 @@ from checkpoints_conv.families.parts import (
     layer_copy,
     norm_before_experts,
 )
-from checkpoints_conv.families.spec import ModelSpec
+from nemo_grpo.families.spec import ModelSpec
 
 _FIXED = {
     "attention_bias": True,

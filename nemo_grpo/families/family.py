@@ -11,13 +11,12 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NoReturn
 
-from checkpoints_conv.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
-from checkpoints_conv.families.parts import EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
-from checkpoints_conv.families.spec import ModelSpec
-from checkpoints_conv.formats.pieces import PIECE_BYTES
-from checkpoints_conv.formats.places import grouped, is_piece, whole_name, whole_shape
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.errors import UserError
+from nemo_grpo.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
+from nemo_grpo.families.parts import EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
+from nemo_grpo.families.places import grouped, is_piece, whole_name, whole_shape
+from nemo_grpo.families.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +57,9 @@ class Unit:
     padded: bool
     keeps_dtype: bool
 
-    def pieces(self, dims: Dims, itemsize: int) -> Iterator[Rows]:
-        """Its rows, a megabyte at a time, in their order in the Megatron tensor."""
-        most = max(1, PIECE_BYTES // (math.prod(self.shape[1:]) * itemsize))
+    def pieces(self, dims: Dims, num_values: int) -> Iterator[Rows]:
+        """Its rows in their order in the Megatron tensor, at most ``num_values`` numbers at a time."""
+        most = max(1, num_values // math.prod(self.shape[1:]))
         return self.op.blocks([shape[0] for shape in self.hf_shapes], dims, most)
 
 
@@ -205,7 +204,7 @@ class Family:
 
     @cached_property
     def pieces(self) -> dict[str, tuple[int, ...]]:
-        """Of `hf_shapes` the pieces of tensors (`formats.places`)."""
+        """Of `hf_shapes` the pieces of tensors (`families.places`)."""
         return {name: shape for name, shape in self.hf_shapes.items() if is_piece(name)}
 
     def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:

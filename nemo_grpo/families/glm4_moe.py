@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from checkpoints_conv.families.declaration import Declaration
-from checkpoints_conv.families.deepseek_v3 import LAYERS, balanced_experts, layer_kinds, refuse_others
-from checkpoints_conv.families.parts import Entry, attention, embeddings, gated_mlp
-from checkpoints_conv.families.spec import ModelSpec
+from nemo_grpo.families.declaration import Declaration
+from nemo_grpo.families.deepseek_v3 import LAYERS, balanced_experts, layer_kinds, refuse_others
+from nemo_grpo.families.parts import Entry, attention, embeddings, gated_mlp
+from nemo_grpo.families.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 _FIXED = {"n_shared_experts": 1, "norm_topk_prob": True, "tie_word_embeddings": False}

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from nemo_grpo.engine.rollout import Group, Response
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.base import stream
 from nemo_grpo.tasks.environment import MultiTurnTask
+from nemo_grpo.training.rollout import Group, Response
 
 
 @dataclass(frozen=True)

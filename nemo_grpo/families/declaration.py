@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoints_conv.families.parts import Entry, decoder_table
-from checkpoints_conv.families.spec import ModelSpec
-from checkpoints_conv.families.values import MAX_TENSORS, checked
 from nemo_grpo.errors import UserError
+from nemo_grpo.families.parts import Entry, decoder_table
+from nemo_grpo.families.spec import ModelSpec
+from nemo_grpo.families.values import MAX_TENSORS, checked
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

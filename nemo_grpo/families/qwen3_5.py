@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_conv.families.declaration import Declaration
 from nemo_grpo.errors import UserError
+from nemo_grpo.families.declaration import Declaration
 
 _INTERVAL = 4
 """Where config.json does not say: of so many layers the last has attention."""

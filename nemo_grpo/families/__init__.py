@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from checkpoints_conv.families import (
+from nemo_grpo.errors import UserError
+from nemo_grpo.families import (
     deepseek_v3,
     gemma3,
     glm4_moe,
@@ -22,11 +23,10 @@ from checkpoints_conv.families import (
     qwen3_5,
     qwen3_moe,
 )
-from checkpoints_conv.families.declaration import Declaration, complete
-from checkpoints_conv.families.family import Family
-from checkpoints_conv.families.spec import ModelSpec
-from checkpoints_conv.families.values import checked
-from nemo_grpo.errors import UserError
+from nemo_grpo.families.declaration import Declaration, complete
+from nemo_grpo.families.family import Family
+from nemo_grpo.families.spec import ModelSpec
+from nemo_grpo.families.values import checked
 
 __all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec"]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from checkpoints_conv.families.declaration import Declaration
+from nemo_grpo.families.declaration import Declaration
 
 FAMILY = Declaration("Qwen3MoeForCausalLM", "qwen3_moe", has_qk_norm=True, is_computed=False)

@@ -21,11 +21,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from nemo_grpo.diagnostics.runs import RECIPE_FILE
 from nemo_grpo.errors import UNREADABLE, UserError
 from nemo_grpo.files import write_atomically
 
 if TYPE_CHECKING:
-    from nemo_grpo.engine.trackers import Tracker
+    from nemo_grpo.training.trackers import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +63,21 @@ class RunFolder:
         self.diagnostics = path / "diagnostics.jsonl"
         self.hf = path / "hf"
         self.hf_adapter = path / "hf-adapter"
-        self.recipe = path / "recipe.resolved.yaml"
+        self.recipe = path / RECIPE_FILE
         self._trackers: list[Tracker] = []
         self._locks: dict[Path, int] = {}
 
     def lock(self) -> None:
         """Keep other processes out of the run's folders, as far as they exist, until `close`.
 
+        So are the folders of other runs in which these lie, such as ``runs/a`` for ``runs/a/checkpoints``.
+
         Raises: UserError: one of them is in use.
         """
-        for folder in (self.path, self.checkpoints):
-            if self.leads and folder is not None and folder.is_dir() and folder not in self._locks:
+        own = [folder for folder in (self.path, self.checkpoints) if folder is not None]
+        around = [parent for folder in own for parent in folder.parents if (parent / RECIPE_FILE).exists()]
+        for folder in (*own, *around):
+            if self.leads and folder.is_dir() and folder not in self._locks:
                 self._locks[folder] = _locked(folder)
 
     def check(self, *, resume: bool) -> None:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from checkpoints_conv.families.declaration import Declaration
-from checkpoints_conv.families.parts import Entry, copy, decoder_table
-from checkpoints_conv.families.spec import ModelSpec
+from nemo_grpo.families.declaration import Declaration
+from nemo_grpo.families.parts import Entry, copy, decoder_table
+from nemo_grpo.families.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
 _VISION_CONFIG = "transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig"

@@ -1,0 +1,73 @@
+"""Write down Megatron-Bridge's names and settings of every family, for the contract tests.
+
+    PYTHONPATH=.:tests .venv-nemo-rl/bin/python scripts/record_megatron_bridge.py
+
+Writes tests/contract/megatron_bridge-<version>.json: of each tiny model (`tests/small_models.py`) which
+Hugging Face tensors make up a Megatron tensor, and what the provider says where `model_section` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "nemo_grpo" / "rehearsal" / "site"))
+
+import rehearsal_hooks  # noqa: E402
+
+
+def main() -> None:
+    rehearsal_hooks.install()
+    importlib.import_module("megatron.core")
+    importlib.import_module("nemo_grpo.rehearsal.megatron").prepare()
+    from small_models import FAMILIES
+
+    record = {name: model_of(name) for name in FAMILIES}
+    file = ROOT / "tests" / "contract" / f"megatron_bridge-{version('megatron-bridge')}.json"
+    file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def model_of(name: str) -> dict[str, Any]:
+    """Returns: tensors: Megatron's pattern -> Hugging Face's, in order.  provider: its plain values."""
+    from megatron.bridge import AutoBridge
+    from small_models import auto_class, small_config
+
+    from checkpoints_conv.formats.dtypes import DTYPES
+    from checkpoints_conv.run_config import model_section
+    from nemo_grpo.families import family_for
+
+    config = small_config(name, num_hidden_layers=4)
+    config.architectures = [type(auto_class(config).from_config(config)).__name__]
+    bridge = AutoBridge.from_hf_config(config)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    asked = model_section(family_for(config.to_dict()), DTYPES["float32"])
+    plain = {key: plain_of(getattr(provider, key, None)) for key in asked}
+    return {
+        "tensors": tensors_of(bridge),
+        "provider": {key: value for key, value in plain.items() if value is not None},
+    }
+
+
+def tensors_of(bridge: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for mapping in bridge._model_bridge.mapping_registry():
+        hf = mapping.hf_param
+        found[mapping.megatron_param] = list(hf.values()) if isinstance(hf, dict) else [hf]
+    return found
+
+
+def plain_of(value: Any) -> Any:
+    """What JSON can say: numbers, texts and lists of them; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        items = [plain_of(item) for item in value]
+        return None if None in items else items
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+if __name__ == "__main__":
+    main()

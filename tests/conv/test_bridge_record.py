@@ -1,0 +1,71 @@
+"""Every family's table and provider settings are Megatron-Bridge's, as recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conv_models import CONFIGS
+from small_models import auto_class
+
+from checkpoints_conv.formats.dtypes import DTYPES
+from checkpoints_conv.run_config import model_section
+from nemo_grpo.families import family_for
+
+RECORDED = json.loads((Path(__file__).parents[1] / "contract/megatron_bridge-0.6.2.json").read_text())
+OURS = {
+    "_target_": "the class, which the record leaves out",
+    "make_vocab_size_divisible_by": "rows are padded as the layout needs, not as the model was published",
+    "bf16": "the checkpoint's dtype; Bridge builds gpt-oss in bf16",
+}
+OF_FAMILY = {
+    "deepseek-v3": {"kv_channels", "rope_scaling_factor"},  # without effect under latent attention
+    "moonlight": {"kv_channels"},
+    "gpt-oss": {"rope_scaling_factor"},  # of another kind of scaling
+    "qwen2.5-vl": {"mrope_section"},  # Bridge reads the older form of config.json alone
+}
+
+
+@pytest.fixture(params=RECORDED)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def family(name):
+    config = CONFIGS[name]()
+    config.architectures = [auto_class(config)._model_mapping[type(config)].__name__]
+    return family_for(config.to_dict())
+
+
+def one_by_one(tensors: dict[str, list[str]]) -> dict[str, list[str]]:
+    """With experts as modules of their own, which Bridge lists for some families only."""
+    grouped = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)\*$")
+    return tensors | {grouped.sub(r"experts.local_experts.*.\1.\2", name): hf for name, hf in tensors.items()}
+
+
+def test_every_tensor_is_made_of_what_bridge_makes_it_of(name, family):
+    theirs = one_by_one(RECORDED[name]["tensors"])
+    for entry in family.entries:
+        if entry.megatron.startswith("visual."):
+            assert theirs["visual.**"] == ["visual.**"]
+            assert entry.hf[0][0] == entry.megatron
+            continue
+        places = {"layer": "*", "expert": "*"}
+        hf = [part.format(**places).replace("[*]", "") for part, _ in entry.hf]
+        names = {n.format(**places) for n in (entry.fused, entry.megatron, entry.twin) if n} & theirs.keys()
+        assert names, f"Bridge has no {entry.megatron}"
+        assert {each: theirs[each] for each in names} == dict.fromkeys(names, hf)
+
+
+def test_settings_of_the_model_are_bridges(name, family):
+    theirs, ours = RECORDED[name]["provider"], model_section(family, DTYPES["float32"])
+    allowed = OURS.keys() | OF_FAMILY.get(name.removesuffix("-tied"), set())
+    compared = [key for key in ours if key in theirs and key not in allowed]
+    assert {key: ours[key] for key in compared} == {key: theirs[key] for key in compared}
+    assert len(compared) >= 24
+    plain = (bool, int, float, str)
+    said = {key for key, value in ours.items() if isinstance(value, plain) and key not in theirs}
+    assert said - allowed <= {"kv_channels"}, "Bridge computes it, if config.json does not say it"

@@ -1,0 +1,108 @@
+"""What a step leaves behind, number by number, and which rows are computed together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_grpo.engine.learning import TrainingState
+from nemo_grpo.engine.megatron.microbatches import by_gradient, plan_groups, plan_rows
+from nemo_grpo.engine.megatron.results import UpdateResult
+from nemo_grpo.engine.records import mean_metrics, mean_scores, note, sample_rows, signal_shares
+from nemo_grpo.sampling.episodes import Episode
+from nemo_grpo.tasks import Problem
+from nemo_grpo.training.rollout import Group, Response
+
+
+def response(accuracy: float, *, cut: bool = False, num_tokens: int = 1, **further) -> Response:
+    tokens = torch.zeros(num_tokens, dtype=torch.int64)
+    return Response(
+        *(tokens, torch.zeros(num_tokens), torch.ones(num_tokens, dtype=torch.bool)),
+        *(cut, "text"),
+        scores={"accuracy": accuracy, "format": 0.5},
+        reward=2 * accuracy + 0.5,
+        **further,
+    )
+
+
+def group(*responses: Response, name: str = "p") -> Group:
+    return Group(Problem(name, "1 + 1?", "2"), [7], list(responses))
+
+
+def test_scores_are_means_over_all_responses():
+    groups = [group(response(1.0), response(0.0, cut=True)), group(response(1.0))]
+    assert mean_scores(groups) == {
+        "reward/accuracy": pytest.approx(2 / 3),
+        "reward/format": 0.5,
+        "reward/not_finite": 0.0,
+        "length/truncated": pytest.approx(1 / 3),
+    }
+
+
+def test_turns_are_means_over_the_responses_that_have_some():
+    counts = {name: 0 for name in Episode.__dataclass_fields__}
+    first = next(iter(counts))
+    episodes = [Episode(**counts | {first: number}) for number in (1, 4)]
+    found = mean_scores([group(*(response(1.0, episode=one) for one in episodes), response(0.0))])
+    assert found[f"episode/{first}"] == 2.5
+
+
+def test_shares_are_of_all_drawn_groups():
+    """Right; wrong; mixed; mixed, but what is right is cut off."""
+    drawn = [
+        group(response(1.0), response(1.0)),
+        group(response(0.0), response(0.0)),
+        group(response(1.0), response(0.0)),
+        group(response(1.0, cut=True), response(0.0), response(0.0)),
+    ]
+    shares = {"rollout/all_right": 0.25, "rollout/all_wrong": 0.25}
+    assert signal_shares(drawn) == shares | {"rollout/with_signal": 0.5}
+    assert signal_shares(drawn, drop_truncated=True) == shares | {"rollout/with_signal": 0.25}
+
+
+def test_updates_of_a_step_are_averaged_and_counted():
+    good, bad = UpdateResult({"loss/total": 1.0}, 2.0, 0.1), UpdateResult({"loss/total": 3.0}, 6.0, 0.3, True)
+    assert mean_metrics([good, bad]) == {"loss/total": 2.0, "grad_norm": 4.0, "lr": pytest.approx(0.2)}
+    assert mean_metrics([]) == {}
+    state = TrainingState()
+    for updates in ([bad], [bad, bad], [good, bad], [], [bad]):
+        state.count(updates)
+    assert (state.skipped, state.skipped_in_a_row, state.no_signal) == (3, 1, 1)
+
+
+def test_samples_are_a_steps_first_responses():
+    groups = [group(response(1.0, num_tokens=3)), group(response(0.0, cut=True), response(1.0), name="q")]
+    first, second = sample_rows(4, groups, 2)
+    assert first == {
+        **{"step": 4, "problem": "p", "question": "1 + 1?", "answer": "2", "response": "text"},
+        **{"reward": 2.5, "scores": {"accuracy": 1.0, "format": 0.5}, "truncated": False, "num_tokens": 3},
+    }
+    assert (second["problem"], second["reward"], second["truncated"]) == ("q", 0.5, True)
+
+
+def test_note_shows_what_there_is():
+    row = {"reward/mean": 0.256, "reward/accuracy": 0.5, "tokens_per_second": 10.4, "lr": 1.0}
+    assert note(row) == "reward 0.26  right 50%  10 tokens/s"
+
+
+def test_rows_go_round_the_ranks_by_length():
+    lengths = torch.tensor([3, 9, 5, 7, 4])
+    assert [rows.tolist() for rows in plan_rows(lengths, 2)] == [[1, 3], [2, 4], [0]]
+    shares = [[rows.tolist() for rows in plan_rows(lengths, 2, (rank, 2))] for rank in range(2)]
+    assert shares == [[[1, 2], [0]], [[3, 4]]]
+    ids = torch.tensor([5, 3, 5, 8, 3])
+    assert [rows.tolist() for rows in plan_groups(ids, (0, 2))] == [[1, 4], [3]]
+    assert [rows.tolist() for rows in plan_groups(ids, (1, 2))] == [[0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("has_gradient", "num_ranks", "computed", "left_out"),
+    [
+        ([1, 0, 1, 0], 2, [0, 2], [1, 3]),
+        ([1, 0, 1, 0], 3, [0, 1, 2, 3], []),  # a rank would have none
+        ([0, 0], 1, [0, 1], []),
+    ],
+)
+def test_every_rank_has_a_row_to_compute(has_gradient, num_ranks, computed, left_out):
+    rows, rest = by_gradient(torch.tensor(has_gradient).bool(), (0, num_ranks))
+    assert (rows.tolist(), rest.tolist()) == (computed, left_out)

@@ -1,0 +1,75 @@
+"""What a recipe's numbers become on their way into the parts of a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_grpo import shipped
+from nemo_grpo.engine import setup
+from nemo_grpo.recipe import load_recipe
+
+SCHEDULER = "policy.megatron_cfg.scheduler"
+
+
+def recipe(*overrides: str):
+    return load_recipe(shipped.recipe_file("quickstart"), list(overrides))
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What `build_policy` hands on."""
+    found: dict[str, object] = {}
+
+    class Policy:
+        def __init__(self, hf, optimizer, schedule, **further):
+            found.update(further, hf=hf, optimizer=optimizer, schedule=schedule)
+
+        def load_weights(self, tensors, *, keep_reference):
+            found.update(tensors=tensors, keep_reference=keep_reference)
+
+    monkeypatch.setattr(setup, "MegatronPolicy", Policy)
+    monkeypatch.setattr(setup, "load_config", lambda _: "the model's")
+    monkeypatch.setattr(setup, "load_weights", lambda _: "its tensors")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 7),
+        (["policy.train_global_batch_size=16", "policy.train_micro_batch_size=16"], 14),  # two updates a step
+        ([f"{SCHEDULER}.lr_warmup_iters=9"], 10),  # a step down at least
+        ([f"{SCHEDULER}.lr_decay_iters=50"], 50),
+    ],
+)
+def test_learning_rate_falls_until_the_last_update(given, overrides, expected):
+    sizes = ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=7"]
+    setup.build_policy(
+        recipe(*sizes, f"{SCHEDULER}.lr_warmup_iters=0", *overrides), "folder", keep_reference=True
+    )
+    assert given["schedule"].lr_decay_iters == expected
+    assert (given["hf"], given["tensors"], given["keep_reference"]) == ("the model's", "its tensors", True)
+
+
+def test_policy_gets_the_recipes_settings(given):
+    made = recipe(
+        *("policy.precision=bfloat16", "grpo.seed=5", "policy.megatron_cfg.optimizer.lr=0.125"),
+        "policy.megatron_cfg.peft={enabled: true, dim: 4, alpha: 6, exclude_modules: [linear_fc1]}",
+    )
+    setup.build_policy(made, "folder", keep_reference=False)
+    assert (given["dtype"], given["seed"], given["keep_reference"]) == (torch.bfloat16, 5, False)
+    assert given["optimizer"].lr == 0.125
+    assert given["layout"] == made.policy.megatron_cfg.layout
+    assert (given["lora"].dim, given["lora"].alpha) == (4, 6)
+    assert given["lora"].targets == ("linear_qkv", "linear_proj", "linear_fc2")
+
+
+def test_overlong_penalty_is_the_recipes():
+    """Within 10: 4 tokens of buffer, so 8 is half way through it."""
+    shaping = "{enabled: true, max_response_length: 10, overlong_buffer_length: 4"
+    penalty = setup.overlong_penalty_of(
+        recipe(f"++grpo.reward_shaping={shaping}, overlong_buffer_penalty: 0.5}}")
+    )
+    assert penalty(torch.tensor([6, 8, 10, 12])).tolist() == [0.0, -0.25, -0.5, -0.5]
+    assert setup.overlong_penalty_of(recipe()) is None
