@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from typer.testing import CliRunner
 
 from nemo_grpo import pictures
 from nemo_grpo.cli import app
+from nemo_grpo.cli import plan as command
 from nemo_grpo.errors import UserError
 from nemo_grpo.families import read_spec
 from nemo_grpo.plan import HARDWARE, plan_recipe
+from nemo_grpo.plan.forecast import Assumptions
 from nemo_grpo.plan.interval import PUBLISHED
 from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.rules import training_fits_in_memory
@@ -183,6 +186,12 @@ def test_plan_shows_time_cost_and_uncertainty() -> None:
     assert "hold 85% of 26 published steps on H100" in output
     assert "of 1000 tokens on average (mean 1000)" in output
     assert "of 44 published steps, none of them on such GPUs" in run(SMALL, "--gpu", "b200")[1]
+
+
+def test_defaults_of_the_command_are_the_planners() -> None:
+    options, assumed = signature(command.plan).parameters, Assumptions()
+    defaults = [options[name].default for name in ("prompt_length", "signal", "acceptance")]
+    assert defaults == [assumed.prompt, assumed.signal, assumed.acceptance]
 
 
 def test_plan_shows_what_drafts_yield() -> None:
