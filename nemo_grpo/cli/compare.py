@@ -28,7 +28,7 @@ from nemo_grpo.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nemo_grpo.experiments.plan import Job
+    from nemo_grpo.experiments.jobs import Job
     from nemo_grpo.experiments.results import Results
 
 Seeds = Annotated[
@@ -69,12 +69,12 @@ def compare(
 
     Exit codes: 0 all runs finished; 1 some failed; 2 refused, nothing was run; 75 stopped, repeat it.
     """
-    from nemo_grpo.experiments.plan import compare_settings, plan_jobs
+    from nemo_grpo.experiments.jobs import compare_settings, make_jobs
 
     out = out or Path("runs") / f"compare-{recipe.stem}"
     names = [name.strip() for name in variants.split(",") if name.strip()]
     settings = compare_settings(recipe, names, overrides or [])
-    _run(plan_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, baseline, dry_run)
+    _run(make_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, baseline, dry_run)
 
 
 def sweep(
@@ -116,7 +116,7 @@ def sweep(
 
     Exit codes and continuing: as compare.
     """
-    from nemo_grpo.experiments.plan import plan_jobs
+    from nemo_grpo.experiments.jobs import make_jobs
     from nemo_grpo.experiments.sweep import find_sweep, load_sweep, with_overrides
 
     on_cluster = target == "cluster"
@@ -124,7 +124,7 @@ def sweep(
     out = out or Path("runs") / f"sweep-{loaded.name}{'-cluster' if on_cluster else ''}"
     chosen = loaded.seeds if seeds is None else parse_seeds(seeds)
     settings = with_overrides(loaded.settings, overrides or [])
-    planned = plan_jobs(settings, chosen, out, prefix=f"{loaded.name}-" if on_cluster else "")
+    planned = make_jobs(settings, chosen, out, prefix=f"{loaded.name}-" if on_cluster else "")
     options = sbatch_options(time, account, partition, sbatch)
     environment = job_environment(container, mounts, logs)
     if on_cluster:

@@ -185,10 +185,10 @@ def eval_command(
     out = out or Path(section.runs_dir if section else "runs") / f"eval-{result_name(model)}"
     check_place(out)
     settings = Settings.of(loaded, options)
-    plan = _Plan(model, tokenizer, chosen, settings, out, parse_ks(pass_at, settings.k))
+    evaluation = _Evaluation(model, tokenizer, chosen, settings, out, parse_ks(pass_at, settings.k))
     folders = {settings.seed: out} if seeds is None else _seed_folders(seeds, seed, settings, out)
     with finite_logits(model):
-        results = plan.evaluate(folders, overwrite)
+        results = evaluation.evaluate(folders, overwrite)
     if asked is not None:
         followed = {"name": str(protocol), "source": asked.source}
         results = {number: replace(result, protocol=followed) for number, result in results.items()}
@@ -231,7 +231,7 @@ def _longest(benchmarks: list[Benchmark], tokenizer: Any, model: Path, *limits: 
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Evaluation:
     """One call of the command."""
 
     model: Path

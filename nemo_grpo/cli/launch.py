@@ -97,7 +97,7 @@ def submit(
 
 
 def _plan(recipe: Recipe, gpu: str, limit: timedelta | None) -> None:
-    from nemo_grpo.launch.plan import plan_verdict, time_verdict
+    from nemo_grpo.launch.verdicts import plan_verdict, time_verdict
 
     accepted, sentence = plan_verdict(recipe, gpu)
     typer.echo(f"plan: {sentence}", err=True)

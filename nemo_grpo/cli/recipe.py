@@ -132,13 +132,13 @@ def _summary(recipe: Recipe) -> str:
 
 
 def _sweep_summary(path: Path, overrides: list[str]) -> str:
-    from nemo_grpo.experiments.plan import plan_jobs
+    from nemo_grpo.experiments.jobs import make_jobs
     from nemo_grpo.experiments.sweep import load_sweep, targets, with_overrides
 
     found = {}
     for target in targets(path):
         sweep = load_sweep(path, target)
-        jobs = plan_jobs(with_overrides(sweep.settings, overrides), sweep.seeds[:1], Path("runs"))
+        jobs = make_jobs(with_overrides(sweep.settings, overrides), sweep.seeds[:1], Path("runs"))
         name = jobs[0].setting.recipe.name
         found[target] = f"{name}, {len(jobs)} settings x {len(sweep.seeds)} seeds"
     return f"sweep of {'; on the cluster of '.join(found.values())}"

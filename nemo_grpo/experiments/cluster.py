@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.plan import Job
+from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.results import Results, write_results
 from nemo_grpo.experiments.runner import Status, only_one, steps_done
 from nemo_grpo.files import write_atomically
-from nemo_grpo.launch.plan import plan_verdict
 from nemo_grpo.launch.submit import Submission, prepare, submit
+from nemo_grpo.launch.verdicts import plan_verdict
 
 log = logging.getLogger(__name__)
 

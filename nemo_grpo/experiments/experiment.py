@@ -10,7 +10,7 @@ import torch
 
 from nemo_grpo.engine import checks, setup
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.plan import Job
+from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.results import Results, baseline_of, write_results
 from nemo_grpo.experiments.runner import run_jobs
 from nemo_grpo.training.signals import EXIT_INTERRUPTED

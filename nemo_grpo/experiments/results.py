@@ -20,7 +20,7 @@ from nemo_grpo.diagnostics.report import PLOTS, write_group_report
 from nemo_grpo.diagnostics.runs import RunGroup, read_run
 from nemo_grpo.diagnostics.summary import markdown, markdown_table, note, records, stuck_runs
 from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.experiments.plan import Job
+from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.runner import Status
 
 REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"

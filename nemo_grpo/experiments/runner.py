@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.plan import RUNS, Job
+from nemo_grpo.experiments.jobs import RUNS, Job
 from nemo_grpo.files import hold_lock, write_atomically
 from nemo_grpo.progress import progress
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_grpo import shipped
 from nemo_grpo.errors import UNREADABLE, UserError, did_you_mean
-from nemo_grpo.experiments.plan import Setting, override_key
+from nemo_grpo.experiments.jobs import Setting, override_key
 
 FOLDER = Path("recipes") / "sweeps"
 SECTION, LABEL = "sweep", "label"
@@ -100,7 +100,7 @@ def targets(path: Path) -> list[Target]:
 
 
 def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
-    """Read a sweep file for a target. The settings' recipes are not loaded here: `plan_jobs` does that.
+    """Read a sweep file for a target. The settings' recipes are not loaded here: `make_jobs` does that.
 
     Raises: UserError: not such a file, an unknown key, a value of another type, or the same setting twice.
     """

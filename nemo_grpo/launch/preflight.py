@@ -13,7 +13,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.files import existing_parent
 from nemo_grpo.launch.data_files import check_data
 from nemo_grpo.launch.nccl import nccl_problems
-from nemo_grpo.launch.plan import kind_of, num_parameters, plan_verdict
+from nemo_grpo.launch.verdicts import kind_of, num_parameters, plan_verdict
 from nemo_grpo.recipe import Recipe
 
 CLOCK_TOLERANCE = 2.0

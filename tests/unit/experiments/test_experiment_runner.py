@@ -22,7 +22,7 @@ from rich.console import Console
 from nemo_grpo.cli.compare import comparison
 from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.plan import Job, compare_settings, plan_jobs
+from nemo_grpo.experiments.jobs import Job, compare_settings, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
 from nemo_grpo.experiments.runner import Status, run_jobs
 
@@ -52,7 +52,7 @@ for step in range(done, 4):
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> list[Job]:
-    return plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"]), [0, 1], tmp_path / "out")
+    return make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"]), [0, 1], tmp_path / "out")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path,
     ended = run_jobs(jobs, out, 2, command(0))
     assert starts(jobs) == [1, 1, 1, 1]
     assert list(ended) == [job.name for job in jobs]
-    longer = plan_jobs(compare_settings(QUICKSTART, ["grpo"], ["grpo.max_num_steps=999"]), [0], out)
+    longer = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["grpo.max_num_steps=999"]), [0], out)
     run_jobs(longer, out, 1, command(0))
     assert starts(jobs) == [2, 1, 1, 1]
 
@@ -160,7 +160,7 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
 def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
-    longer = plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
+    longer = make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
     begun = longer[0].folder / "starts"
     (longer[0].folder / "metrics.jsonl").unlink()  # so that it has steps to make
     with stopped_when(lambda: begun.read_text() == "xx"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_grpo.launch.plan import kind_of, time_verdict
+from nemo_grpo.launch.verdicts import kind_of, time_verdict
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.recipe import load_recipe
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from nemo_grpo import shipped
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.plan import compare_settings
+from nemo_grpo.experiments.jobs import compare_settings
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"

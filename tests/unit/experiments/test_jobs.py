@@ -9,7 +9,7 @@ import pytest
 from nemo_grpo.cli.compare import parse_seeds
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.plan import Setting, compare_settings, plan_jobs
+from nemo_grpo.experiments.jobs import Setting, compare_settings, make_jobs
 from nemo_grpo.experiments.sweep import Target, find_sweep, is_sweep, load_sweep, with_overrides
 from nemo_grpo.recipe import load_recipe
 
@@ -28,7 +28,7 @@ def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_varian
 
 def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -> None:
     recipe = RECIPES / "quickstart-tr_grpo.yaml"  # has keys that GPG does not know, and no overlay of its own
-    job = plan_jobs(compare_settings(recipe, ["gpg"]), [0], tmp_path)[0]
+    job = make_jobs(compare_settings(recipe, ["gpg"]), [0], tmp_path)[0]
     assert job.setting.recipe == recipe
     assert job.recipe.loss_fn.model_dump() == {
         **job.recipe.loss_fn.model_dump(),
@@ -39,7 +39,7 @@ def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -
 
 
 def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Path) -> None:
-    jobs = plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"]), [0, 7], tmp_path, same_start=True)
+    jobs = make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"]), [0, 7], tmp_path, same_start=True)
     named = [(job.name, job.recipe.grpo.seed) for job in jobs]
     assert named == [("grpo-s0", 0), ("gpg-s0", 0), ("grpo-s7", 7), ("gpg-s7", 7)]
     assert jobs[3].folder == tmp_path / "runs" / "gpg-s7"
@@ -57,18 +57,18 @@ def test_variants_that_do_not_exist_or_come_twice_are_refused() -> None:
 
 def test_a_setting_that_is_not_valid_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gpg: .*loss_fn\.tau"):
-        plan_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["loss_fn.tau=1"])[1:], [0], tmp_path)
+        make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["loss_fn.tau=1"])[1:], [0], tmp_path)
     with pytest.raises(UserError, match="nothing to run"):
-        plan_jobs([], [0], tmp_path)
+        make_jobs([], [0], tmp_path)
 
 
 def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
     one = compare_settings(QUICKSTART, ["grpo"], [f"checkpointing.checkpoint_dir={tmp_path}"])
     with pytest.raises(UserError, match="several runs would share the checkpoints"):
-        plan_jobs(one, [0, 1], tmp_path)
+        make_jobs(one, [0, 1], tmp_path)
     alike = [Setting("a b", QUICKSTART), Setting("a/b", QUICKSTART)]
     with pytest.raises(UserError, match="several runs would share the folder"):
-        plan_jobs(alike, [0], tmp_path)
+        make_jobs(alike, [0], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -77,39 +77,39 @@ def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
 def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path, override: str) -> None:
     key = override.lstrip("+").partition("=")[0]
     with pytest.raises(UserError, match=f"{key} cannot be set for all runs"):
-        plan_jobs(compare_settings(QUICKSTART, ["grpo"], [override]), [0], tmp_path)
+        make_jobs(compare_settings(QUICKSTART, ["grpo"], [override]), [0], tmp_path)
     grid = load_sweep(write_sweep(tmp_path, "  grids: [{grpo.seed: [3, 4]}]\n"))
     with pytest.raises(UserError, match=r"name the seeds in --seeds, or in sweep\.seeds"):
-        plan_jobs(grid.settings, [0], tmp_path)
+        make_jobs(grid.settings, [0], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["runs #1", "a: b", "{z}", "1"])
 def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name: str) -> None:
-    job = plan_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], tmp_path / name)[0]
+    job = make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], tmp_path / name)[0]
     assert job.folder == tmp_path / name / "runs" / "grpo-s0"
-    job = plan_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], Path(name))[0]
+    job = make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], Path(name))[0]
     assert job.folder == Path(name, "runs", "grpo-s0")
 
 
 def test_a_comparison_from_different_starts_is_refused(tmp_path: Path) -> None:
     settings = [Setting("a", QUICKSTART), Setting("b", QUICKSTART, ("nemo_grpo.warm_start.num_steps=7",))]
     with pytest.raises(UserError, match=r"nemo_grpo\.warm_start of b .* differs from that of a"):
-        plan_jobs(settings, [0], tmp_path, same_start=True)
-    assert len(plan_jobs(settings, [0], tmp_path)) == 2  # a sweep may vary the start
+        make_jobs(settings, [0], tmp_path, same_start=True)
+    assert len(make_jobs(settings, [0], tmp_path)) == 2  # a sweep may vary the start
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_setting_of_a_preset_is_a_valid_recipe(path: Path, tmp_path: Path) -> None:
     sweep = load_sweep(path)
     assert find_sweep(path.stem).resolve() == path.resolve()
-    jobs = plan_jobs(sweep.settings, sweep.seeds[:1], tmp_path)
+    jobs = make_jobs(sweep.settings, sweep.seeds[:1], tmp_path)
     assert len(jobs) == len(sweep.settings)
     assert len({job.recipe.to_yaml() for job in jobs}) == len(jobs)
 
 
 def values(target: Target, preset: str, *keys: str) -> list[object]:
     """What a preset's settings have for these keys of loss_fn or with a dot, in order."""
-    jobs = plan_jobs(load_sweep(find_sweep(preset), target).settings, [0], Path("out"))
+    jobs = make_jobs(load_sweep(find_sweep(preset), target).settings, [0], Path("out"))
     names = [key if "." in key else f"loss_fn.{key}" for key in keys]
     return [tuple(value_of(job.recipe, name) for name in names) for job in jobs]
 
@@ -130,7 +130,7 @@ def test_presets_hold_the_papers_values() -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_preset_has_the_papers_recipe_for_the_cluster(path: Path, tmp_path: Path) -> None:
     sweep = load_sweep(path, "cluster")
-    jobs = plan_jobs(sweep.settings, sweep.seeds, tmp_path, prefix=f"{path.stem}-")
+    jobs = make_jobs(sweep.settings, sweep.seeds, tmp_path, prefix=f"{path.stem}-")
     assert {job.recipe.nemo_grpo.target for job in jobs} == {"cluster"}
     assert all(job.name.startswith(f"{path.stem}-") for job in jobs)
     assert len(jobs) == len(sweep.settings)  # one seed, as in the papers
@@ -153,7 +153,7 @@ def test_every_preset_has_the_papers_recipe_for_the_cluster(path: Path, tmp_path
 )
 def test_a_row_that_has_a_recipe_of_its_own_is_that_recipe(preset, label, name, tmp_path: Path) -> None:
     settings = [s for s in load_sweep(find_sweep(preset), "cluster").settings if s.label == label]
-    (job,) = plan_jobs(settings, [0], tmp_path)
+    (job,) = make_jobs(settings, [0], tmp_path)
     own = [f"nemo_grpo.runs_dir={tmp_path}/runs", f"nemo_grpo.run_name={job.name}", "grpo.seed=0"]
     assert job.recipe == load_recipe(RECIPES / f"gpg/gpg-qwen2.5-math-7b-{name}-1n8g.yaml", own)
 
@@ -188,7 +188,7 @@ def test_grids_are_products_and_settings_single_points(tmp_path: Path) -> None:
         "normalize_rewards=False num_prompts_per_step=16",
         "normalize_rewards=False num_prompts_per_step=32",
     ]
-    jobs = plan_jobs(with_overrides(sweep.settings, ["grpo.max_num_steps=6"]), [0], tmp_path)
+    jobs = make_jobs(with_overrides(sweep.settings, ["grpo.max_num_steps=6"]), [0], tmp_path)
     assert {job.recipe.grpo.max_num_steps for job in jobs} == {6}  # the command line wins
     assert jobs[0].recipe.policy.megatron_cfg.optimizer.lr == 1e-4
     assert [job.recipe.loss_fn.normalize_rewards for job in jobs[1:]] == [True, True, False, False]
@@ -211,7 +211,7 @@ def test_sweep_files_with_mistakes_are_refused(tmp_path: Path, text: str, messag
 def test_a_negative_seed_of_a_sweep_is_refused(tmp_path: Path) -> None:
     sweep = load_sweep(write_sweep(tmp_path, "  seeds: [-1]\n  grids: [{loss_fn.tau: [0.5]}]\n"))
     with pytest.raises(UserError, match=r"grpo\.seed=-1 must be at least 0"):
-        plan_jobs(sweep.settings, sweep.seeds, tmp_path)
+        make_jobs(sweep.settings, sweep.seeds, tmp_path)
 
 
 @pytest.mark.parametrize("override", ["loss_fn.tau=3", "~loss_fn.tau", "loss_fn={variant: tr_grpo}"])

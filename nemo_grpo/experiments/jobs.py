@@ -87,7 +87,7 @@ def compare_settings(recipe: Path, variants: Sequence[str], overrides: Sequence[
     return settings
 
 
-def plan_jobs(
+def make_jobs(
     settings: Sequence[Setting],
     seeds: Sequence[int],
     out: Path,
