@@ -20,11 +20,6 @@ GRACE_SECONDS = 20.0
 """How long the other ranks may take to end after one has failed, before they are killed."""
 
 
-def is_launched() -> bool:
-    """True in a process that torchrun, Slurm or `launch` started as one rank of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
     """Run ``nemo-grpo <arguments>`` on ``num_ranks`` ranks, each a process with one thread.
 

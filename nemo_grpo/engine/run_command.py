@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from nemo_grpo.engine.launch import is_launched, launch
+from nemo_grpo.engine.launch import launch
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.supervised import SupervisedTrainer
@@ -25,7 +25,7 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     Returns: the process's exit code.
     Raises:  UserError: the machine's state is refused; nothing was created then.
     """
-    if recipe.world_size > 1 and not is_launched():
+    if recipe.world_size > 1 and not parallel.is_launched():
         check(recipe, resume=resume)  # once, before any rank starts
         return launch(arguments, recipe.world_size)
     kind = SupervisedTrainer if recipe.loss_fn.learns_from_demonstrations else Trainer

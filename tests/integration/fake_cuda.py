@@ -229,7 +229,7 @@ def fake_cuda(world_size: int = 1) -> Iterator[FakeCuda]:
 
 
 def _cuda(mode: FakeCuda) -> dict[str, Any]:
-    from nemo_grpo.engine.cuda_stand_ins import Event, Stream
+    from nemo_grpo.cuda_stand_ins import Event, Stream
 
     def nothing(*_args: Any, **_kwargs: Any) -> None:
         return None

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nemo_grpo.engine.cuda_stand_ins import here
+from nemo_grpo.cuda_stand_ins import here
 
 HERE = Path(__file__).parent
 

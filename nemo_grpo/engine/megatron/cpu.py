@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nemo_grpo.engine.cuda_stand_ins import CPU, FACTORIES, Event, Stream, on_cpu
+from nemo_grpo.cuda_stand_ins import CPU, FACTORIES, Event, Stream, on_cpu
 from nemo_grpo.errors import UserError
 
 TESTED_VERSIONS = ((0, 16), (0, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -10,11 +11,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from nemo_grpo.engine.launch import is_launched
 from nemo_grpo.engine.megatron import adam, cpu
 from nemo_grpo.recipe.layout import Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def is_launched() -> bool:
+    """True in a process that torchrun, Slurm or `engine.launch` started as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def initialize(layout: Layout, device: torch.device, seed: int) -> None:
