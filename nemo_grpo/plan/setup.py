@@ -135,7 +135,7 @@ def setup_of(recipe: Recipe) -> Setup:
         precision_bytes=4 if processor.precision(p.precision) == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
         replays_routes=cluster and p.router_replay.enabled,
-        segment_nodes=value_of(recipe, "cluster.segment_size", 0),
+        segment_nodes=recipe.cluster.segment_size or 0,
         **_sampling(recipe),
     )
 

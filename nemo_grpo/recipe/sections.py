@@ -233,6 +233,8 @@ class Cluster(Section):
     """Ranks per node."""
     num_nodes: int = Field(default=1, gt=0)
     """Nodes."""
+    segment_size: int | None = Field(default=None, gt=0)
+    """Nodes that NeMo-RL keeps in one NVLink domain; null: wherever there is room."""
 
 
 def metric_key(name: str | None) -> str | None:
