@@ -89,7 +89,8 @@ class Trainer:
         self.saver = Saver(self.store, self.policy, self.source, behind)
         self.state = TrainingState()
         self.validated: dict[str, float] = {}
-        self._check_prompts()
+        self._encode(self.problems)  # a problem that cannot be used ends the run now, not at its turn
+        self._set_up_training_data()
         checkpoint = self.store.newest_whole() if resume else None
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -103,12 +104,8 @@ class Trainer:
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
             self.store.remove_leftovers()
 
-    def _check_prompts(self) -> None:
-        """Encode every prompt before anything is written, of an endless stream the first ones.
-
-        A missing chat template or a limit would otherwise end the run when the problem's turn comes.
-        """
-        self._encode(self.problems)
+    def _set_up_training_data(self) -> None:
+        """Encode every training prompt before anything is written, of an endless stream the first ones."""
         seed, settings = self.recipe.grpo.seed, (self.recipe.nemo_grpo.prompt, self._limits)
         from_first_rank(lambda: check_training_prompts(self.task, self._encode, seed, self.source, settings))
 
