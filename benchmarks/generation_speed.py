@@ -1,7 +1,7 @@
-"""CPU seconds of sampling: the engine's decoder against the transformers generator.
+"""CPU seconds of sampling: the engine's decoder against itself without packed weights, and transformers.
 
-Both sample from the same weights with the same random numbers, on one thread, taking turns in one process, so
-that load of the machine meets both alike. The models are those of engine_vs_trl.py.
+All sample from the same weights with the same random numbers, on one thread, taking turns in one process, so
+that load of the machine meets all alike. The models are those of engine_vs_trl.py.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/generation_speed.py [--config tiny] [--repetitions 7]
 """
@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.engine_vs_trl import CONFIGS, ROOT, recipe_of
 from nemo_grpo.engine import setup
 from nemo_grpo.hf_folder import load_tokenizer
+from nemo_grpo.sampling.decoder import matrices
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request
@@ -33,7 +36,11 @@ def measure(name: str, repetitions: int) -> None:
     sampling = setup.training_sampling(recipe, tokenizer)
     problems = [task.train_problem(number, 0) for number in range(recipe.grpo.num_prompts_per_step)]
     prompts = [encode_prompt(tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]
-    generators = {"decoder": DecoderGenerator(source), "transformers": HFGenerator(source)}
+    generators = {
+        "decoder": DecoderGenerator(source),
+        "unpacked": unpacked(source),
+        "transformers": HFGenerator(source),
+    }
     seconds: dict[str, list[float]] = {label: [] for label in generators}
     tokens: dict[str, int] = {}
     for turn in range(repetitions + 1):
@@ -52,8 +59,16 @@ def measure(name: str, repetitions: int) -> None:
         median = statistics.median(values)
         spread = f"{min(values):.3f} to {max(values):.3f}"
         print(f"  {label:12s} {median:.3f} CPU s ({spread}), {tokens[label] / median:,.0f} tokens/s")
-    medians = [statistics.median(values) for values in seconds.values()]
-    print(f"  decoder / transformers {medians[0] / medians[1]:.2f}")
+    ours, *others = (statistics.median(values) for values in seconds.values())
+    print(
+        "  decoder /", ", ".join(f"{n} {ours / s:.2f}" for n, s in zip([*seconds][1:], others, strict=True))
+    )
+
+
+def unpacked(source: Path) -> DecoderGenerator:
+    """The decoder with torch's own products."""
+    with patch.object(matrices, "packs", lambda _weight: False):
+        return DecoderGenerator(source)
 
 
 def main() -> None:

@@ -110,5 +110,5 @@ def probability_weights(
     Returns: [B, T], within [lower, upper].
     """
     pi = next_token_logprobs.detach().exp()
-    shaped = torch.sigmoid(pi * tau if multiply else pi / tau)
-    return (alpha * (shaped - mu)).clamp(lower, upper)
+    shaped = (pi.mul_(tau) if multiply else pi.div_(tau)).sigmoid_()
+    return shaped.sub_(mu).mul_(alpha).clamp_(lower, upper)

@@ -174,7 +174,7 @@ class TRGRPO(RatioConfig):
 
     def _clipped_at_unit_ratio(self, w: Tensor, advantages: Tensor) -> Tensor:
         if self.weight_placement == "outside" or self.ratio_clip_min is None or self.ratio_clip_max is None:
-            return torch.zeros_like(w, dtype=torch.bool)
+            return w.new_zeros(len(w))  # [B]: none of any response
         positive = (advantages > 0) & (w > 1 + self.ratio_clip_max)
         return positive | ((advantages < 0) & (w < 1 - self.ratio_clip_min))
 

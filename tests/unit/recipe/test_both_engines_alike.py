@@ -44,13 +44,15 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
     ("cluster", "embedded", "may_differ"),
     [
         ("cluster-quickstart", "cluster-quickstart-embedded", set()),
-        ("cluster-smollm2-sft", "smollm2-sft", {"grpo.val_num_generations_per_prompt"}),
+        # auto is NeMo-RL's bfloat16 where the processor has instructions for it
+        ("cluster-smollm2-sft", "smollm2-sft", {"grpo.val_num_generations_per_prompt", "policy.precision"}),
         (
             "cluster-smollm2",
             "smollm2",
             # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone.
             # Each export has its folder. A bin of packed tokens holds a microbatch of the longest sequences.
             {
+                "policy.precision",
                 "policy.train_micro_batch_size",
                 "policy.logprob_batch_size",
                 "grpo.val_num_generations_per_prompt",
