@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from nemo_grpo import processor
 from nemo_grpo.cli import main
 from nemo_grpo.cli.model_folder import check_place, finite_logits, result_name
 from nemo_grpo.errors import UserError
@@ -122,7 +123,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     generator = build_local(
         section.engine.generator,
         model,
-        setup.DTYPES[recipe.policy.precision],
+        setup.DTYPES[processor.precision(recipe.policy.precision)],
         setup.choose_device(recipe),
         recipe.policy.generation_batch_size,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nemo_grpo import processor
 from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.layout import Layout
 
@@ -131,7 +132,7 @@ def setup_of(recipe: Recipe) -> Setup:
         logprob_chunk=p.logprob_chunk_size or 0,
         embedded=not cluster,
         packed=p.sequence_packing.enabled,
-        precision_bytes=4 if p.precision == "float32" else 2,
+        precision_bytes=4 if processor.precision(p.precision) == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
         replays_routes=cluster and p.router_replay.enabled,
         segment_nodes=value_of(recipe, "cluster.segment_size", 0),
