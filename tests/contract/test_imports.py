@@ -19,7 +19,7 @@ ALLOWED_ENGINES = {
     "nemo_grpo/rehearsal": {"nemo_rl", "ray", "megatron", "vllm"},
 }
 LAYERS = (
-    "aliases core dotted errors pictures ports progress",
+    "aliases core dotted errors pictures ports processor progress",
     "extensions families files shipped",
     "checkpoints_conv/formats tasks variants",
     "checkpoints_conv __init__",
