@@ -210,7 +210,11 @@ def _run(folder: Path, tests: list[str], limit: int | None) -> NoReturn:
         os.environ["PYTEST_XDIST_WORKER"] = "gw0"  # all forks share the runs' warm start
         sys.dont_write_bytecode = True
         sys.path.insert(0, str(folder))
-        options = (f"--basetemp={folder}/.tmp/gw0", "--timeout=300")
+        options = (
+            f"--basetemp={folder}/.tmp/gw0",
+            "--timeout=300",
+            "-Wignore::pytest.PytestAssertRewriteWarning",
+        )
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *options, *tests]))
     finally:
         os._exit(code)

@@ -35,6 +35,9 @@ def test_layers_are_stored_one_by_one_and_experts_stacked(megatron_checkpoints):
     assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (4, 32, 32)
     assert shapes["decoder.layers.3.mlp.shared_experts.linear_fc2.weight"] == (32, 32)
     assert not any(name.startswith("decoder.layers.0.mlp.experts") for name in shapes)
+    attention = "decoder.layers.1.self_attention."  # norms have the names of Transformer Engine's layers
+    assert shapes[f"{attention}linear_q_up_proj.layer_norm_weight"] == (24,)
+    assert shapes[f"{attention}linear_kv_up_proj.layer_norm_weight"] == (20,)
 
 
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,10 +11,22 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from small_models import TRAINED, small_config
-from toy_policies import SETTINGS, assert_equal, hf_model, policy_of, step, token_batch, train, weights_of
+from toy_policies import (
+    SETTINGS,
+    assert_equal,
+    hf_model,
+    policy_of,
+    rollout,
+    step,
+    token_batch,
+    train,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM
 
 from nemo_grpo import UserError, build_objective, global_counts
+from nemo_grpo.core.batch import PreparedBatch
+from nemo_grpo.core.objective import TokenTerms
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
 from nemo_grpo.engine.megatron.model import transformer_config
@@ -46,6 +60,19 @@ def test_scores_equal_transformers(reference):
     torch.testing.assert_close(logprobs[inside], expected[0][inside], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies[inside], expected[1][inside], rtol=1e-5, atol=1e-5)
     assert (logprobs[~inside] == 0).all()
+
+
+def test_packed_sequences_pass_the_model_without_padding(model):
+    """Prompts of 5, 3 and 4 tokens once; of the responses all but the last tokens, which predict nothing."""
+    policy, (sequences, _) = policy_of(model), rollout()
+    passed: list[tuple[int, ...]] = []
+    policy.model.embedding.register_forward_pre_hook(
+        lambda _module, _args, given: passed.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    policy.score(sequences, micro_batch_size=9, temperature=1.0)
+    policy.score(sequences, micro_batch_size=9, temperature=1.0, mb_tokens=1000)
+    num_predicting = 8 + 0 + 3 + 5 + 1 + 6 + 2 + 2 + 7
+    assert passed == [(9, 13), (1, 5 + 3 + 4 + num_predicting)]
 
 
 def textbook_update(reference, optimizer, result):
@@ -104,15 +131,26 @@ def test_reference_weights_come_and_go(model):
     assert_reference_comes_and_goes(policy_of(model, keep_reference=True))
 
 
-def test_a_non_finite_loss_changes_nothing(model):
+def infinitely_steep(prepared: PreparedBatch) -> TokenTerms:
+    """Terms of 0 whose derivative is infinite."""
+    current = prepared.batch.next_token_logprobs
+    return TokenTerms(torch.sqrt(current - current.detach()))
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(model, what):
     policy, (sequences, rewards) = policy_of(model), step()
     prev, _ = policy.score(sequences, micro_batch_size=6, temperature=1.0)
-    prev[0, 3] = float("nan")
-    before = weights_of(policy)
     objective = build_objective("grpo")
+    if what == "loss":
+        prev[0, 3] = float("nan")
+    else:
+        objective = replace(objective, terms=infinitely_steep)
+    before = weights_of(policy)
     prepared = objective.prepare(token_batch(sequences, rewards, prev))
     result = policy.update(objective, prepared, sequences, micro_batch_size=6, temperature=1.0)
     assert result.skipped
+    assert math.isfinite(result.metrics["loss/total"]) == (what == "gradient")
     assert_equal(weights_of(policy), before)
 
 
@@ -129,7 +167,9 @@ def assert_resumes_exactly(unbroken, other, folder):
     train(unbroken, 2)
     begin_save(unbroken, folder, 2).finish()
     load_policy(other, folder)
-    assert train(other, 2) == train(unbroken, 2)  # loss, gradient norm and learning rate to the last bit
+    resumed = train(other, 2)
+    assert resumed == train(unbroken, 2)  # loss, gradient norm and learning rate to the last bit
+    assert [update.lr for update in resumed] == pytest.approx([6.4e-3, 4.6e-3])  # 2/5 and 3/5 of the way
     assert_equal(weights_of(other), weights_of(unbroken))
 
 

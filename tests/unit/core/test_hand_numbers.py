@@ -11,7 +11,7 @@ import torch
 from nemo_grpo.core.advantages import group_advantages
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.importance import ImportanceCorrection
-from nemo_grpo.core.kl import kl_estimate, weighted_k3, with_score_function
+from nemo_grpo.core.kl import kl_estimate, with_score_function
 from nemo_grpo.core.statistics import Groups
 from nemo_grpo.core.token_weights import (
     gaussian_kernel_weights,
@@ -58,11 +58,6 @@ def test_kl_estimators_and_their_derivatives(kind, value, slope):
     again = with_score_function(kl_estimate(logp, logp.detach() + LN2, kind), logp)
     close(again.detach(), [[value]])
     close(torch.autograd.grad(again.sum(), logp)[0], [[slope + value]])
-
-
-def test_weighted_k3_has_the_weight_inside_the_ratio():
-    logp = torch.tensor([[-1.0]])
-    close(weighted_k3(logp, logp + LN2, torch.tensor([[3.0]])), [[6 - math.log(6) - 1]])
 
 
 # ---------------------------------------------------------------------- importance

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nemo_grpo.core.kl import kl_estimate, weighted_k3, with_score_function
+from nemo_grpo.core.kl import kl_estimate, weighted_k3
 from nemo_grpo.core.surrogates import (
     MAX_LOG_RATIO,
     clipped_policy_gradient,
@@ -20,30 +20,12 @@ def row(*numbers: float) -> torch.Tensor:
     return torch.tensor([numbers], dtype=torch.float64)
 
 
-def test_k3_and_its_gradient_by_hand():
-    current = row(math.log(0.7), math.log(0.2)).requires_grad_()
-    kl = kl_estimate(current, row(math.log(0.5), math.log(0.4)), "k3")
-    (gradient,) = torch.autograd.grad(kl.sum(), current)
-    torch.testing.assert_close(kl.detach(), row(5 / 7 - math.log(5 / 7) - 1, 2 - math.log(2) - 1))
-    torch.testing.assert_close(gradient, row(1 - 5 / 7, 1 - 2))  # 1 - pi_ref / pi
-
-
 def test_weighted_k3_has_its_minimum_where_the_policy_is_the_weighted_reference():
     current = row(math.log(0.75), math.log(0.5)).requires_grad_()
     kl = weighted_k3(current, row(math.log(0.5), math.log(0.5)), row(1.5, 1.5))
     (gradient,) = torch.autograd.grad(kl.sum(), current)
     torch.testing.assert_close(kl.detach(), row(0, 1.5 - math.log(1.5) - 1))
     torch.testing.assert_close(gradient, row(0, 1 - 1.5))
-
-
-def test_score_function_adds_the_value_to_the_gradient():
-    current = row(math.log(0.7)).requires_grad_()
-    plain = kl_estimate(current, row(math.log(0.5)), "k3")
-    kl = with_score_function(plain, current)
-    (gradient,) = torch.autograd.grad(3 * kl.sum(), current)
-    assert torch.equal(kl, plain)
-    value = 5 / 7 - math.log(5 / 7) - 1
-    torch.testing.assert_close(gradient, row(3 * (1 - 5 / 7 + value)))
 
 
 def test_clip_tells_the_tokens_without_gradient():

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo import UserError, shipped
+from nemo_grpo import UserError, files, shipped
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.training import run_folder
 from nemo_grpo.training.run_folder import RunFolder, keep_own_files, own_copy
 
 ROOT = Path(__file__).parents[3]
@@ -29,6 +28,36 @@ def save(store, step, accuracy=0.0):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"metric": "accuracy"}, [2, 4, 5]),
+        ({"metric": "accuracy", "higher_is_better": False}, [1, 3, 5]),
+        ({"metric": "another"}, [4, 5]),  # without the metric newer ones rank higher
+        ({}, [4, 5]),
+        ({"keep_top_k": None}, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_best_checkpoints_stay_beside_the_newest(tmp_path, options, kept):
+    store = CheckpointStore(tmp_path, **{"keep_top_k": 2, **options})
+    for step, accuracy in enumerate((0.3, 0.9, 0.1, 0.8, 0.5), 1):
+        save(store, step, accuracy)
+    assert names_in(tmp_path) == ["latest", *(f"step_{step:06d}" for step in kept)]
+
+
+def test_what_a_kill_leaves_behind_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):
+    store = CheckpointStore(tmp_path, keep_top_k=1, metric="accuracy")
+    save(store, 1, accuracy=0.5)
+    (store.begin(2) / "weights").write_text("half")
+    (tmp_path / "step_000007").mkdir()  # copied by hand, and not yet whole
+    (tmp_path / "latest").write_text("step_000000")  # killed between rename and this file
+    assert store.latest() == tmp_path / "step_000001"
+    store.remove_leftovers()
+    assert (tmp_path / "latest").read_text() == "step_000001"
+    save(store, 3, accuracy=0.9)
+    assert names_in(tmp_path) == ["latest", "step_000003", "step_000007"]
 
 
 def test_copy_that_somebody_made_of_a_checkpoint_is_not_removed_and_not_resumed(tmp_path):
@@ -89,7 +118,7 @@ def test_run_folder_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, 
     def lockf(*_args):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
+    monkeypatch.setattr(files.fcntl, "lockf", lockf)
     RunFolder(tmp_path / "run").open("", from_step=-1)
     assert "no locks" in caplog.text
 

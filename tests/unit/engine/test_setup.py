@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from nemo_grpo import shipped
 from nemo_grpo.engine import setup
+from nemo_grpo.engine.learning import TrainingState
+from nemo_grpo.engine.saving import TrainingAborted
+from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.recipe import load_recipe
 
 SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -73,3 +79,30 @@ def test_overlong_penalty_is_the_recipes():
     )
     assert penalty(torch.tensor([6, 8, 10, 12])).tolist() == [0.0, -0.25, -0.5, -0.5]
     assert setup.overlong_penalty_of(recipe()) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "stopping", "saves"),
+    [
+        ({"step": 6}, False, True),  # a multiple of save_period
+        ({"step": 7}, False, False),
+        ({"step": 7}, True, True),
+        ({"step": 8}, False, True),  # the last
+        ({"step": 7, "reached_goal": True}, False, True),
+        ({"step": 7, "skipped_in_a_row": 1}, False, False),
+        ({"step": 7, "skipped_in_a_row": 2}, False, True),
+    ],
+)
+def test_checkpoint_is_due_by_the_period_at_the_end_and_before_an_abort(state, stopping, saves):
+    made = recipe(
+        *("checkpointing.save_period=3", "grpo.max_num_steps=8"),
+        "nemo_grpo.engine.max_consecutive_skipped_steps=2",
+    )
+    run = SimpleNamespace(recipe=made, state=TrainingState(**state), saver=Mock(), save=Mock())
+    if state.get("skipped_in_a_row") == 2:
+        with pytest.raises(TrainingAborted, match=r"2 steps in a row .*last at step 7"):
+            Trainer._save_if_due(run, stopping)
+        run.saver.finish.assert_called_once_with()  # written whole before the process ends
+    else:
+        Trainer._save_if_due(run, stopping)
+    assert run.save.called == saves
