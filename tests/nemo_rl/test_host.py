@@ -138,7 +138,7 @@ def test_nemo_rl_sets_up_the_recipes_data_and_environment(tmp_path, repository, 
 def test_a_prompt_that_is_nowhere_is_refused_with_both_places(tmp_path, repository):
     config = local(tmp_path).master_config
     (repository / "examples" / "prompts" / "cot.txt").unlink()
-    with pytest.raises(UserError, match=r"prompt_file=examples/prompts/cot\.txt is neither in .*elsewhere"):
+    with pytest.raises(UserError, match=r"the prompt examples/prompts/cot\.txt is neither in .*elsewhere"):
         find_prompt_files(config, repository)
 
 
