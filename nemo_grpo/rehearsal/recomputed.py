@@ -160,12 +160,13 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
     prepared = objective.prepare(batch, seed=recipe.grpo.seed * SEED_STRIDE + step - 1)
     adapters = adapters_of(before, recipe.policy.megatron_cfg) if before and adapted else None
     loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, temperature, adapters)
+    written = prepared.folded() if evidence.is_on_the_data_plane else prepared
     return Recomputed(
         step,
         loss,
         norms[-1],
         max(norm or 0.0 for norm in norms),
-        prepared.advantages if rows else None,
+        written.advantages if rows else None,
         aligned(rows, "advantages") if rows else None,
         scale,
     )

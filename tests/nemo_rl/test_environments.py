@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from toy_training import toy_run
-from transformers import PreTrainedTokenizerFast
+from toy_training import character_tokenizer, toy_run
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import environments, run_grpo
@@ -33,13 +31,7 @@ SEARCH = {"name": "search_qa", "max_turns": 3, "top_k": 1}
 
 @pytest.fixture
 def tokenizer():
-    """One token per character."""
-    characters = {chr(code): code for code in range(32, 127)} | {"\n": 0, "<pad>": 1, "<eos>": 2}
-    base = Tokenizer(models.WordLevel(characters, unk_token="<pad>"))
-    base.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=base, pad_token="<pad>", eos_token="<eos>")
-    made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return made
+    return character_tokenizer()
 
 
 def environment(

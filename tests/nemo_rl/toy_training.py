@@ -14,7 +14,9 @@ import torch
 import yaml
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_steps import VOCAB, counts, embedding
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 
@@ -46,6 +48,16 @@ def toy_run(folder: Path, loss_fn: dict[str, Any], *overrides: str) -> ClusterRu
     path = folder / "toy.yaml"
     path.write_text(yaml.safe_dump({"defaults": str(BASE), "loss_fn": loss_fn, **RECIPE}))
     return load_run(path, [f"nemo_grpo.runs_dir={folder}", *overrides])
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; the chat template adds nothing."""
+    characters = {chr(code): code for code in range(32, 127)} | {"\n": 0, "<pad>": 1, "<eos>": 2}
+    base = Tokenizer(models.WordLevel(characters, unk_token="<pad>"))
+    base.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=base, pad_token="<pad>", eos_token="<eos>")
+    made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return made
 
 
 class ToyPolicy:

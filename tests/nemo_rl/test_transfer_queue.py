@@ -1,0 +1,46 @@
+"""A whole run whose batches pass through the real TransferQueue, beside the same run without a data plane.
+
+Real: NeMo-RL's `grpo_train_sync`, its rollout actor, `TQPolicy` and workers, Ray, TransferQueue with its own
+controller and storage actors. As in every rehearsal the sampler, the model, CUDA and NCCL are stand-ins.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_end_to_end import GRPO, ONE, STAND_IN, passed, rehearsed
+
+from nemo_grpo.rehearsal import evidence, stages
+from nemo_grpo.rehearsal.comparisons import ROUNDING, weights_of
+from nemo_grpo.rehearsal.recorded import convert
+
+pytest.importorskip("transfer_queue", reason="no TransferQueue here; `make venv-nemo-rl` installs it")
+
+WEIGHTED = (
+    "loss_fn={_override_: true, variant: tr_grpo, aggregation: group_token_mean, "
+    "reference_policy_kl_penalty: 0.0}"
+)
+"""Factors of the groups beside the advantages, which travel inside them."""
+ON = (
+    "data_plane={enabled: true, impl: transfer_queue, backend: simple, storage_capacity: 1000, "
+    "num_storage_units: 2, claim_meta_poll_interval_s: 0.1, global_segment_size: 1, local_buffer_size: 1}"
+)
+SAME = ("reward/mean", "length/mean", "loss/total", "grad_norm", "train/approx_entropy")
+
+
+@pytest.mark.timeout(1800)
+def test_steps_through_the_transfer_queue_are_those_without(tmp_path, monkeypatch):
+    monkeypatch.setenv(STAND_IN, "1")  # vLLM draws other responses in every run
+    plain, plane = (
+        rehearsed(tmp_path / name, GRPO, ONE, WEIGHTED, *further)
+        for name, further in (("plain", ()), ("plane", (ON,)))
+    )
+    stages.train(plain, stops=False)
+    stages.train(plane)
+    expected, found = evidence.Evidence(plain), passed(plane)
+    for name in SAME:
+        assert len(found.series(name)) == 3, name
+        assert found.series(name) == pytest.approx(expected.series(name), rel=1e-3, abs=1e-6), name
+    before, after = (weights_of(convert(run, stages.newest_checkpoint(run))) for run in (plain, plane))
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, rtol=ROUNDING, atol=1e-4, msg=name)
