@@ -14,7 +14,7 @@ from conv_models import assert_same_tensors, names_in, rewrite, save_model, tens
 from checkpoints_conv import job as job_module
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
-from checkpoints_conv.formats.torch_dist import find_checkpoint
+from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import UserError
@@ -92,6 +92,12 @@ def test_index_of_another_form_is_refused(source, tmp_path, text):
     (base / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match="is not a safetensors index"):
         SafetensorsFolder(base)
+
+
+def test_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is not a folder; give a Megatron checkpoint"):
+        TorchDistReader(tmp_path / "file")
 
 
 def test_older_iteration_is_not_taken_for_the_latest(checkpoint, tmp_path):

@@ -26,10 +26,8 @@ TINY = {
     "max_position_embeddings": 8,
     "tie_word_embeddings": True,
 }
-MIXED_LAYERS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "moe_intermediate_size": 2,
-    "mlp_only_layers": [0],
-}  # fmt: skip
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "moe_intermediate_size": 2}
+MIXED_LAYERS = {**EXPERTS, "mlp_only_layers": [0]}
 
 
 def tiny_tensors(**changes):
@@ -162,6 +160,10 @@ def test_a_stored_copy_of_tied_embeddings_must_be_one():
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"hidden_size": None}, "hidden_size"),
         (MIXED_LAYERS, r"mlp_only_layers=\[0\]"),
+        (
+            {**EXPERTS, "shared_expert_intermediate_size": 3},
+            "shared_expert_intermediate_size=3 is no multiple of moe_intermediate_size=2",
+        ),
     ],
 )
 def test_configs_that_would_convert_wrongly_are_refused(change, message):
