@@ -9,7 +9,7 @@ RUN ?= quickstart
 SEEDS ?= 0
 WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
-ON_NEMO_RL = $(BIN)/python -m nemo_grpo.rehearsal.run --nemo-rl "$(NEMO_RL_SRC)" \
+ON_NEMO_RL = $(BIN)/python -m benchmarks.cluster_run --nemo-rl "$(NEMO_RL_SRC)" \
     --python $(NEMO_VENV)/bin/python --vllm-python $(VLLM_VENV)/bin/python
 SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
 # One process more than cores: many a test waits for others.

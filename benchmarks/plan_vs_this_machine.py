@@ -35,6 +35,7 @@ from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.efficiency import LOCAL, Local
 from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.forecast import Assumptions
+from nemo_grpo.plan.interval import Seen, seen_of
 from nemo_grpo.plan.machine import Machine, measure
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.setup import Setup, setup_of
@@ -180,9 +181,17 @@ def main() -> None:
     show(rows)
 
 
+def seen_by_size(rows: Sequence[Row]) -> Seen:
+    """Errors of steps, each model predicted without itself."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        predicted = sum(row.predict(fitted_without(rows, row.size)).values())
+        ratios.setdefault(row.size, []).append(sum(row.phases.values()) / predicted)
+    return seen_of("", ratios)
+
+
 def show(rows: Sequence[Row]) -> None:
     """The table, and the errors of steps."""
-    errors = []
     print("| hidden x layers | precision | phase | measured s | predicted s | error | fitted on all |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -193,8 +202,9 @@ def show(rows: Sequence[Row]) -> None:
         for phase, seconds in measured.items():
             shown = f"{seconds:.3g} | {without[phase]:.3g} | {without[phase] / seconds - 1:+.0%}"
             print(f"| {row.size} | {row.precision} | {phase} | {shown} | {whole[phase] / seconds - 1:+.0%} |")
-        errors.append(abs(without["step"] / measured["step"] - 1))
-    print(f"\n{len(rows)} steps, median error {median(errors):.0%}, worst {max(errors):.0%}")
+    seen = seen_by_size(rows)
+    print(f"\n{len(rows)} steps, median error {seen.median:.0%}, worst {seen.worst:.0%}")
+    print(f"interval {seen.low:.3g} to {seen.high:.3g}, which covers {seen.covered:.3g}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -22,7 +21,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush, flush_tree, make_readable, write_sha256
+from nemo_grpo.files import flush, flush_tree, hold_lock, make_readable, write_sha256
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -102,15 +101,7 @@ class Job:
             ) from error
         self._lock = (self.partial / "lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise UserError(
-                f"another process is converting to {self.output}; wait until it is done"
-            ) from None
-        except OSError as error:  # Lustre without -o flock, some NFS
-            log.warning("no locks in %s (%s): start no other conversion to it", self.partial, error.strerror)
-        try:
+            hold_lock(self._lock, f"another process is converting to {self.output}; wait until it is done")
             if not self.resume:
                 shutil.rmtree(self.data, ignore_errors=True)
                 (self.partial / "journal.jsonl").unlink(missing_ok=True)

@@ -1,14 +1,22 @@
-"""Files that a kill or a full disk leaves whole, hashes of files, folders that exist."""
+"""Files that a kill or a full disk leaves whole, locks, hashes of files, folders that exist."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import logging
 import os
 from pathlib import Path
+from typing import IO, Any
 
 from nemo_grpo.errors import UserError, reading
 
+log = logging.getLogger(__name__)
+
 SHA256SUMS = "SHA256SUMS"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""Lustre without -o flock, NFS without a lock daemon."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -38,6 +46,22 @@ def flush_tree(folder: Path) -> None:
     """`flush` everything below a folder, then the folder."""
     for path in (*sorted(folder.rglob("*"), reverse=True), folder):
         flush(path)
+
+
+def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -> None:
+    """Keep others from locking an open file until it is closed; where the disk has no locks, say so.
+
+    Args:   per_process: children that inherit the file do not hold it, and this process may lock it again.
+    Raises: UserError: somebody has it; ``refusal`` says so.
+    """
+    try:
+        (fcntl.lockf if per_process else fcntl.flock)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(refusal) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        log.warning("no locks here (%s), so do not start it twice; else: %s", error.strerror, refusal)
 
 
 def make_readable(folder: Path) -> None:

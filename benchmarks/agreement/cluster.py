@@ -22,9 +22,9 @@ from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
+from nemo_grpo.nemorl.model import load_tokenizer
 from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
 from nemo_grpo.nemorl.refit import Refits
-from nemo_grpo.nemorl.run_grpo import load_tokenizer
 from nemo_grpo.nemorl.uses import ACTOR_PYTHONS
 from nemo_grpo.training.rollout import Step
 

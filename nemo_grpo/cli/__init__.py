@@ -12,7 +12,6 @@ from nemo_grpo.cli import (
     compare,
     convert,
     data,
-    diagnose,
     doctor,
     eval,
     launch,
@@ -48,7 +47,6 @@ app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("rehearse")(rehearse.rehearse)
 app.command("report")(report.report)
-app.add_typer(diagnose.app, name="diagnose")
 app.command("compare")(compare.compare)
 app.command("sweep")(compare.sweep)
 app.add_typer(variants.app, name="variants")

@@ -47,6 +47,9 @@ def plan(
     ] = None,
     prompt_length: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 128,
     signal: Annotated[float, typer.Option(help="Share of groups whose rewards differ.")] = 0.5,
+    acceptance: Annotated[
+        float, typer.Option(help="Share of drafted tokens that are accepted after accepted ones.")
+    ] = 0.87,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars per GPU-hour.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Search the fastest layouts that fit.")] = False,
     compare: Annotated[str | None, typer.Option(help="Algorithms to compare: grpo,gpg,...")] = None,
@@ -68,10 +71,11 @@ def plan(
     """
     from nemo_grpo.cli.console import wide_console
     from nemo_grpo.plan import plan_recipe
+    from nemo_grpo.plan.forecast import Assumptions
     from nemo_grpo.recipe import load_recipe
 
     paths, overrides = split_items(items, "plan")
-    assumed = _assumptions(lengths, prompt_length, signal)
+    assumed = Assumptions(_lengths(lengths), prompt_length, signal, acceptance)
     recipes: list[Recipe] = []
     plans: list[Plan] = []
     refused: list[str] = []
@@ -125,15 +129,11 @@ def _about_data(recipes: list[Recipe]) -> list[str]:
     return [*data.errors, *data.notes, *([data.found] if data.found else [])]
 
 
-def _assumptions(lengths: str | None, prompt: float, signal: float) -> Assumptions:
-    from nemo_grpo.plan.forecast import Assumptions
-
-    if lengths is None:
-        return Assumptions(None, prompt, signal)
+def _lengths(given: str | None) -> float | Path | None:
     try:
-        return Assumptions(float(lengths), prompt, signal)
+        return None if given is None else float(given)
     except ValueError:
-        return Assumptions(Path(lengths), prompt, signal)
+        return Path(given)
 
 
 def _further(
@@ -148,12 +148,11 @@ def _further(
     if one.forecast is None:
         return found
     if best:
-        found["best"] = best_layouts(recipe, one.forecast, one.shape, one.hardware)
+        found["best"] = best_layouts(recipe, one.forecast)
     if compare:
-        names = compare.split(",")
-        found["compare"] = of_variants(recipe, names, one.shape, one.gpu, one.hardware, assumed)
+        found["compare"] = of_variants(recipe, one.forecast, compare.split(","), assumed)
     if scale:
-        found["scale"] = scaling(recipe, one.forecast, one.shape, one.hardware, scale)
+        found["scale"] = scaling(recipe, one.forecast, scale)
     return found
 
 
@@ -218,8 +217,8 @@ def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) ->
         found["best"] = [
             {
                 "overrides": one.overrides,
-                "step_seconds": one.step.seconds,
-                "layout": asdict(one.setup.layout),
+                "step_seconds": one.forecast.step.seconds,
+                "layout": asdict(one.forecast.setup.layout),
             }
             for one in further["best"]
         ]

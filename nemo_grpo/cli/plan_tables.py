@@ -9,13 +9,13 @@ from rich.table import Table
 from nemo_grpo.plan import Plan
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.memory import GIB
+from nemo_grpo.plan.rollout_time import kept_tokens
 from nemo_grpo.plan.scaling import Point
 from nemo_grpo.plan.search import Found
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT
 
 _PHASES = ("training", "scoring", "refit")
-_PUBLISHED = "published steps on such GPUs"
 
 
 def memory_table(one: Plan) -> Table:
@@ -96,19 +96,30 @@ def seconds_of(part: float, step: float | None = None) -> str:
 def sentences(found: Forecast, price: float | None) -> list[str]:
     """Lengths, throughput, the run, the bottleneck, and how far the numbers may be off."""
     step, work = found.step, found.work
-    if found.error:
-        median, worst = found.error
-        which = "measured steps on a CPU without other work" if found.setup.embedded else _PUBLISHED
-        off = f"{which} are off by {median:.0%} in the median and {worst:.0%} at worst"
-    else:
-        off = "no published step on such GPUs was compared; the constants are those of H100"
+    drafts = found.setup.draft_tokens
+    kept = kept_tokens(drafts, work.acceptance)
+    speculation = (
+        f"drafts: {drafts} per pass, accepted with {work.acceptance:.0%}: {kept:.1f} tokens per pass"
+    )
     return [
         f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
+        *([speculation] if drafts else []),
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
         f"run: {work.num_steps} steps, validations and checkpoints take {_run(found, price)}",
         f"bottleneck: {found.bottleneck}",
-        f"uncertainty: {off} (docs/plan.md)",
+        _interval(found),
     ]
+
+
+def _interval(found: Forecast) -> str:
+    """With the lengths as given: where the step may be, and how often steps that are known were there."""
+    seen = found.seen
+    low, high = (seconds_of(seconds) for seconds in seen.around(found.step.seconds))
+    held = f"{seen.covered:.0%} of {seen.num_steps} {seen.what}"
+    return (
+        f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold {held}, predicted "
+        f"with a median error of {seen.median:.0%}, {seen.worst:.0%} at worst (docs/plan.md)"
+    )
 
 
 def _run(found: Forecast, price: float | None) -> str:
@@ -129,11 +140,10 @@ def best_table(base: Forecast, found: Sequence[Found]) -> Table:
     for column in ("s/step", "gain", "tokens/s/GPU", "overrides"):
         table.add_column(column, justify="left" if column == "overrides" else "right", overflow="fold")
     for one in found:
-        gain = base.step.seconds / one.step.seconds - 1
+        step = one.forecast.step
+        gain = base.step.seconds / step.seconds - 1
         text = " ".join(one.overrides) or "as it is"
-        table.add_row(
-            f"{one.step.seconds:.0f}", f"{gain:+.0%}", f"{one.step.tokens_per_second_per_gpu:.0f}", text
-        )
+        table.add_row(f"{step.seconds:.0f}", f"{gain:+.0%}", f"{step.tokens_per_second_per_gpu:.0f}", text)
     return table
 
 

@@ -52,15 +52,21 @@ def variants(ctx: typer.Context) -> None:
 
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="Variant, or FILE:CLASS.", show_default=False)]) -> None:
-    """All parameters of one variant.
+    """One variant: its equations, where it departs from its paper and why, and all parameters.
 
     Example: nemo-grpo variants tr_grpo
     """
+    import sys
+    from inspect import getdoc
+
     from rich.console import Console
 
     from nemo_grpo.variants import variant_class
 
-    Console().print(parameters(name, variant_class(name, "variants")))
+    variant, console = variant_class(name, "variants"), Console()
+    if text := getdoc(sys.modules[variant.__module__]):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(parameters(name, variant))
 
 
 @app.command()

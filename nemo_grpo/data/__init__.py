@@ -1,8 +1,8 @@
 """Data sets: sources of the papers' problems, and their preparation as JSONL files."""
 
+from nemo_grpo.data.manifest import verify
 from nemo_grpo.data.preparation import Prepared, Request, check_copies, prepare
 from nemo_grpo.data.sources import ALIASES, SOURCES, Source, find_source
-from nemo_grpo.data.verification import verify
 
 __all__ = [
     "ALIASES",

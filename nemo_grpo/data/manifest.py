@@ -1,4 +1,4 @@
-"""The note beside a data file: what it holds, where that came from, and its hash."""
+"""The note beside a data file: what it holds, where that came from, and its hash; checks files against it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.files import write_atomically
+from nemo_grpo.errors import UserError
+from nemo_grpo.files import sha256_of, write_atomically
+from nemo_grpo.tasks.jsonl import read_problems
 
 SUFFIX = ".manifest.json"
 
@@ -28,3 +30,39 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a data file, under a temporary name first."""
     write_atomically(manifest_path(path), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+
+
+def verify(folder: Path) -> dict[str, str | None]:
+    """Check every data set of a folder: hash, count, every line, every picture.
+
+    Returns: name -> None if all is well, or what is wrong.
+    Raises:  UserError: the folder holds no manifest.
+    """
+    manifests = sorted(folder.glob(f"*{SUFFIX}"))
+    if not manifests:
+        raise UserError(
+            f"{folder} holds no *{SUFFIX}; `nemo-grpo data prepare NAME --out {folder}` makes one"
+        )
+    names = [path.name.removesuffix(SUFFIX) for path in manifests]
+    return {name: _complaint(folder / f"{name}.jsonl") for name in names}
+
+
+def _complaint(path: Path) -> str | None:
+    manifest = read_manifest(path)
+    if manifest is None:
+        return "the manifest cannot be read"
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if sha256_of(path) != manifest.get("sha256"):
+        return f"{path.name} has a sha256 other than its manifest's"
+    return _content(path, manifest)
+
+
+def _content(path: Path, manifest: dict[str, Any]) -> str | None:
+    try:
+        problems = read_problems([path], with_images=bool(manifest.get("num_images")))
+    except UserError as error:
+        return str(error)
+    if len(problems) != manifest.get("num_problems"):
+        return f"{len(problems)} problems, not {manifest.get('num_problems')}"
+    return None

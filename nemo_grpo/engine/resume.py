@@ -53,6 +53,8 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
         return
     first = load_recipe(resolved)
     before, now = dict(leaves(first.written())), dict(leaves(recipe.written()))
+    if now["policy.precision"] == "auto":
+        del before["policy.precision"], now["policy.precision"]  # the run keeps its own
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())

@@ -17,9 +17,8 @@ class SupervisedTrainer(Trainer):
     Checkpoints, resuming, layouts, LoRA, packing, sampled validation and export are `Trainer`'s.
     """
 
-    def _check_prompts(self) -> None:
+    def _set_up_training_data(self) -> None:
         """Encode every demonstration before anything is written, of an endless stream the first ones."""
-        self._encode(self.problems)
         self.demonstrations = Demonstrations(self.recipe, self.task, self.tokenizer)
         self.held_out = [self.demonstrations.held_out(problem) for problem in self.problems]
         self.demonstrations.check()

@@ -24,6 +24,7 @@ from nemo_grpo.engine.checks import check, check_ranks
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
+from nemo_grpo.engine.precision import with_precision
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
 from nemo_grpo.errors import UserError
@@ -52,7 +53,6 @@ class Trainer:
         Raises: UserError: the recipe asks for what this engine or this machine does not have, the run folder
                 exists and ``resume`` is False, or a checkpoint does not fit.
         """
-        self.recipe = recipe
         check(recipe, resume=resume)
         check_ranks(recipe)
         torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
@@ -60,6 +60,8 @@ class Trainer:
         parallel.initialize(recipe.policy.megatron_cfg.layout, self.device, recipe.grpo.seed)
         leads = parallel.is_rank_zero()
         self.run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
+        begun = self.run.recipe if resume else None
+        self.recipe = recipe = with_precision(recipe, self.device, begun, leads=leads)
         if resume:
             self.run.lock()
         self.objective = recipe.loss_fn.build()
@@ -87,7 +89,8 @@ class Trainer:
         self.saver = Saver(self.store, self.policy, self.source, behind)
         self.state = TrainingState()
         self.validated: dict[str, float] = {}
-        self._check_prompts()
+        self._encode(self.problems)  # a problem that cannot be used ends the run now, not at its turn
+        self._set_up_training_data()
         checkpoint = self.store.newest_whole() if resume else None
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -101,12 +104,8 @@ class Trainer:
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
             self.store.remove_leftovers()
 
-    def _check_prompts(self) -> None:
-        """Encode every prompt before anything is written, of an endless stream the first ones.
-
-        A missing chat template or a limit would otherwise end the run when the problem's turn comes.
-        """
-        self._encode(self.problems)
+    def _set_up_training_data(self) -> None:
+        """Encode every training prompt before anything is written, of an endless stream the first ones."""
         seed, settings = self.recipe.grpo.seed, (self.recipe.nemo_grpo.prompt, self._limits)
         from_first_rank(lambda: check_training_prompts(self.task, self._encode, seed, self.source, settings))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nemo_grpo.evaluate.responses import Answer, Recall, Recorded
+from nemo_grpo.evaluate.responses import Entry, Recall
 from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.episodes import Written, sample_responses
 from nemo_grpo.sampling.images import Images, image_digest
@@ -63,7 +63,7 @@ class Ask:
 
     def __call__(
         self, asked: Sequence[Question], count: int, sampling: SamplingParams, seed: int
-    ) -> list[list[Recorded]]:
+    ) -> list[list[Written]]:
         """Args: asked: all different in prompt or images.  Returns: ``count`` responses to each."""
         found = [self._known(question, count, sampling.greedy) for question in asked]
         if self.meter is not None:
@@ -75,8 +75,8 @@ class Ask:
                 found[place] = responses
         return found
 
-    def _known(self, question: Question, count: int, greedy: bool) -> list[Recorded | None]:
-        unknown: list[Recorded | None] = [None] * count
+    def _known(self, question: Question, count: int, greedy: bool) -> list[Written | None]:
+        unknown: list[Written | None] = [None] * count
         if self.recall is None:
             return unknown
         found = self.recall.get(question.id, question.tokens, greedy, count)
@@ -86,10 +86,10 @@ class Ask:
     def _sample(
         self,
         asked: list[Question],
-        found: list[list[Recorded | None]],
+        found: list[list[Written | None]],
         sampling: SamplingParams,
         seed: int,
-    ) -> list[list[Recorded]]:
+    ) -> list[list[Written]]:
         """What is not found, beside what is."""
         count, flat = len(found[0]), [response for responses in found for response in responses]
         known = {row: response for row, response in enumerate(flat) if response is not None}
@@ -97,18 +97,17 @@ class Ask:
         prompts = [question.tokens for question in asked]
         request = Request(prompts, count, sampling, seed, images=images, known=frozenset(known))
 
-        def heard(num_tokens: int, ended: Sequence[Written]) -> None:
+        def entry(row: int, response: Written) -> Entry:
+            one = asked[row // count]
+            return Entry(one.id, one.tokens, sampling.greedy, row % count, response)
+
+        def heard(num_tokens: int, ended: Sequence[tuple[int, Written]]) -> None:
             if self.meter is not None:
                 self.meter(num_tokens, len(ended))
             if self.recall is not None and ended:
-                self.recall.put([self._answer(asked, count, sampling.greedy, one) for one in ended])
+                self.recall.put([entry(*one) for one in ended])
 
         sampled = sample_responses(self.generator, self.tokenizer, self.task, request, heard)
-        fresh = [Recorded(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
+        fresh = [Written(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
         whole = [known.get(row, response) for row, response in enumerate(fresh)]
         return [whole[start : start + count] for start in range(0, len(whole), count)]
-
-    def _answer(self, asked: list[Question], count: int, greedy: bool, written: Written) -> Answer:
-        row, *response = written
-        question = asked[row // count]
-        return Answer(question.id, question.tokens, greedy, row % count, Recorded(*response))

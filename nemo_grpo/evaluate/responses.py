@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,39 +11,32 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.files import hold_lock
+from nemo_grpo.sampling.episodes import Written
 from nemo_grpo.tasks import Problem
 
 GREEDY = "greedy"
 """The sample number of a greedy response."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A response: its text, and the number of policy tokens, stop token included."""
-
-    text: str
-    num_tokens: int
-    truncated: bool
-
-
-class Answer(NamedTuple):
+class Entry(NamedTuple):
     """A response to a problem's prompt; ``number``: among the samples to that prompt, 0 if greedy."""
 
     problem: str
     prompt: Sequence[int]
     greedy: bool
     number: int
-    response: Recorded
+    response: Written
 
 
 class Recall(Protocol):
     """Remembers the responses to problems under one set of conditions."""
 
-    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Recorded | None]:
+    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Written | None]:
         """The ``count`` responses to a prompt; None: not known."""
         ...
 
-    def put(self, responses: Sequence[Answer]) -> None:
+    def put(self, responses: Sequence[Entry]) -> None:
         """Remember responses."""
         ...
 
@@ -63,13 +55,11 @@ class ResponseLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            hold_lock(self._file, f"{path} is being written by another evaluation; give each its own --out")
+            self._known = self._read()
+        except BaseException:
             self._file.close()
-            raise UserError(
-                f"{path} is being written by another evaluation; give each its own --out"
-            ) from error
-        self._known = self._read()
+            raise
 
     def __enter__(self) -> ResponseLog:
         return self
@@ -80,18 +70,18 @@ class ResponseLog:
     def __len__(self) -> int:
         return len(self._known)
 
-    def read(self, key: str, sample: int | str) -> Recorded | None:
+    def read(self, key: str, sample: int | str) -> Written | None:
         """The response of this key and number, if it is known."""
         return self._known.get((key, sample))
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append records with ``key``, ``sample`` and the fields of `Recorded`, in one piece."""
+        """Append records with ``key``, ``sample`` and the fields of `Written`, in one piece."""
         self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._known |= dict(map(_entry, lines))
 
-    def _read(self) -> dict[tuple[str, int | str], Recorded]:
+    def _read(self) -> dict[tuple[str, int | str], Written]:
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
@@ -102,14 +92,13 @@ class ResponseLog:
             try:
                 key, sampled = _entry(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                self._file.close()
                 raise UserError(f"{self.path}:{number} is damaged ({error}); remove that line") from error
             known[key] = sampled
         return known
 
 
-def _entry(line: Mapping[str, Any]) -> tuple[tuple[str, int | str], Recorded]:
-    return (line["key"], line["sample"]), Recorded(line["text"], line["num_tokens"], line["truncated"])
+def _entry(line: Mapping[str, Any]) -> tuple[tuple[str, int | str], Written]:
+    return (line["key"], line["sample"]), Written(line["text"], line["num_tokens"], line["truncated"])
 
 
 @dataclass(frozen=True)
@@ -124,11 +113,11 @@ class Resumable:
     benchmark: str
     conditions: Mapping[str, Any]
 
-    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Recorded | None]:
+    def get(self, problem: str, prompt: Sequence[int], greedy: bool, count: int) -> list[Written | None]:
         key = self._key(problem, prompt, greedy)
         return [self.log.read(key, GREEDY if greedy else number) for number in range(count)]
 
-    def put(self, responses: Sequence[Answer]) -> None:
+    def put(self, responses: Sequence[Entry]) -> None:
         lines = []
         for problem, prompt, greedy, number, response in responses:
             key, sample = self._key(problem, prompt, greedy), GREEDY if greedy else number

@@ -20,8 +20,9 @@ from nemo_grpo.evaluate.passk import (
     pass_at_k,
     stderr_of_runs,
 )
-from nemo_grpo.evaluate.responses import Recall, Recorded
+from nemo_grpo.evaluate.responses import Recall
 from nemo_grpo.progress import TokenMeter
+from nemo_grpo.sampling.episodes import Written
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task
@@ -34,7 +35,7 @@ PROBLEMS_PER_CALL = 64
 
 
 @dataclass(frozen=True)
-class Answers:
+class Verdicts:
     """Responses to one problem with the task's verdicts; all sequences have one entry per response.
 
     ``lengths`` counts the policy's tokens.
@@ -55,8 +56,8 @@ class ProblemResult:
     id: str
     prompt: str
     gold: str
-    greedy: Answers
-    samples: Answers
+    greedy: Verdicts
+    samples: Verdicts
 
     @property
     def num_correct(self) -> int:
@@ -242,14 +243,14 @@ def evaluate(
     return EvalResult(config, num_samples, ordered, same_answer, undecided, overall=overall(answered))
 
 
-def _judge(task: Task, problem: Problem, responses: Sequence[Recorded]) -> Answers:
+def _judge(task: Task, problem: Problem, responses: Sequence[Written]) -> Verdicts:
     scores, extracted = from_first_rank(  # as in rollouts: the same on all ranks
         lambda: (
             [checked_score(task, problem, response.text) for response in responses],
             [task.extract(response.text) for response in responses],
         )
     )
-    return Answers(
+    return Verdicts(
         completions=[response.text for response in responses],
         extracted=extracted,
         scores=[score["accuracy"] for score in scores],

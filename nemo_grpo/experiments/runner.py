@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import Literal
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.plan import RUNS, Job
-from nemo_grpo.files import write_atomically
+from nemo_grpo.files import hold_lock, write_atomically
 from nemo_grpo.progress import progress
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
 
@@ -218,8 +217,6 @@ def only_one(out: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); choose another folder") from None
     with lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"--out {out} is in use by another process; wait for it or end it") from None
+        refusal = f"--out {out} is in use by another process; wait for it or end it"
+        hold_lock(lock, refusal, per_process=True)
         yield

@@ -1,7 +1,7 @@
 """Model families: what sets each apart, and which Hugging Face tensors make up which Megatron tensor.
 
-To add one, write a module like `qwen2` and list its declaration in `FAMILIES`; converters, planner, embedded
-engine and decoder all read it from there.
+To add one, declare it in `plain` or in a module of its own, and list the declaration in `FAMILIES`;
+converters, planner, embedded engine and decoder all read it from there.
 """
 
 from __future__ import annotations
@@ -10,19 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.families import (
-    deepseek_v3,
-    gemma3,
-    glm4_moe,
-    gpt_oss,
-    llama,
-    mistral,
-    qwen2,
-    qwen2_vl,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-)
+from nemo_grpo.families import deepseek_v3, gemma3, glm4_moe, gpt_oss, plain, qwen2_vl, qwen3_5
 from nemo_grpo.families.declaration import Declaration, complete
 from nemo_grpo.families.family import Family
 from nemo_grpo.families.spec import ModelSpec
@@ -31,11 +19,11 @@ from nemo_grpo.families.values import checked
 __all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec"]
 
 FAMILIES: tuple[Declaration, ...] = (
-    llama.FAMILY,
-    mistral.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen3_moe.FAMILY,
+    plain.LLAMA,
+    plain.MISTRAL,
+    plain.QWEN2,
+    plain.QWEN3,
+    plain.QWEN3_MOE,
     qwen2_vl.QWEN2_VL,
     qwen2_vl.QWEN2_5_VL,
     gemma3.FAMILY,

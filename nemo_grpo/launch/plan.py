@@ -41,7 +41,7 @@ def time_verdict(recipe: Recipe, gpu: str, limit: timedelta) -> tuple[bool, str]
     if found is None:
         return True, f"--time {limit}: not compared with the steps"
     step, save = found.step.seconds, found.step.checkpoint
-    fastest = step / (1 + (found.error or (0.0, 1.0))[1])
+    fastest = step / (1 + found.seen.worst)
     if fastest + save > limit.total_seconds():
         return False, (
             f"--time {limit}: a step takes about {step:.0f} s and a checkpoint {save:.0f} s on {gpu}, and "

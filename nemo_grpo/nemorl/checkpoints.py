@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.families import family_for
+from nemo_grpo.hf_folder import check_model_folder
+from nemo_grpo.launch.settings import folder_of
 from nemo_grpo.nemorl.observers import after_checkpoint, after_checkpoint_begun
 
 if TYPE_CHECKING:
+    from nemo_grpo.nemorl.config import ClusterRun
     from nemo_grpo.nemorl.exchange import StepExchange
     from nemo_grpo.variants.base import VariantConfig
 
@@ -82,6 +86,32 @@ def resume_carried(config: VariantConfig, checkpointer: Any, exchange: StepExcha
             f"loss_fn.variant={config.variant} carries statistics over steps, and {path} has none ({error}); "
             "resume with the loss_fn that the run was started with, or start another run"
         ) from None
+
+
+def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
+    """Exports of every checkpoint, if the recipe asks for them.
+
+    Args:   hf_config: transformers' configuration of the model.
+    Raises: UserError: the converter does not support the model, LoRA's base is not on this machine, or the
+            checkpoint folder supports no hard links.
+    """
+    recipe, export = run.recipe, run.recipe.nemo_grpo.export
+    if not (export.at_every_save and recipe.checkpointing.enabled):
+        return None
+    try:
+        family_for(json.loads(hf_config.to_json_string()))
+    except UserError as error:
+        raise UserError(
+            f"nemo_grpo.export.at_every_save=true: {recipe.policy.model_name} cannot be exported ({error}); "
+            "set it to false"
+        ) from None
+    base = None
+    if recipe.policy.megatron_cfg.lora_in_use:
+        base = Path(folder_of(recipe.policy.model_name or "")).absolute()
+        check_model_folder(base, "nemo_grpo.export.at_every_save=true merges LoRA, and policy.model_name")
+    exports = Exports(recipe.checkpoint_dir.absolute(), recipe.run_dir.absolute() / "hf", export.dtype, base)
+    exports.check()
+    return exports
 
 
 class Exports:

@@ -119,7 +119,7 @@ def keep_tensor_pickles_plain() -> None:
         torch.storage._load_from_bytes = plain
 
 
-class Setup(NamedTuple):
+class Parts(NamedTuple):
     """What NeMo-RL's `setup` returns, by position."""
 
     policy: Any
@@ -137,14 +137,14 @@ class Setup(NamedTuple):
     alias_to_group_alias: Any
 
 
-def unpack_setup(result: tuple[Any, ...]) -> Setup:
+def unpack_setup(result: tuple[Any, ...]) -> Parts:
     """Name the values that `setup` returned.
 
     Raises: UserError: their number differs from the tested versions'.
     """
-    if len(result) != len(Setup._fields):
+    if len(result) != len(Parts._fields):
         raise UserError(
-            f"nemo_rl.algorithms.grpo.setup returned {len(result)} values where {len(Setup._fields)} are "
+            f"nemo_rl.algorithms.grpo.setup returned {len(result)} values where {len(Parts._fields)} are "
             f"known; use a tested version: {tested()}"
         )
-    return Setup(*result)
+    return Parts(*result)

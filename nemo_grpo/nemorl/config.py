@@ -16,7 +16,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.hooks import HOOKS
 from nemo_grpo.nemorl.uses import BASE, SFT, VISION_BASE
-from nemo_grpo.recipe import Recipe, host, load_recipe
+from nemo_grpo.recipe import Recipe, host, load_recipe_dict
 from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
 
@@ -72,8 +72,8 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
 
     Raises: UserError: the recipe is refused, is not for the cluster, or does not fit this NeMo-RL.
     """
-    overrides = list(overrides)
-    recipe = load_recipe(path, overrides)
+    written, overrides = load_tree(path), list(overrides)
+    recipe = load_recipe_dict(written, overrides)
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine (nemo-grpo "
@@ -83,7 +83,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         refuse_what_0_7_0_ignores(recipe)
     for note in recipe.notes:
         log.info("%s", note)
-    given = resolve(apply_overrides(load_tree(path), overrides))
+    given = resolve(apply_overrides(written, overrides))
     if recipe.nemo_grpo.task is None:
         tree = host_tree(recipe, given)
     else:

@@ -17,23 +17,16 @@ Data = tuple[Any, Any, dict[str, Any], dict[str, Any]]
 
 
 def find_prompt_files(config: Any, repository: Path) -> None:
-    """Make paths of prompts absolute: NeMo-RL's recipes give them relative to its repository.
+    """Replace prompts' paths by those of `host.prompt_file`.
 
-    Raises: UserError: a file is neither there nor in the working directory.
+    Raises: UserError: see there.
     """
     sections = [config.data.get(split) for split in ("train", "validation", "default")]
     listed = [one for section in sections for one in (section if isinstance(section, list) else [section])]
     for section in filter(None, listed):
         for name in PROMPT_FILES:
-            given = section.get(name)
-            if given is None or Path(given).is_file():
-                continue
-            if not (repository / given).is_file():
-                raise UserError(
-                    f"data: {name}={given} is neither in {Path.cwd()} nor in NeMo-RL's repository "
-                    f"{repository}; correct the path"
-                )
-            section[name] = str(repository / given)
+            if section.get(name) is not None:
+                section[name] = str(host.prompt_file(section[name], repository))
 
 
 def set_up_data(run: ClusterRun, encoder: Any) -> Data:

@@ -1,4 +1,4 @@
-"""Checks by NeMo-RL's own metric that rollouts come from the trained weights.
+"""Checks by NeMo-RL's own metrics that there are rollouts, and that they come from the trained weights.
 
 ``gen_kl_error`` is the token mean of k3 between the rollout's logprobs and the policy's logprobs of the same
 tokens before its update. In synchronous training both use the same weights and differ only by rounding and
@@ -35,6 +35,11 @@ WARNING = (
     f"weights or computes differently. Check {OVERLAP} (false), the messages of the refit, {VLLM}.precision, "
     "policy.megatron_cfg.fp8_cfg, and Megatron's fusions (policy.megatron_cfg.*_fusion)"
 )
+LENGTH = "mean_gen_tokens_per_sample"
+EMPTY = (
+    "step %d: no response has a token, so that nothing is learnt. NeMo-RL's asynchronous rollouts print "
+    "'Error generating response' with the reason of a failed request, and go on without its response"
+)
 
 
 def bound(recipe: Recipe) -> float | None:
@@ -53,17 +58,20 @@ def per_update(recipe: Recipe, logged: float) -> float:
 
 @contextmanager
 def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
-    """Within the block, warn of every step above the bound, and log `EXCEEDS` with every step.
+    """Within the block, warn of every step without tokens, and of every one above the bound.
+
+    Where there is a bound, `EXCEEDS` is logged with every step.
 
     Args: logger: NeMo-RL's.
     """
     limit = bound(recipe)
-    if limit is None:
-        yield
-        return
 
     def judge(metrics: Mapping[str, Any], step: int, _prefix: str) -> Mapping[str, float]:
         if METRIC not in metrics:
+            return {}
+        if metrics.get(LENGTH) == 0:
+            log.warning(EMPTY, step)
+        if limit is None:
             return {}
         error = per_update(recipe, float(metrics[METRIC]))
         exceeds = not error <= limit  # nan does

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import logging
 import os
 import sys
@@ -18,20 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import EXIT_USAGE, UserError, first_line
-from nemo_grpo.families import family_for
-from nemo_grpo.hf_folder import check_model_folder
-from nemo_grpo.launch.settings import folder_of
+from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.nemorl import compat, hooks, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
-from nemo_grpo.nemorl.checkpoints import Exports, resume_carried, save_side_files
-from nemo_grpo.nemorl.compat import Setup
+from nemo_grpo.nemorl.checkpoints import Exports, exports_of, resume_carried, save_side_files
+from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.drawn import log_drawn
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.host_data import set_up_data
 from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.model import load_tokenizer, model_config
 from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
 from nemo_grpo.nemorl.ray_address import check_ray_address
 from nemo_grpo.nemorl.refit import Refits
@@ -40,9 +37,8 @@ from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.run_record import alone, record_run
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
-from nemo_grpo.nemorl.stopping import Stop, stop_after_step
+from nemo_grpo.nemorl.stopping import exit_code, finished_steps, last_step, stop_after_step
 from nemo_grpo.nemorl.worker_python import check_async_save, check_data_plane
-from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +79,7 @@ class Ready(NamedTuple):
     supervised training. ``last_step``: the step at which training is complete.
     """
 
-    parts: Setup
+    parts: Parts
     loss_fn: Any
     tokenizer: Any
     processor: Any
@@ -176,7 +172,7 @@ def train(run: ClusterRun, ready: Ready) -> int:
                     run_trainer(ready)
         finally:
             close(parts, ready.environments)
-        code = exit_code(run, ready, stop)
+        code = exit_code(run, parts, ready.last_step, stop)
     finally:
         if exports is not None:  # 0: nothing will restart this run
             exports.wait() if code == 0 else exports.stop()
@@ -198,23 +194,6 @@ def share_sources() -> None:
         )
     paths = [str(root), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
-
-
-def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
-    """(processor or None, tokenizer); also completes the generation settings that depend on it."""
-    policy = run.master_config.policy
-    get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
-    processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
-    tokenizer = get_tokenizer(policy["tokenizer"]) if processor is None else processor.tokenizer
-    if "generation" not in policy:  # supervised training
-        return processor, tokenizer
-    policy["generation"] = compat.import_name("nemo_rl.models.generation:configure_generation_config")(
-        policy["generation"],
-        tokenizer,
-        has_refit_draft_weights=bool(value_of(policy, "draft.enabled", False)),
-        trains_mtp=bool(value_of(policy, "megatron_cfg.mtp_num_layers", 0)),
-    )
-    return processor, tokenizer
 
 
 def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer: Any) -> None:
@@ -240,92 +219,6 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer:
     sample = dynamic_sampling_for(recipe.loss_fn, exchange)
     hooks.install("estimator", lambda _theirs: create_advantage_estimator)
     hooks.install("sampling", lambda _theirs: sample)
-
-
-def finished_steps(parts: Setup) -> int:
-    """Steps already done in the checkpoint that NeMo-RL resumes from.
-
-    Synchronous training counts them in total_steps, asynchronous training in current_step alone.
-    """
-    state = parts.grpo_save_state
-    return max(int(value_of(state, name, 0)) for name in ("total_steps", "current_step"))
-
-
-def last_step(run: ClusterRun, parts: Setup) -> int:
-    """The step at which training is complete: max_num_steps, or the end of NeMo-RL's own data.
-
-    Raises: UserError: a task's data end earlier, with max_num_epochs.
-    """
-    grpo, state, config = run.recipe.grpo, parts.grpo_save_state, parts.master_config
-    if value_of(config, "grpo.async_grpo.enabled", False):
-        return grpo.max_num_steps
-    num_epochs, epoch = value_of(config, "grpo.max_num_epochs", 1), int(value_of(state, "current_epoch", 0))
-    left = grpo.max_num_steps - finished_steps(parts)
-    possible = (num_epochs - epoch) * len(parts.dataloader) - int(value_of(state, "current_step", 0))
-    if possible < left and run.recipe.nemo_grpo.task is None:
-        log.info("grpo.max_num_epochs=%s ends training after %d more steps", num_epochs, max(possible, 0))
-        return grpo.max_num_steps - left + max(possible, 0)
-    if possible < left:
-        end = finished_steps(parts) + max(possible, 0)
-        raise UserError(
-            f"grpo.max_num_epochs={num_epochs}: {left} steps remain until grpo.max_num_steps="
-            f"{grpo.max_num_steps}, but the data ends after {max(possible, 0)} ({len(parts.dataloader)} per "
-            f"epoch, {epoch} epochs done); raise it, or set the steps to {end}"
-        )
-    return grpo.max_num_steps
-
-
-def model_config(run: ClusterRun) -> Any:
-    """transformers' configuration of the model.
-
-    Raises: UserError: there is none, or the model has code of its own and the recipe does not trust it.
-    """
-    from transformers import AutoConfig, PretrainedConfig
-    from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-    name, trusted = run.recipe.policy.model_name, run.recipe.nemo_grpo.trust_remote_code
-    tokenizer = run.recipe.policy.tokenizer.name or name
-    try:
-        declared, _ = PretrainedConfig.get_config_dict(name)
-        refused = not trusted and "auto_map" in {*declared, *get_tokenizer_config(tokenizer)}
-        config = None if refused else AutoConfig.from_pretrained(name, trust_remote_code=trusted)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"policy.model_name={name} has no config.json that transformers can read ({first_line(error)}); "
-            "give a Hugging Face folder, or a name in this node's cache"
-        ) from error
-    if config is None:
-        raise UserError(
-            f"policy.model_name={name} brings Python code (auto_map), and NeMo-RL runs whatever a model "
-            "brings; read it and set nemo_grpo.trust_remote_code=true, or take another model"
-        )
-    return config
-
-
-def exports_of(run: ClusterRun, hf_config: Any) -> Exports | None:
-    """Exports of every checkpoint, if the recipe asks for them.
-
-    Args:   hf_config: transformers' configuration of the model.
-    Raises: UserError: the converter does not support the model, LoRA's base is not on this machine, or the
-            checkpoint folder supports no hard links.
-    """
-    recipe, export = run.recipe, run.recipe.nemo_grpo.export
-    if not (export.at_every_save and recipe.checkpointing.enabled):
-        return None
-    try:
-        family_for(json.loads(hf_config.to_json_string()))
-    except UserError as error:
-        raise UserError(
-            f"nemo_grpo.export.at_every_save=true: {recipe.policy.model_name} cannot be exported ({error}); "
-            "set it to false"
-        ) from None
-    base = None
-    if recipe.policy.megatron_cfg.lora_in_use:
-        base = Path(folder_of(recipe.policy.model_name or "")).absolute()
-        check_model_folder(base, "nemo_grpo.export.at_every_save=true merges LoRA, and policy.model_name")
-    exports = Exports(recipe.checkpoint_dir.absolute(), recipe.run_dir.absolute() / "hf", export.dtype, base)
-    exports.check()
-    return exports
 
 
 def run_trainer(ready: Ready) -> None:
@@ -361,7 +254,7 @@ def run_trainer(ready: Ready) -> None:
     )
 
 
-def close(parts: Setup, environments: list[Any]) -> None:
+def close(parts: Parts, environments: list[Any]) -> None:
     """Wait for the last checkpoint, then end environments and generation, as NeMo-RL's own driver does."""
     if hasattr(parts.checkpointer, "shutdown"):  # 0.7.0 saves synchronously
         parts.checkpointer.shutdown()
@@ -371,33 +264,6 @@ def close(parts: Setup, environments: list[Any]) -> None:
         parts.policy_generation.shutdown()
     except Exception:
         log.exception("generation did not shut down")
-
-
-def exit_code(run: ClusterRun, ready: Ready, stop: Stop) -> int:
-    """See `main`. An asynchronous trainer that returns early without a known reason has printed its error."""
-    done, wanted = max(finished_steps(ready.parts), stop.last_step), ready.last_step
-    if done >= wanted:
-        return 0
-    if stop.reached_threshold:
-        log.info("stopped after step %d: validation reached grpo.stop_at_validation_threshold", done)
-        return 0
-    grpo = run.recipe.grpo
-    if not stop.happened and grpo.use_dynamic_sampling and not grpo.is_async:
-        log.warning(
-            "the data ended after step %d of %d: with grpo.use_dynamic_sampling a step takes several "
-            "batches, and grpo.max_num_epochs=%s are over; raise it to train on. Steps after the newest "
-            "checkpoint are lost",
-            *(done, wanted, value_of(ready.parts.master_config, "grpo.max_num_epochs", 1)),
-        )
-        return 0 if done else 1
-    if not stop.happened:
-        log.error("the trainer returned after step %d of %d; its own messages give the reason", done, wanted)
-        return 1
-    if not run.recipe.checkpointing.enabled:
-        log.error("stopped without a checkpoint: checkpointing.enabled=false")
-        return 1
-    log.info("stopped after step %d with a checkpoint; start again to resume", done)
-    return EXIT_INTERRUPTED
 
 
 def _fused(master_config: Any) -> bool:

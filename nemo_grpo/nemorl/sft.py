@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.compat import Setup
+from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import SFT, ClusterRun
 from nemo_grpo.nemorl.versions import SUPERVISED
 from nemo_grpo.training.demonstrations import Demonstrations
@@ -30,7 +30,7 @@ OF_SETUP = (
 """What its `setup` returns, by our names of the same parts for GRPO."""
 
 
-def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Setup:
+def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
     """Encode the demonstrations and set NeMo-RL's training up on them.
 
     Raises: UserError: the task has no demonstrations, one is too long, or this NeMo-RL does not fit.
@@ -45,11 +45,11 @@ def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Setup:
     data = DemonstrationDataset(shown.training, number, tokenizer)
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
     made = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
-    parts = dict.fromkeys(Setup._fields) | dict(zip(OF_SETUP, made, strict=True))
-    return Setup(**parts | {"policy_generation": parts["policy"]})  # the workers to shut down at the end
+    parts = dict.fromkeys(Parts._fields) | dict(zip(OF_SETUP, made, strict=True))
+    return Parts(**parts | {"policy_generation": parts["policy"]})  # the workers to shut down at the end
 
 
-def run_trainer(parts: Setup, tokenizer: Any) -> None:
+def run_trainer(parts: Parts, tokenizer: Any) -> None:
     """NeMo-RL's trainer; it asks `stop_after_step`'s checker after every step."""
     compat.import_name(f"{SFT}:sft_train")(
         parts.policy,

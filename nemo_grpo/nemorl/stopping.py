@@ -1,4 +1,4 @@
-"""Why a run on the cluster ended; NeMo-RL's trainers return without a reason.
+"""When a run on the cluster is complete, and why it ended; NeMo-RL's trainers return without a reason.
 
 A signal acts like NeMo-RL's own time limit, at which it saves and returns. Its asynchronous trainer also
 returns after errors, which it only prints, so a return alone does not mean success.
@@ -12,9 +12,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_grpo.dotted import value_of
+from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import hooks
+from nemo_grpo.nemorl.compat import Parts
+from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.observers import listening
-from nemo_grpo.training.signals import StopRequest, stop_on_signals
+from nemo_grpo.training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -72,3 +76,66 @@ def stop_after_step(logger: Any = None) -> Iterator[Stop]:
         if logger is not None:
             stack.enter_context(listening(logger, told=count))
         yield stop
+
+
+def finished_steps(parts: Parts) -> int:
+    """Steps already done in the checkpoint that NeMo-RL resumes from.
+
+    Synchronous training counts them in total_steps, asynchronous training in current_step alone.
+    """
+    state = parts.grpo_save_state
+    return max(int(value_of(state, name, 0)) for name in ("total_steps", "current_step"))
+
+
+def last_step(run: ClusterRun, parts: Parts) -> int:
+    """The step at which training is complete: max_num_steps, or the end of NeMo-RL's own data.
+
+    Raises: UserError: a task's data end earlier, with max_num_epochs.
+    """
+    grpo, state, config = run.recipe.grpo, parts.grpo_save_state, parts.master_config
+    if value_of(config, "grpo.async_grpo.enabled", False):
+        return grpo.max_num_steps
+    num_epochs, epoch = value_of(config, "grpo.max_num_epochs", 1), int(value_of(state, "current_epoch", 0))
+    left = grpo.max_num_steps - finished_steps(parts)
+    possible = (num_epochs - epoch) * len(parts.dataloader) - int(value_of(state, "current_step", 0))
+    if possible < left and run.recipe.nemo_grpo.task is None:
+        log.info("grpo.max_num_epochs=%s ends training after %d more steps", num_epochs, max(possible, 0))
+        return grpo.max_num_steps - left + max(possible, 0)
+    if possible < left:
+        end = finished_steps(parts) + max(possible, 0)
+        raise UserError(
+            f"grpo.max_num_epochs={num_epochs}: {left} steps remain until grpo.max_num_steps="
+            f"{grpo.max_num_steps}, but the data ends after {max(possible, 0)} ({len(parts.dataloader)} per "
+            f"epoch, {epoch} epochs done); raise it, or set the steps to {end}"
+        )
+    return grpo.max_num_steps
+
+
+def exit_code(run: ClusterRun, parts: Parts, wanted: int, stop: Stop) -> int:
+    """The driver's. An asynchronous trainer that returns early without a known reason has printed its error.
+
+    Args: wanted: the step at which training is complete.
+    """
+    done = max(finished_steps(parts), stop.last_step)
+    if done >= wanted:
+        return 0
+    if stop.reached_threshold:
+        log.info("stopped after step %d: validation reached grpo.stop_at_validation_threshold", done)
+        return 0
+    grpo = run.recipe.grpo
+    if not stop.happened and grpo.use_dynamic_sampling and not grpo.is_async:
+        log.warning(
+            "the data ended after step %d of %d: with grpo.use_dynamic_sampling a step takes several "
+            "batches, and grpo.max_num_epochs=%s are over; raise it to train on. Steps after the newest "
+            "checkpoint are lost",
+            *(done, wanted, value_of(parts.master_config, "grpo.max_num_epochs", 1)),
+        )
+        return 0 if done else 1
+    if not stop.happened:
+        log.error("the trainer returned after step %d of %d; its own messages give the reason", done, wanted)
+        return 1
+    if not run.recipe.checkpointing.enabled:
+        log.error("stopped without a checkpoint: checkpointing.enabled=false")
+        return 1
+    log.info("stopped after step %d with a checkpoint; start again to resume", done)
+    return EXIT_INTERRUPTED

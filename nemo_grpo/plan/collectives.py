@@ -6,23 +6,23 @@ time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP,
 
 from __future__ import annotations
 
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.case import Case
 
 
-def bandwidth(hardware: Hardware, span: int) -> float:
+def bandwidth(case: Case, span: int) -> float:
     """Per GPU, bytes/s, of a group whose ranks lie in ``span`` consecutive GPUs."""
-    return hardware.nvlink_bandwidth if span <= hardware.nvlink_domain else hardware.network_bandwidth
+    hardware = case.hardware
+    return hardware.nvlink_bandwidth if span <= case.domain else hardware.network_bandwidth
 
 
-def gather_seconds(num_bytes: float, ranks: int, span: int, hardware: Hardware, eff: Efficiency) -> float:
+def gather_seconds(case: Case, num_bytes: float, ranks: int, span: int) -> float:
     """All-gather, or reduce-scatter, of num_bytes in all: (n - 1) / n bytes / bandwidth."""
     if ranks == 1:
         return 0.0
-    return num_bytes * (ranks - 1) / ranks / (bandwidth(hardware, span) * eff.link)
+    return num_bytes * (ranks - 1) / ranks / (bandwidth(case, span) * case.eff.link)
 
 
-def reduce_seconds(num_bytes: float, ranks: int, hardware: Hardware, eff: Efficiency) -> float:
+def reduce_seconds(case: Case, num_bytes: float, ranks: int) -> float:
     """All-reduce of num_bytes over consecutive GPUs, with its least time.
 
     Inside a domain 2 (n - 1) / n bytes / NVLink; across domains each NVLink domain reduces first and every
@@ -30,7 +30,8 @@ def reduce_seconds(num_bytes: float, ranks: int, hardware: Hardware, eff: Effici
     """
     if ranks == 1:
         return 0.0
-    near = min(ranks, hardware.nvlink_domain)
+    hardware, eff = case.hardware, case.eff
+    near = min(ranks, case.domain)
     domains = -(-ranks // near)
     seconds = 2 * num_bytes * (near - 1) / near / (hardware.nvlink_bandwidth * eff.link)
     if domains == 1:
@@ -39,12 +40,13 @@ def reduce_seconds(num_bytes: float, ranks: int, hardware: Hardware, eff: Effici
     return eff.far_hop + seconds + far
 
 
-def exchange_seconds(num_bytes: float, ranks: int, stride: int, hardware: Hardware, eff: Efficiency) -> float:
+def exchange_seconds(case: Case, num_bytes: float, ranks: int, stride: int) -> float:
     """All-to-all in which each rank sends num_bytes, evenly, to ranks ``stride`` GPUs apart.
 
     The share (n - local) / n goes over the network, (local - 1) / n over NVLink, at the same time.
     """
-    local = min(ranks, max(hardware.nvlink_domain // stride, 1))
+    hardware, eff = case.hardware, case.eff
+    local = min(ranks, max(case.domain // stride, 1))
     far = num_bytes * (ranks - local) / ranks / (hardware.network_bandwidth * eff.link)
     near = num_bytes * (local - 1) / ranks / (hardware.nvlink_bandwidth * eff.link)
     return max(far, near)

@@ -67,9 +67,3 @@ class Local:
 
 
 LOCAL = Local()
-
-ERRORS = {"h100": (0.11, 0.30), "gb200": (0.28, 0.58)}
-"""GPU -> median and worst error of published steps whose model the fit had not seen; it has no GB200."""
-
-LOCAL_ERROR = (0.05, 0.22)
-"""The same of the embedded engine's steps on a CPU, measured."""

@@ -91,6 +91,7 @@ def embedded_step(
         phases=phases,
         steady=0.0,
         age=0,
+        waits=False,
         validation=sum(validation.values()),
         checkpoint=(12 + each) * parameters / machine.memory,
         tokens=work.tokens,

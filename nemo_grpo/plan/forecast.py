@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.families import ModelSpec
-from nemo_grpo.plan.efficiency import ERRORS, LOCAL_ERROR
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.embedded_time import embedded_step
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.interval import MEASURED, OTHER, PUBLISHED, Seen
 from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
 from nemo_grpo.plan.machine import Machine
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, run_seconds, step_time
-from nemo_grpo.plan.workload import SIGNAL, Workload, workload_of
+from nemo_grpo.plan.workload import ACCEPTANCE, SIGNAL, Workload, workload_of
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -45,11 +46,13 @@ class Assumptions:
 
     Attributes: lengths: mean of the responses, or a run's file of them; None: half of the longest.
                 prompt: mean tokens of a prompt.  signal: share of groups whose rewards differ.
+                acceptance: of a drafted token whose predecessors were accepted.
     """
 
     lengths: float | Path | None = None
     prompt: float = PROMPT
     signal: float = SIGNAL
+    acceptance: float = ACCEPTANCE
 
     def lengths_of(self, recipe: Recipe) -> Lengths:
         """The lengths of a recipe's responses.
@@ -70,20 +73,31 @@ class Assumptions:
         """
         if not 0 < self.signal <= 1:
             raise UserError(f"--signal {self.signal:g}: a share of groups above 0 and up to 1")
-        return workload_of(recipe, self.lengths_of(recipe), self.signal)
+        if not 0 <= self.acceptance <= 1:
+            raise UserError(f"--acceptance {self.acceptance:g}: a share of drafted tokens from 0 to 1")
+        return workload_of(recipe, self.lengths_of(recipe), self.signal, self.acceptance)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """A recipe's time on one kind of GPU.
 
-    Attributes: error: median and worst error of published steps on such GPUs; None: there are none.
+    Attributes: seen: how far steps were off that are known.
     """
 
-    setup: Setup
-    work: Workload
+    case: Case
     step: StepTime
-    error: tuple[float, float] | None
+    seen: Seen
+
+    @property
+    def setup(self) -> Setup:
+        """The layout."""
+        return self.case.setup
+
+    @property
+    def work(self) -> Workload:
+        """What a step computes."""
+        return self.case.work
 
     @property
     def run_seconds(self) -> float:
@@ -121,8 +135,8 @@ def forecast(
     Args:    gpu: its name, for the error that was seen there.
     Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
     """
-    setup, work = setup_of(recipe), assumed.work_of(recipe)
-    return Forecast(setup, work, step_time(shape, setup, work, hardware), ERRORS.get(gpu))
+    case = Case(shape, setup_of(recipe), assumed.work_of(recipe), hardware)
+    return Forecast(case, step_time(case), PUBLISHED.get(gpu, OTHER))
 
 
 def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: Assumptions) -> Forecast:
@@ -130,14 +144,14 @@ def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: A
 
     Raises:  UserError: as `forecast` does.
     """
-    setup, work = setup_of(recipe), assumed.work_of(recipe)
-    return Forecast(setup, work, embedded_step(shape, setup, work, machine), LOCAL_ERROR)
+    case = Case(shape, setup_of(recipe), assumed.work_of(recipe), machine.as_hardware())
+    return Forecast(case, embedded_step(shape, case.setup, case.work, machine), MEASURED)
 
 
 def of_variants(
-    recipe: Recipe, names: list[str], shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions
+    recipe: Recipe, base: Forecast, names: list[str], assumed: Assumptions
 ) -> dict[str, Forecast]:
-    """The same recipe with other algorithms, each with its paper's parameters.
+    """The forecast's recipe with other algorithms, each with its paper's parameters.
 
     Dynamic sampling is on where the paper's method needs it.
 
@@ -156,13 +170,12 @@ def of_variants(
         sampling = loss_fn.without_dynamic_sampling is not None
         grpo = recipe.grpo.model_copy(update={"use_dynamic_sampling": sampling})
         other = recipe.model_copy(update={"loss_fn": loss_fn, "grpo": grpo})
-        found[name] = forecast(other, shape, gpu, hardware, assumed)
+        case = replace(base.case, setup=setup_of(other), work=assumed.work_of(other))
+        found[name] = replace(base, case=case, step=step_time(case))
     return found
 
 
-def at_scale(
-    base: Forecast, shape: ModelSpec, hardware: Hardware, num_gpus: int, *, weak: bool = False
-) -> Forecast:
+def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
     """The same layout on other GPUs, whether it divides them or not.
 
     Args:   weak: the batch grows with the GPUs.
@@ -182,7 +195,13 @@ def at_scale(
     if weak:
         groups = max(round(work.num_samples / work.group_size * num_gpus / before), 1)
         work = replace(work, num_samples=groups * work.group_size)
-    return replace(base, setup=setup, work=work, step=step_time(shape, setup, work, hardware))
+    return of_layout(replace(base, case=replace(base.case, work=work)), setup)
+
+
+def of_layout(base: Forecast, setup: Setup) -> Forecast:
+    """The same step with another layout."""
+    case = replace(base.case, setup=setup)
+    return replace(base, case=case, step=step_time(case))
 
 
 def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
@@ -201,9 +220,17 @@ def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
         "gpu_hours": found.gpu_hours,
         "dollars": None if price is None else found.gpu_hours * price,
         "bottleneck": found.bottleneck,
-        "error": found.error and dict(zip(("median", "worst"), found.error, strict=True)),
+        "interval": {
+            "step_seconds": found.seen.around(step.seconds),
+            "run_seconds": found.seen.around(found.run_seconds),
+            "covered": found.seen.covered,
+            "of": f"{found.seen.num_steps} {found.seen.what}",
+        },
+        "error": {"median": found.seen.median, "worst": found.seen.worst},
         "mean_response": work.lengths.mean,
         "lengths": work.lengths.source,
         "draws": work.num_draws,
         "scoring_passes": work.scoring_passes,
+        "draft_tokens": found.setup.draft_tokens,
+        "acceptance": work.acceptance if found.setup.draft_tokens else None,
     }

@@ -27,6 +27,7 @@ class Hardware:
                 network_bandwidth: to another domain, bytes/s.
                 host_bandwidth: to the host's memory, bytes/s.
                 nvlink_domain: GPUs that NVLink joins; those of a node where there is none.
+                host_slowdown: of the CPU's own work beside an H100's, a Xeon's.
                 compute_capability: 8 Ampere, 8.9 Ada, 9 Hopper, 10 Blackwell.
     """
 
@@ -39,6 +40,7 @@ class Hardware:
     host_bandwidth: float
     nvlink_domain: int = 8
     compute_capability: float = 9.0
+    host_slowdown: float = 1.0
 
 
 HARDWARE: dict[str, Hardware] = {
@@ -46,16 +48,26 @@ HARDWARE: dict[str, Hardware] = {
     "h200": Hardware(143771 * MIB, 989e12, 1979e12, 4.8e12, 450e9, 50e9, 64e9),
     "b200": Hardware(183359 * MIB, 2250e12, 4500e12, 8.0e12, 900e9, 50e9, 64e9, compute_capability=10.0),
     "gb200": Hardware(
-        189471 * MIB, 2500e12, 5000e12, 8.0e12, 900e9, 50e9, 450e9, 72, compute_capability=10.0
+        189471 * MIB, 2500e12, 5000e12, 8.0e12, 900e9, 50e9, 450e9, 72, 10.0, host_slowdown=2.0
     ),
     "a100": Hardware(81920 * MIB, 312e12, 0.0, 2.039e12, 300e9, 25e9, 32e9, compute_capability=8.0),
     "h800": Hardware(81559 * MIB, 989e12, 1979e12, 3.35e12, 200e9, 50e9, 64e9),
     "h20": Hardware(97871 * MIB, 148e12, 296e12, 4.0e12, 450e9, 50e9, 64e9),
     "l40s": Hardware(46068 * MIB, 362e12, 733e12, 0.864e12, 32e9, 25e9, 32e9, compute_capability=8.9),
 }
-"""Data sheets: H100 SXM5, H200 SXM, DGX B200, GB200 NVL72, H800 SXM5, H20, one 400 Gbit/s adapter per GPU;
-DGX A100 80GB, L40S (PCIe 4, no NVLink), one of 200 Gbit/s. Step times of the last four were not compared with
-published ones.
+"""Dense peaks; a link's rate in one direction is half of what a data sheet states. One 400 Gbit/s adapter per
+GPU; A100 and L40S, one of 200 Gbit/s.
+
+- H100 SXM5, H200 SXM, A100 80 GB SXM4, B200 at 1000 W, GB200 NVL72 at 1200 W: NVIDIA's data sheets, as quoted
+  at glennklockwood.com/garden/processors; memory as nvidia-smi shows it.
+- L40S: the data sheet as sellers quote it (mullet.se): 362 TFLOPS, FP8 733, 864 GB/s, PCIe 4, no NVLink.
+- H800 SXM5 (an H100 with NVLink of 400 GB/s) and H20 (148 TFLOPS, FP8 296, 96 GB at 4.0 TB/s, NVLink of
+  900 GB/s): no data sheet was found; reviewers agree (philisun.com, willitrunai.com).
+- host_slowdown of GB200: a Grace CPU launches a linear layer in 37 us, a DGX H100's Xeon in 13 (Transformer
+  Engine's issue 2053); only a part of the fixed times are launches, and 2 is what GB200's steps of NeMo-RL
+  v0.5 and v0.6 show.
+
+Step times of A100 and L40S were not compared with published ones, those of H200, H20 and H800 with few.
 """
 
 

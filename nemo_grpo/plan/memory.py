@@ -217,23 +217,34 @@ def heaviest_stage(shape: ModelSpec, setup: Setup) -> int:
 
 
 def rollout_weight_bytes(shape: ModelSpec, setup: Setup) -> int:
-    """vLLM's weights on one GPU: BF16, or FP8 for the matrices of the layers.
+    """vLLM's weights on one GPU: BF16, or FP8 for the matrices of the layers, and those of a draft model.
 
     vLLM divides heads, feed-forward width, experts and vocabulary by its TP; a key head is copied where there
     are fewer of them than ranks. With expert parallelism whole experts lie on EP = DP x TP ranks. The vision
     tower is counted whole.
     """
-    dense, expert = rollout_layer_sizes(shape, setup)
+    dense, expert = rollout_layer_bytes(shape, setup)
+    draft = (dense + shape.num_experts * expert) * (setup.draft_layers if setup.draft_tokens else 0)
     matrices = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden_size / setup.vllm_tensor
     num_experts = shape.num_sparse_layers * shape.num_experts
-    linear = shape.num_layers * dense + num_experts * expert
+    layers = shape.num_layers * dense + num_experts * expert
     routers = num_experts * shape.hidden_size / setup.vllm_pipeline
     rest = 2 * (matrices + routers + shape.num_vision_parameters)
-    return int((1 if setup.vllm_fp8 else 2) * linear / setup.vllm_pipeline + rest)
+    return int(layers / setup.vllm_pipeline + draft + rest)
 
 
-def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
-    """(weights of a layer that every token reads, weights of one expert), per GPU of a vLLM engine."""
+def rollout_layer_bytes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
+    """(weights of a layer that every token reads, weights of one expert), bytes per GPU of a vLLM engine.
+
+    FP8: 1 byte; with MX, an 8-bit scale per 32 numbers, 33 / 32. Scales per 128 x 128 are not counted.
+    """
+    attention, feed_forward, expert = rollout_layer_sizes(shape, setup)
+    width = 2 if not setup.vllm_fp8 else 33 / 32 if setup.vllm_mx else 1
+    return (2 if setup.vllm_bf16_attention else width) * attention + width * feed_forward, width * expert
+
+
+def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float, float]:
+    """Weights of a layer per GPU of an engine: attention, feed-forward that all tokens read, one expert."""
     tp, h = setup.vllm_tensor, shape.hidden_size
     if shape.key_value_rank:
         divided, replicated = attention_sizes(shape)
@@ -244,10 +255,10 @@ def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
         share = shape.attention_share
         attention = share * h * (queries + 2 * kv) + (1 - share) * shape.linear_sizes[0] / tp
     if not shape.num_experts:
-        return attention + 3 * h * shape.ffn_size / tp, 0.0
+        return attention, 3 * h * shape.ffn_size / tp, 0.0
     share = shape.num_dense_layers / shape.num_layers
     width = share * shape.dense_ffn_size + (1 - share) * shape.num_shared_experts * shape.ffn_size
-    return attention + 3 * h * width / tp, 3 * h * shape.ffn_size / max(tp, setup.vllm_expert)
+    return attention, 3 * h * width / tp, 3 * h * shape.ffn_size / max(tp, setup.vllm_expert)
 
 
 def cache_bytes_per_token(shape: ModelSpec, setup: Setup) -> float:

@@ -53,7 +53,7 @@ class Plan:
     Attributes: rows: parts of the training phase on its heaviest pipeline stage.
                 peaks: phase -> bytes per GPU; empty where the layout itself is wrong.
                 cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
-                approximated: sentences on what of this model is not counted exactly.
+                approximated: sentences on what is not counted exactly.
                 problems: messages ``key=value: rule; remedy``.
                 nearest: overrides that make it fit; None where it fits, or where nothing was found.
                 forecast: time of the step and the run; None without rollouts, where the layout is wrong, or
@@ -129,7 +129,7 @@ def plan_recipe(
         rows=_rows(shape, setup, stage) if is_laid_out else (),
         peaks=_peaks(shape, setup, stage) if is_laid_out else {},
         cache_tokens=_cache_tokens(shape, setup, gpu_bytes) if is_laid_out else 0,
-        approximated=tuple(_approximated(shape)),
+        approximated=tuple(_approximated(shape, setup)),
         problems=found,
         nearest=nearest_layout(recipe, shape, hardware) if found else None,
         hardware=hardware,
@@ -137,7 +137,9 @@ def plan_recipe(
     )
 
 
-def _approximated(shape: ModelSpec) -> Iterator[str]:
+def _approximated(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+    if setup.draft_tokens and setup.draft_layers:
+        yield "drafts are taken to cost a layer of the policy and its output matrix, whatever makes them"
     if shape.sliding_window:
         yield (
             f"layers that see {shape.sliding_window} positions are counted as if they saw all; KV cache and "

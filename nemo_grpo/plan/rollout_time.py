@@ -1,8 +1,11 @@
 """Seconds of a rollout with vLLM: prefill, decoding, and the tail of the longest responses.
 
-A decoding iteration reads the weights and every cached key and value once, and computes one token of each
+A decoding pass reads the weights and every cached key and value once, and computes one token of each
 sequence (Pope et al., 2211.05102, section 3): time = max(weights / bandwidth, products / peak) + cache /
-bandwidth + two all-reduces per layer + a fixed time. Iterations are summed while responses end one by one.
+bandwidth + two all-reduces per layer + a fixed time. Passes are summed while responses end one by one.
+
+With k drafts a pass computes k + 1 tokens of each sequence, and keeps (1 - a^(k+1)) / (1 - a) of them if a
+draft is accepted with probability a (Leviathan et al., 2211.17192, equation 1).
 """
 
 from __future__ import annotations
@@ -10,77 +13,100 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.collectives import reduce_seconds
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.lengths import Lengths
 from nemo_grpo.plan.setup import Setup
-from nemo_grpo.plan.workload import Workload
 
 EAGER = 4.0
-"""A decoding iteration's fixed time without CUDA graphs, in times of the one with them."""
+"""A decoding pass's fixed time without CUDA graphs, in times of the one with them."""
+DRAFT = 0.22
+"""A draft's fixed time, in times of a pass's; from SkyRL's pair of runs with and without three drafts."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One vLLM engine, in numbers per GPU.
+    """One vLLM engine of a case, in numbers per GPU.
 
-    Attributes: dense, expert: bytes of weights that every token reads, and of all experts.
-                num_experts, chosen: experts, and those of one token.
-                token_flops: products of one token.  cache: bytes of one cached token.
-                reduced: bytes per token of one all-reduce.  num_reduces: of an iteration.
+    Attributes: layers: of the engine.  dense, expert: bytes of a layer's weights that every token reads, and
+                of all its experts.  head: those of the output matrix.
+                products, head_products: FLOPs of one token in a layer, and in the output matrix.
+                cache: bytes that a layer holds of one token.  flops: peak of the products.
     """
 
+    case: Case
+    layers: float
     dense: float
     expert: float
-    num_experts: int
-    chosen: int
-    token_flops: float
+    head: float
+    products: float
+    head_products: float
     cache: float
-    reduced: float
-    num_reduces: int
-    ranks: int
     flops: float
-    is_eager: bool
 
-    def iteration(self, active: float, context: float, hardware: Hardware, eff: Efficiency) -> float:
-        """Seconds to decode one token of ``active`` sequences that hold ``context`` tokens each.
+    def iteration(self, active: float, context: float) -> float:
+        """Seconds per token of ``active`` sequences that hold ``context`` tokens each."""
+        setup, eff = self.case.setup, self.case.eff
+        fixed, drafts = eff.decode * self.case.host * (EAGER if setup.vllm_eager else 1.0), setup.draft_tokens
+        seconds = self._pass(self.layers, active, 1 + drafts, context) + fixed
+        if drafts and setup.draft_layers:
+            seconds += drafts * (self._pass(setup.draft_layers, active, 1, context) + DRAFT * fixed)
+        return seconds / kept_tokens(drafts, self.case.work.acceptance)
+
+    def _pass(self, layers: float, active: float, tokens: int, context: float) -> float:
+        """So many tokens of each sequence through layers and output matrix.
 
         Experts are read that at least one token chose: E (1 - (1 - k / E)^n) with n independent tokens.
-        Tokens of one problem are not: n is 1 + routes x (active - 1).
+        Tokens of one problem are not: n is 1 + routes x (tokens - 1).
         """
-        independent = 1 + eff.routes * (active - 1)
-        touched = 1 - (1 - self.chosen / self.num_experts) ** independent if self.num_experts else 0.0
-        bandwidth = hardware.memory_bandwidth * eff.memory
-        read = (self.dense + touched * self.expert) / bandwidth
-        computed = active * self.token_flops / (self.flops * eff.matrix)
-        attended = active * context * self.cache / bandwidth
-        talk = self.num_reduces * reduce_seconds(active * self.reduced, self.ranks, hardware, eff)
-        return max(read, computed) + attended + talk + eff.decode * (EAGER if self.is_eager else 1.0)
+        shape, hardware, eff = self.case.shape, self.case.hardware, self.case.eff
+        batch, bandwidth = active * tokens, hardware.memory_bandwidth * eff.memory
+        independent = 1 + eff.routes * (batch - 1)
+        share = shape.num_experts_per_token / shape.num_experts if shape.num_experts else 0.0
+        touched = 1 - (1 - share) ** independent
+        read = (layers * (self.dense + touched * self.expert) + self.head) / bandwidth
+        computed = batch * (layers * self.products + self.head_products) / (self.flops * eff.matrix)
+        attended = active * context * layers * self.cache / bandwidth
+        reduced = reduce_seconds(self.case, batch * 2 * shape.hidden_size, self.case.setup.vllm_tensor)
+        return max(read, computed) + attended + 2 * layers * reduced
+
+    def prefill(self, tokens: float) -> float:
+        """Seconds of a prompt's tokens."""
+        products = self.layers * self.products + self.head_products
+        return tokens * products / (self.flops * self.case.eff.matrix)
 
 
-def engine_of(shape: ModelSpec, setup: Setup, hardware: Hardware) -> Engine:
-    """The vLLM engine of a layout."""
-    dense, expert = memory.rollout_layer_sizes(shape, setup)
+def kept_tokens(drafts: int, acceptance: float) -> float:
+    """Tokens that a pass yields on average: 1 + a + ... + a^k."""
+    return float(sum(acceptance**position for position in range(drafts + 1)))
+
+
+def engine_of(case: Case) -> Engine:
+    """The vLLM engine of a layout.
+
+    MX formats are computed on Blackwell; before it their weights are widened to BF16.
+    """
+    shape, setup, hardware = case.shape, case.setup, case.hardware
+    attention, feed_forward, _ = memory.rollout_layer_sizes(shape, setup)
+    dense, expert = memory.rollout_layer_bytes(shape, setup)
     layers = shape.num_layers / setup.vllm_pipeline
-    num_sparse = shape.num_sparse_layers / setup.vllm_pipeline
+    sparse = shape.num_sparse_layers / shape.num_layers
     head = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
-    width = 1 if setup.vllm_fp8 else 2
-    chosen = num_sparse * shape.num_experts_per_token * 3 * shape.hidden_size * shape.ffn_size
+    chosen = sparse * shape.num_experts_per_token * 3 * shape.hidden_size * shape.ffn_size
+    in_fp8 = setup.vllm_fp8 and (hardware.compute_capability >= 10 or not setup.vllm_mx)
+    flops = hardware.fp8_flops if in_fp8 else hardware.bf16_flops
+    slower = flops / hardware.bf16_flops if setup.vllm_bf16_attention else 1.0
     return Engine(
-        dense=width * layers * dense + 2 * head,
-        expert=width * num_sparse * shape.num_experts * expert,
-        num_experts=shape.num_experts,
-        chosen=shape.num_experts_per_token,
-        token_flops=2 * (layers * dense + head + chosen / setup.vllm_tensor),
-        cache=memory.cache_bytes_per_token(shape, setup),
-        reduced=2 * shape.hidden_size,
-        num_reduces=2 * shape.num_layers,
-        ranks=setup.vllm_tensor,
-        flops=hardware.fp8_flops if setup.vllm_fp8 else hardware.bf16_flops,
-        is_eager=setup.vllm_eager,
+        case=case,
+        layers=layers,
+        dense=dense,
+        expert=sparse * shape.num_experts * expert,
+        head=2 * head,
+        products=2 * (slower * attention + feed_forward + chosen / setup.vllm_tensor),
+        head_products=2 * head,
+        cache=memory.cache_bytes_per_token(shape, setup) / layers,
+        flops=flops,
     )
 
 
@@ -90,30 +116,28 @@ def num_engines(setup: Setup) -> int:
     return max(gpus // (setup.vllm_tensor * setup.vllm_pipeline), 1)
 
 
-def concurrency(shape: ModelSpec, setup: Setup, hardware: Hardware, sequence: float) -> int:
-    """Sequences that an engine decodes at once: its limit, or what its cache holds of this length."""
-    room = memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
-    held = int(room / (memory.cache_bytes_per_token(shape, setup) * sequence))
+def concurrency(case: Case) -> int:
+    """Sequences that an engine decodes at once: its limit, or what its cache holds of the mean length."""
+    shape, setup = case.shape, case.setup
+    room = memory.cache_bytes(shape, setup, int(case.hardware.memory_bytes))
+    held = int(room / (memory.cache_bytes_per_token(shape, setup) * case.work.lengths.mean_sequence))
     return max(min(held, setup.vllm_max_sequences), 1)
 
 
-def rollout_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> dict[str, float]:
+def rollout_seconds(case: Case) -> dict[str, float]:
     """Seconds of one step's rollout: prefill, decoding until half of the responses have ended, and the tail.
 
     While responses wait for a place, places are always taken; then the last ones run out, and the step ends
     with the longest.
     """
-    engine, lengths = engine_of(shape, setup, hardware), work.lengths
-    waiting = -(-work.num_samples // num_engines(setup))
-    places = min(waiting, concurrency(shape, setup, hardware, lengths.mean_sequence))
-    decode = (waiting - places) * _seconds_per_response(engine, places, work, hardware, eff)
-    longest = lengths.longest(work.num_samples)
-    first, tail = drained(places, lengths, longest, lambda a, c: engine.iteration(a, c, hardware, eff))
+    engine, work, lengths = engine_of(case), case.work, case.work.lengths
+    waiting = -(-work.num_samples // num_engines(case.setup))
+    places = min(waiting, concurrency(case))
+    decode = (waiting - places) * _seconds_per_response(engine, places)
+    first, tail = drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
     decode += first
-    prefill = _prefill_seconds(engine, waiting, work, eff)
-    scale = work.num_draws * setup.vllm_pipeline
+    prefill = _prefill_seconds(engine, waiting)
+    scale = work.num_draws * case.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 
 
@@ -134,29 +158,22 @@ def drained(
     return halves[0], halves[1]
 
 
-def steady_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> float:
+def steady_seconds(case: Case) -> float:
     """Seconds per step of engines that always have as many responses to decode as may run ahead: no tail."""
-    engine = engine_of(shape, setup, hardware)
-    per_step = -(-work.num_samples // num_engines(setup))
-    places = concurrency(shape, setup, hardware, work.lengths.mean_sequence)
-    places = min(per_step * max(work.trajectory_age, 1), places)
-    seconds = per_step * _seconds_per_response(engine, places, work, hardware, eff)
-    seconds += _prefill_seconds(engine, per_step, work, eff)
-    return work.num_draws * setup.vllm_pipeline * seconds
+    engine, work = engine_of(case), case.work
+    per_step = -(-work.num_samples // num_engines(case.setup))
+    places = min(per_step * max(work.trajectory_age, 1), concurrency(case))
+    seconds = per_step * _seconds_per_response(engine, places) + _prefill_seconds(engine, per_step)
+    return work.num_draws * case.setup.vllm_pipeline * seconds
 
 
-def _seconds_per_response(
-    engine: Engine, places: int, work: Workload, hardware: Hardware, eff: Efficiency
-) -> float:
+def _seconds_per_response(engine: Engine, places: int) -> float:
     """Of an engine whose places are all taken, by responses that are half done on average."""
-    lengths = work.lengths
-    iteration = engine.iteration(places, lengths.prompt + lengths.mean / 2, hardware, eff)
-    return lengths.mean / places * iteration
+    lengths = engine.case.work.lengths
+    return lengths.mean / places * engine.iteration(places, lengths.prompt + lengths.mean / 2)
 
 
-def _prefill_seconds(engine: Engine, num_responses: int, work: Workload, eff: Efficiency) -> float:
+def _prefill_seconds(engine: Engine, num_responses: int) -> float:
     """Prompts are computed once per group: its other responses find them in the prefix cache."""
-    prompts = -(-num_responses // work.group_size)
-    return prompts * work.lengths.prompt * engine.token_flops / (engine.flops * eff.matrix)
+    work = engine.case.work
+    return engine.prefill(-(-num_responses // work.group_size) * work.lengths.prompt)

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.candidates import accepted
 from nemo_grpo.plan.forecast import Forecast, at_scale
-from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.search import best_layouts
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ class Point:
     note: str = ""
 
 
-def scaling(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, asked: str) -> list[Point]:
+def scaling(recipe: Recipe, base: Forecast, asked: str) -> list[Point]:
     """The best layout at each number of GPUs, ascending, and the recipe's own.
 
     Args:   asked: the numbers, with commas.
@@ -55,7 +53,7 @@ def scaling(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware
     first: tuple[float, float] | None = None
     last: Forecast | None = None
     for count in sorted(counts):
-        point = _point(recipe, base, shape, hardware, count)
+        point = _point(recipe, base, count)
         if point.strong and point.weak:
             speeds = point.strong.step.tokens_per_second_per_gpu, point.weak.step.tokens_per_second_per_gpu
             first = first or speeds
@@ -78,26 +76,26 @@ def _pays(before: Forecast, after: Forecast) -> bool:
     return grown >= PAYS * (after.step.num_gpus / before.step.num_gpus - 1)
 
 
-def _point(recipe: Recipe, base: Forecast, shape: ModelSpec, hardware: Hardware, count: int) -> Point:
+def _point(recipe: Recipe, base: Forecast, count: int) -> Point:
     try:
-        strong = at_scale(base, shape, hardware, count)
-        weak = at_scale(base, shape, hardware, count, weak=True)
+        strong = at_scale(base, count)
+        weak = at_scale(base, count, weak=True)
     except UserError as error:
         return Point(count, note=str(error).partition(": ")[2].partition(";")[0])
     grown = (
         f"grpo.num_prompts_per_step={weak.work.num_samples // weak.work.group_size}",
         f"policy.train_global_batch_size={weak.work.num_samples // weak.work.num_updates}",
     )
-    best_strong = best_layouts(recipe, strong, shape, hardware, number=1)
-    best_weak = best_layouts(recipe, weak, shape, hardware, number=1, further=grown)
+    best_strong = best_layouts(recipe, strong, number=1)
+    best_weak = best_layouts(recipe, weak, number=1, further=grown)
     if not best_strong or not best_weak:
         return Point(count, note="no layout fits")
-    fits = accepted(recipe, [strong.setup], shape, hardware, 1)
+    fits = accepted(recipe, [strong.setup], base.case.shape, base.case.hardware, 1)
     return Point(
         count,
         own=strong if next(fits, None) else None,
-        strong=replace(strong, setup=best_strong[0].setup, step=best_strong[0].step),
-        weak=replace(weak, setup=best_weak[0].setup, step=best_weak[0].step),
+        strong=best_strong[0].forecast,
+        weak=best_weak[0].forecast,
         strong_overrides=best_strong[0].overrides,
         weak_overrides=best_weak[0].overrides,
     )

@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import TYPE_CHECKING
 
-from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.candidates import accepted, candidates
-from nemo_grpo.plan.forecast import Forecast
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.forecast import Forecast, of_layout
 from nemo_grpo.plan.setup import Setup
-from nemo_grpo.plan.step_time import StepTime, step_time
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -25,20 +22,14 @@ MAX_REFUSED = 60
 
 @dataclass(frozen=True)
 class Found:
-    """A layout: its overrides and its step."""
+    """A layout: its overrides and its forecast."""
 
     overrides: tuple[str, ...]
-    setup: Setup
-    step: StepTime
+    forecast: Forecast
 
 
 def best_layouts(
-    recipe: Recipe,
-    base: Forecast,
-    shape: ModelSpec,
-    hardware: Hardware,
-    number: int = 3,
-    further: tuple[str, ...] = (),
+    recipe: Recipe, base: Forecast, number: int = 3, further: tuple[str, ...] = ()
 ) -> list[Found]:
     """The fastest layouts on the forecast's GPUs that fit and that its rules allow, fastest first.
 
@@ -49,17 +40,17 @@ def best_layouts(
     Args: further: overrides that make the recipe's batch that of the forecast.
     """
 
-    def time_of(setup: Setup) -> StepTime:
-        return step_time(shape, setup, base.work, hardware)
+    def forecast_of(setup: Setup) -> Forecast:
+        return of_layout(base, setup)
 
+    ranked = sorted(_candidates(recipe, base), key=lambda setup: forecast_of(setup).step.seconds)
+    found = accepted(recipe, ranked, base.case.shape, base.case.hardware, MAX_REFUSED, further)
+    return [Found(overrides, forecast_of(setup)) for overrides, setup in islice(found, number)]
+
+
+def _candidates(recipe: Recipe, base: Forecast) -> Iterator[Setup]:
+    start, shape = base.setup, base.case.shape
     batch = base.work.num_samples // base.work.num_updates
-    ranked = sorted(_candidates(recipe, base, shape, batch), key=lambda setup: time_of(setup).seconds)
-    found = accepted(recipe, ranked, shape, hardware, MAX_REFUSED, further)
-    return [Found(overrides, setup, time_of(setup)) for overrides, setup in islice(found, number)]
-
-
-def _candidates(recipe: Recipe, base: Forecast, shape: ModelSpec, batch: int) -> Iterator[Setup]:
-    start = base.setup
     pipelines = [stages for stages in PIPELINE if shape.num_layers % stages == 0]
     tensors = [ranks for ranks in TENSOR if start.gpus_per_node % ranks == 0]
     experts = [ranks for ranks in EXPERT if shape.num_experts % ranks == 0] if shape.num_experts else [1]

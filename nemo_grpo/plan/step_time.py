@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nemo_grpo.families import ModelSpec
-from nemo_grpo.plan.efficiency import FITTED, Efficiency
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.rollout_time import rollout_seconds, steady_seconds
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.training_time import model_flops, scoring_seconds, swap_seconds, update_seconds
-from nemo_grpo.plan.transfer_time import checkpoint_seconds, refit_seconds
+from nemo_grpo.plan.transfer_time import checkpoint_seconds, refit_seconds, route_seconds
 from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe.layout import Layout
 
@@ -23,6 +21,7 @@ class StepTime:
     Attributes: phases: name -> seconds. They follow each other; where rollouts run ahead, those of `rollout`
                 go on beside the others.
                 steady: seconds per step of engines that never run out of responses.
+                waits: rollouts that run ahead have to end before a refit.
                 age: steps that rollouts may run ahead; 0: they take turns with training.
                 validation, checkpoint: seconds of one.
     """
@@ -30,6 +29,7 @@ class StepTime:
     phases: dict[str, float]
     steady: float
     age: int
+    waits: bool
     validation: float
     checkpoint: float
     tokens: float
@@ -54,9 +54,13 @@ class StepTime:
 
         Training with the refit; engines that never wait; and (rollout + training) / (A + 1): responses for
         step n + A are begun with the weights of step n, so that A + 1 steps hold a rollout and an update in
-        turn (NeMo-RL's replay buffer, algorithms/async_utils.py).
+        turn (NeMo-RL's replay buffer, algorithms/async_utils). If they have to end before a refit (NeMo-RL
+        without in_flight_weight_updates), both begin after one refit and end before the next, whatever A.
         """
         both = self.rollout + self.training
+        if self.age and self.waits:
+            refit = self.phases["refit"]
+            return max(self.rollout, self.training - refit) + refit
         return max(self.training, self.steady, both / (self.age + 1)) if self.age else both
 
     @property
@@ -75,33 +79,34 @@ ROLLOUT = ("prefill", "decode", "tail")
 UPDATE = ("forward and backward", "pipeline bubble", "gradients", "optimizer")
 
 
-def step_time(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency = FITTED
-) -> StepTime:
+def step_time(case: Case) -> StepTime:
     """The time of one step of a cluster recipe.
 
     Each formula stands in the module of its phase. Rewards and the like are a fixed time and one per sample.
     """
-    arguments = shape, setup, work, hardware, eff
-    rollout, steady, validation = _rollout(shape, _of_rollouts(setup), work, hardware, eff)
-    update = update_seconds(*arguments)
+    setup, work, eff = case.setup, case.work, case.eff
+    rollout, steady, validation = _rollout(replace(case, setup=_of_rollouts(setup)))
     phases = dict(rollout)
-    phases["scoring"] = work.scoring_passes * scoring_seconds(*arguments)
-    phases |= update
-    phases["refit"] = refit_seconds(shape, setup, hardware, eff)
-    phases["swaps to the host"] = swap_seconds(shape, setup, hardware, eff, reference=work.scoring_passes > 1)
-    phases["rewards, data, logs"] = eff.step + eff.sample * work.num_samples * work.num_draws
+    phases["scoring"] = work.scoring_passes * scoring_seconds(case)
+    phases |= update_seconds(case)
+    phases["refit"] = refit_seconds(case)
+    phases["swaps to the host"] = swap_seconds(case, reference=work.scoring_passes > 1)
+    routes = route_seconds(case) if setup.replays_routes else 0.0
+    phases["rewards, data, logs"] = routes + case.host * (
+        eff.step + eff.sample * work.num_samples * work.num_draws
+    )
     return StepTime(
         phases=phases,
         validation=validation,
-        checkpoint=checkpoint_seconds(shape, setup, saves_optimizer=work.saves_optimizer),
+        checkpoint=checkpoint_seconds(case.shape, setup, saves_optimizer=work.saves_optimizer),
         steady=steady + phases["refit"],
         age=work.trajectory_age,
+        waits=work.waits_for_rollouts,
         tokens=work.tokens,
         num_gpus=setup.num_nodes * setup.gpus_per_node,
         num_training_gpus=setup.world_size,
-        update_flops=3 * work.tokens * model_flops(shape, work.lengths.attended),
-        peak_flops=hardware.bf16_flops,
+        update_flops=3 * work.tokens * model_flops(case.shape, work.lengths.attended),
+        peak_flops=case.hardware.bf16_flops,
     )
 
 
@@ -111,21 +116,17 @@ def _of_rollouts(setup: Setup) -> Setup:
 
 
 @lru_cache(maxsize=256)
-def _rollout(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> tuple[dict[str, float], float, float]:
-    arguments = shape, setup, work, hardware, eff
-    return rollout_seconds(*arguments), steady_seconds(*arguments), validation_seconds(*arguments)
+def _rollout(case: Case) -> tuple[dict[str, float], float, float]:
+    return rollout_seconds(case), steady_seconds(case), validation_seconds(case)
 
 
-def validation_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> float:
+def validation_seconds(case: Case) -> float:
     """A rollout of the validation samples."""
+    work = case.work
     if not work.val_samples:
         return 0.0
     samples = replace(work, num_samples=work.val_samples, group_size=1, num_draws=1.0, trajectory_age=0)
-    return sum(rollout_seconds(shape, setup, samples, hardware, eff).values())
+    return sum(rollout_seconds(replace(case, work=samples)).values())
 
 
 def run_seconds(step: StepTime, work: Workload) -> float:

@@ -12,12 +12,9 @@ from math import ceil
 
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.collectives import exchange_seconds, gather_seconds
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.parameters import mixer_sizes, stage_counts
-from nemo_grpo.plan.setup import Setup
-from nemo_grpo.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -31,9 +28,10 @@ class Microbatches:
     tokens: float
 
 
-def microbatches(setup: Setup, work: Workload, data_parallel: int, capacity: int) -> Microbatches:
+def microbatches(case: Case, capacity: int) -> Microbatches:
     """Of one update; packed rows hold whole sequences, padded ones have the longest length."""
-    sequences = max(work.num_samples / work.num_updates / data_parallel, 1.0)  # the others wait for one
+    setup, work = case.setup, case.work
+    sequences = max(work.num_samples / work.num_updates / setup.data_parallel, 1.0)  # others wait for one
     if not setup.packed:
         number = max(round(sequences * setup.max_length / capacity), 1)
         return Microbatches(number, sequences * setup.max_length / number)
@@ -71,84 +69,74 @@ def model_flops(shape: ModelSpec, attended: float) -> float:
     return dense + shape.num_sparse_layers * sum(layer_flops(shape, attended, is_dense=False)) + head
 
 
-def layer_seconds(
-    shape: ModelSpec,
-    setup: Setup,
-    tokens: float,
-    attended: float,
-    hardware: Hardware,
-    eff: Efficiency,
-    *,
-    is_dense: bool,
-) -> tuple[float, float]:
+def layer_seconds(case: Case, tokens: float, *, is_dense: bool) -> tuple[float, float]:
     """One layer's forward pass over a microbatch's tokens / CP: (kernels, collectives of TP, CP and EP).
 
     Routing is taken as balanced: each of the TP x EP ranks computes its share of the experts' products.
     With FP8 the products run at its peak, after their inputs are read and written once more to quantize
     them: the gain falls with the width of the matrices.
     """
-    layout = setup.layout
-    products, scores, experts = layer_flops(shape, attended, is_dense=is_dense)
+    setup, hardware, eff, layout = case.setup, case.hardware, case.eff, case.setup.layout
+    products, scores, experts = layer_flops(case.shape, case.work.lengths.attended, is_dense=is_dense)
     flops = hardware.fp8_flops if setup.fp8_training else hardware.bf16_flops
     kernels = tokens * products / layout.tensor / (flops * eff.matrix)
     kernels += tokens * scores / layout.tensor / (hardware.bf16_flops * eff.matrix)
     kernels += tokens * experts / layout.tensor / (flops * eff.grouped)
     if setup.fp8_training:
-        kernels += tokens * _quantized(shape, setup, is_dense) / (hardware.memory_bandwidth * eff.memory)
-    kernels = max(kernels, eff.layer if is_dense else eff.expert_layer)
-    return kernels, _layer_talk(shape, setup, tokens, hardware, eff, is_dense=is_dense)
+        kernels += tokens * _quantized(case, is_dense) / (hardware.memory_bandwidth * eff.memory)
+    kernels = max(kernels, case.host * eff.layer if is_dense else eff.expert_layer)
+    return kernels, _layer_talk(case, tokens, is_dense=is_dense)
 
 
-def _quantized(shape: ModelSpec, setup: Setup, is_dense: bool) -> float:
+def _quantized(case: Case, is_dense: bool) -> float:
     """Bytes per token to quantize the inputs of a layer's products: read 2, write 1, and transposed 1."""
-    h, t = shape.hidden_size, setup.layout.tensor
+    shape, t = case.shape, case.setup.layout.tensor
+    h = shape.hidden_size
     width = 2 * h + (shape.query_size + (shape.dense_ffn_size or shape.ffn_size)) / t
     if not is_dense:
         width = 2 * h + shape.query_size / t + shape.num_experts_per_token * (h + shape.ffn_size)
     return 4 * width
 
 
-def _layer_talk(
-    shape: ModelSpec, setup: Setup, tokens: float, hardware: Hardware, eff: Efficiency, *, is_dense: bool
-) -> float:
+def _layer_talk(case: Case, tokens: float, *, is_dense: bool) -> float:
     """TP: an all-gather and a reduce-scatter around attention and feed-forward (2205.05198, section 4.2.2).
 
     CP: the ring passes the keys and values of the other ranks. EP: tokens go to their experts and return.
     """
-    layout, width = setup.layout, 2 * shape.hidden_size * tokens
+    shape, layout = case.shape, case.setup.layout
+    width = 2 * shape.hidden_size * tokens
     t, c, model_parallel = layout.tensor, layout.context, layout.tensor * layout.context
-    seconds = 4 * gather_seconds(width, t, t, hardware, eff)
+    seconds = 4 * gather_seconds(case, width, t, t)
     if c > 1:
         passed = 2 * 2 * shape.key_value_size / t * tokens * c
-        seconds += gather_seconds(passed, c, model_parallel, hardware, eff)
+        seconds += gather_seconds(case, passed, c, model_parallel)
     if not is_dense and layout.expert > 1:
         sent = shape.num_experts_per_token * width / (t if layout.sequence_parallel else 1)
-        seconds += 2 * exchange_seconds(sent, layout.expert, layout.expert_tensor, hardware, eff)
+        seconds += 2 * exchange_seconds(case, sent, layout.expert, layout.expert_tensor)
     return seconds
 
 
-def head_seconds(shape: ModelSpec, setup: Setup, tokens: float, hardware: Hardware, eff: Efficiency) -> float:
+def head_seconds(case: Case, tokens: float) -> float:
     """Logits of the last stage and their logprobs: the product, then three passes over FP32 logits."""
-    width = shape.vocab_size / setup.layout.tensor
+    shape, hardware, eff = case.shape, case.hardware, case.eff
+    width = shape.vocab_size / case.setup.layout.tensor
     product = 2 * tokens * width * shape.hidden_size / (hardware.bf16_flops * eff.matrix)
     return product + 3 * 4 * tokens * width / (hardware.memory_bandwidth * eff.memory)
 
 
-def stage_seconds(
-    shape: ModelSpec, setup: Setup, tokens: float, attended: float, hardware: Hardware, eff: Efficiency
-) -> float:
+def stage_seconds(case: Case, tokens: float) -> float:
     """The slowest stage's forward pass over one microbatch."""
-    arguments = shape, setup, tokens, attended, hardware, eff
+    shape, layout = case.shape, case.setup.layout
     has_dense = shape.num_dense_layers or not shape.num_experts
-    dense = sum(layer_seconds(*arguments, is_dense=True)) if has_dense else 0.0
-    sparse = sum(layer_seconds(*arguments, is_dense=False)) if shape.num_experts else 0.0
-    dealt, left, slowest = setup.layout.stage_layers(shape.num_layers), shape.num_dense_layers, 0.0
+    dense = sum(layer_seconds(case, tokens, is_dense=True)) if has_dense else 0.0
+    sparse = sum(layer_seconds(case, tokens, is_dense=False)) if shape.num_experts else 0.0
+    dealt, left, slowest = layout.stage_layers(shape.num_layers), shape.num_dense_layers, 0.0
     for stage, layers in enumerate(dealt):
         num_dense = min(left, layers) if shape.num_experts else layers
         left -= num_dense
         seconds = num_dense * dense + (layers - num_dense) * sparse
         if stage == len(dealt) - 1:
-            seconds += head_seconds(shape, setup, tokens, hardware, eff)
+            seconds += head_seconds(case, tokens)
         slowest = max(slowest, seconds)
     return slowest
 
@@ -158,58 +146,50 @@ def bubble(stages: int, number: int) -> float:
     return (number + stages - 1) / number
 
 
-def scoring_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> float:
+def scoring_seconds(case: Case) -> float:
     """One forward pass over all of the step's sequences."""
-    layout = setup.layout
-    cut = microbatches(setup, work, setup.data_parallel, setup.score_tokens)
-    tokens, attended = cut.tokens / layout.context, work.lengths.attended
-    number = cut.number * work.num_updates
-    one = stage_seconds(shape, setup, tokens, attended, hardware, eff)
-    return number * bubble(layout.pipeline, number) * one
+    layout = case.setup.layout
+    cut = microbatches(case, case.setup.score_tokens)
+    number = cut.number * case.work.num_updates
+    return number * bubble(layout.pipeline, number) * stage_seconds(case, cut.tokens / layout.context)
 
 
-def update_seconds(
-    shape: ModelSpec, setup: Setup, work: Workload, hardware: Hardware, eff: Efficiency
-) -> dict[str, float]:
+def update_seconds(case: Case) -> dict[str, float]:
     """All updates of a step: forward and backward, the pipeline's bubble, gradients, the optimizer.
 
     Backward is two forward passes, and recomputation another; selective recomputation of attention alone
     repeats its scores, which is neglected. The reduce-scatter of the gradients and the all-gather of the
     parameters overlap with the last microbatch's backward pass and the next update's first forward pass.
     """
-    layout = setup.layout
-    cut = microbatches(setup, work, setup.data_parallel, setup.train_tokens)
-    one = stage_seconds(shape, setup, cut.tokens / layout.context, work.lengths.attended, hardware, eff)
+    setup, layout, num_updates = case.setup, case.setup.layout, case.work.num_updates
+    cut = microbatches(case, setup.train_tokens)
+    one = stage_seconds(case, cut.tokens / layout.context)
     passes = 4 if "full" in setup.recompute else 3
     busy = cut.number * passes * one
-    stage = memory.heaviest_stage(shape, setup)
-    reduced = max(_gradient_seconds(shape, setup, stage, hardware, eff) - passes * one, 0.0)
+    stage = memory.heaviest_stage(case.shape, setup)
+    reduced = max(_gradient_seconds(case, stage) - passes * one, 0.0)
     return {
-        "forward and backward": work.num_updates * busy,
-        "pipeline bubble": work.num_updates * busy * (bubble(layout.pipeline, cut.number) - 1),
-        "gradients": work.num_updates * reduced,
-        "optimizer": work.num_updates * _optimizer_seconds(shape, setup, stage, hardware, eff),
+        "forward and backward": num_updates * busy,
+        "pipeline bubble": num_updates * busy * (bubble(layout.pipeline, cut.number) - 1),
+        "gradients": num_updates * reduced,
+        "optimizer": num_updates * _optimizer_seconds(case, stage),
     }
 
 
-def _gradient_seconds(
-    shape: ModelSpec, setup: Setup, stage: int, hardware: Hardware, eff: Efficiency
-) -> float:
+def _gradient_seconds(case: Case, stage: int) -> float:
     """Reduce-scatter of the gradients and all-gather of BF16 parameters over the ranks that share a part."""
-    counts, layout = memory.trained_counts(shape, setup, stage), setup.layout
+    setup, counts = case.setup, memory.trained_counts(case.shape, case.setup, stage)
     per_parameter = setup.grad_bytes + 2
-    world = setup.world_size // layout.pipeline
-    dense = gather_seconds(per_parameter * counts.dense, setup.shards, world, hardware, eff)
-    return dense + gather_seconds(per_parameter * counts.expert, setup.expert_shards, world, hardware, eff)
+    world = setup.world_size // setup.layout.pipeline
+    dense = gather_seconds(case, per_parameter * counts.dense, setup.shards, world)
+    return dense + gather_seconds(case, per_parameter * counts.expert, setup.expert_shards, world)
 
 
-def _optimizer_seconds(
-    shape: ModelSpec, setup: Setup, stage: int, hardware: Hardware, eff: Efficiency
-) -> float:
+def _optimizer_seconds(case: Case, stage: int) -> float:
     """Adam reads and writes its state and reads gradients; what is offloaded goes over the host's bus."""
-    counts, each = memory.trained_counts(shape, setup, stage), memory.optimizer_bytes_per_parameter(setup)
+    setup, hardware, eff = case.setup, case.hardware, case.eff
+    counts = memory.trained_counts(case.shape, setup, stage)
+    each = memory.optimizer_bytes_per_parameter(setup)
     shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
     moved = (2 * each + setup.grad_bytes) * (counts.dense / shards + counts.expert / expert_shards)
     away = setup.offload_fraction
@@ -217,13 +197,12 @@ def _optimizer_seconds(
     return moved * (1 - away) / rate + moved * away / (hardware.host_bandwidth * eff.link)
 
 
-def swap_seconds(
-    shape: ModelSpec, setup: Setup, hardware: Hardware, eff: Efficiency, *, reference: bool
-) -> float:
+def swap_seconds(case: Case, *, reference: bool) -> float:
     """Moves over the host's bus per step: the optimizer out and in where rollouts share the GPUs, and the
     reference policy's weights in and the policy's back.
     """
+    shape, setup = case.shape, case.setup
     stage = memory.heaviest_stage(shape, setup)
     state = 0.0 if setup.num_rollout_gpus else 2.0 * memory.optimizer_bytes(shape, setup, stage)
     weights = 2 * 2 * stage_counts(shape, setup.layout, stage).total if reference else 0
-    return (state + weights) / (hardware.host_bandwidth * eff.link)
+    return (state + weights) / (case.hardware.host_bandwidth * case.eff.link)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.plan.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 SIGNAL = 0.5
 """Share of groups whose rewards differ, where no run states it: how often prompts are drawn again."""
+
+ACCEPTANCE = 0.87
+"""Of a drafted token whose predecessors were accepted, where no run states it: SkyRL's MTP run of Qwen3.5-9B
+has 0.886, 0.869 and 0.861 at its three depths (docs/examples/spec_decode.mdx)."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Workload:
                 scoring_passes: forward passes over the step before the updates.
                 num_draws: times that num_samples responses are sampled, on average, for one step.
                 trajectory_age: steps that rollouts may run ahead of training; 0: they take turns.
+                waits_for_rollouts: those that run ahead have to end before the engines get new weights.
+                acceptance: probability of a drafted token whose predecessors were accepted.
                 num_steps: of the run.  val_period, val_samples: responses sampled every val_period steps.
                 save_period: steps between checkpoints; 0: none.  saves_optimizer: with optimizer state.
     """
@@ -34,6 +41,8 @@ class Workload:
     scoring_passes: int
     num_draws: float = 1.0
     trajectory_age: int = 0
+    waits_for_rollouts: bool = False
+    acceptance: float = ACCEPTANCE
     num_steps: int = 1
     val_period: int = 0
     val_samples: int = 0
@@ -46,12 +55,15 @@ class Workload:
         return self.num_samples * self.lengths.mean_sequence
 
 
-def workload_of(recipe: Recipe, lengths: Lengths, signal: float = SIGNAL) -> Workload:
+def workload_of(
+    recipe: Recipe, lengths: Lengths, signal: float = SIGNAL, acceptance: float = ACCEPTANCE
+) -> Workload:
     """The planner's view of a recipe's loop.
 
-    Args: signal: share of groups whose rewards differ.
+    Args: signal: share of groups whose rewards differ.  acceptance: of drafted tokens.
     """
-    grpo = recipe.grpo
+    grpo, vllm = recipe.grpo, recipe.policy.generation.vllm_cfg
+    in_flight = vllm.async_engine and value_of(grpo, "async_grpo.in_flight_weight_updates", False)
     return Workload(
         num_samples=recipe.num_sequences_per_step,
         group_size=grpo.num_generations_per_prompt,
@@ -60,6 +72,8 @@ def workload_of(recipe: Recipe, lengths: Lengths, signal: float = SIGNAL) -> Wor
         scoring_passes=scoring_passes(recipe),
         num_draws=_draws(recipe, signal),
         trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo and grpo.is_async else 0,
+        waits_for_rollouts=not in_flight,
+        acceptance=acceptance,
         num_steps=grpo.max_num_steps,
         val_period=max(grpo.val_period, 0),
         val_samples=(grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt,
@@ -72,12 +86,15 @@ def scoring_passes(recipe: Recipe) -> int:
     """Forward passes over a step before its updates.
 
     One for the policy's logprobs (entropies come with it), one for the reference policy's if the variant
-    compares with it. NeMo-RL always makes the first; the embedded engine leaves it out where only the ratio
-    would read it, which is 1 in a single update.
+    compares with it. NeMo-RL leaves the first out with force_on_policy_ratio, unless it masks sequences by
+    their logprobs' error; the embedded engine where only the ratio would read it, which is 1 in a single
+    update.
     """
     variant = recipe.loss_fn
-    is_read = variant.needs_scores or recipe.num_updates_per_step > 1
-    scores = recipe.nemo_grpo.target == "cluster" or is_read
+    if recipe.nemo_grpo.target == "cluster":
+        scores = not variant.force_on_policy_ratio or recipe.grpo.seq_logprob_error_threshold is not None
+    else:
+        scores = variant.needs_scores or recipe.num_updates_per_step > 1
     return int(scores) + int(variant.needs_reference)
 
 

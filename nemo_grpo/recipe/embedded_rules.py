@@ -63,7 +63,7 @@ SUPPORTED: dict[str, Supported] = {
     "policy.dynamic_batching.enabled": OFF,
     "policy.generation.stop_strings": Supported((None, []), "use stop_token_ids"),
     "policy.hf_config_overrides": EMPTY,
-    "policy.precision": Supported(("float32", "bfloat16"), "use float32 or bfloat16"),
+    "policy.precision": Supported(("auto", "float32", "bfloat16"), "use auto, float32 or bfloat16"),
     "policy.tokenizer.chat_template": Supported((None, "default")),
     "policy.tokenizer.chat_template_kwargs": EMPTY,
     "policy.tokenizer.name": Supported((None, ValueOf("policy.model_name")), "use policy.model_name's own"),

@@ -117,6 +117,20 @@ def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
     return found
 
 
+def prompt_file(name: str, repository: Path) -> Path:
+    """A file of a prompt, by its path from here or from NeMo-RL's repository, as its own recipes give it.
+
+    Raises: UserError: it is at neither place.
+    """
+    for path in (Path(name), repository / name):
+        if path.is_file():
+            return path
+    raise UserError(
+        f"data: the prompt {name} is neither in {Path.cwd()} nor in NeMo-RL's repository {repository}; "
+        "correct the path"
+    )
+
+
 @rule(Scope.CLUSTER)
 def environments_of_the_data_are_configured(recipe: Recipe) -> Iterator[str]:
     for key, data in data_sets(recipe) if recipe.nemo_grpo.task is None else ():

@@ -99,8 +99,9 @@ class Policy(Section):
     """Longest sequence, prompt and response, in tokens."""
     make_sequence_length_divisible_by: int = Field(default=1, gt=0)
     """NeMo-RL pads sequences to a multiple of this; not given: TP."""
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision of the parameters."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the parameters; auto, for the embedded engine: bfloat16 on a GPU and where the processor
+    has instructions for it, else float32. A resumed run keeps what it began with."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Default of megatron_cfg.optimizer.clip_grad, which is the one in effect; 0: no clipping."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)

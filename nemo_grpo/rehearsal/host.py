@@ -15,7 +15,7 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.host import data_sets
+from nemo_grpo.recipe.host import data_sets, prompt_file
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON
 from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.tasks.jsonl import write_problems
@@ -68,12 +68,7 @@ def prompt_of(recipe: Recipe, nemo_rl: Path) -> Prompt:
 
 
 def _text(name: str | None, nemo_rl: Path) -> str | None:
-    if name is None:
-        return None
-    found = next((path for path in (Path(name), nemo_rl / name) if path.is_file()), None)
-    if found is None:
-        raise UserError(f"data: the prompt {name} is neither here nor in {nemo_rl}; correct the path")
-    return found.read_text(encoding="utf-8")
+    return None if name is None else prompt_file(name, nemo_rl).read_text(encoding="utf-8")
 
 
 def section(recipe: Recipe, task: MathConfig, split: str) -> dict[str, Any] | None:

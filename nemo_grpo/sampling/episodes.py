@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ TAIL_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Response:
     """One whole response; tensors are [T].
 
     Attributes:
@@ -30,6 +30,7 @@ class Sampled:
         truncated: the length limit ended it.
         text: turns and observations as they were written and read.
         episode: None for a task without turns.
+        scores, reward: the reward's components and their weighted sum, once it is scored.
     """
 
     tokens: Tensor
@@ -38,27 +39,29 @@ class Sampled:
     truncated: bool
     text: str
     episode: Episode | None = None
+    scores: dict[str, float] = field(default_factory=dict, kw_only=True)
+    reward: float = field(default=0.0, kw_only=True)
 
 
-class Written(NamedTuple):
-    """A whole response that has just ended. ``row``: its place; ``num_tokens``: of the policy."""
+@dataclass(frozen=True)
+class Written:
+    """A whole response as it reads; ``num_tokens``: of the policy, stop token included."""
 
-    row: int
     text: str
     num_tokens: int
     truncated: bool
 
 
-Heard = Callable[[int, Sequence[Written]], None]
+Heard = Callable[[int, Sequence[tuple[int, Written]]], None]
 
 
 def sample_responses(
     generator: Generator, tokenizer: Any, task: Task, request: Request, heard: Heard | None = None
-) -> list[Sampled]:
+) -> list[Response]:
     """The whole responses that are asked for, those to one prompt together.
 
     ``heard`` is called while sampling, with the number of tokens drawn since the last call, and the responses
-    that have ended. Without turns, ``request.known`` responses come back empty.
+    that have ended, each with its place. Without turns, ``request.known`` responses come back empty.
 
     For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. An
     observation that leaves no room for another token is not given, and its response counts as truncated.
@@ -70,14 +73,14 @@ def sample_responses(
         request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, _read(ended, tokenizer)))
     rollout = generator.generate(request)
     return [
-        Sampled(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
+        Response(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
         for tokens, logprobs, truncated, text in _responses(rollout, tokenizer)
     ]
 
 
-def _read(ended: Sequence[Ended], tokenizer: Any) -> list[Written]:
+def _read(ended: Sequence[Ended], tokenizer: Any) -> list[tuple[int, Written]]:
     return [
-        Written(row, tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), truncated)
+        (row, Written(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), truncated))
         for row, tokens, truncated in ended
     ]
 
@@ -112,18 +115,18 @@ class _Growing:
         self.text += text
         self.left -= len(tokens)
 
-    def written(self) -> Written:
-        return Written(self.row, self.text, sum(self.token_mask), self.truncated)
+    def written(self) -> tuple[int, Written]:
+        return self.row, Written(self.text, sum(self.token_mask), self.truncated)
 
-    def finish(self) -> Sampled:
+    def finish(self) -> Response:
         mask = torch.tensor(self.token_mask)
         tokens, logprobs = torch.tensor(self.tokens), torch.cat(self.logprobs)
-        return Sampled(tokens, logprobs, mask, self.truncated, self.text, self.episode)
+        return Response(tokens, logprobs, mask, self.truncated, self.text, self.episode)
 
 
 def _converse(
     generator: Generator, tokenizer: Any, task: MultiTurnTask, request: Request, heard: Heard
-) -> list[Sampled]:
+) -> list[Response]:
     """Turn by turn; every call samples the next turn of all responses that are not over."""
     assert not request.known  # equal contexts are told apart by counting
     request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, []))

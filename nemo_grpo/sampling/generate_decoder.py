@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ class DecoderGenerator(LocalGenerator):
             self._load(model)
 
     def _load(self, folder: Path) -> None:
-        known = self._weights()
+        known = self.decoder.weights.named
         try:  # like transformers, without a look at what is no weight of the model
             self.update_weights((name, tensor) for name, tensor in stream_weights(folder) if name in known)
         except ValueError as error:
@@ -41,8 +42,8 @@ class DecoderGenerator(LocalGenerator):
         """See `LocalGenerator.logits`."""
         return self.decoder.logits(sequences)
 
-    def _weights(self) -> Mapping[str, Tensor]:
-        return self.decoder.weights.named
+    def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return self.decoder.weights.writable()
 
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> _Decoding:
         return _Decoding(self.decoder, *self.decoder.read(prompts, prompt_of_row, room))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ class HFGenerator(LocalGenerator):
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in sequences]).to(self.device)
         return self.model(input_ids=ids, attention_mask=mask).logits
 
-    def _weights(self) -> Mapping[str, Tensor]:
-        return self.model.state_dict()
+    def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return nullcontext(self.model.state_dict())
 
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> _Decoding:
         """Left-padded; then every row gets its prompt's cache."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -72,8 +73,8 @@ class LocalGenerator(ABC):
         """Set ``_config``, and what computes; of a folder also the weights."""
 
     @abstractmethod
-    def _weights(self) -> Mapping[str, Tensor]:
-        """What `update_weights` writes, by Hugging Face name; tied weights have one memory."""
+    def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """What `update_weights` writes within the block, by Hugging Face name; tied ones have one memory."""
 
     @abstractmethod
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> Decoding:
@@ -90,24 +91,8 @@ class LocalGenerator(ABC):
         A tied weight may come under one of its names, or under several with equal values.
         """
         self._complete = False
-        weights = self._weights()
-        written: dict[int, str] = {}
-        for name, tensor in named_tensors:
-            target = weights.get(name)
-            if target is None:
-                kind = f"model_type={self._config.model_type}"
-                raise ValueError(f"unexpected weight {name!r}: a model with {kind} has none of this name")
-            if target.shape != tensor.shape:
-                raise ValueError(f"weight {name!r} has shape {[*tensor.shape]}, not {[*target.shape]}")
-            tied_to = written.get(target.data_ptr())
-            value = tensor.to(device=target.device, dtype=target.dtype)
-            if tied_to is not None and not torch.equal(target, value):
-                raise ValueError(f"weight {name!r} differs from {tied_to!r}, to which the model ties it")
-            target.copy_(value)
-            written.setdefault(target.data_ptr(), name)
-        missing = [name for name, target in weights.items() if target.data_ptr() not in written]
-        if missing:
-            raise ValueError(f"{len(missing)} weights missing: {', '.join(missing[:8])}")
+        with self._writable() as weights:
+            _write(weights, named_tensors, self._config.model_type)
         self._complete = True
 
     @torch.no_grad()
@@ -220,3 +205,25 @@ class _Responses:
             lengths=torch.bincount(rows, minlength=shape[0]),
             truncated=truncated,
         )
+
+
+def _write(
+    weights: Mapping[str, Tensor], named_tensors: Iterable[tuple[str, Tensor]], model_type: str
+) -> None:
+    """See `LocalGenerator.update_weights`."""
+    written: dict[int, str] = {}
+    for name, tensor in named_tensors:
+        target = weights.get(name)
+        if target is None:
+            raise ValueError(f"unexpected weight {name!r}: {model_type=!s} has none of this name")
+        if target.shape != tensor.shape:
+            raise ValueError(f"weight {name!r} has shape {[*tensor.shape]}, not {[*target.shape]}")
+        tied_to = written.get(target.data_ptr())
+        value = tensor.to(device=target.device, dtype=target.dtype)
+        if tied_to is not None and not torch.equal(target, value):
+            raise ValueError(f"weight {name!r} differs from {tied_to!r}, to which the model ties it")
+        target.copy_(value)
+        written.setdefault(target.data_ptr(), name)
+    missing = [name for name, target in weights.items() if target.data_ptr() not in written]
+    if missing:
+        raise ValueError(f"{len(missing)} weights missing: {', '.join(missing[:8])}")

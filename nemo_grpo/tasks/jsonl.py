@@ -176,7 +176,13 @@ def problems_here(paths: Iterable[str | Path], *, with_images: bool = False) -> 
     files = list(map(Path, paths))
     if not files or not all(path.is_file() for path in files):
         return None
-    return read_problems(files, with_images=with_images)
+    states = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+    return list(_read_once(states, with_images))
+
+
+@lru_cache(maxsize=4)  # several rules ask for the same files
+def _read_once(states: tuple[tuple[Path, int, int], ...], with_images: bool) -> tuple[Problem, ...]:
+    return tuple(read_problems([path for path, *_ in states], with_images=with_images))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

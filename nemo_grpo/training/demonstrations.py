@@ -10,11 +10,12 @@ import torch
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.base import stream
 from nemo_grpo.tasks.environment import MultiTurnTask
-from nemo_grpo.training.rollout import Group, Response
+from nemo_grpo.training.rollout import Group
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,5 @@ def demonstrated(
         token_mask=torch.tensor(mask),
         truncated=False,
         text=text,
-        scores={},
-        reward=0.0,
     )
     return Group(problem, prompt_tokens, [response])

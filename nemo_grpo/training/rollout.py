@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,19 +12,11 @@ from torch import Tensor
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.core.resampling import rewards_differ
-from nemo_grpo.sampling.episodes import Sampled, sample_responses
+from nemo_grpo.sampling.episodes import Response, sample_responses
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Generator, Request
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import Scorer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Response(Sampled):
-    """A sampled response with its reward components and their weighted sum."""
-
-    scores: dict[str, float]
-    reward: float
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ def sample_groups(
     for index, problem in enumerate(problems):
         part = slice(index * num_generations, (index + 1) * num_generations)
         responses = [
-            Response(**vars(one), scores=scores, reward=scorer.reward(scores))
+            replace(one, scores=scores, reward=scorer.reward(scores))
             for one, scores in zip(sampled[part], scored[part], strict=True)
         ]
         groups.append(Group(problem, request.prompts[index], responses))

@@ -6,8 +6,6 @@ plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import importlib.metadata
 import json
 import logging
@@ -23,15 +21,13 @@ from urllib.parse import quote
 
 from nemo_grpo.diagnostics.runs import RECIPE_FILE
 from nemo_grpo.errors import UNREADABLE, UserError
-from nemo_grpo.files import write_atomically
+from nemo_grpo.files import hold_lock, write_atomically
 
 if TYPE_CHECKING:
     from nemo_grpo.training.trackers import Tracker
 
 log = logging.getLogger(__name__)
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Lustre without -o flock, NFS without a lock daemon."""
 VERSIONS_FILE = "versions.json"
 PACKAGES = (
     "nemo-grpo",
@@ -183,15 +179,12 @@ class RunFolder:
 def _locked(folder: Path) -> int:
     """The descriptor that holds the lock. It ends with this process; children do not inherit it."""
     descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY)
+    refusal = f"folder {folder} is in use by another run; wait for it or end it"
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        hold_lock(descriptor, refusal, per_process=True)
+    except BaseException:
         os.close(descriptor)
-        raise UserError(f"folder {folder} is in use by another run; wait for it or end it") from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        log.warning("no locks in %s (%s): start no other run there", folder, error.strerror)
+        raise
     return descriptor
 
 

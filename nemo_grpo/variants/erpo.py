@@ -1,8 +1,8 @@
-"""ERPO: entropy-regulated policy optimisation, token advantages from decision pivots (Eqs. 6-10).
+"""ERPO: entropy-regulated policy optimisation, token advantages from decision pivots (2603.28204, Eqs. 6-10).
 
 All quantities at scoring time, without gradient, per prompt group g:
 
-    H_it   = full-vocabulary entropy, nats                            Eq. 6
+    H_it   = full-vocabulary entropy at temperature 1, nats           Eq. 6
     s_it   = beta_progress (logp_prev - logp_ref)                     Eq. 7, implicit progress
     W_it   = sigmoid(gamma z_g(H)_it)                                 Eq. 8, entropy gate
     bucket = min(floor(K t / |o_i|), K - 1),  t = 1..|o_i|

@@ -50,9 +50,9 @@ def test_a_tested_version_is_supported_and_nothing_is_missing_from_its_record(ve
 @pytest.mark.parametrize("version", VERSIONS)
 def test_setup_returns_what_is_unpacked(version):
     returned = doctor.recorded(version)[f"{hooks.GRPO}:setup"]["returns"]
-    assert len(returned) == len(compat.Setup._fields)
+    assert len(returned) == len(compat.Parts._fields)
     known = [
-        (theirs, ours) for theirs, ours in zip(returned, compat.Setup._fields, strict=True) if theirs != "_"
+        (theirs, ours) for theirs, ours in zip(returned, compat.Parts._fields, strict=True) if theirs != "_"
     ]
     assert all(theirs.removesuffix("_actor") == ours for theirs, ours in known)
     assert len(doctor.recorded(version)[f"{uses.SFT}:setup"]["returns"]) == len(OF_SETUP)

@@ -325,6 +325,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "logprob_chunk_size=64 needs", "$M.defer_fp32_logits=true"),
     ("precision_is_bf16", "cluster small fp8 moe lora logic search huge long dapo vision",
      "policy.precision=float32", "precision=float32", "policy.precision=bfloat16"),
+    ("precision_is_bf16", "cluster", "policy.precision=auto", "precision=auto", "policy.precision=bfloat16"),
     ("blockwise_fp8_uses_fp32_scales", "cluster", "$FP8.enabled=true; $CORRECTED",
      "FP32_SCALES=null: blockwise", "$M.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES='1'"),
     ("blockwise_fp8_uses_fp32_scales", "fp8", "$M.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES='0'",

@@ -11,13 +11,12 @@ import pytest
 import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
-from checkpoints_conv import job as job_module
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from nemo_grpo import UserError
+from nemo_grpo import UserError, files
 
 
 def test_resumption_needs_space_for_what_is_left_only(source, checkpoint, tmp_path, monkeypatch):
@@ -41,7 +40,7 @@ def test_file_system_without_locks_is_no_other_process(source, tmp_path, monkeyp
     def flock(*_args):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # Lustre, mounted without -o flock
 
-    monkeypatch.setattr(job_module.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     hf_to_megatron(source, tmp_path / "out")
     assert "no locks" in caplog.text
 

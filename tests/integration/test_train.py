@@ -43,8 +43,9 @@ from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group, Response
+from nemo_grpo.training.rollout import Group
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 PROMISED = {

@@ -13,17 +13,16 @@ from small_runs import DP2, arguments, assert_same_rows, lines_of, resumed_exact
 from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import build_objective
-from nemo_grpo.evaluate.responses import Recorded
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
-from nemo_grpo.sampling.episodes import Sampled
+from nemo_grpo.sampling.episodes import Response, Written
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.training import rollout
-from nemo_grpo.training.rollout import Group, Response, assemble
+from nemo_grpo.training.rollout import Group, assemble
 
 PROMPT = [4, 9, 17]
 TURNS = [  # (tokens, by the policy) of two responses to one prompt
@@ -158,12 +157,12 @@ class ByRank:
 def scores_of_two():
     """Rewards of a group, and an evaluation's scores and answers, as this rank sees them."""
     dist.init_process_group("gloo")
-    one = Sampled(torch.tensor([1]), torch.zeros(1), torch.ones(1, dtype=torch.bool), False, "a")
+    one = Response(torch.tensor([1]), torch.zeros(1), torch.ones(1, dtype=torch.bool), False, "a")
     rollout.sample_responses = lambda *_: [one, one]
     problem = Problem("p", "q", "a")
     scorer, request = Scorer(ByRank(), {"accuracy": 1.0}, Prompt()), Request([[1]], 2, SamplingParams(1), 0)
     (group,) = rollout.sample_groups(None, None, scorer, [problem], request)
-    judged = _judge(ByRank(), problem, [Recorded("a", 1, False)])
+    judged = _judge(ByRank(), problem, [Written("a", 1, False)])
     return [response.reward for response in group.responses], judged.scores, judged.extracted
 
 

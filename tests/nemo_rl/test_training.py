@@ -27,11 +27,11 @@ from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
+from nemo_grpo.nemorl.checkpoints import exports_of, resume_carried, save_side_files
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.hooks import HOOKS, places
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.stopping import Stop, stop_after_step
+from nemo_grpo.nemorl.stopping import Stop, exit_code, finished_steps, last_step, stop_after_step
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray")  # the trainers ask it for its nodes
@@ -63,7 +63,7 @@ class Run:
         latest = self.checkpointer.get_latest_checkpoint_path()
         state = self.checkpointer.load_training_info(latest)
         make = getattr(grpo, "_get_grpo_save_state", lambda loaded: loaded or grpo._default_grpo_save_state())
-        nothing = compat.Setup(*[None] * len(compat.Setup._fields))
+        nothing = compat.Parts(*[None] * len(compat.Parts._fields))
         self.parts = nothing._replace(
             policy=self.policy,
             policy_generation=Generation(),
@@ -79,9 +79,9 @@ class Run:
     def ready(self) -> run_grpo.Ready:
         """As the driver's `set_up` leaves it."""
         tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
-        run_grpo.install(self.run, self.exchange, run_grpo.finished_steps(self.parts), tokenizer)
+        run_grpo.install(self.run, self.exchange, finished_steps(self.parts), tokenizer)
         loss_fn = ObjectiveLoss(self.run.recipe.loss_fn)
-        last = run_grpo.last_step(self.run, self.parts)
+        last = last_step(self.run, self.parts)
         return run_grpo.Ready(self.parts, loss_fn, tokenizer, None, [{}, {}], None, last)
 
     def train(self) -> list[int]:
@@ -93,7 +93,7 @@ class Run:
         return draws
 
     def exit_code(self, stop: Stop) -> int:
-        return run_grpo.exit_code(self.run, self.ready(), stop)
+        return exit_code(self.run, self.parts, last_step(self.run, self.parts), stop)
 
     def logged(self) -> dict[str, Any]:
         """The newest step's training metrics."""
@@ -162,7 +162,7 @@ def test_data_that_ends_early_ends_the_run_and_says_so(tmp_path, caplog):
 def test_a_checkpoint_that_nemo_rl_deletes_is_kept_for_its_export(tmp_path):
     settings = ("checkpointing.keep_top_k=1", "checkpointing.metric_name=null")
     run = Run(tmp_path, {"variant": "grpo"}, *settings, "nemo_grpo.export.at_every_save=true")
-    exports = run_grpo.exports_of(run.run, Qwen2Config(architectures=["Qwen2ForCausalLM"]))
+    exports = exports_of(run.run, Qwen2Config(architectures=["Qwen2ForCausalLM"]))
     exports.after_every_save(run.checkpointer)
     run.train()
     folder = run.run.recipe.checkpoint_dir
@@ -194,7 +194,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
     assert info["total_steps"] == 2
 
     again = Run(tmp_path, {"variant": "tr_grpo", "weighting": "random"}, *settings)
-    assert run_grpo.finished_steps(again.parts) == 2
+    assert finished_steps(again.parts) == 2
     with stop_after_step() as stop:
         again.train()
     assert len(again.policy.trained) == 3, "steps 3 to 5"
@@ -212,7 +212,7 @@ def test_moving_statistics_go_on_where_nemo_rls_checkpoint_left_them(tmp_path):
     assert run.exchange.carried["mean"] > 0
     again = Run(tmp_path, loss_fn, "grpo.max_num_steps=4", *settings)
     resume_carried(again.run.recipe.loss_fn, again.checkpointer, again.exchange)
-    assert run_grpo.finished_steps(again.parts) == 2
+    assert finished_steps(again.parts) == 2
     assert again.exchange.carried == run.exchange.carried
 
 
@@ -242,10 +242,10 @@ def test_a_run_that_reached_its_goal_is_known(tmp_path):
 
 def test_epochs_are_counted_on_nemo_rls_own_state(tmp_path):
     run = Run(tmp_path, {"variant": "grpo"}, "grpo.max_num_steps=30", "grpo.max_num_epochs=3")
-    assert run_grpo.last_step(run.run, run.parts) == 30  # 10 draws an epoch
+    assert last_step(run.run, run.parts) == 30  # 10 draws an epoch
     run = Run(tmp_path, {"variant": "grpo"}, "grpo.max_num_steps=31", "grpo.max_num_epochs=3")
     with pytest.raises(UserError, match=r"31 steps remain .* after 30"):
-        run_grpo.last_step(run.run, run.parts)
+        last_step(run.run, run.parts)
 
 
 def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:

@@ -38,7 +38,7 @@ class Decoder:
         Returns: logits [R, V] of each row's first new token, and the rows' cache.
         """
         cache = self._cache(prompts, prompt_of_row, room)
-        logits = torch.empty(len(prompts), len(self.weights.head), **self._place)
+        logits = torch.empty(len(prompts), len(self.weights.embedding), **self._place)
         for stream, hidden in self._read(prompts, prompt_of_row, cache):
             logits[stream.prompts] = self._logits(hidden[stream.ends])
         return logits[prompt_of_row.to(self.device)], cache
@@ -46,7 +46,7 @@ class Decoder:
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
         """[B, S, V] of whole sequences, right-padded with 0."""
         rows, longest = torch.arange(len(sequences)), max(map(len, sequences))
-        logits = torch.zeros(len(sequences), longest, len(self.weights.head), **self._place)
+        logits = torch.zeros(len(sequences), longest, len(self.weights.embedding), **self._place)
         for stream, hidden in self._read(sequences, rows, self._cache(sequences, rows, 0)):
             logits[stream.prompt_of_token, stream.positions] = self._logits(hidden)
         return logits
@@ -77,14 +77,14 @@ class Decoder:
         hidden = F.embedding(tokens, self.weights.embedding)
         for number, layer in enumerate(self.weights.layers):
             queries, keys, values = self._project(layer, hidden, rotations)
-            hidden = torch.addmm(hidden, attend(number, queries, keys, values), layer.output.T)
-            gate, up = F.linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down.T)
+            hidden = layer.output.plus(hidden, attend(number, queries, keys, values))
+            gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, -1)
+            hidden = layer.down.plus(hidden, F.silu(gate).mul_(up))
         return hidden
 
     def _project(self, layer: Layer, hidden: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[N, H, D] queries, [N, G, D] keys and values; queries and keys turned by their positions."""
-        fused = F.linear(self._normed(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        fused = layer.qkv(self._normed(hidden, layer.input_norm))
         heads = fused.view(len(fused), -1, self._head_size)
         turned, values = heads.split([self._heads + self._groups, self._groups], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -98,4 +98,4 @@ class Decoder:
         return F.rms_norm(values, weight.shape, weight, self._eps)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._normed(hidden, self.weights.norm), self.weights.head)
+        return self.weights.head(self._normed(hidden, self.weights.norm))

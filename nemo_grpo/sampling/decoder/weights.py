@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from nemo_grpo.errors import UserError
 from nemo_grpo.families import COMPUTED, family_for, read_spec
 from nemo_grpo.sampling.decoder import rotary
+from nemo_grpo.sampling.decoder.matrices import Matrix
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
@@ -21,18 +24,17 @@ GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 class Layer:
     """One layer; H query heads and G key-value heads of size D, width h, MLP width f.
 
-    Attributes: qkv: [(H + 2G) D, h], queries, keys and values one below the other.  qkv_bias: or None.
+    Attributes: qkv: [(H + 2G) D, h], queries, keys and values one below the other.
                 query_norm, key_norm: [D], or None.  output: [h, H D].  gate_up: [2f, h].  down: [h, f].
                 input_norm, mlp_norm: [h].
     """
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Matrix
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
     input_norm: Tensor
     mlp_norm: Tensor
 
@@ -41,9 +43,9 @@ class Weights:
     """Uninitialised storage for a model of this configuration.
 
     Attributes:
-        named: Hugging Face name to tensor, a view of what the forward pass reads. Tied weights are one tensor
-            under both names.
-        layers, embedding [V, h], head [V, h], norm [h]: what the forward pass reads.
+        named: Hugging Face name to tensor, a view of what the forward pass reads, or packs: `writable`. Tied
+            weights are one tensor under both names.
+        layers, embedding [V, h], head, norm [h]: what the forward pass reads.
         spec: of the model.
     """
 
@@ -56,22 +58,36 @@ class Weights:
         self.embedding, self.norm = self._one(EMBEDDING), self._one(NORM)
         if family.tied:
             self.named[HEAD] = self.embedding
-        self.head = self.embedding if family.tied else self._one(HEAD)
+        self.head = Matrix(self.embedding, shared=True) if family.tied else Matrix(self._one(HEAD))
         self.layers = [self._layer(f"model.layers.{number}.") for number in range(family.num_layers)]
 
     def _layer(self, prefix: str) -> Layer:
         has_bias, has_norms = self.spec.has_qkv_bias, self.spec.has_qk_norm
+        bias = self._fused(f"{prefix}{name}.bias" for name in QKV) if has_bias else None
         return Layer(
-            qkv=self._fused(f"{prefix}{name}.weight" for name in QKV),
-            qkv_bias=self._fused(f"{prefix}{name}.bias" for name in QKV) if has_bias else None,
+            qkv=Matrix(self._fused(f"{prefix}{name}.weight" for name in QKV), bias),
             query_norm=self._one(f"{prefix}self_attn.q_norm.weight") if has_norms else None,
             key_norm=self._one(f"{prefix}self_attn.k_norm.weight") if has_norms else None,
-            output=self._one(f"{prefix}self_attn.o_proj.weight"),
-            gate_up=self._fused(f"{prefix}{name}.weight" for name in GATE_UP),
-            down=self._one(f"{prefix}mlp.down_proj.weight"),
+            output=Matrix(self._one(f"{prefix}self_attn.o_proj.weight")),
+            gate_up=Matrix(self._fused(f"{prefix}{name}.weight" for name in GATE_UP)),
+            down=Matrix(self._one(f"{prefix}mlp.down_proj.weight")),
             input_norm=self._one(f"{prefix}input_layernorm.weight"),
             mlp_norm=self._one(f"{prefix}post_attention_layernorm.weight"),
         )
+
+    @contextmanager
+    def writable(self) -> Iterator[dict[str, Tensor]]:
+        """``named``, every one of which is to be written within the block."""
+        for matrix in self._matrices():
+            matrix.unpack()
+        yield self.named
+        for matrix in self._matrices():
+            matrix.pack()
+
+    def _matrices(self) -> Iterator[Matrix]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield self.head
 
     def _one(self, name: str) -> Tensor:
         self.named[name] = torch.empty(self._shapes[name], **self._place)

@@ -20,8 +20,9 @@ from nemo_grpo.diagnostics.tokens import (
     top_shares,
 )
 from nemo_grpo.engine.records import signal_shares
+from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group, Response, assemble
+from nemo_grpo.training.rollout import Group, assemble
 from nemo_grpo.variants import VARIANTS, build_objective
 
 PROBABILITY = torch.tensor([[0.5, 0.25, 0.9], [0.5, 0.8, 0.3]])

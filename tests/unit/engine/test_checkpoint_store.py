@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo import UserError, shipped
+from nemo_grpo import UserError, files, shipped
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.training import run_folder
 from nemo_grpo.training.run_folder import RunFolder, keep_own_files, own_copy
 
 ROOT = Path(__file__).parents[3]
@@ -119,7 +118,7 @@ def test_run_folder_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, 
     def lockf(*_args):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
+    monkeypatch.setattr(files.fcntl, "lockf", lockf)
     RunFolder(tmp_path / "run").open("", from_step=-1)
     assert "no locks" in caplog.text
 

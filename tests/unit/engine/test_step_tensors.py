@@ -11,9 +11,10 @@ from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.statistics import Groups
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.results import Scores
+from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks.base import stream
 from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, Response, assemble
+from nemo_grpo.training.rollout import Group, assemble
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.grpo import GRPO
 

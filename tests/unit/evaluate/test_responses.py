@@ -1,14 +1,17 @@
 """The log of responses: what it survives, and what it does not mix."""
 
+import errno
 import json
 import multiprocessing
 
 import pytest
 
+from nemo_grpo import files
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.responses import Answer, Recorded, ResponseLog, Resumable, fingerprint
+from nemo_grpo.evaluate.responses import Entry, ResponseLog, Resumable, fingerprint
+from nemo_grpo.sampling.episodes import Written
 
-ONE, TWO = Recorded("a", 1, False), Recorded("b\u2028c", 2, True)
+ONE, TWO = Written("a", 1, False), Written("b\u2028c", 2, True)
 
 
 @pytest.fixture
@@ -17,14 +20,14 @@ def path(tmp_path):
 
 
 def samples(prompt, *responses):
-    return [Answer("p", prompt, False, number, response) for number, response in enumerate(responses)]
+    return [Entry("p", prompt, False, number, response) for number, response in enumerate(responses)]
 
 
 def test_responses_come_back_from_the_file(path):
     with ResponseLog(path) as log:
         recall = Resumable(log, "set", {"seed": 1})
         assert recall.get("p", [1, 2], False, 2) == [None, None]
-        recall.put([*samples([1, 2], ONE, TWO), Answer("p", [1, 2], True, 0, TWO)])
+        recall.put([*samples([1, 2], ONE, TWO), Entry("p", [1, 2], True, 0, TWO)])
     with ResponseLog(path) as log:
         recall = Resumable(log, "set", {"seed": 1})
         assert recall.get("p", [1, 2], False, 2) == [ONE, TWO]
@@ -49,6 +52,16 @@ def test_nothing_is_mixed_with_other_conditions(path, benchmark, conditions, pro
         Resumable(log, "set", {"seed": 1}).put(samples([1], ONE))
         assert None in Resumable(log, benchmark, conditions).get(problem, prompt, False, count)
         assert Resumable(log, "set", {"seed": 1}).get("p", [1], False, 1) == [ONE]
+
+
+def test_a_disk_without_locks_is_used_with_a_warning(path, monkeypatch, caplog):
+    def flock(*_args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with ResponseLog(path) as log:
+        Resumable(log, "set", {}).put(samples([1], ONE))
+    assert f"No locks available), so do not start it twice; else: {path} is being written" in caplog.text
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(path):

@@ -12,6 +12,7 @@ from nemo_grpo.cli import app
 from nemo_grpo.launch.data_files import check_data, missing_files, remedies
 from nemo_grpo.launch.preflight import Job, data
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.tasks import jsonl
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml"
@@ -95,6 +96,18 @@ def test_recipe_check_refuses_too_few_validation_problems():
     done = run("recipe", "check", ROOT / "recipes/quickstart.yaml", *MINE)
     assert done.exit_code == 2
     assert "use 3 or fewer" in done.output
+
+
+def test_every_file_is_read_once_until_it_changes(monkeypatch):
+    read = []
+    real = jsonl.read_problems
+    monkeypatch.setattr(jsonl, "read_problems", lambda files, **how: read.append(files) or real(files, **how))
+    write("train.jsonl", 40)
+    write("validation.jsonl", 3)
+    for available in (3, 4):
+        write("validation.jsonl", available)
+        check_data(load_recipe(CLUSTER, [*MINE, f"grpo.max_val_samples={available}"]))
+    assert read == [[Path("validation.jsonl")], [Path("train.jsonl")], [Path("validation.jsonl")]]
 
 
 def test_recipe_check_tries_own_rewards_on_the_problems():

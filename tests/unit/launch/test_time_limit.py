@@ -17,8 +17,7 @@ def test_time_without_a_step_and_a_checkpoint_is_refused() -> None:
     recipe = load_recipe(LARGE)
     found = plan_recipe(recipe).forecast
     assert found is not None
-    assert found.error is not None
-    least = found.step.seconds / (1 + found.error[1]) + found.step.checkpoint
+    least = found.step.seconds / (1 + found.seen.worst) + found.step.checkpoint
     assert not time_verdict(recipe, "h100", timedelta(seconds=least - 1))[0]
     assert time_verdict(recipe, "h100", timedelta(seconds=least + 1))[0]
     ten = timedelta(seconds=10 * found.step.seconds + found.step.checkpoint + 1)

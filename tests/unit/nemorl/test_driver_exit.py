@@ -13,7 +13,9 @@ from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
-from nemo_grpo.nemorl.stopping import Stop
+from nemo_grpo.nemorl.checkpoints import exports_of
+from nemo_grpo.nemorl.model import model_config
+from nemo_grpo.nemorl.stopping import Stop, exit_code, last_step
 from nemo_grpo.training.signals import StopRequest
 
 GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)
@@ -28,10 +30,6 @@ def ended(total, current, is_async=False):
 
 def stop(happened=False, reached_threshold=False, last_step=0):
     return Stop(StopRequest(), happened, reached_threshold, last_step)
-
-
-def ready(parts, last_step=100, exports=None):
-    return run_grpo.Ready(parts, None, None, None, [], exports, last_step)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def ready(parts, last_step=100, exports=None):
     ],
 )
 def test_exit_code_is_0_only_for_a_finished_run(parts, how, code):
-    assert run_grpo.exit_code(RUN, ready(parts), how) == code
+    assert exit_code(RUN, parts, 100, how) == code
 
 
 def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
@@ -61,10 +59,10 @@ def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
     parts.master_config["grpo"]["max_num_epochs"] = 3
     parts.dataloader = range(10)
     run = Of(recipe=recipe)
-    last = run_grpo.last_step(run, parts)
+    last = last_step(run, parts)
     assert last == 6 + 3 * 10 - 6
-    assert run_grpo.exit_code(run, ready(ended(30, 0), last), stop()) == 0
-    assert run_grpo.exit_code(run, ready(ended(29, 9), last), stop()) == 1
+    assert exit_code(run, ended(30, 0), last, stop()) == 0
+    assert exit_code(run, ended(29, 9), last, stop()) == 1
 
 
 class Exports:
@@ -96,7 +94,7 @@ def trained(monkeypatch):
     def train(parts, how, exports):
         monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
         parts.logger = parts.checkpointer = None
-        return run_grpo.train(RUN, ready(parts, exports=exports))
+        return run_grpo.train(RUN, run_grpo.Ready(parts, None, None, None, [], exports, last_step=100))
 
     return train, closed
 
@@ -141,9 +139,9 @@ def exporting(folder, model="org/model", lora=None):
 def test_exports_of_a_model_without_converter_are_refused_at_the_start(tmp_path):
     vision = Of(to_json_string=lambda: '{"architectures": ["Qwen2VLForConditionalGeneration"]}')
     with pytest.raises(UserError, match=r"at_every_save=true: org/model cannot .*Qwen2VL.* set it to false"):
-        run_grpo.exports_of(exporting(tmp_path), vision)
+        exports_of(exporting(tmp_path), vision)
     known = Qwen2Config(architectures=["Qwen2ForCausalLM"])
-    exports = run_grpo.exports_of(exporting(tmp_path), known)
+    exports = exports_of(exporting(tmp_path), known)
     assert (exports.folder, exports.lora_base) == (tmp_path / "hf", None)
 
 
@@ -153,10 +151,10 @@ def test_exports_of_adapters_need_their_base_on_this_machine(tmp_path):
     base.mkdir()
     run = exporting(tmp_path, str(base), lora=Of(dim=8))
     with pytest.raises(UserError, match=r"at_every_save=true merges LoRA.*model_name=.*has no config.json"):
-        run_grpo.exports_of(run, known)
+        exports_of(run, known)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (base / name).touch()
-    assert run_grpo.exports_of(run, known).lora_base == base
+    assert exports_of(run, known).lora_base == base
 
 
 def of_model(folder, *, trusted=False, tokenizer=None):
@@ -166,7 +164,7 @@ def of_model(folder, *, trusted=False, tokenizer=None):
 
 def test_a_model_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"policy.model_name=\S+ has no config.json .*; give a Hugging Face"):
-        run_grpo.model_config(of_model(tmp_path))
+        model_config(of_model(tmp_path))
 
 
 CODE = """
@@ -185,27 +183,27 @@ def test_a_models_own_code_runs_only_if_the_recipe_trusts_it(tmp_path, monkeypat
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     Qwen2Config().save_pretrained(folder)
-    assert type(run_grpo.model_config(of_model(folder))) is Qwen2Config
+    assert type(model_config(of_model(folder))) is Qwen2Config
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
     with pytest.raises(UserError, match=r"brings Python code .* set nemo_grpo.trust_remote_code=true"):
-        run_grpo.model_config(of_model(folder))
+        model_config(of_model(folder))
     (folder / "tokenizer_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": model_type, "auto_map": {"AutoConfig": "own.Config"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(CODE)
     with pytest.raises(UserError, match=r"brings Python code .* set nemo_grpo.trust_remote_code=true"):
-        run_grpo.model_config(of_model(folder))
+        model_config(of_model(folder))
     assert not list(tmp_path.rglob("*.ran"))
-    run_grpo.model_config(of_model(folder, trusted=True))
+    model_config(of_model(folder, trusted=True))
 
 
 def test_without_checkpoints_the_logged_steps_tell():
     run = Of(recipe=Of(grpo=RUN.recipe.grpo, checkpointing=Of(enabled=False)))
-    nothing_saved = ready(ended(0, 0, is_async=True))
-    assert run_grpo.exit_code(run, nothing_saved, stop(last_step=100)) == 0
-    assert run_grpo.exit_code(run, nothing_saved, stop(last_step=30)) == 1
-    assert run_grpo.exit_code(run, nothing_saved, stop(True, last_step=30)) == 1  # it cannot go on
+    nothing_saved = ended(0, 0, is_async=True)
+    assert exit_code(run, nothing_saved, 100, stop(last_step=100)) == 0
+    assert exit_code(run, nothing_saved, 100, stop(last_step=30)) == 1
+    assert exit_code(run, nothing_saved, 100, stop(True, last_step=30)) == 1  # it cannot go on
 
 
 @pytest.mark.parametrize(
@@ -225,10 +223,10 @@ def test_too_few_epochs_are_refused_before_the_first_step(epochs, batches, state
     config = {"grpo": {"max_num_epochs": epochs}}
     parts = Of(grpo_save_state=state, master_config=config, dataloader=range(batches))
     if not is_refused:
-        assert run_grpo.last_step(RUN, parts) == 100
+        assert last_step(RUN, parts) == 100
         return
     with pytest.raises(UserError, match=f"max_num_epochs={epochs}: .*the data ends after"):
-        run_grpo.last_step(RUN, parts)
+        last_step(RUN, parts)
 
 
 def refuse(*_arguments):

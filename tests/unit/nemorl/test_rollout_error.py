@@ -59,6 +59,18 @@ def test_asynchronous_rollouts_may_be_of_older_weights(caplog):
     assert bound(recipe(is_async=True)) is None
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_step_whose_every_response_is_empty_is_warned_of(is_async, caplog):
+    """NeMo-RL's asynchronous rollouts go on when vLLM refuses every request."""
+    with watch_rollouts(recipe(is_async=is_async), logger := Logger()):
+        for step, length in ((3, 0.5), (4, 0.0)):
+            metrics = {"gen_kl_error": 0.0, "mean_gen_tokens_per_sample": length}
+            logger.log_metrics(metrics, step, prefix="train")
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("step 4: no response has a token")
+    assert "'Error generating response'" in message
+
+
 def test_bounds_lie_below_what_stale_weights_gave():
     assert bound(recipe()) == BF16_BOUND < bound(recipe(fp8=True)) == FP8_BOUND < 0.0456
 

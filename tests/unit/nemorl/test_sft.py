@@ -11,8 +11,9 @@ from unit.nemorl.loggers import Logger
 
 from nemo_grpo.nemorl import config, sft, stopping
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group, Response
+from nemo_grpo.training.rollout import Group
 
 RECIPE = Path(__file__).parents[3] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml"
 

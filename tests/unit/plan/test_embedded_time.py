@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -13,12 +12,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 from unit.plan.toys import MATRICES, PARAMETERS, SETUP, SMALL, WORK
 
-from benchmarks.plan_vs_this_machine import Row, fitted_without, read_rows
+from benchmarks.plan_vs_this_machine import Row, fitted_without, read_rows, seen_by_size
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.plan import machine, plan_recipe
-from nemo_grpo.plan.efficiency import LOCAL, LOCAL_ERROR, Local
+from nemo_grpo.plan.efficiency import LOCAL, Local
 from nemo_grpo.plan.embedded_time import Rank, embedded_step
+from nemo_grpo.plan.interval import MEASURED
 from nemo_grpo.plan.machine import Machine, measure
 from nemo_grpo.plan.memory import local_layer_bytes
 from nemo_grpo.recipe import load_recipe
@@ -166,11 +166,10 @@ def test_measured_phases_are_predicted(row: Row) -> None:
 
 def test_constants_and_errors_are_those_of_the_fit() -> None:
     assert asdict(LOCAL) == pytest.approx(asdict(fitted_without(ROWS, None)), rel=0.01)
-    errors = [
-        abs(sum(row.predict(fitted_without(ROWS, row.size)).values()) / sum(row.phases.values()) - 1)
-        for row in ROWS
-    ]
-    assert (median(errors), max(errors)) == pytest.approx(LOCAL_ERROR, abs=0.006)
+    assert asdict(seen_by_size(ROWS)) == {
+        name: value if name == "what" else pytest.approx(value, abs=0.006)
+        for name, value in asdict(replace(MEASURED, what="")).items()
+    }
 
 
 def plan_here(monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
@@ -183,7 +182,7 @@ def plan_here(monkeypatch: pytest.MonkeyPatch, *options: str) -> Result:
 def test_plan_on_this_machine_shows_the_embedded_step(monkeypatch: pytest.MonkeyPatch) -> None:
     result = plan_here(monkeypatch, "--lengths", "35")
     assert result.exit_code == 0
-    for part in ("decode", "forward and backward", "measured steps on a CPU", " min\n", "1 x 1 this"):
+    for part in ("decode", "forward and backward", "5 steps measured on a CPU", " min\n", "1 x 1 this"):
         assert part in result.output
     for part in ("GPU-hours", "pipeline bubble", "more GPUs"):
         assert part not in result.output

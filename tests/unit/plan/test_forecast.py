@@ -13,9 +13,10 @@ from nemo_grpo.plan import plan_recipe
 from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale, of_variants
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
-from nemo_grpo.plan.presets import PRESETS, shape_of
+from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
 from nemo_grpo.plan.search import _rollouts, best_layouts
+from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.plan.workload import expected_draws, scoring_passes, workload_of
 from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 
@@ -118,6 +119,61 @@ def test_scoring_passes_follow_the_variant() -> None:
     assert scoring_passes(load_recipe(embedded, [f"policy.train_global_batch_size={batch}"])) == 0
 
 
+def test_setup_follows_the_recipes_own_keys() -> None:
+    """Speculative decoding, MX weights and router replay."""
+    plain = setup_of(load_recipe(LARGE))
+    assert (plain.draft_tokens, plain.vllm_mx, plain.replays_routes) == (0, False, False)
+    vllm, drafts = "policy.generation.vllm_cfg", "policy.generation.vllm_kwargs.speculative_config"
+    keys = [
+        f"{drafts}={{method: eagle3, num_speculative_tokens: 3}}",
+        f"{vllm}.precision=fp8",
+        f"{vllm}.is_mx=true",
+        f"{vllm}.quantization_ignored_layer_kws=[q_proj, o_proj]",
+        "policy.router_replay.enabled=true",
+        "cluster.segment_size=2",
+        "loss_fn.use_importance_sampling_correction=true",
+    ]
+    setup = setup_of(load_recipe(LARGE, keys))
+    assert (setup.draft_tokens, setup.draft_layers) == (3, 1)
+    assert (setup.vllm_mx, setup.vllm_bf16_attention, setup.replays_routes) == (True, True, True)
+    assert (plain.segment_nodes, setup.segment_nodes) == (0, 2)
+    setup = setup_of(load_recipe(LARGE, [f"{drafts}={{method: ngram, num_speculative_tokens: 2}}"]))
+    assert (setup.draft_tokens, setup.draft_layers) == (2, 0)
+
+
+def test_refits_wait_for_rollouts_unless_weights_change_in_flight() -> None:
+    ahead = [
+        "grpo.async_grpo={enabled: true}",
+        "policy.generation.colocated={enabled: false, resources: {num_nodes: 2, gpus_per_node: 8}}",
+        "policy.generation.vllm_cfg.async_engine=true",
+        "loss_fn.use_importance_sampling_correction=true",
+        "grpo.use_dynamic_sampling=false",
+    ]
+    lengths = of_mean(100, 1000)
+    assert workload_of(load_recipe(LARGE, ahead), lengths).waits_for_rollouts
+    in_flight = load_recipe(LARGE, [*ahead, "grpo.async_grpo.in_flight_weight_updates=true"])
+    assert not workload_of(in_flight, lengths).waits_for_rollouts
+
+
+def test_forced_ratio_leaves_the_scoring_pass_out() -> None:
+    batch = f"policy.train_global_batch_size={load_recipe(LARGE).num_sequences_per_step}"
+    forced = [batch, "loss_fn.force_on_policy_ratio=true"]
+    assert scoring_passes(load_recipe(LARGE, forced)) == 0
+    assert scoring_passes(load_recipe(LARGE, [*forced, "grpo.seq_logprob_error_threshold=2.0"])) == 1
+
+
+def test_acceptance_is_a_share(recipe: Recipe) -> None:
+    with pytest.raises(UserError, match=r"--acceptance 1\.5: a share of drafted tokens"):
+        plan_recipe(recipe, assumed=Assumptions(acceptance=1.5))
+    drafts = "policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}"
+    times = [
+        plan_recipe(load_recipe(LARGE, [drafts]), assumed=Assumptions(4000, acceptance=share)).forecast
+        for share in (0.0, 1.0)
+    ]
+    never, always = (one.step.phases["tail"] for one in times if one)
+    assert never == pytest.approx(3 * always)
+
+
 def test_hardware_comes_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "gpus.yaml"
     file.write_text("mine:\n  base: h100\n  memory_bandwidth: 6.7e+12\n")
@@ -143,32 +199,32 @@ def test_wrong_hardware_is_refused(tmp_path: Path, text: str, message: str) -> N
         hardware_of("mine", file)
 
 
-def test_algorithms_differ_by_draws_and_passes(recipe: Recipe) -> None:
-    found = of_variants(recipe, ["grpo", "cw_grpo", "gpg"], SHAPE, "h100", H100, Assumptions(4000))
+def test_algorithms_differ_by_draws_and_passes(recipe: Recipe, base: Forecast) -> None:
+    found = of_variants(recipe, base, ["grpo", "cw_grpo", "gpg"], Assumptions(4000))
     plain, weighted, gpg = (found[name].step for name in found)
     assert weighted.phases["scoring"] == pytest.approx(2 * plain.phases["scoring"])
     assert gpg.rollout == pytest.approx(2 * plain.rollout, rel=0.01)
     with pytest.raises(UserError, match="--compare gpgg: not a variant; did you mean 'gpg'"):
-        of_variants(recipe, ["gpgg"], SHAPE, "h100", H100, Assumptions())
+        of_variants(recipe, base, ["gpgg"], Assumptions())
 
 
 def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Recipe, base: Forecast) -> None:
-    found = best_layouts(recipe, base, SHAPE, H100)
-    assert [one.step.seconds for one in found] == sorted(one.step.seconds for one in found)
-    assert found[0].step.seconds < base.step.seconds
+    found = best_layouts(recipe, base)
+    assert [one.forecast.step.seconds for one in found] == sorted(one.forecast.step.seconds for one in found)
+    assert found[0].forecast.step.seconds < base.step.seconds
     again = forecast_of(load_recipe(LARGE, found[0].overrides))
-    assert again.step.seconds == pytest.approx(found[0].step.seconds)
+    assert again.step.seconds == pytest.approx(found[0].forecast.step.seconds)
 
 
 def test_best_layout_may_give_rollouts_gpus_of_their_own() -> None:
     """A small model's step saves waking vLLM; rollouts still wait for the update."""
     small = load_recipe(RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml")
-    found = best_layouts(small, forecast_of(small, 1000), shape_of(small), H100)[0]
+    found = best_layouts(small, forecast_of(small, 1000))[0]
     assert "policy.generation.colocated.enabled=false" in found.overrides
     again = forecast_of(load_recipe_dict(small.to_dict(), found.overrides), 1000)
-    assert again.setup.num_rollout_gpus == found.setup.num_rollout_gpus > 0
+    assert again.setup.num_rollout_gpus == found.forecast.setup.num_rollout_gpus > 0
     assert again.work.trajectory_age == 0
-    assert again.step.seconds == pytest.approx(found.step.seconds)
+    assert again.step.seconds == pytest.approx(found.forecast.step.seconds)
 
 
 def test_gpus_that_only_sample_are_whole_nodes_or_part_of_one(base: Forecast) -> None:
@@ -184,26 +240,26 @@ def test_gpus_that_only_sample_are_whole_nodes_or_part_of_one(base: Forecast) ->
 
 def test_best_layout_leaves_a_given_microbatch_alone() -> None:
     given = load_recipe(LARGE, ["policy.sequence_packing.train_mb_tokens=17408"])
-    for one in best_layouts(given, forecast_of(given), SHAPE, H100):
-        assert one.setup.train_tokens == 17408
+    for one in best_layouts(given, forecast_of(given)):
+        assert one.forecast.setup.train_tokens == 17408
         assert not any("train_micro_batch_size" in override for override in one.overrides)
 
 
 def test_scaling_keeps_or_grows_the_batch(base: Forecast) -> None:
-    twice = at_scale(base, SHAPE, H100, 64)
+    twice = at_scale(base, 64)
     assert twice.work == base.work
     assert twice.step.num_gpus == 64
-    assert at_scale(base, SHAPE, H100, 64, weak=True).work.num_samples == 2 * base.work.num_samples
+    assert at_scale(base, 64, weak=True).work.num_samples == 2 * base.work.num_samples
 
 
 def test_scaling_uses_the_best_layout_of_each_size(recipe: Recipe, base: Forecast) -> None:
-    points = scaling(recipe, base, SHAPE, H100, "32,12,8,64")
+    points = scaling(recipe, base, "32,12,8,64")
     assert [point.num_gpus for point in points] == [8, 12, 32, 64]
     one_node, part, same, twice = points
     assert (part.strong, part.note) == (None, "not whole nodes of 8 GPUs")
     assert one_node.own is None  # 16 GPUs share the recipe's model
     assert one_node.strong_efficiency == one_node.weak_efficiency == 1
-    best = best_layouts(recipe, base, SHAPE, H100, 1)[0]
+    best = best_layouts(recipe, base, 1)[0]
     assert (same.strong_overrides, same.own and same.own.step) == (best.overrides, base.step)
     for point, batch in ((same, 1), (twice, 2)):
         for found, overrides, samples in (
@@ -225,7 +281,7 @@ def test_scaling_refuses_what_has_no_layout(recipe: Recipe, base: Forecast) -> N
         ("8,0", "--scale 8,0: numbers of GPUs"),
     ):
         with pytest.raises(UserError, match=message):
-            scaling(recipe, base, SHAPE, H100, asked)
+            scaling(recipe, base, asked)
 
 
 def test_own_layout_stops_paying_where_less_than_half_of_the_gpus_help(base: Forecast) -> None:

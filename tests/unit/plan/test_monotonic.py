@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.plan.toys import SETUP
 
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.lengths import of_mean
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import step_time
 from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe.layout import Layout
@@ -21,7 +21,7 @@ RATES = ("bf16_flops", "memory_bandwidth", "nvlink_bandwidth", "network_bandwidt
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[str, Setup, Workload]:
+def cases(draw: st.DrawFn) -> Case:
     """A model on up to 512 H100, colocated or one step ahead."""
     name = draw(st.sampled_from(MODELS))
     tp, pp, cp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2)))
@@ -43,25 +43,23 @@ def cases(draw: st.DrawFn) -> tuple[str, Setup, Workload]:
     )
     lengths = of_mean(draw(st.sampled_from((200, 1000, 3000))), 3968)
     prompts = draw(st.sampled_from((64, 256)))
-    return name, setup, Workload(prompts * 8, 8, 1, lengths, draw(st.integers(0, 2)), trajectory_age=ahead)
+    work = Workload(prompts * 8, 8, 1, lengths, draw(st.integers(0, 2)), trajectory_age=ahead)
+    return Case(PRESETS[name], setup, work, HARDWARE["h100"])
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from(RATES), st.floats(1.1, 4))
-def test_faster_hardware_is_never_slower(case: tuple[str, Setup, Workload], rate: str, factor: float) -> None:
-    name, setup, work = case
-    h100 = HARDWARE["h100"]
-    faster = replace(h100, **{rate: factor * getattr(h100, rate)})
-    one, other = (step_time(PRESETS[name], setup, work, gpu) for gpu in (h100, faster))
+def test_faster_hardware_is_never_slower(case: Case, rate: str, factor: float) -> None:
+    faster = replace(case.hardware, **{rate: factor * getattr(case.hardware, rate)})
+    one, other = step_time(case), step_time(replace(case, hardware=faster))
     assert other.seconds <= one.seconds * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_more_recomputation_is_never_faster(case: tuple[str, Setup, Workload]) -> None:
-    name, setup, work = case
+def test_more_recomputation_is_never_faster(case: Case) -> None:
     kept, again = (
-        step_time(PRESETS[name], replace(setup, recompute=recompute), work, HARDWARE["h100"])
+        step_time(replace(case, setup=replace(case.setup, recompute=recompute)))
         for recompute in ((), ("full",))
     )
     assert again.training >= kept.training * (1 - 1e-9)
@@ -70,26 +68,23 @@ def test_more_recomputation_is_never_faster(case: tuple[str, Setup, Workload]) -
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_longer_responses_and_more_passes_are_never_faster(case: tuple[str, Setup, Workload]) -> None:
+def test_longer_responses_and_more_passes_are_never_faster(case: Case) -> None:
     """Where the cache holds one longer response less, the rollout may take up to 2 % less."""
-    name, setup, work = case
+    work = case.work
     longer = replace(work, lengths=of_mean(work.lengths.mean * 1.2, 3968))
     more = replace(work, scoring_passes=work.scoring_passes + 1)
-    one, two, three = (
-        step_time(PRESETS[name], setup, w, HARDWARE["h100"]).seconds for w in (work, longer, more)
-    )
+    one, two, three = (step_time(replace(case, work=w)).seconds for w in (work, longer, more))
     assert two >= one * 0.98
     assert three >= one
 
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_a_larger_batch_never_lowers_throughput_per_gpu(case: tuple[str, Setup, Workload]) -> None:
+def test_a_larger_batch_never_lowers_throughput_per_gpu(case: Case) -> None:
     """Twice the responses on the same GPUs: fixed times are shared by more tokens.
 
     Rows are whole, so that a rank may get one row more than its share: 2 % are allowed for that.
     """
-    name, setup, work = case
-    twice = replace(work, num_samples=2 * work.num_samples)
-    one, two = (step_time(PRESETS[name], setup, w, HARDWARE["h100"]) for w in (work, twice))
+    twice = replace(case.work, num_samples=2 * case.work.num_samples)
+    one, two = step_time(case), step_time(replace(case, work=twice))
     assert two.tokens_per_second_per_gpu >= one.tokens_per_second_per_gpu * 0.98

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from typer.testing import CliRunner
 
 from nemo_grpo import pictures
 from nemo_grpo.cli import app
+from nemo_grpo.cli import plan as command
 from nemo_grpo.errors import UserError
 from nemo_grpo.families import read_spec
 from nemo_grpo.plan import HARDWARE, plan_recipe
+from nemo_grpo.plan.forecast import Assumptions
+from nemo_grpo.plan.interval import PUBLISHED
 from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.rules import training_fits_in_memory
 from nemo_grpo.plan.setup import setup_of
@@ -177,10 +181,25 @@ def test_offloading_is_a_remedy_only_where_there_is_an_engine_that_has_it(embedd
 def test_plan_shows_time_cost_and_uncertainty() -> None:
     code, output = run(SMALL, "--price", "2", "--lengths", "1000")
     assert code == 0
-    for part in ("decode", "forward and backward", "refit", "bottleneck: ", "off by 11% in the median", "($"):
+    for part in ("decode", "forward and backward", "refit", "bottleneck: ", "a median error of 11%", "($"):
         assert part in output
+    assert "hold 85% of 26 published steps on H100" in output
     assert "of 1000 tokens on average (mean 1000)" in output
-    assert "no published step on such GPUs was compared" in run(SMALL, "--gpu", "b200")[1]
+    assert "of 44 published steps, none of them on such GPUs" in run(SMALL, "--gpu", "b200")[1]
+
+
+def test_defaults_of_the_command_are_the_planners() -> None:
+    options, assumed = signature(command.plan).parameters, Assumptions()
+    defaults = [options[name].default for name in ("prompt_length", "signal", "acceptance")]
+    assert defaults == [assumed.prompt, assumed.signal, assumed.acceptance]
+
+
+def test_plan_shows_what_drafts_yield() -> None:
+    drafts = "policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}"
+    output = run(SMALL, drafts, "--acceptance", "0.5")[1]
+    assert "drafts: 2 per pass, accepted with 50%: 1.8 tokens per pass" in output
+    assert "approximated: drafts are taken to cost a layer of the policy" in output
+    assert "drafts" not in run(SMALL)[1]
 
 
 def test_json_holds_what_the_tables_show() -> None:
@@ -194,6 +213,13 @@ def test_json_holds_what_the_tables_show() -> None:
     assert sum(time["phases"].values()) == pytest.approx(time["step_seconds"])
     assert time["dollars"] == pytest.approx(2 * time["gpu_hours"])
     assert time["gpu_hours"] == pytest.approx(time["run_seconds"] * 8 / 3600)
+    low, high = time["interval"]["step_seconds"]
+    assert low / time["step_seconds"] == pytest.approx(PUBLISHED["h100"].low)
+    assert high / time["step_seconds"] == pytest.approx(PUBLISHED["h100"].high)
+    assert low / time["step_seconds"] == pytest.approx(
+        time["interval"]["run_seconds"][0] / time["run_seconds"]
+    )
+    assert time["interval"]["covered"] == PUBLISHED["h100"].covered
     assert list(found["compare"]) == ["grpo", "gpg"]
     assert [point["num_gpus"] for point in found["scale"]] == [8, 16]
     assert found["best"][0]["step_seconds"] <= time["step_seconds"]

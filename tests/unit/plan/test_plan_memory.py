@@ -165,6 +165,11 @@ def test_rollouts_of_qwen_7b_on_one_gpu() -> None:
     ends = 2 * 152064 * 3584
     assert memory.rollout_weight_bytes(shape, SETUP) == 2 * (matrices + ends)
     assert memory.rollout_weight_bytes(shape, replace(SETUP, vllm_fp8=True)) == matrices + 2 * ends
+    layer = matrices // shape.num_layers
+    drafts = replace(SETUP, draft_tokens=3, draft_layers=1)
+    assert memory.rollout_weight_bytes(shape, drafts) == 2 * (matrices + layer + ends)
+    ngrams = replace(SETUP, draft_tokens=3, draft_layers=0)
+    assert memory.rollout_weight_bytes(shape, ngrams) == memory.rollout_weight_bytes(shape, SETUP)
     room = memory.cache_bytes(shape, SETUP, 80 * memory.GIB)
     assert room == 40 * memory.GIB - 2 * (matrices + ends) - memory.VLLM_WORKSPACE
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.plan.toys import EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
+from unit.plan.toys import CASE, EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
 
+from benchmarks.published_rows import FOLDER, predicted, read_blind, row_of
+from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import collectives, rollout_time, training_time, transfer_time
+from nemo_grpo.plan.efficiency import FITTED
 from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import StepTime, run_seconds, step_time
 from nemo_grpo.recipe.layout import Layout
 
@@ -17,65 +21,142 @@ DEEPSEEK = PRESETS["deepseek-ai/DeepSeek-V3"]
 
 def test_ring_collectives_move_their_share() -> None:
     # 1000 bytes over 4 ranks of a domain: 3/4 x 1000 / 1e4; an all-reduce twice that
-    assert collectives.gather_seconds(1000, 4, 4, GPU, FREE) == pytest.approx(0.075)
-    assert collectives.reduce_seconds(1000, 4, GPU, FREE) == pytest.approx(0.15)
-    assert collectives.gather_seconds(1000, 1, 1, GPU, FREE) == 0
+    assert collectives.gather_seconds(CASE, 1000, 4, 4) == pytest.approx(0.075)
+    assert collectives.reduce_seconds(CASE, 1000, 4) == pytest.approx(0.15)
+    assert collectives.gather_seconds(CASE, 1000, 1, 1) == 0
     # 16 ranks are two domains of 8: 2 x 7/8 x 1000 / 1e4 inside, 2 x 1/2 x 1000 / 8 / 1e3 across
-    assert collectives.reduce_seconds(1000, 16, GPU, FREE) == pytest.approx(0.175 + 0.125)
-    assert collectives.gather_seconds(1000, 16, 16, GPU, FREE) == pytest.approx(15 / 16 * 1000 / 1e3)
+    assert collectives.reduce_seconds(CASE, 1000, 16) == pytest.approx(0.175 + 0.125)
+    assert collectives.gather_seconds(CASE, 1000, 16, 16) == pytest.approx(15 / 16 * 1000 / 1e3)
+
+
+def test_a_job_beyond_one_nvlink_domain_is_sure_of_a_node_alone() -> None:
+    def rate(num_nodes: int, segment: int = 0) -> float:
+        setup = replace(SETUP, num_nodes=num_nodes, gpus_per_node=4, segment_nodes=segment)
+        return collectives.bandwidth(replace(CASE, setup=setup), span=8)
+
+    # 8 GPUs are a domain: two nodes of 4 fit into it, four nodes do not, unless pairs are kept together
+    assert (rate(2), rate(4), rate(4, segment=2), rate(4, segment=4)) == (1e4, 1e3, 1e4, 1e4)
+
+
+def test_a_slower_host_lengthens_fixed_times_alone() -> None:
+    eff = replace(FREE, layer=7.0, decode=5.0, step=2.0)
+    slow = replace(CASE, eff=eff, hardware=replace(GPU, host_slowdown=3.0))
+    assert training_time.layer_seconds(slow, 1, is_dense=True)[0] == 21
+    assert step_time(slow).phases["rewards, data, logs"] == 6
+    one, other = (rollout_time.engine_of(case).iteration(3, 10) for case in (replace(CASE, eff=eff), slow))
+    assert other - one == pytest.approx(10)
+    assert training_time.scoring_seconds(replace(slow, eff=FREE)) == training_time.scoring_seconds(CASE)
 
 
 def test_all_to_all_waits_for_its_slower_side() -> None:
     # 16 ranks, 8 of them near: 8/16 over the network, 7/16 over NVLink
-    assert collectives.exchange_seconds(1000, 16, 1, GPU, FREE) == pytest.approx(0.5)
-    assert collectives.exchange_seconds(1000, 8, 1, GPU, FREE) == pytest.approx(7 / 8 * 0.1)
+    assert collectives.exchange_seconds(CASE, 1000, 16, 1) == pytest.approx(0.5)
+    assert collectives.exchange_seconds(CASE, 1000, 8, 1) == pytest.approx(7 / 8 * 0.1)
 
 
 def test_decoding_reads_weights_and_cache_once() -> None:
-    engine = rollout_time.engine_of(SMALL, SETUP, GPU)
-    # 2 bytes x (4 layers + output matrix 800); 2 x 4 layers x 2 heads x 2 columns x 2 bytes of cache
-    assert engine.dense == 2 * (4 * MATRICES + 800)
-    assert engine.cache == 64
+    engine = rollout_time.engine_of(CASE)
+    # 2 bytes x matrices of a layer, output matrix 800; 2 x 2 heads x 2 columns x 2 bytes of a layer's cache
+    assert (engine.layers, engine.dense, engine.head) == (4, 2 * MATRICES, 2 * 800)
+    assert engine.cache == 16
     # 3 sequences with 10 tokens: weights 6208 bytes / 1e5, cache 3 x 10 x 64 / 1e5; products 3 x 6208 / 1e6
-    assert engine.iteration(3, 10, GPU, FREE) == pytest.approx(0.06208 + 0.0192)
+    assert engine.iteration(3, 10) == pytest.approx(0.06208 + 0.0192)
     # with 100 sequences the products take longer than the weights
-    assert engine.iteration(100, 0, GPU, FREE) == pytest.approx(100 * 6208 / PEAK)
+    assert engine.iteration(100, 0) == pytest.approx(100 * 6208 / PEAK)
 
 
 def test_decoding_reads_the_experts_that_were_chosen() -> None:
-    engine = rollout_time.engine_of(EXPERTS, SETUP, GPU)
-    assert engine.expert == 2 * 4 * 4 * 384
+    engine = rollout_time.engine_of(replace(CASE, shape=EXPERTS))
+    assert engine.expert == 2 * 4 * 384
     # one token chooses 2 of 4; two tokens 4 x (1 - 1/4) = 3
-    one, two = (engine.iteration(n, 0, GPU, FREE) for n in (1, 2))
-    assert two - one == pytest.approx((3 - 2) / 4 * engine.expert / 1e5)
+    one, two = (engine.iteration(n, 0) for n in (1, 2))
+    assert two - one == pytest.approx((3 - 2) / 4 * 4 * engine.expert / 1e5)
     # tokens that are not independent choose as one does
-    alike = replace(FREE, routes=0.0)
-    assert engine.iteration(2, 0, GPU, alike) == pytest.approx(one)
+    alike = replace(CASE, shape=EXPERTS, eff=replace(FREE, routes=0.0))
+    assert rollout_time.engine_of(alike).iteration(2, 0) == pytest.approx(one)
+
+
+def test_a_pass_checks_drafts_and_keeps_those_before_the_first_refusal() -> None:
+    assert rollout_time.kept_tokens(0, 0.9) == 1
+    assert rollout_time.kept_tokens(3, 1.0) == 4
+    assert rollout_time.kept_tokens(2, 0.5) == 1.75
+    eff, work = replace(FREE, decode=0.1), replace(WORK, acceptance=0.5)
+    case = replace(CASE, eff=eff, work=work, setup=replace(SETUP, draft_tokens=2, draft_layers=1))
+    # 3 sequences with 10 tokens: weights 6208 bytes, cache 3 x 10 x 64, and the fixed time; its products of
+    # 3 x 3 tokens take less. Twice a layer of 1152 and the output matrix of 1600, a layer's cache of 16
+    checked = 0.06208 + 0.0192 + 0.1
+    drafted = 0.02752 + 0.0048 + rollout_time.DRAFT * 0.1
+    seconds = rollout_time.engine_of(case).iteration(3, 10)
+    assert seconds == pytest.approx((checked + 2 * drafted) / 1.75)
+    # with many sequences three times the products count
+    many = rollout_time.engine_of(replace(case, eff=FREE)).iteration(100, 0)
+    assert many == pytest.approx((3 * 100 * 6208 + 2 * 100 * 2752) / PEAK / 1.75)
+    # n-grams need no model
+    counted = replace(case, setup=replace(SETUP, draft_tokens=2))
+    assert rollout_time.engine_of(counted).iteration(3, 10) == pytest.approx(checked / 1.75)
+
+
+def test_a_draft_costs_what_skyrl_measured() -> None:
+    """Qwen3.5-9B, three drafts on 8 H100: the rollout took 310.1 s without and 152.4 s with them."""
+    _, lacking = read_blind(FOLDER / "others.csv")
+    pair = [row_of(cells | {"length": 4000}) for cells, _ in lacking if cells["source"].startswith("SkyRL")]
+    without, drafted = (predicted(row.predict(FITTED))["rollout"] for row in pair)
+    assert drafted / without == pytest.approx(152.4 / 310.1, rel=0.02)
+
+
+def test_fp8_weights_have_scales_and_may_leave_attention_alone() -> None:
+    fp8 = replace(SETUP, vllm_fp8=True)
+    feed_forward, attention = 384, 192
+
+    def dense(setup: Setup) -> float:
+        return rollout_time.engine_of(replace(CASE, setup=setup)).dense
+
+    assert dense(fp8) == MATRICES
+    assert dense(replace(fp8, vllm_mx=True)) == MATRICES * 33 / 32
+    assert dense(replace(fp8, vllm_bf16_attention=True)) == feed_forward + 2 * attention
+    assert dense(replace(SETUP, vllm_bf16_attention=True)) == 2 * MATRICES
+
+
+def test_mx_weights_are_widened_before_blackwell() -> None:
+    mx = replace(CASE, setup=replace(SETUP, vllm_fp8=True, vllm_mx=True))
+    # 100 sequences: their products take longest, in BF16 on Hopper and at twice its peak on Blackwell
+    hopper, blackwell = (
+        rollout_time.engine_of(replace(mx, hardware=replace(GPU, compute_capability=cc))).iteration(100, 0)
+        for cc in (9.0, 10.0)
+    )
+    assert hopper == pytest.approx(100 * 6208 / PEAK)
+    assert blackwell == pytest.approx(hopper / 2)
+    # attention in BF16 beside it counts twice: 192 of the 576 weights of each of 4 layers
+    mixed = replace(mx, hardware=replace(GPU, compute_capability=10.0))
+    mixed = replace(mixed, setup=replace(mixed.setup, vllm_bf16_attention=True))
+    more = 100 * 2 * 4 * 192 / (2 * PEAK)
+    assert rollout_time.engine_of(mixed).iteration(100, 0) == pytest.approx(blackwell + more)
 
 
 def test_rollout_ends_with_its_longest_response() -> None:
-    engine = rollout_time.engine_of(SMALL, SETUP, GPU)
+    engine = rollout_time.engine_of(CASE)
     work = replace(WORK, lengths=replace(WORK.lengths, responses=(2.0, 6.0)))
-    seconds = rollout_time.rollout_seconds(SMALL, SETUP, work, GPU, FREE)
+    seconds = rollout_time.rollout_seconds(replace(CASE, work=work))
     # 8 responses for 2 tokens at 4 + 1 in the cache, then 4 for the other 4 tokens at 4 + 4
-    assert seconds["decode"] == pytest.approx(2 * engine.iteration(8, 5, GPU, FREE))
-    assert seconds["tail"] == pytest.approx(4 * engine.iteration(4, 8, GPU, FREE))
+    assert seconds["decode"] == pytest.approx(2 * engine.iteration(8, 5))
+    assert seconds["tail"] == pytest.approx(4 * engine.iteration(4, 8))
     # two prompts of 4 tokens: 2 x 4 x products of one token
     assert seconds["prefill"] == pytest.approx(2 * 4 * 6208 / PEAK)
 
 
 def test_responses_that_find_no_place_wait() -> None:
     setup = replace(SETUP, vllm_max_sequences=4)
-    engine = rollout_time.engine_of(SMALL, setup, GPU)
-    seconds = rollout_time.rollout_seconds(SMALL, setup, WORK, GPU, FREE)
+    case = replace(CASE, setup=setup)
+    engine = rollout_time.engine_of(case)
+    seconds = rollout_time.rollout_seconds(case)
     # 4 of 8 wait: 6 tokens of 4 at 4 + 3 in the cache, then 6 more until the last ends
-    waiting, last = (6 * engine.iteration(4, 7, GPU, FREE) for _ in range(2))
+    waiting, last = (6 * engine.iteration(4, 7) for _ in range(2))
     assert seconds["decode"] + seconds["tail"] == pytest.approx(waiting + last)
 
 
 def test_draws_repeat_the_rollout() -> None:
-    once = rollout_time.rollout_seconds(SMALL, SETUP, WORK, GPU, FREE)
-    more = rollout_time.rollout_seconds(SMALL, SETUP, replace(WORK, num_draws=2.5), GPU, FREE)
+    once = rollout_time.rollout_seconds(CASE)
+    more = rollout_time.rollout_seconds(replace(CASE, work=replace(WORK, num_draws=2.5)))
     assert more == {name: pytest.approx(2.5 * seconds) for name, seconds in once.items()}
 
 
@@ -93,16 +174,16 @@ def test_deepseek_counts_its_active_parameters() -> None:
 
 def test_scoring_computes_every_token_once() -> None:
     # 8 sequences of 10 tokens, two of them in a row of 20: attended tokens 5
-    seconds = training_time.scoring_seconds(SMALL, SETUP, WORK, GPU, FREE)
+    seconds = training_time.scoring_seconds(CASE)
     products = 80 * (4 * (2 * MATRICES + 160) + 2 * 800) / PEAK
     assert seconds == pytest.approx(products + 3 * 4 * 80 * 100 / 1e5)
 
 
 def test_update_costs_three_or_four_forward_passes() -> None:
-    forward = training_time.scoring_seconds(SMALL, SETUP, WORK, GPU, FREE)
-    update = training_time.update_seconds(SMALL, SETUP, WORK, GPU, FREE)
+    forward = training_time.scoring_seconds(CASE)
+    update = training_time.update_seconds(CASE)
     assert update["forward and backward"] == pytest.approx(3 * forward)
-    again = training_time.update_seconds(SMALL, replace(SETUP, recompute=("full",)), WORK, GPU, FREE)
+    again = training_time.update_seconds(replace(CASE, setup=replace(SETUP, recompute=("full",))))
     assert again["forward and backward"] == pytest.approx(4 * forward)
     # 10 bytes of state per parameter read and written, gradients of 2 read; 3976 parameters, at 1e5 bytes/s
     assert update["optimizer"] == pytest.approx(22 * PARAMETERS / 1e5)
@@ -112,16 +193,14 @@ def test_update_costs_three_or_four_forward_passes() -> None:
 def test_pipeline_waits_for_its_bubble() -> None:
     assert training_time.bubble(4, 6) == 9 / 6
     setup = replace(SETUP, layout=Layout(pipeline=2), gpus_per_node=2)
-    update = training_time.update_seconds(SMALL, setup, WORK, GPU, FREE)
+    update = training_time.update_seconds(replace(CASE, setup=setup))
     # 4 rows of 20 tokens and 2 stages: one row more
     assert update["pipeline bubble"] == pytest.approx(update["forward and backward"] / 4)
 
 
 def test_tensor_parallel_divides_products_and_gathers_activations() -> None:
-    layout = Layout(tensor=2, sequence_parallel=True)
-    kernels, talk = training_time.layer_seconds(
-        SMALL, replace(SETUP, layout=layout), 20, 5, GPU, FREE, is_dense=True
-    )
+    case = replace(CASE, setup=replace(SETUP, layout=Layout(tensor=2, sequence_parallel=True)))
+    kernels, talk = training_time.layer_seconds(case, 20, is_dense=True)
     assert kernels == pytest.approx(20 * (2 * MATRICES + 160) / 2 / PEAK)
     # two all-gathers and two reduce-scatters of 20 tokens x 8 x 2 bytes, half of each sent
     assert talk == pytest.approx(4 * 320 / 2 / 1e4)
@@ -129,56 +208,53 @@ def test_tensor_parallel_divides_products_and_gathers_activations() -> None:
 
 def test_experts_products_and_exchange() -> None:
     setup = replace(SETUP, layout=Layout(expert=4), gpus_per_node=4)
-    kernels, talk = training_time.layer_seconds(EXPERTS, setup, 20, 5, GPU, FREE, is_dense=False)
+    kernels, talk = training_time.layer_seconds(replace(CASE, shape=EXPERTS, setup=setup), 20, is_dense=False)
     assert kernels == pytest.approx(20 * (2 * (192 + 32) + 160 + 2 * 2 * 384) / PEAK)
     # 20 tokens x 2 experts x 8 x 2 bytes there and back, 3/4 of them to other ranks
     assert talk == pytest.approx(2 * 640 * 3 / 4 / 1e4)
 
 
 def test_a_layer_takes_its_least_time() -> None:
-    slow = replace(FREE, layer=7.0, expert_layer=9.0)
-    assert training_time.layer_seconds(SMALL, SETUP, 1, 5, GPU, slow, is_dense=True)[0] == 7
-    assert training_time.layer_seconds(EXPERTS, SETUP, 1, 5, GPU, slow, is_dense=False)[0] == 9
+    slow = replace(CASE, eff=replace(FREE, layer=7.0, expert_layer=9.0))
+    assert training_time.layer_seconds(slow, 1, is_dense=True)[0] == 7
+    assert training_time.layer_seconds(replace(slow, shape=EXPERTS), 1, is_dense=False)[0] == 9
 
 
 def test_fp8_gains_more_from_wide_matrices() -> None:
-    fp8 = replace(SETUP, fp8_training=True)
     wide = replace(SMALL, hidden_size=800, ffn_size=1600, head_dim=200)
 
-    def gain(shape: object) -> float:
-        both = [
-            training_time.layer_seconds(shape, s, 20, 0, GPU, FREE, is_dense=True)[0]  # type: ignore[arg-type]
-            for s in (SETUP, fp8)
-        ]
-        return both[0] / both[1]
+    def gain(shape: ModelSpec) -> float:
+        both = [replace(CASE, shape=shape, setup=replace(SETUP, fp8_training=fp8)) for fp8 in (False, True)]
+        bf16, fp8 = (training_time.layer_seconds(case, 20, is_dense=True)[0] for case in both)
+        return bf16 / fp8
 
     assert gain(SMALL) < gain(wide) < 2
 
 
 def test_context_parallel_passes_keys_and_values_on() -> None:
     setup = replace(SETUP, layout=Layout(context=2), gpus_per_node=2)
-    _, talk = training_time.layer_seconds(SMALL, setup, 10, 5, GPU, FREE, is_dense=True)
+    _, talk = training_time.layer_seconds(replace(CASE, setup=setup), 10, is_dense=True)
     # keys and values, 2 x 2 bytes x 4 columns, of 2 x 10 tokens, half of them another rank's
     assert talk == pytest.approx(16 * 20 / 2 / 1e4)
 
 
 def test_refit_moves_the_model_where_it_is_divided() -> None:
-    assert transfer_time.refit_seconds(SMALL, SETUP, GPU, FREE) == 0
+    assert transfer_time.refit_seconds(CASE) == 0
     near = replace(SETUP, layout=Layout(tensor=2))
-    assert transfer_time.refit_seconds(SMALL, near, GPU, FREE) == pytest.approx(2 * PARAMETERS / 1e4)
+    assert transfer_time.refit_seconds(replace(CASE, setup=near)) == pytest.approx(2 * PARAMETERS / 1e4)
     far = replace(SETUP, layout=Layout(tensor=2, pipeline=8))
-    assert transfer_time.refit_seconds(SMALL, far, GPU, FREE) == pytest.approx(2 * PARAMETERS / 1e3)
+    assert transfer_time.refit_seconds(replace(CASE, setup=far)) == pytest.approx(2 * PARAMETERS / 1e3)
 
 
 def test_refit_counts_tensors_and_waking() -> None:
     # 9 tensors in each of 4 layers, and 3; with experts 6 and 3 for each of 4
     assert transfer_time.num_tensors(SMALL) == 39
     assert transfer_time.num_tensors(EXPERTS) == 3 + 4 * (6 + 12)
-    eff = replace(FREE, tensor=0.5, refit=3.0)
-    assert transfer_time.refit_seconds(SMALL, SETUP, GPU, eff) == 3 + 39 * 0.5
+    slow = replace(CASE, eff=replace(FREE, tensor=0.5, refit=3.0))
+    assert transfer_time.refit_seconds(slow) == 3 + 39 * 0.5
     # engines of their own load while the next buffer comes: the longer of 19.5 s and the transfer
     apart = replace(SETUP, gpus_per_node=2, num_rollout_gpus=1)
-    assert transfer_time.refit_seconds(SMALL, apart, GPU, eff) == 39 * 0.5
+    assert transfer_time.refit_seconds(replace(slow, setup=apart)) == 39 * 0.5
 
 
 def test_checkpoint_is_written_by_all_nodes() -> None:
@@ -188,7 +264,7 @@ def test_checkpoint_is_written_by_all_nodes() -> None:
 
 def step(age: int, rollout: float, training: float, steady: float) -> StepTime:
     phases = {"prefill": 0.0, "decode": rollout, "tail": 0.0, "forward and backward": training}
-    return StepTime(phases, steady, age, 5.0, 7.0, 1000, 4, 2, 3e6, 1e6)
+    return StepTime(phases, steady, age, False, 5.0, 7.0, 1000, 4, 2, 3e6, 1e6)
 
 
 def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps() -> None:
@@ -196,6 +272,25 @@ def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps() -> None:
     assert step(1, 10, 20, 0).seconds == 20
     assert step(1, 30, 20, 0).seconds == 25
     assert step(8, 90, 20, 30).seconds == 30
+
+
+def test_rollouts_that_a_refit_waits_for_overlap_with_training_alone() -> None:
+    waits = replace(step(4, 30, 20, 0), waits=True)
+    waits = replace(waits, phases=waits.phases | {"refit": 5.0})
+    assert waits.seconds == 30 + 5
+    assert replace(waits, phases=waits.phases | {"decode": 10.0}).seconds == 20 + 5
+
+
+def test_router_replay_moves_the_chosen_experts() -> None:
+    # 80 tokens x 4 layers x 2 experts, a byte each, twice; two bytes where there are more than 128 experts
+    replayed = replace(CASE, shape=EXPERTS, setup=replace(SETUP, replays_routes=True))
+    assert transfer_time.route_seconds(replayed) == pytest.approx(2 * 640 / transfer_time.ROUTES)
+    many = replace(replayed, shape=replace(EXPERTS, num_experts=129))
+    assert transfer_time.route_seconds(many) == 2 * transfer_time.route_seconds(replayed)
+    plain = replace(replayed, setup=SETUP)
+    name = "rewards, data, logs"
+    more = step_time(replayed).phases[name] - step_time(plain).phases[name]
+    assert more == pytest.approx(transfer_time.route_seconds(replayed))
 
 
 def test_throughput_mfu_and_the_run() -> None:
@@ -209,9 +304,9 @@ def test_throughput_mfu_and_the_run() -> None:
 
 
 def test_scoring_passes_and_fixed_times_are_phases() -> None:
-    eff = replace(FREE, step=2.0, sample=0.5)
-    both = step_time(SMALL, SETUP, replace(WORK, scoring_passes=2), GPU, eff).phases
-    once = step_time(SMALL, SETUP, WORK, GPU, eff).phases
+    case = replace(CASE, eff=replace(FREE, step=2.0, sample=0.5))
+    both = step_time(replace(case, work=replace(WORK, scoring_passes=2))).phases
+    once = step_time(case).phases
     assert both["scoring"] == pytest.approx(2 * once["scoring"])
     assert once["rewards, data, logs"] == 2 + 8 * 0.5
     # the optimizer's state goes to the host and back: 2 x 10 bytes x 3976 parameters; the reference comes too

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_grpo.families import ModelSpec
+from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.lengths import Lengths
@@ -91,3 +92,4 @@ SETUP = Setup(
 )
 LENGTHS = Lengths(prompt=4, responses=(6.0, 6.0), limit=6)
 WORK = Workload(num_samples=8, group_size=4, num_updates=1, lengths=LENGTHS, scoring_passes=1)
+CASE = Case(SMALL, SETUP, WORK, GPU, FREE)

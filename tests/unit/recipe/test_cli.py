@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import app, recipe
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.variants import OBJECTIVES, VARIANTS
+from nemo_grpo.variants import OBJECTIVES, VARIANTS, tr_grpo
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = str(RECIPES / "quickstart.yaml")
@@ -117,10 +117,12 @@ def test_variants_lists_all_with_needs() -> None:
         assert rows[optional].split("│")[3].strip() == "(reference)"
 
 
-def test_variants_of_one_shows_every_parameter() -> None:
+def test_variants_of_one_shows_its_equations_its_departures_and_every_parameter() -> None:
     output = runner.invoke(app, ["variants", "tr_grpo"], env={"COLUMNS": "200"}).output
+    assert output.startswith(str(tr_grpo.__doc__).splitlines()[0])
+    assert "Deviation: Eqs. 5 and 10" in output
     for name in VARIANTS["tr_grpo"].model_fields:
-        assert (name in output) == (name != "variant")
+        assert (f"│ {name} " in output) == (name != "variant")
     assert "did you mean 'erpo'" in str(runner.invoke(app, ["variants", "erp"]).exception)
 
 

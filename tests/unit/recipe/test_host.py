@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.recipe import advice, load_recipe_dict
+from nemo_grpo.recipe import advice, host, load_recipe_dict
 from nemo_grpo.recipe.loader import merge
 
 STOCK = {
@@ -170,3 +170,14 @@ def test_losses_of_something_are_errors_with_a_task_and_notes_without():
         load_recipe_dict(
             merge(STOCK, saved | {"nemo_grpo": own, "loss_fn": {"_override_": True, "variant": "grpo"}})
         )
+
+
+def test_prompts_are_found_here_before_nemo_rls_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name, repository = "examples/prompts/cot.txt", tmp_path / "nemo-rl"
+    with pytest.raises(UserError, match=rf"prompt {name} is neither in {tmp_path} nor in .*{repository};"):
+        host.prompt_file(name, repository)
+    for root in (repository, tmp_path):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).touch()
+        assert host.prompt_file(name, repository).resolve() == root / name

@@ -154,7 +154,7 @@ def test_unknown_keys_name_the_nearest(tree: dict[str, Any], override: str, mess
         ("policy.megatron_cfg.optimizer.lr='1e-6'", 'lr="1e-6" is a text; it must be a number'),
         ("policy.generation.temperature=0", "temperature=0 must be at least 0.01"),
         ("policy.generation.temperature=.inf", "be a finite number"),
-        ("policy.precision=fp32", "must be one of 'float32', 'bfloat16' or 'float16'"),
+        ("policy.precision=fp32", "must be one of 'auto', 'float32', 'bfloat16' or 'float16'"),
         ("policy.generation.stop_strings=x", "must be a list"),
         ("policy.generation.max_new_tokens=abc", 'max_new_tokens="abc" is a text'),
         ("policy.generation.top_p=1.5", "must be at most 1"),

@@ -11,8 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from toy_models import greedy_of, logprobs_of, make_generator, make_model, responses
 
+from nemo_grpo import processor
 from nemo_grpo.errors import UserError
-from nemo_grpo.sampling.decoder import cache, prompts
+from nemo_grpo.sampling.decoder import cache, matrices, prompts
 from nemo_grpo.sampling.decoder.rotary import RotaryTable
 from nemo_grpo.sampling.decoder.weights import unsupported
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
@@ -116,14 +117,64 @@ def test_weights_are_updated_in_place(qwen3: Any) -> None:
     generator, expected = decoder_of(qwen3), decoder_of(other)
     named = generator.decoder.weights.named
     assert named.keys() == dict(qwen3.state_dict()).keys()
-    places = {name: tensor.data_ptr() for name, tensor in named.items()}
     sampling = SamplingParams(12)
     before = generator.generate(Request(PROMPTS, 2, sampling, 0))
     generator.update_weights(other.named_parameters())
-    assert {name: tensor.data_ptr() for name, tensor in generator.decoder.weights.named.items()} == places
+    assert generator.decoder.weights.named is named
     after, wanted = (g.generate(Request(PROMPTS, 2, sampling, 0)) for g in (generator, expected))
     assert torch.equal(after.logprobs, wanted.logprobs)
     assert not torch.equal(before.tokens, after.tokens)
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight is packed, whatever the processor."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(matrices, "packs", lambda _weight: True)
+
+
+def test_packed_weights_compute_the_same(model: Any, packing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = decoder_of(model)
+    monkeypatch.undo()
+    plain = decoder_of(model)
+    torch.testing.assert_close(packed.logits(PROMPTS), plain.logits(PROMPTS), atol=1e-5, rtol=1e-5)
+    got, want = (g.generate(Request(PROMPTS, 3, SamplingParams(12), 2)) for g in (packed, plain))
+    assert torch.equal(got.tokens, want.tokens)
+    torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=0)
+
+
+def test_packed_weights_follow_an_update_and_are_held_once(qwen3: Any, packing: None) -> None:
+    other = make_model(qwen3.config, seed=1)
+    generator, expected = decoder_of(qwen3), decoder_of(other)
+    generator.update_weights(other.named_parameters())
+    assert torch.equal(generator.logits(PROMPTS), expected.logits(PROMPTS))
+    weights = generator.decoder.weights
+    assert weights.layers[0].qkv.weight.untyped_storage().nbytes() == 0
+    assert torch.equal(weights.embedding, other.get_input_embeddings().weight)  # tied: looked up, too
+
+
+@pytest.mark.parametrize(
+    ("processor_words", "dtype", "size", "expected"),
+    [
+        ({"AuthenticAMD"}, torch.float32, 2**18, True),
+        ({"AuthenticAMD"}, torch.float32, 2**18 - 1, False),
+        ({"GenuineIntel", "avx512_bf16"}, torch.float32, 2**18, False),
+        ({"AuthenticAMD"}, torch.bfloat16, 2**18, False),
+        ({"AuthenticAMD", "avx512_bf16"}, torch.bfloat16, 2**18, True),
+        ({"AuthenticAMD"}, torch.float64, 2**18, False),
+    ],
+)
+def test_the_processor_decides_on_packing(
+    processor_words: set[str],
+    dtype: torch.dtype,
+    size: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(processor, "_words", lambda: frozenset(processor_words))
+    assert matrices.packs(torch.empty(size, dtype=dtype)) is expected
 
 
 def test_the_cache_grows_and_keeps_what_it_holds(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:

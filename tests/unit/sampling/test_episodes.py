@@ -7,7 +7,7 @@ from toy_models import logprobs_of, make_generator, make_model
 
 from nemo_grpo.engine.warm_start import build_tokenizer
 from nemo_grpo.errors import UserError
-from nemo_grpo.sampling.episodes import StopTexts, sample_responses
+from nemo_grpo.sampling.episodes import Response, StopTexts, Written, sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams, Turn
@@ -17,7 +17,7 @@ from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
 from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, Response, assemble, sample_groups
+from nemo_grpo.training.rollout import Group, assemble, sample_groups
 
 END = 0
 
@@ -96,8 +96,8 @@ def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
     assert (second.text, second.tokens.tolist()) == ("no", [ord("n"), ord("o"), END])
     assert (second.truncated, second.episode) == (False, Episode(1, 0, 0))
     assert [ended for _, ended in told] == [
-        [(1, "no", 3, False)],
-        [(0, first.text, len(ASK) + len(ANSWER), False)],
+        [(1, Written("no", 3, False))],
+        [(0, Written(first.text, len(ASK) + len(ANSWER), False))],
     ]
     left = 200 - len(ASK) - len(TOLD)  # the second call: only who goes on, with what is left
     assert [(prompts, n, turn.max_new_tokens) for prompts, n, turn in calls] == [

@@ -12,12 +12,11 @@ import torch
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
-from nemo_grpo.cli import diagnose
-from nemo_grpo.diagnostics.pivot_plot import draw_pivots
+from benchmarks.studies import perturbation, pivots
+from benchmarks.studies.perturbation import choose_points, choose_positions, response_entropies, study_pivots
+from benchmarks.studies.pivot_plot import draw_pivots
+from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate import pivots
-from nemo_grpo.evaluate.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
-from nemo_grpo.evaluate.pivots import choose_points, choose_positions, response_entropies, study_pivots
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.tasks import Problem, Prompt
@@ -164,7 +163,7 @@ def test_policy_replacements_follow_the_policy_without_the_token(generator: HFGe
     expected = logits.softmax(-1)
     counts = torch.zeros(20)
     for seed in range(600):
-        other = pivots._other_by_policy(generator, [0, 1, 5], 6, pivots.stream(seed))
+        other = perturbation._other_by_policy(generator, [0, 1, 5], 6, perturbation.stream(seed))
         counts[other] += 1
     assert counts[6] == 0
     assert (counts / 600 - expected).abs().max() < 0.07  # three deviations of a share near 0.5
@@ -249,7 +248,7 @@ def test_picture_is_drawn(generator: HFGenerator, tmp_path: Path) -> None:
 
 
 def command(*arguments: Any) -> None:
-    CliRunner().invoke(diagnose.app, ["pivots", *map(str, arguments)], catch_exceptions=False)
+    CliRunner().invoke(pivots.app, [*map(str, arguments)], catch_exceptions=False)
 
 
 def model_folder(folder: Path, recipe: str = "quickstart") -> list[str]:
@@ -292,13 +291,13 @@ def test_results_are_named_after_the_run_and_the_folder_is_checked_first(
 ) -> None:
     places = []
     written = SimpleNamespace(to_dict=lambda decode: {})
-    monkeypatch.setattr(diagnose, "_study", lambda *_: (written, str))
-    monkeypatch.setattr(diagnose, "_write", lambda result, out: places.append(out))
-    monkeypatch.setattr(diagnose, "_show", lambda result, out: None)
+    monkeypatch.setattr(pivots, "_study", lambda *_: (written, str))
+    monkeypatch.setattr(pivots, "_write", lambda result, out: places.append(out))
+    monkeypatch.setattr(pivots, "_show", lambda result, out: None)
     for run in ("a", "b"):
         command(*model_folder(tmp_path / run / "hf"))
     assert places == [Path("runs/pivots-a"), Path("runs/pivots-b")]
     (tmp_path / "file").touch()
-    monkeypatch.setattr(diagnose, "_study", lambda *_: pytest.fail("hours of work"))
+    monkeypatch.setattr(pivots, "_study", lambda *_: pytest.fail("hours of work"))
     with pytest.raises(UserError, match="cannot be made"):
         command(*model_folder(tmp_path / "a" / "hf"), "--out", tmp_path / "file")

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.pivot_results import PivotSettings, PivotStudy, Point, Solved
 from nemo_grpo.progress import progress
 from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.sampling.requests import Request, SamplingParams

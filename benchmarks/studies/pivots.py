@@ -1,4 +1,11 @@
-"""``nemo-grpo diagnose``: studies of a trained model."""
+"""Perturb solved responses at their most uncertain tokens: ERPO's Figure 1, of a trained model.
+
+    python -m benchmarks.studies.pivots --run runs/quickstart
+    python -m benchmarks.studies.pivots --model FOLDER --recipe recipes/quickstart.yaml --replacement policy
+    python -m benchmarks.studies.pivots --run runs/quickstart --perturbation together
+
+`perturbation` says what is compared.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from nemo_grpo import processor
+from nemo_grpo.cli import main
 from nemo_grpo.cli.model_folder import check_place, finite_logits, result_name
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from nemo_grpo.evaluate.pivot_results import PivotSettings, PivotStudy
+    from benchmarks.studies.pivot_results import PivotSettings, PivotStudy
     from nemo_grpo.recipe import Recipe
 
-app = typer.Typer(no_args_is_help=True, help="Studies of a trained model.")
+app = typer.Typer(add_completion=False)
 
 RESULT, PICTURE = "pivots.json", "pivots.png"
 
@@ -55,16 +64,7 @@ def pivots(
         typer.Argument(metavar="[KEY=VALUE]...", help="Recipe overrides.", show_default=False),
     ] = None,
 ) -> None:
-    """Perturb solved responses at decision pivots and elsewhere, resample the rest, and compare accuracies.
-
-    Examples:
-
-      nemo-grpo diagnose pivots --run runs/quickstart
-
-      nemo-grpo diagnose pivots --model FOLDER --recipe recipes/quickstart.yaml --replacement policy
-
-      nemo-grpo diagnose pivots --run runs/quickstart --perturbation together
-    """
+    """Perturb solved responses at decision pivots and elsewhere, resample the rest, compare accuracies."""
     from nemo_grpo.recipe import load_recipe
 
     model, recipe = _sources(run, model, recipe)
@@ -74,7 +74,7 @@ def pivots(
     )
     check_place(out)
 
-    from nemo_grpo.evaluate.pivot_results import PivotSettings
+    from benchmarks.studies.pivot_results import PivotSettings
 
     most = max_positions or (None if perturbation == "together" else PivotSettings.max_positions)
     settings = PivotSettings(num_problems, share, most, k, replacement, seed, perturbation)
@@ -83,34 +83,6 @@ def pivots(
     result = {"model": str(model), "task": loaded.task.model_dump(mode="json")} | study.to_dict(decode)
     _write(result, out)
     _show(result, out)
-
-
-@app.command()
-def masks(
-    samples: Annotated[Path, typer.Option(help="samples-NAME.jsonl of nemo-grpo eval.", show_default=False)],
-    data: Annotated[Path, typer.Option(help="The benchmark's JSONL file.", show_default=False)],
-    sam: Annotated[Path, typer.Option(help="Folder of a Segment Anything model.", show_default=False)],
-    device: Annotated[str, typer.Option(help="Device of that model.")] = "cpu",
-) -> None:
-    """Make masks of the boxes in greedy responses, and compare them with the targets: gIoU and cIoU.
-
-    Example:
-
-      nemo-grpo diagnose masks --samples runs/eval-x/samples-lisa-test.jsonl --data data/lisa-test.jsonl
-      --sam sam-vit-huge
-    """
-    from nemo_grpo.evaluate.masks import SamMasks, greedy_responses, score_masks
-    from nemo_grpo.tasks.jsonl import read_problems
-
-    problems, responses = read_problems([data], with_images=True), greedy_responses(samples)
-    scores = score_masks(problems, responses, SamMasks(sam, device))
-    out = samples.with_name(samples.name.replace("samples-", "masks-", 1)).with_suffix(".json")
-    result = {"samples": str(samples), "data": str(data), "sam": str(sam), **scores.to_dict()}
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    typer.echo(
-        f"gIoU {100 * scores.giou:.1f}, cIoU {100 * scores.ciou:.1f} over {len(scores.ious)} images, "
-        f"{scores.num_boxes} with a box; {out}"
-    )
 
 
 def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple[Path, Path]:
@@ -129,8 +101,8 @@ def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple
 def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotStudy, Any]:
     import torch
 
+    from benchmarks.studies.perturbation import study_pivots
     from nemo_grpo.engine import setup
-    from nemo_grpo.evaluate.pivots import study_pivots
     from nemo_grpo.hf_folder import load_tokenizer
     from nemo_grpo.sampling.generators import build_local
     from nemo_grpo.tasks.environment import MultiTurnTask
@@ -151,7 +123,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     generator = build_local(
         section.engine.generator,
         model,
-        setup.DTYPES[recipe.policy.precision],
+        setup.DTYPES[processor.precision(recipe.policy.precision)],
         setup.choose_device(recipe),
         recipe.policy.generation_batch_size,
     )
@@ -162,7 +134,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
 
 
 def _write(result: dict[str, Any], out: Path) -> None:
-    from nemo_grpo.diagnostics.pivot_plot import draw_pivots
+    from benchmarks.studies.pivot_plot import draw_pivots
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -190,3 +162,7 @@ def _show(result: dict[str, Any], out: Path) -> None:
         text = f"drop at {name}: {row['difference']:+.3f} +- {row['stderr']:.3f}, p = {row['p']:.4f}"
         console.print(text, highlight=False)
     console.print(f"{out / RESULT}, {out / PICTURE}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main(app)

@@ -1,4 +1,4 @@
-"""``python -m nemo_grpo.rehearsal.run RECIPE [key=value ...]``: a whole cluster run without a GPU.
+"""``python -m benchmarks.cluster_run RECIPE [key=value ...]``: a whole cluster run without a GPU.
 
 Unlike `nemo-grpo rehearse`, which shrinks a recipe, this trains it unchanged: steps, sizes, problems and
 model, which must be small enough. The driver of a real job runs in its own Ray; only what needs a GPU host is
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns: the driver's exit code: 0 finished, 1 failed, 2 refused, 75 stopped with a checkpoint (continue
              with --resume); 69 if Ray did not start.
     """
-    parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(

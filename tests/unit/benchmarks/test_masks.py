@@ -12,9 +12,8 @@ from PIL import Image
 from transformers import SamConfig, SamImageProcessorPil, SamModel, SamProcessor
 from typer.testing import CliRunner
 
-from nemo_grpo.cli.diagnose import app
+from benchmarks.studies.masks import SamMasks, app, polygon_mask, score_masks
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.masks import SamMasks, polygon_mask, score_masks
 from nemo_grpo.tasks import Problem
 
 
@@ -118,9 +117,9 @@ def test_the_command_reads_what_eval_wrote(sam: Path, tmp_path: Path) -> None:
         json.dumps({"id": "x", "greedy_completion": said(0, 0, 9, 9)})
     )
     files = ["--samples", str(tmp_path / "samples-lisa.jsonl"), "--data", str(tmp_path / "lisa.jsonl")]
-    done = CliRunner().invoke(app, ["masks", *files, "--sam", str(sam)], catch_exceptions=False)
+    done = CliRunner().invoke(app, [*files, "--sam", str(sam)], catch_exceptions=False)
     result = json.loads((tmp_path / "masks-lisa.json").read_text())
     assert (len(result["ious"]), result["num_boxes"]) == (1, 1)
     assert f"gIoU {100 * result['giou']:.1f}" in done.output
-    wrong = CliRunner().invoke(app, ["masks", *files, "--sam", str(tmp_path)])
+    wrong = CliRunner().invoke(app, [*files, "--sam", str(tmp_path)])
     assert "cannot be loaded" in str(wrong.exception)

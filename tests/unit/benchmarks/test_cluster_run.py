@@ -14,10 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks import cluster_run as run
 from nemo_grpo.dotted import leaves
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.rehearsal import run, stages
+from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.rehearsal.model import HEAD_DIM
 

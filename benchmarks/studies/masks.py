@@ -3,6 +3,9 @@
 gIoU is the mean over images of the masks' IoU, cIoU the sum of intersections over the sum of unions (LISA,
 2308.00692, section 4.1; Visual-RFT's box2mask.py and mask_iou.py).
 
+    python -m benchmarks.studies.masks --samples runs/eval-x/samples-lisa-test.jsonl \
+        --data data/lisa-test.jsonl --sam sam-vit-huge
+
 Deviation: the target is every polygon of that label without the pixels to be ignored, as in LISA; Visual-RFT
 takes the first polygon of a file, whatever its label.
 """
@@ -14,16 +17,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
+from nemo_grpo.cli import main
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.sampling.images import read_image
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.jsonl import read_problems
 from nemo_grpo.tasks.response import extract_answer
 from nemo_grpo.tasks.rewards.boxes import Box, parse_box
+
+app = typer.Typer(add_completion=False)
 
 Polygons = Sequence[Sequence[Sequence[float]]]
 """Each a list of [x, y] in pixels."""
@@ -133,3 +141,26 @@ def _within(box: Box | None, size: tuple[int, int]) -> Box | None:
         return None
     left, top, right, bottom = max(box[0], 0.0), max(box[1], 0.0), min(box[2], size[0]), min(box[3], size[1])
     return (left, top, right, bottom) if left < right and top < bottom else None
+
+
+@app.command()
+def masks(
+    samples: Annotated[Path, typer.Option(help="samples-NAME.jsonl of nemo-grpo eval.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="The benchmark's JSONL file.", show_default=False)],
+    sam: Annotated[Path, typer.Option(help="Folder of a Segment Anything model.", show_default=False)],
+    device: Annotated[str, typer.Option(help="Device of that model.")] = "cpu",
+) -> None:
+    """Make masks of the boxes in greedy responses, and compare them with the targets: gIoU and cIoU."""
+    problems, responses = read_problems([data], with_images=True), greedy_responses(samples)
+    scores = score_masks(problems, responses, SamMasks(sam, device))
+    out = samples.with_name(samples.name.replace("samples-", "masks-", 1)).with_suffix(".json")
+    result = {"samples": str(samples), "data": str(data), "sam": str(sam), **scores.to_dict()}
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    typer.echo(
+        f"gIoU {100 * scores.giou:.1f}, cIoU {100 * scores.ciou:.1f} over {len(scores.ious)} images, "
+        f"{scores.num_boxes} with a box; {out}"
+    )
+
+
+if __name__ == "__main__":
+    main(app)

@@ -1,0 +1,1 @@
+"""Studies of trained models that a paper shows in a figure or table."""

@@ -1,0 +1,35 @@
+"""What ``policy.precision: auto`` is on this machine, and a word where BF16 is a poor choice."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from nemo_grpo import processor
+from nemo_grpo.recipe import Recipe, load_recipe
+
+log = logging.getLogger(__name__)
+
+
+def with_precision(recipe: Recipe, device: torch.device, begun: Path | None, *, leads: bool) -> Recipe:
+    """The recipe with a precision in place of ``auto``.
+
+    Args: begun: the resolved recipe of a run that resumes, which keeps its precision.
+          leads: this rank says what it found.
+    """
+    asked, on_gpu = recipe.policy.precision, device.type == "cuda"
+    if asked == "auto" and begun is not None and begun.exists():
+        precision = load_recipe(begun).policy.precision
+    else:
+        precision = "bfloat16" if asked == "auto" and on_gpu else processor.precision(asked)
+    if leads and asked == "auto":
+        log.info("policy.precision=auto: %s", precision)
+    if leads and precision == "bfloat16" and not (on_gpu or processor.has_bf16()):
+        log.warning(
+            "policy.precision=bfloat16: this processor has no BF16 instructions; on one like it BF16 "
+            "products took 6 to 10 times as long as FP32's: use auto or float32 in a new run"
+        )
+    policy = recipe.policy.model_copy(update={"precision": precision})
+    return recipe.model_copy(update={"policy": policy})

@@ -1,0 +1,54 @@
+"""The model that a run starts from: its configuration, and its tokenizer or processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_grpo.dotted import value_of
+from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.config import ClusterRun
+
+
+def model_config(run: ClusterRun) -> Any:
+    """transformers' configuration of the model.
+
+    Raises: UserError: there is none, or the model has code of its own and the recipe does not trust it.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    name, trusted = run.recipe.policy.model_name, run.recipe.nemo_grpo.trust_remote_code
+    tokenizer = run.recipe.policy.tokenizer.name or name
+    try:
+        declared, _ = PretrainedConfig.get_config_dict(name)
+        refused = not trusted and "auto_map" in {*declared, *get_tokenizer_config(tokenizer)}
+        config = None if refused else AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.model_name={name} has no config.json that transformers can read ({first_line(error)}); "
+            "give a Hugging Face folder, or a name in this node's cache"
+        ) from error
+    if config is None:
+        raise UserError(
+            f"policy.model_name={name} brings Python code (auto_map), and NeMo-RL runs whatever a model "
+            "brings; read it and set nemo_grpo.trust_remote_code=true, or take another model"
+        )
+    return config
+
+
+def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
+    """(processor or None, tokenizer); also completes the generation settings that depend on it."""
+    policy = run.master_config.policy
+    get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
+    processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
+    tokenizer = get_tokenizer(policy["tokenizer"]) if processor is None else processor.tokenizer
+    if "generation" not in policy:  # supervised training
+        return processor, tokenizer
+    policy["generation"] = compat.import_name("nemo_rl.models.generation:configure_generation_config")(
+        policy["generation"],
+        tokenizer,
+        has_refit_draft_weights=bool(value_of(policy, "draft.enabled", False)),
+        trains_mtp=bool(value_of(policy, "megatron_cfg.mtp_num_layers", 0)),
+    )
+    return processor, tokenizer
