@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
 from conv_models import CONFIGS, assert_same_tensors
-from small_models import auto_class
+from small_models import YARN, auto_class
 
 from nemo_grpo import UserError
 from nemo_grpo.families import family_for
@@ -218,6 +219,39 @@ PUBLISHED_GEMMA = {
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
 """In the form in which the models were published; transformers 5 writes another."""
+
+
+ABSENT = {
+    **dict.fromkeys(("num_experts", "num_experts_per_token", "num_shared_experts", "num_dense_layers"), 0),
+    **dict.fromkeys(("dense_ffn_size", "query_rank", "key_value_rank", "rope_head_dim"), 0),
+    **dict.fromkeys(("has_qk_norm", "has_post_norms", "has_all_biases", "has_sinks"), False),
+    **dict.fromkeys(("has_shared_gate", "has_output_gate"), False),
+    **{"linear_layers": (), "linear_sizes": (0, 0), "num_vision_parameters": 0, "sliding_window": None},
+    **{"norm_eps": 1e-6, "hidden_act": "silu", "is_bridged": True, "name": "the model"},
+}
+"""What a config.json that does not say otherwise means."""
+
+
+def test_spec_is_what_config_says():
+    assert asdict(family_for(TINY).spec) == {
+        **ABSENT,
+        **{"model_type": "qwen2", "hidden_size": 4, "num_layers": 1, "ffn_size": 3, "vocab_size": 5},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 1, "max_position_embeddings": 8},
+        **{"tied_embeddings": True, "has_qkv_bias": True, "sizes": {}},
+        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    config = CONFIGS["deepseek-v3"]().to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert asdict(family_for(config).spec) == {
+        **ABSENT,
+        **{"model_type": "deepseek_v3", "hidden_size": 32, "num_layers": 4, "ffn_size": 16, "vocab_size": 96},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "max_position_embeddings": 64},
+        **{"tied_embeddings": False, "has_qkv_bias": False},
+        **{"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 2},
+        **{"num_dense_layers": 1, "dense_ffn_size": 64},
+        **{"query_rank": 24, "key_value_rank": 20, "rope_head_dim": 4},
+        "sizes": {"qa": 24, "qb": 4 * (12 + 4), "ka": 20, "kp": 20 + 4, "kb": 4 * 24, "fd": 64, "fs": 2 * 16},
+        "rope": YARN,
+    }
 
 
 def test_planner_counts_what_the_table_lists(family_name):
