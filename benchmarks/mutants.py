@@ -68,8 +68,8 @@ OPERATORS: dict[type, tuple[type, ...]] = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
-UNREAD_KEYWORDS = (None, "description")
-"""``**mapping``, and a field's documentation."""
+UNREAD_KEYWORDS = (None, "description", "frozen")
+"""``**mapping``, a field's documentation, and what only forbids an assignment that nobody makes."""
 
 
 class Mutant(NamedTuple):
@@ -226,7 +226,7 @@ def _run(folder: Path, tests: list[str], limit: int | None) -> NoReturn:
 def places(file: Path) -> Iterator[tuple[Path, int, int]]:
     """Of every mutant of a file: the file, the node by its place in `ast.walk`, which of its changes."""
     tree = ast.parse((ROOT / file).read_text())
-    unread = {id(node) for part in annotations(tree) for node in ast.walk(part)}
+    unread = {id(node) for part in unread_parts(tree) for node in ast.walk(part)}
     for number, node in enumerate(ast.walk(tree)):
         if id(node) not in unread:
             yield from ((file, number, which) for which, _ in enumerate(changes(node)))
@@ -240,9 +240,11 @@ def mutant_at(file: Path, number: int, which: int) -> Mutant:
     return Mutant(file, line, before, after, ast.unparse(tree))
 
 
-def annotations(tree: ast.AST) -> Iterator[ast.AST]:
-    """Types, which nothing reads when the program runs."""
+def unread_parts(tree: ast.AST) -> Iterator[ast.AST]:
+    """Types, which nothing reads when the program runs, and values of unread keywords."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg in UNREAD_KEYWORDS[1:]:
+            yield node.value
         for field in ("annotation", "returns"):
             if isinstance(part := getattr(node, field, None), ast.AST):
                 yield part

@@ -11,11 +11,12 @@ import pytest
 import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
+from checkpoints_conv.formats.dtypes import DTYPES
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
-from checkpoints_conv.formats.torch_dist import find_checkpoint
+from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
-from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.megatron_to_hf import copy_side_files, megatron_to_hf
 from nemo_grpo import UserError, files
 
 
@@ -91,6 +92,25 @@ def test_index_of_another_form_is_refused(source, tmp_path, text):
     (base / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match="is not a safetensors index"):
         SafetensorsFolder(base)
+
+
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
+def test_missing_tokenizer_is_warned_of(source, tmp_path, caplog, tokenizer):
+    model, target = shutil.copytree(source, tmp_path / "model"), tmp_path / "target"
+    target.mkdir()
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    if tokenizer is not None:
+        (model / tokenizer).write_text("{}")
+    copy_side_files(model, target, DTYPES["float32"])
+    assert ("has no tokenizer, so the result has none either" in caplog.text) == (tokenizer is None)
+    assert (target / "config.json").exists()
+
+
+def test_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file is not a folder; give a Megatron checkpoint"):
+        TorchDistReader(tmp_path / "file")
 
 
 def test_older_iteration_is_not_taken_for_the_latest(checkpoint, tmp_path):

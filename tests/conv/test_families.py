@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
 from conv_models import CONFIGS, assert_same_tensors
-from small_models import auto_class
+from small_models import YARN, auto_class
 
 from nemo_grpo import UserError
 from nemo_grpo.families import family_for
@@ -26,10 +27,8 @@ TINY = {
     "max_position_embeddings": 8,
     "tie_word_embeddings": True,
 }
-MIXED_LAYERS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "moe_intermediate_size": 2,
-    "mlp_only_layers": [0],
-}  # fmt: skip
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "moe_intermediate_size": 2}
+MIXED_LAYERS = {**EXPERTS, "mlp_only_layers": [0]}
 
 
 def tiny_tensors(**changes):
@@ -162,6 +161,10 @@ def test_a_stored_copy_of_tied_embeddings_must_be_one():
         ({"attention_bias": True}, "attention_bias=true is not supported"),
         ({"hidden_size": None}, "hidden_size"),
         (MIXED_LAYERS, r"mlp_only_layers=\[0\]"),
+        (
+            {**EXPERTS, "shared_expert_intermediate_size": 3},
+            "shared_expert_intermediate_size=3 is no multiple of moe_intermediate_size=2",
+        ),
     ],
 )
 def test_configs_that_would_convert_wrongly_are_refused(change, message):
@@ -216,6 +219,39 @@ PUBLISHED_GEMMA = {
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
 """In the form in which the models were published; transformers 5 writes another."""
+
+
+ABSENT = {
+    **dict.fromkeys(("num_experts", "num_experts_per_token", "num_shared_experts", "num_dense_layers"), 0),
+    **dict.fromkeys(("dense_ffn_size", "query_rank", "key_value_rank", "rope_head_dim"), 0),
+    **dict.fromkeys(("has_qk_norm", "has_post_norms", "has_all_biases", "has_sinks"), False),
+    **dict.fromkeys(("has_shared_gate", "has_output_gate"), False),
+    **{"linear_layers": (), "linear_sizes": (0, 0), "num_vision_parameters": 0, "sliding_window": None},
+    **{"norm_eps": 1e-6, "hidden_act": "silu", "is_bridged": True, "name": "the model"},
+}
+"""What a config.json that does not say otherwise means."""
+
+
+def test_spec_is_what_config_says():
+    assert asdict(family_for(TINY).spec) == {
+        **ABSENT,
+        **{"model_type": "qwen2", "hidden_size": 4, "num_layers": 1, "ffn_size": 3, "vocab_size": 5},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 1, "max_position_embeddings": 8},
+        **{"tied_embeddings": True, "has_qkv_bias": True, "sizes": {}},
+        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    config = CONFIGS["deepseek-v3"]().to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    assert asdict(family_for(config).spec) == {
+        **ABSENT,
+        **{"model_type": "deepseek_v3", "hidden_size": 32, "num_layers": 4, "ffn_size": 16, "vocab_size": 96},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "max_position_embeddings": 64},
+        **{"tied_embeddings": False, "has_qkv_bias": False},
+        **{"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 2},
+        **{"num_dense_layers": 1, "dense_ffn_size": 64},
+        **{"query_rank": 24, "key_value_rank": 20, "rope_head_dim": 4},
+        "sizes": {"qa": 24, "qb": 4 * (12 + 4), "ka": 20, "kp": 20 + 4, "kb": 4 * 24, "fd": 64, "fs": 2 * 16},
+        "rope": YARN,
+    }
 
 
 def test_planner_counts_what_the_table_lists(family_name):

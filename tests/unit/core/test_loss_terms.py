@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from nemo_grpo import TokenBatch, build_objective, global_counts
 from nemo_grpo.core.kl import kl_estimate, weighted_k3
 from nemo_grpo.core.surrogates import (
     MAX_LOG_RATIO,
@@ -76,3 +77,22 @@ def test_ratio_and_kl_are_unchanged_below_the_clamp_and_finite_beyond():
         assert gradient.isfinite().all()
         assert gradient[0, 0] == 0
     assert kl_estimate(-far, torch.zeros(1, 3), "k3")[0, 1].item() == pytest.approx(99.0)  # as without clamp
+
+
+def test_share_of_clamped_tokens_is_logged():
+    """The policy moved by 100, -100, 1, 0 and 0 nats, and is 100 below the reference in the first alone."""
+    current = row(-1.0, -101.0, -1.0, -1.0, -1.0)
+    batch = TokenBatch(
+        prev_logprobs=row(-101.0, -1.0, -2.0, -1.0, -1.0),
+        reference_policy_logprobs=row(99.0, -101.0, -2.0, -1.0, -1.0),
+        token_mask=torch.ones(1, 5),
+        sample_mask=torch.ones(1),
+        rewards=torch.ones(1),
+        group_ids=torch.zeros(1, dtype=torch.int64),
+    )
+    objective = build_objective("grpo", reference_policy_kl_penalty=0.1)
+    part = objective.prepare(batch).select(slice(None), next_token_logprobs=current)
+    toks, seqs = global_counts(batch)
+    _, metrics = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
+    assert metrics["ratio/clamped_fraction"].item() == pytest.approx(2 / 5)
+    assert metrics["kl/clamped_fraction"].item() == pytest.approx(1 / 5)

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nemo_grpo import shipped
-from nemo_grpo.engine import setup
+from nemo_grpo import UserError, shipped
+from nemo_grpo.engine import run_command, setup
 from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.trainer import Trainer
@@ -106,3 +106,17 @@ def test_checkpoint_is_due_by_the_period_at_the_end_and_before_an_abort(state, s
     else:
         Trainer._save_if_due(run, stopping)
     assert run.save.called == saves
+
+
+def test_recipe_is_checked_once_before_ranks_start(monkeypatch):
+    started = Mock(return_value=3)
+    monkeypatch.setattr(run_command, "launch", started)
+    monkeypatch.setattr(run_command, "check", Mock(side_effect=UserError("the disk is full")))
+    two = recipe("cluster.gpus_per_node=2")
+    with pytest.raises(UserError, match="the disk is full"):
+        run_command.run_recipe(two, ["train"], resume=True)
+    started.assert_not_called()
+    monkeypatch.setattr(run_command, "check", Mock())
+    assert run_command.run_recipe(two, ["train"], resume=True) == 3
+    run_command.check.assert_called_once_with(two, resume=True)
+    started.assert_called_once_with(["train"], 2)
