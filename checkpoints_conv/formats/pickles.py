@@ -7,6 +7,7 @@ and torch.distributed, which take seconds to import.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -24,8 +25,6 @@ from checkpoints_conv.formats.pieces import damaged
 from nemo_grpo.errors import UserError
 
 _FAILED = 1
-TRIES = 2
-"""A child of a process with threads has ended badly for no reason of the file."""
 _OF_TENSORS = {
     *("PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "MARK", "STOP", "REDUCE", "BINPERSID", "MEMOIZE"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BUILD"),
@@ -90,7 +89,7 @@ def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
         with path.open("rb") as stream:
             return RefusingUnpickler(stream, allowed, str(path)).load()
 
-    if all(_fails_in_child(load, path.stat().st_size) for _ in range(TRIES)):
+    if _fails_in_child(load, path.stat().st_size):
         raise damaged(path, "its pickle overflows the stack, the memory or the time that its size allows")
     return load()
 
@@ -103,6 +102,7 @@ def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
     if not child:
         try:
             faulthandler.disable()
+            gc.disable()  # the parent's garbage may be bound to threads, which a child has not
             _limit(num_bytes)
             load()
         except MemoryError:
