@@ -204,7 +204,7 @@ class Family:
 
     @cached_property
     def pieces(self) -> dict[str, tuple[int, ...]]:
-        """Of `hf_shapes` the pieces of tensors (`families.places`)."""
+        """Those of `hf_shapes` that are pieces of tensors (`families.places`)."""
         return {name: shape for name, shape in self.hf_shapes.items() if is_piece(name)}
 
     def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:

@@ -39,7 +39,7 @@ def _linear_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Of the vision tower: w width, i MLP, m merged patches, o result, p numbers of a patch, n positions."""
+    """Vision tower: w width, i MLP, m merged patches, o result, p numbers of a patch, n positions."""
     vision = config["vision_config"]
     width, patch = vision["hidden_size"], vision["patch_size"]
     return {

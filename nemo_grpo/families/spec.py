@@ -77,7 +77,7 @@ class ModelSpec:
 
     @property
     def attention_share(self) -> float:
-        """Of all layers, those with attention."""
+        """Share of the layers that have attention."""
         return 1 - len(self.linear_layers) / self.num_layers
 
     @property

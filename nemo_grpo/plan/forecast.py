@@ -106,7 +106,7 @@ class Forecast:
 
     @property
     def gpu_hours(self) -> float:
-        """Of the run, over all GPUs."""
+        """GPU hours of the run, over all GPUs."""
         return self.run_seconds * self.step.num_gpus / 3600
 
     @property

@@ -37,12 +37,12 @@ class Lengths:
 
     @cached_property
     def mean(self) -> float:
-        """Of a response."""
+        """Mean length of a response."""
         return sum(self.responses) / len(self.responses)
 
     @cached_property
     def mean_sequence(self) -> float:
-        """Of prompt and response."""
+        """Mean length of prompt and response."""
         return self.prompt + self.mean
 
     @cached_property

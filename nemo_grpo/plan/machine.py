@@ -197,7 +197,7 @@ def _backward(layers: list[list[torch.Tensor]], rows: int) -> Callable[[], None]
 
 
 def _bandwidth(best: _Best) -> float:
-    """Of the sum of two arrays that no cache holds, into a third."""
+    """Bytes a second of the sum of two arrays that no cache holds, into a third."""
     import torch
 
     a, b, c = (torch.ones(CACHED_BYTES // 8) for _ in range(3))
@@ -205,7 +205,7 @@ def _bandwidth(best: _Best) -> float:
 
 
 def _attention(shape: ModelSpec, dtype: torch.dtype, best: _Best) -> float:
-    """Of a group's responses to their prompt and themselves, with the bias that packing gives them."""
+    """Rate of a group's responses' attention to their prompt and themselves, with packing's bias."""
     import torch
 
     rows, own, columns = 8, 64, 128
@@ -219,7 +219,7 @@ def _attention(shape: ModelSpec, dtype: torch.dtype, best: _Best) -> float:
 
 
 def _cache(shape: ModelSpec, dtype: torch.dtype, best: _Best) -> float:
-    """Of a decoding step's attention to the keys and values of many responses."""
+    """Rate of a decoding step's attention to the keys and values of many responses."""
     import torch
 
     groups, width, columns = shape.num_key_value_heads, shape.head_dim, 128

@@ -168,7 +168,7 @@ def steady_seconds(case: Case) -> float:
 
 
 def _seconds_per_response(engine: Engine, places: int) -> float:
-    """Of an engine whose places are all taken, by responses that are half done on average."""
+    """Seconds of an engine whose places are all taken, by responses half done on average."""
     lengths = engine.case.work.lengths
     return lengths.mean / places * engine.iteration(places, lengths.prompt + lengths.mean / 2)
 

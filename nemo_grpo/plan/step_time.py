@@ -50,7 +50,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step: the sum; or, where rollouts run A steps ahead, the longest of three.
+        """Seconds of the step: the sum; or, where rollouts run A steps ahead, the longest of three.
 
         Training with the refit; engines that never wait; and (rollout + training) / (A + 1): responses for
         step n + A are begun with the weights of step n, so that A + 1 steps hold a rollout and an update in
@@ -65,12 +65,12 @@ class StepTime:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Of prompts and trained responses, over all GPUs, as NeMo-RL counts."""
+        """Tokens of prompts and trained responses, over all GPUs, as NeMo-RL counts."""
         return self.tokens / self.seconds / self.num_gpus
 
     @property
     def mfu(self) -> float:
-        """Of the update: three forward passes' FLOPs over its seconds and the training GPUs' BF16 peak."""
+        """FLOPs of the update's three forward passes over its seconds and the training GPUs' BF16 peak."""
         seconds = sum(self.phases[name] for name in UPDATE)
         return self.update_flops / (seconds * self.peak_flops * self.num_training_gpus)
 

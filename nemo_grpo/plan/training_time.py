@@ -29,7 +29,7 @@ class Microbatches:
 
 
 def microbatches(case: Case, capacity: int) -> Microbatches:
-    """Of one update; packed rows hold whole sequences, padded ones have the longest length."""
+    """Microbatches of one update; packed rows hold whole sequences, padded ones have the longest length."""
     setup, work = case.setup, case.work
     sequences = max(work.num_samples / work.num_updates / setup.data_parallel, 1.0)  # others wait for one
     if not setup.packed:

@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Of prompts and trained responses."""
+        """Tokens of prompts and trained responses."""
         return self.num_samples * self.lengths.mean_sequence
 
 
