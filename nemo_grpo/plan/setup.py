@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo import processor
-from nemo_grpo.dotted import value_of
 from nemo_grpo.recipe.layout import Layout
 
 if TYPE_CHECKING:
@@ -144,8 +143,7 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
     """The fields that the rollout engines decide."""
     cluster = recipe.nemo_grpo.target == "cluster"
     sampler, vllm = recipe.policy.generation, recipe.policy.generation.vllm_cfg
-    drafts = value_of(sampler, "vllm_kwargs.speculative_config", {}) if cluster else {}
-    ignored = value_of(vllm, "quantization_ignored_layer_kws", ())
+    drafts = sampler.vllm_kwargs.speculative_config if cluster else None
     sequences = sampler.vllm_kwargs.max_num_seqs or VLLM_SEQUENCES
     return {
         "vllm_tensor": vllm.tensor_parallel_size,
@@ -157,10 +155,10 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
         "vllm_expert": vllm.expert_parallel_size,
         "vllm_max_sequences": sequences if cluster else recipe.policy.generation_batch_size,
         "vllm_eager": vllm.enforce_eager,
-        "vllm_mx": bool(value_of(vllm, "is_mx")),
-        "vllm_bf16_attention": any(name in _ATTENTION for name in ignored),
-        "draft_tokens": drafts.get("num_speculative_tokens") or 0,
-        "draft_layers": 0 if drafts.get("method") == "ngram" else 1,
+        "vllm_mx": vllm.is_mx,
+        "vllm_bf16_attention": any(name in _ATTENTION for name in vllm.quantization_ignored_layer_kws),
+        "draft_tokens": (drafts.num_speculative_tokens or 0) if drafts else 0,
+        "draft_layers": 0 if drafts and drafts.method == "ngram" else 1,
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.plan.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -63,7 +62,8 @@ def workload_of(
     Args: signal: share of groups whose rewards differ.  acceptance: of drafted tokens.
     """
     grpo, vllm = recipe.grpo, recipe.policy.generation.vllm_cfg
-    in_flight = vllm.async_engine and value_of(grpo, "async_grpo.in_flight_weight_updates", False)
+    ahead = grpo.async_grpo
+    in_flight = vllm.async_engine and ahead is not None and ahead.in_flight_weight_updates
     return Workload(
         num_samples=recipe.num_sequences_per_step,
         group_size=grpo.num_generations_per_prompt,
@@ -71,7 +71,7 @@ def workload_of(
         lengths=lengths,
         scoring_passes=scoring_passes(recipe),
         num_draws=_draws(recipe, signal),
-        trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo and grpo.is_async else 0,
+        trajectory_age=ahead.max_trajectory_age_steps if ahead and ahead.enabled else 0,
         waits_for_rollouts=not in_flight,
         acceptance=acceptance,
         num_steps=grpo.max_num_steps,

@@ -44,6 +44,10 @@ class VLLM(Section):
     """Precision of the weights."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """Precision of the KV cache; auto: that of the weights."""
+    is_mx: bool = False
+    """FP8 with a scale per 32 numbers."""
+    quantization_ignored_layer_kws: list[str] = Field(default_factory=list)
+    """Parts of the names of layers that FP8 leaves alone."""
     async_engine: bool = False
     """Answer each request as soon as it is finished."""
     enforce_eager: bool = False
@@ -52,11 +56,22 @@ class VLLM(Section):
     """Start vLLM without a tokenizer; null: unless there are stop_strings."""
 
 
+class Speculation(Section):
+    """vLLM's speculative decoding."""
+
+    method: str | None = None
+    """How tokens are drafted: mtp, eagle3, ngram, ..; null: as the draft model says."""
+    num_speculative_tokens: int | None = Field(default=None, ge=0)
+    """Tokens drafted before each pass; 0: none; null: as many as the draft model says, `plan` counts none."""
+
+
 class VLLMArguments(Section):
     """Arguments that go to vLLM as they are."""
 
     max_num_seqs: int | None = Field(default=None, gt=0)
     """Sequences that an engine decodes at once; null: vLLM's own number."""
+    speculative_config: Speculation | None = None
+    """Speculative decoding; null: none."""
 
 
 class Generation(Section):

@@ -50,6 +50,8 @@ class AsyncGRPO(Section):
     """Sample the next steps' responses while training."""
     max_trajectory_age_steps: int = Field(default=1, gt=0)
     """Steps by which a response's policy may be older than the one that it trains."""
+    in_flight_weight_updates: bool = False
+    """Give vLLM's asynchronous engines new weights while they decode; false: after their responses."""
 
 
 class AdvantageEstimator(Section):

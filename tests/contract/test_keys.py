@@ -90,6 +90,7 @@ NAMES = {
     "checkpointing.checkpoint_dir": "a folder",
     "grpo.adv_estimator.name": "NeMo-RL's formula; one that a variant replaces is refused",
     "logger.log_dir": "a folder",
+    "policy.generation.vllm_kwargs.speculative_config.method": "vLLM's name",
     "policy.model_name": "a folder or a name on the Hub",
     "policy.sequence_packing.algorithm": "checked where packing is on",
     "policy.tokenizer.chat_template": "Jinja text",
@@ -98,6 +99,7 @@ NAMES = {
 """Keys whose value is any text."""
 LISTS = {
     "policy.generation.stop_strings": "texts",
+    "policy.generation.vllm_cfg.quantization_ignored_layer_kws": "parts of a model's names",
     "policy.megatron_cfg.peft.exclude_modules": "a model's names",
     "policy.megatron_cfg.peft.target_modules": "a model's names",
 }
@@ -140,6 +142,7 @@ def test_keys_are_those_that_are_read() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "value_of"
     ]
     assert {path for path, what in calls if re.fullmatch(r"(\w+\.)?recipe(\.\w+)*", what)} == BY_TEXT
+    assert [call for call in calls if call[0].startswith("nemo_grpo/plan/")] == [], "nor by a section's name"
 
 
 @pytest.mark.parametrize("kind", VALUES)
