@@ -14,10 +14,6 @@ from nemo_grpo.recipe.registry import Scope, rule
 ON = "data_plane.enabled=true"
 
 
-def _uses_data_plane(recipe: Recipe) -> bool:
-    return recipe.data_plane is not None and recipe.data_plane.enabled
-
-
 @rule(Scope.CLUSTER)
 def single_controller_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
     if recipe.async_rl:
@@ -31,7 +27,7 @@ def single_controller_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def data_plane_trains_synchronously(recipe: Recipe) -> Iterator[str]:
     """NeMo-RL's ``async_grpo_train`` keeps its own replay buffer, and SFT has no rollouts."""
-    if not _uses_data_plane(recipe) or recipe.async_rl:
+    if not recipe.uses_data_plane or recipe.async_rl:
         return
     if recipe.grpo.is_async:
         yield (
@@ -44,7 +40,7 @@ def data_plane_trains_synchronously(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def data_plane_brings_what_the_loss_reads(recipe: Recipe) -> Iterator[str]:
-    if not _uses_data_plane(recipe):
+    if not recipe.uses_data_plane:
         return
     variant = recipe.loss_fn
     if variant.needs_entropy:
@@ -66,7 +62,7 @@ def data_plane_brings_what_the_loss_reads(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def weighted_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
-    if not _uses_data_plane(recipe) or recipe.loss_fn.aggregation != "group_token_mean":
+    if not recipe.uses_data_plane or recipe.loss_fn.aggregation != "group_token_mean":
         return
     for key in ("advantage_clip_low", "advantage_clip_high"):
         if (value := getattr(recipe.grpo, key)) is not None:
@@ -79,7 +75,7 @@ def weighted_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def data_plane_draws_whole_groups(recipe: Recipe) -> Iterator[str]:
     """``grpo_train_sync`` drops rows whose std is 0; no function of it selects groups in another way."""
-    if not (_uses_data_plane(recipe) and recipe.grpo.use_dynamic_sampling) or recipe.loss_fn.is_stock:
+    if not (recipe.uses_data_plane and recipe.grpo.use_dynamic_sampling) or recipe.loss_fn.is_stock:
         return
     off = "set data_plane.enabled or grpo.use_dynamic_sampling to false"
     if recipe.loss_fn.sampling_keys:

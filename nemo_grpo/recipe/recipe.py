@@ -101,6 +101,11 @@ class Recipe(BaseModel):
         return self.num_sequences_per_step // self.policy.train_global_batch_size
 
     @property
+    def uses_data_plane(self) -> bool:
+        """NeMo-RL's ``grpo_train_sync`` trains, past whose driver batches reach the workers."""
+        return self.data_plane is not None and self.data_plane.enabled
+
+    @property
     def task(self) -> TaskConfig:
         """The task.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
-from nemo_grpo.core.random import response_ids
+from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.diagnostics.stuck import SIGNAL
 from nemo_grpo.nemorl.checkpoints import CARRIED
 from nemo_grpo.recipe import Recipe
@@ -27,9 +27,6 @@ from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.adapters import Adapters, adapters_of
 from nemo_grpo.rehearsal.recorded import Recorded, Row, reward
 from nemo_grpo.rehearsal.stages import Failed
-
-SEED_STRIDE = 1_000_003
-"""Step n draws with the seed grpo.seed x this + n - 1."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +154,10 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
         json.loads((before / CARRIED).read_text()) if before and recipe.loss_fn.carries_statistics else {}
     )
     batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference, carried=carried)
-    prepared = objective.prepare(batch, seed=recipe.grpo.seed * SEED_STRIDE + step - 1)
+    prepared = objective.prepare(batch, seed=step_seed(recipe.grpo.seed, step - 1))
     adapters = adapters_of(before, recipe.policy.megatron_cfg) if before and adapted else None
     loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, temperature, adapters)
-    written = prepared.folded() if evidence.is_on_the_data_plane else prepared
+    written = prepared.folded() if recipe.uses_data_plane else prepared
     return Recomputed(
         step,
         loss,

@@ -68,11 +68,6 @@ class Recorded:
         return self.rehearsal.recipe.nemo_grpo.task is not None
 
     @property
-    def is_on_the_data_plane(self) -> bool:
-        """NeMo-RL's `grpo_train_sync` trained."""
-        return self.recipe.data_plane is not None and self.recipe.data_plane.enabled
-
-    @property
     def resumed_step(self) -> int:
         """The first step after the stop."""
         return self.rehearsal.stopped_after + 1
@@ -128,7 +123,7 @@ class Recorded:
 
         NeMo-RL's trainer on its data plane records the printed array of the turns; they are decoded then.
         """
-        if "token_ids" not in row or not self.is_on_the_data_plane:
+        if "token_ids" not in row or not self.recipe.uses_data_plane:
             content = row["content"]
             return [_text(turn) for turn in (content[0] if isinstance(content[0], list) else content)]
         number = row["input_lengths"][0]
