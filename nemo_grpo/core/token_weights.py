@@ -17,7 +17,7 @@ from nemo_grpo.core.statistics import (
 )
 
 Scope = Literal["group", "batch"]
-Centring = Literal["response", "group"]
+Centring = Literal["response", "group", "none"]
 
 
 def step_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -33,11 +33,13 @@ def group_covariance(
 
     Args: logprobs: [B, T].  advantages: [B], per sequence; its mean is over the group's counting responses.
           centring: "response" subtracts each response's own mean logprob, "group" the mean over the group's
-              tokens.
+              tokens, "none" nothing: an ablation, no covariance.
     """
     mask = batch.mask
     if centring == "response":
         centre = row_sum(logprobs, mask) / mask.sum(1).clamp(min=1)
+    elif centring == "none":
+        centre = torch.zeros_like(advantages)
     else:
         centre = groups.spread(group_token_mean(logprobs, mask, groups))
     deviation = advantages.double() - groups.spread(groups.mean(advantages, batch.sample_mask))

@@ -58,7 +58,7 @@ class CWGRPO(RatioConfig):
         0.04, ge=0, description="beta; not in the paper, 0.04 in its code base"
     )
     logprob_centering: Centring = Field(
-        "response", description="mean of logp over the response, or over the group"
+        "response", description="what logp is centred on: mean of the response, of the group, or nothing"
     )
     scope: Scope = Field(
         "group", description="sigma and normaliser over the prompt's group, or the whole batch"

@@ -68,7 +68,7 @@ class ERPO(RatioConfig):
         10, gt=0, description="K, temporal buckets of a response (not stated in the paper)"
     )
     sigma_target: float = Field(1.0, gt=0, description="std of the shaping signal (not stated in the paper)")
-    gamma: float = Field(5.0, gt=0, description="steepness of the entropy gate")
+    gamma: float = Field(5.0, ge=0, description="steepness of the entropy gate; 0: the same for every token")
     eta: float = Field(0.2, ge=0, description="share of the shaping signal in the advantage")
     beta_progress: float = Field(0.1, gt=0, description="scale of the implicit progress signal")
     delta: float = Field(1e-4, gt=0, description="added to every standard deviation")

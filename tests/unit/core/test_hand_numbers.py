@@ -166,6 +166,7 @@ def test_covariances_by_hand():
     shifted = torch.tensor([[-1.0, -3.0], [-5.0, -9.0]])  # mean of the group's tokens: -3
     close(group_covariance(shifted, a, b, groups, "group"), [[2, 0], [2, 0]])
     close(group_covariance(shifted, a, b, groups, "response"), [[1, -1], [0, 0]])
+    close(group_covariance(shifted, a, b, groups, "none"), [[-1, -3], [5, 0]])
 
 
 def test_advantage_is_centred_on_its_group():

@@ -127,8 +127,10 @@ def test_presets_hold_the_papers_values() -> None:
     assert normalizations == {("none",), ("group",), ("batch",)}
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_preset_has_the_papers_recipe_for_the_cluster(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", [path for path in PRESETS if path.stem != "ablations"], ids=lambda path: path.stem
+)
+def test_every_preset_of_one_paper_has_its_recipe_for_the_cluster(path: Path, tmp_path: Path) -> None:
     sweep = load_sweep(path, "cluster")
     jobs = make_jobs(sweep.settings, sweep.seeds, tmp_path, prefix=f"{path.stem}-")
     assert {job.recipe.nemo_grpo.target for job in jobs} == {"cluster"}

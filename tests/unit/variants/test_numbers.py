@@ -344,6 +344,15 @@ def test_erpos_moving_statistics_by_hand():
     assert nothing.carried == second.carried
 
 
+def test_erpo_without_a_gate_asks_for_no_certainty():
+    """gamma 0: every gate is 1/2, and the rescaling of Psi takes the half out again."""
+    batch = on_policy(entropies=torch.linspace(0, 3, 12, dtype=torch.float64).reshape(4, 3))
+    ungated = build_objective("erpo", gamma=0.0).prepare(batch)
+    assert ungated.metrics["erpo/gate_mean"] == 0.5
+    flat = replace(batch, entropies=torch.ones_like(batch.entropies))
+    assert torch.equal(ungated.advantages, build_objective("erpo").prepare(flat).advantages)
+
+
 def erpo_example() -> TokenBatch:
     return random_step([30, 12, 25, 30, 30, 8], [1.0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], seed=1)
 
