@@ -52,9 +52,7 @@ def compare_folders(ours: Path, theirs: Path) -> str:
 
     Raises: Failed: a name is missing, or a weight differs in any bit.
     """
-    from transformers import AutoModelForCausalLM
-
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (ours, theirs)]
+    models = [load(path, "auto") for path in (ours, theirs)]
     mine, other = (model.state_dict() for model in models)
     if set(mine) != set(other):
         raise Failed(f"other names than Bridge's: {sorted(set(mine) ^ set(other))[:5]}")
@@ -115,13 +113,13 @@ def compare_with_base(ours: Path, base: Path) -> None:
         raise Failed("every exported weight equals the model that training started from")
 
 
-def compare_with_model(folder: Path, rows: Sequence[Row], name: str, temperature: float, whose: str) -> str:
+def compare_with_model(evidence: Recorded, folder: Path, rows: Sequence[Row], name: str, whose: str) -> str:
     """Check that transformers gives the recorded logprobs of a step's responses.
 
-    Args:   name: ``prev_logprobs`` or ``generation_logprobs``.  whose: for the message.
+    Args:   folder: of the model.  name: ``prev_logprobs`` or ``generation_logprobs``.  whose: for the message.
     Raises: Failed: they differ by more than BF16 rounding, or there are none.
     """
-    sequences = sequences_of(rows)
+    sequences, temperature = sequences_of(evidence, rows), evidence.recipe.policy.generation.temperature
     if not sequences.mask.any():
         raise Failed("no token of the responses counts")
     mine, _ = all_logprobs(load(folder), sequences, temperature)
@@ -134,14 +132,14 @@ def compare_with_model(folder: Path, rows: Sequence[Row], name: str, temperature
     return shown
 
 
-def compare_with_entropy(folder: Path, rows: Sequence[Row], logged: float, temperature: float) -> str:
+def compare_with_entropy(evidence: Recorded, folder: Path, rows: Sequence[Row], logged: float) -> str:
     """Check a step's logged entropy, where NeMo-RL records no logprobs of the worker.
 
     It is the token mean of -exp(logp - logp_gen) logp, of the policy that the step starts from.
 
     Raises: Failed: transformers gives another one, or there are no tokens.
     """
-    sequences = sequences_of(rows)
+    sequences, temperature = sequences_of(evidence, rows), evidence.recipe.policy.generation.temperature
     if not sequences.mask.any():
         raise Failed("no token of the responses counts")
     mine, _ = all_logprobs(load(folder), sequences, temperature)

@@ -231,6 +231,8 @@ def _rollouts(recipe: Recipe, model: RehearsalModel, uses_vllm: bool) -> Iterato
             "max_num_batched_tokens": max(tokens, 2048),
             "max_num_seqs": 64,
         }
+        kept = ("mm_processor_cache_gb",)
+        settings |= {k: v for k, v in recipe.policy.generation.vllm_kwargs.items() if k in kept}
         yield Change(f"{GENERATION}.vllm_kwargs", settings)
 
 
