@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -116,7 +117,8 @@ def compare_with_base(ours: Path, base: Path) -> None:
 def compare_with_model(evidence: Recorded, folder: Path, rows: Sequence[Row], name: str, whose: str) -> str:
     """Check that transformers gives the recorded logprobs of a step's responses.
 
-    Args:   folder: of the model.  name: ``prev_logprobs`` or ``generation_logprobs``.  whose: for the message.
+    Args:   folder: of the model.  name: ``prev_logprobs`` or ``generation_logprobs``.
+            whose: for the message.
     Raises: Failed: they differ by more than BF16 rounding, or there are none.
     """
     sequences, temperature = sequences_of(evidence, rows), evidence.recipe.policy.generation.temperature
@@ -129,6 +131,25 @@ def compare_with_model(evidence: Recorded, folder: Path, rows: Sequence[Row], na
     )
     if not fmean(differences) <= TOLERANCE:
         raise Failed(f"{shown}; {TOLERANCE} is allowed")
+    return shown
+
+
+def error_of_other_images(evidence: Recorded, rows: Sequence[Row], name: str) -> str:
+    """How far a step's logprobs would be from the model's, had a group seen another group's images.
+
+    Raises: Failed: so little that confused images would not be noticed.
+    """
+    sequences, temperature = sequences_of(evidence, rows), evidence.recipe.policy.generation.temperature
+    seen, group = sequences.seen or [], evidence.recipe.grpo.num_generations_per_prompt
+    model, recorded = load(evidence.rehearsal.model.folder), aligned(rows, name)[sequences.mask]
+    largest = 0.0
+    for shift in range(group, len(seen), group):
+        others = replace(sequences, seen=[*seen[shift:], *seen[:shift]])
+        found, _ = all_logprobs(model, others, temperature)
+        largest = max(largest, float((found[sequences.mask] - recorded).abs().mean()))
+    shown = f"{largest:.4f} with other problems' images"
+    if not largest > TOLERANCE:
+        raise Failed(f"{shown}, which is within {TOLERANCE}, so that confused images are not noticed")
     return shown
 
 

@@ -27,6 +27,7 @@ from nemo_grpo.rehearsal.comparisons import (
     compare_with_base,
     compare_with_entropy,
     compare_with_model,
+    error_of_other_images,
     validation_loss,
 )
 from nemo_grpo.rehearsal.recomputed import (
@@ -160,6 +161,8 @@ def rollout(evidence: Evidence) -> str:
     _refuse(first != 1, f"{shown}; the first step is not logged")
     rows, folder = evidence.responses(1), evidence.rehearsal.model.folder
     found = compare_with_model(evidence, folder, rows, "generation_logprobs", "sampler")
+    if evidence.sees_images:
+        found += f" ({error_of_other_images(evidence, rows, 'generation_logprobs')})"
     return f"{shown}; in step 1 {found}"
 
 

@@ -43,7 +43,7 @@ def compute_yarn_here(module: Any) -> None:
 
 
 def say_that_any_key_is_taken(module: Any) -> None:
-    """transformers' configurations take any key; that of 5.8 does not say so in its signature, which Bridge asks."""
+    """transformers' configurations take any key, but 5.8's signatures, which Bridge reads, do not say so."""
     any_key = inspect.Parameter("further", inspect.Parameter.VAR_KEYWORD)
     module.Qwen2_5_VLVisionConfig.__signature__ = inspect.Signature([any_key])
 

@@ -64,6 +64,11 @@ class Recorded:
         return self.rehearsal.recipe.loss_fn.learns_from_demonstrations
 
     @property
+    def sees_images(self) -> bool:
+        """Prompts have images."""
+        return self.rehearsal.stack.sees_images
+
+    @property
     def is_graded_here(self) -> bool:
         """Rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
         return self.rehearsal.recipe.nemo_grpo.task is not None
@@ -126,7 +131,7 @@ class Recorded:
 
         Raises: Failed: a response's problem is not recognised.
         """
-        if not self._task.config.needs_images:
+        if not self.sees_images:
             return None
         problems = [_asked(self._conversation(row, False)[0], self._task.known) for row in rows]
         if None in problems:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_5_vl")
-"""Families whose layers a rehearsal has: the embedded engine's, megatron-core's own experts, and a vision tower
-that is transformers' own."""
+"""Families whose layers a rehearsal has: the embedded engine's, megatron-core's own experts, and one with
+transformers' own vision tower."""
 
 
-def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool) -> None:
+def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool = False) -> None:
     """Refuse a recipe that cannot be rehearsed.
 
     Raises: UserError: an embedded recipe, images without torchvision, layers that are not computed on a CPU,
@@ -35,8 +35,8 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool)
         refuse_data(recipe)
     elif task.needs_images and not has_torchvision:
         raise UserError(
-            f"nemo_grpo.task.name={task.name}: the processor of images needs torchvision's Python code, which is "
-            "in neither environment; run make venv-vllm, or name its folder with TORCHVISION_FOLDER"
+            f"nemo_grpo.task.name={task.name}: the processor of images needs torchvision's Python code, and "
+            "neither environment has it; run make venv-vllm, or name its folder with TORCHVISION_FOLDER"
         )
     refuse_model(recipe)
     if recipe.policy.generation.vllm_cfg.async_engine and not has_vllm:

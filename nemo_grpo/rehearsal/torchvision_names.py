@@ -1,7 +1,8 @@
 """torchvision's Python code without its compiled operations, whose wheel is built for CUDA.
 
-Image processors of transformers use the Python code, and of the operations one, which decodes a file; pillow does
-it here. The others' names are what torchvision registers functions for when it is imported; nobody calls them.
+Image processors of transformers use the Python code, and one of the operations, which decodes a file; pillow
+does it here. The others' names are what torchvision registers functions for when it is imported; nobody calls
+them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import recipe as small
@@ -76,14 +77,22 @@ def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: a rehearsal has no small vision model"),
+        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: the processor of images needs torchvision"),
         ("quickstart", "use nemo-grpo train"),
     ],
 )
-def test_images_and_embedded_recipes_are_refused(name, message):
+def test_images_without_torchvision_and_embedded_recipes_are_refused(name, message):
     path = RECIPES / f"{name}.yaml"
     with pytest.raises(UserError, match=message):
         refuse(load_recipe(path), path, has_vllm=True)
+
+
+def test_images_are_rehearsed_where_torchvision_is(tmp_path):
+    path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
+    refuse(load_recipe(path), path, has_vllm=True, has_torchvision=True)
+    _, rehearsed, _, _ = made_small(path, tmp_path)
+    cache = value_of(rehearsed, f"{small.GENERATION}.vllm_kwargs.{small.IMAGE_CACHE}")
+    assert cache == 0, "vLLM's cache of images lost entries"
 
 
 def test_layers_that_are_not_computed_here_are_refused():

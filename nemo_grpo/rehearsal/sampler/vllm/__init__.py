@@ -94,7 +94,7 @@ class LoadedModel:
 
 
 def _by_checkpoint_name(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under a checkpoint's names, in which every expert is separate, and a vision tower outside."""
+    """The tensors under a checkpoint's names: every expert separate, a vision tower outside."""
     for own, tensor in state.items():
         name = own.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
         prefix, is_expert, kind = name.partition(".mlp.experts.")
