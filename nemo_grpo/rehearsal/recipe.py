@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import yaml
 
-from nemo_grpo.dotted import set_value, value_of
+from nemo_grpo.dotted import set_value
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import apply_overrides, load_tree
 from nemo_grpo.rehearsal import host
@@ -30,8 +30,6 @@ MANY_EPOCHS = 1000
 """Of a few problems: dynamic sampling may draw them many times."""
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
-IMAGE_CACHE = "mm_processor_cache_gb"
-"""Of vLLM's arguments the one that the recipe's own value stays of."""
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
 
 
@@ -233,8 +231,8 @@ def _rollouts(recipe: Recipe, model: RehearsalModel, uses_vllm: bool) -> Iterato
             "max_num_batched_tokens": max(tokens, 2048),
             "max_num_seqs": 64,
         }
-        cache = value_of(recipe, f"{GENERATION}.vllm_kwargs.{IMAGE_CACHE}")
-        settings |= {} if cache is None else {IMAGE_CACHE: cache}
+        if (cache := recipe.policy.generation.vllm_kwargs.mm_processor_cache_gb) is not None:
+            settings["mm_processor_cache_gb"] = cache
         yield Change(f"{GENERATION}.vllm_kwargs", settings)
 
 

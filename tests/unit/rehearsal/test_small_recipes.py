@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import recipe as small
@@ -91,7 +90,7 @@ def test_images_are_rehearsed_where_torchvision_is(tmp_path):
     path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
     refuse(load_recipe(path), path, has_vllm=True, has_torchvision=True)
     _, rehearsed, _, _ = made_small(path, tmp_path)
-    cache = value_of(rehearsed, f"{small.GENERATION}.vllm_kwargs.{small.IMAGE_CACHE}")
+    cache = rehearsed.policy.generation.vllm_kwargs.mm_processor_cache_gb
     assert cache == 0, "vLLM's cache of images lost entries"
 
 
