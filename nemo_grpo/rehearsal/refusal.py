@@ -36,7 +36,7 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool 
     elif task.needs_images and not has_torchvision:
         raise UserError(
             f"nemo_grpo.task.name={task.name}: the processor of images needs torchvision's Python code, and "
-            "neither environment has it; run make venv-vllm, or name its folder with TORCHVISION_FOLDER"
+            "neither environment has it; run make venv-nemo-rl, or name its folder with TORCHVISION_FOLDER"
         )
     refuse_model(recipe)
     if recipe.policy.generation.vllm_cfg.async_engine and not has_vllm:
