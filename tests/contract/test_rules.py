@@ -254,7 +254,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("settings_are_supported", "embedded", "$OPT.weight_decay=0.5; $SCHEDULER.end_weight_decay=0.1",
      "end_weight_decay=0.1 is not supported", "$SCHEDULER.end_weight_decay=0.5"),
     ("task_has_no_images", "embedded", "nemo_grpo.task={name: vision_counting}", "need the cluster engine",
-     "nemo_grpo.task={name: arithmetic}"),
+     "nemo_grpo.task={name: knights_knaves}"),
     ("selective_recompute_needs_activation_checkpointing", "embedded", "$M.recompute_granularity=selective",
      "acts only with $M.activation_checkpointing=true", "$M.activation_checkpointing=true"),
     ("recompute_modules_are_supported", "embedded", "$M.recompute_modules=[core_atn]",
