@@ -511,6 +511,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("expert_parallel_divides_the_experts", "moe", "$EP=3", "expert_model_parallel_size=3", "$EP=8"),
     ("sequences_fit_the_model", "fp8 dapo", "$LENGTH=8192", "=8192 exceeds max_position_embeddings=4096",
      "-"),
+    ("stop_tokens_are_in_the_vocabulary", "small long logic", "policy.generation.stop_token_ids=[1, 152064]",
+     r"ids=\[1, 152064\]: 152064 is not below vocab_size=15", "policy.generation.stop_token_ids=[1]"),
     ("fp8_blocks_divide_the_layers", "moe", "$V.precision=fp8; $CORRECTED", "rank holds feed-forward 192",
      "-"),
     ("fp8_recipe_is_for_this_gpu", "fp8", "$FP8.fp8_recipe=mxfp8", "fp8_recipe=mxfp8 needs Blackwell", "-"),
