@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from nemo_grpo.tasks.arithmetic import ArithmeticConfig
 from PIL import Image
 from transformers import AutoConfig
 
@@ -23,7 +24,6 @@ from nemo_grpo.rehearsal.problems import RehearsedTask, problems_of
 from nemo_grpo.rehearsal.recorded import Recorded
 from nemo_grpo.rehearsal.stages import Failed
 from nemo_grpo.rehearsal.torchvision_names import decode_image
-from nemo_grpo.tasks.arithmetic import ArithmeticConfig
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "gpg" / "gpg-qwen2.5-vl-3b-geoqa-1n8g.yaml"
 PATCH, GRID = 3 * 2 * 14 * 14, (1, 4, 4)
