@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from nemo_grpo.tasks.arithmetic import ArithmeticConfig
+from nemo_grpo.tasks.word_problems import WordProblemsConfig
 from PIL import Image
 from transformers import AutoConfig
 
@@ -34,7 +34,7 @@ IMAGE_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = build_tokenizer(ArithmeticConfig().build(), 400, 0)
+    made = build_tokenizer(WordProblemsConfig().build(), 400, 0)
     made.add_tokens(list(vision.MARKS.values()), special_tokens=True)
     return made
 
@@ -183,6 +183,6 @@ def test_images_that_make_no_difference_are_said_to_prove_nothing(evidence, toke
 
 
 def test_an_encoder_without_a_processor_gives_text_alone(tokenizer):
-    problem = ArithmeticConfig().build().train_problem(0, 0)
+    problem = WordProblemsConfig().build().train_problem(0, 0)
     encoder = Encoder(tokenizer, load_recipe(RECIPE).nemo_grpo.prompt)
     assert encoder.inputs(None, None, [problem]) == {}
