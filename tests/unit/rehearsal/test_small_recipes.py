@@ -76,14 +76,22 @@ def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: a rehearsal has no small vision model"),
+        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: the processor of images needs torchvision"),
         ("quickstart", "use nemo-grpo train"),
     ],
 )
-def test_images_and_embedded_recipes_are_refused(name, message):
+def test_images_without_torchvision_and_embedded_recipes_are_refused(name, message):
     path = RECIPES / f"{name}.yaml"
     with pytest.raises(UserError, match=message):
         refuse(load_recipe(path), path, has_vllm=True)
+
+
+def test_images_are_rehearsed_where_torchvision_is(tmp_path):
+    path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
+    refuse(load_recipe(path), path, has_vllm=True, has_torchvision=True)
+    _, rehearsed, _, _ = made_small(path, tmp_path)
+    cache = rehearsed.policy.generation.vllm_kwargs.mm_processor_cache_gb
+    assert cache == 0, "vLLM's cache of images lost entries"
 
 
 def test_layers_that_are_not_computed_here_are_refused():
