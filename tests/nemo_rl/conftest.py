@@ -31,6 +31,7 @@ else:
 
     os.environ |= {"HF_HUB_OFFLINE": "1", "NO_VCS_VERSION": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine starts slowly
 
 
 class CudaMeansCpu(TorchFunctionMode):

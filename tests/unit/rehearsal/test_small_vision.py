@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from nemo_grpo.tasks.word_problems import WordProblemsConfig
 from PIL import Image
 from transformers import AutoConfig
 
@@ -23,7 +24,6 @@ from nemo_grpo.rehearsal.problems import RehearsedTask, problems_of
 from nemo_grpo.rehearsal.recorded import Recorded
 from nemo_grpo.rehearsal.stages import Failed
 from nemo_grpo.rehearsal.torchvision_names import decode_image
-from nemo_grpo.tasks.arithmetic import ArithmeticConfig
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "gpg" / "gpg-qwen2.5-vl-3b-geoqa-1n8g.yaml"
 PATCH, GRID = 3 * 2 * 14 * 14, (1, 4, 4)
@@ -34,7 +34,7 @@ IMAGE_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = build_tokenizer(ArithmeticConfig().build(), 400, 0)
+    made = build_tokenizer(WordProblemsConfig().build(), 400, 0)
     made.add_tokens(list(vision.MARKS.values()), special_tokens=True)
     return made
 
@@ -183,6 +183,6 @@ def test_images_that_make_no_difference_are_said_to_prove_nothing(evidence, toke
 
 
 def test_an_encoder_without_a_processor_gives_text_alone(tokenizer):
-    problem = ArithmeticConfig().build().train_problem(0, 0)
+    problem = WordProblemsConfig().build().train_problem(0, 0)
     encoder = Encoder(tokenizer, load_recipe(RECIPE).nemo_grpo.prompt)
     assert encoder.inputs(None, None, [problem]) == {}
