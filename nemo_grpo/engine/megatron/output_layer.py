@@ -26,6 +26,10 @@ Part = tuple[slice, Callable[[Tensor, Tensor | None], Tensor]]
 """(tokens, their `Numbers` -> 0-d share of the loss)."""
 
 
+_ROWS = 8192
+"""Of a 16-bit product that are added to a sum in FP32 at a time."""
+
+
 def loss_in_parts(
     hidden: Tensor, weight: Tensor, parts: Sequence[Part], numbers: NumbersOf, most: int
 ) -> Tensor:
@@ -62,7 +66,8 @@ class _LossInParts(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, parts: Sequence[Part], numbers: NumbersOf, most: int
     ) -> Tensor:
         of_hidden = torch.empty_like(hidden)
-        of_weight = _Products(weight) if ctx.needs_input_grad[1] else None
+        number = sum(len(_pieces(where, most)) for where, _ in parts)
+        of_weight = _Products(weight, number) if ctx.needs_input_grad[1] else None
         losses = []
 
         def backward(piece: slice, logits: Tensor, logprobs: Tensor, gradient: Tensor) -> None:
@@ -81,6 +86,7 @@ class _LossInParts(torch.autograd.Function):
                 logits, logprobs, entropies = forward(where)
                 value, gradient = _loss_and_gradient(loss, logprobs.detach(), entropies)
                 backward(where, logits, logprobs, gradient)
+                del logits, logprobs  # before the next part's are made
             else:
                 found = _without_gradient(hidden, weight, where, numbers, most)
                 value, gradient = _loss_and_gradient(loss, *found)
@@ -112,16 +118,18 @@ def _loss_and_gradient(
 
 
 class _Products:
-    """A sum of matrix products, in FP32 if there are several of 16-bit matrices."""
+    """The sum of some matrix products of the shape of ``like``; in FP32 if several are of 16-bit matrices."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.total: Tensor | None = None
-        self.dtype = torch.promote_types(like.dtype, torch.float32)
+    def __init__(self, like: Tensor, number: int) -> None:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        in_fp32 = number > 1 and dtype != like.dtype
+        self.total = torch.zeros_like(like, dtype=dtype) if in_fp32 else None
 
     def add(self, a: Tensor, b: Tensor) -> None:
         if self.total is None:
             self.total = a @ b
-        elif self.dtype == a.dtype:
+        elif self.total.dtype == a.dtype:
             self.total.addmm_(a, b)
         else:
-            self.total = self.total.to(self.dtype).add_(a @ b)
+            for some, rows in zip(self.total.split(_ROWS), a.split(_ROWS), strict=True):
+                some += rows @ b
