@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from nemo_grpo.tasks.word_problems import WordProblemsConfig
 from PIL import Image
 from transformers import AutoConfig
 
@@ -24,6 +23,7 @@ from nemo_grpo.rehearsal.problems import RehearsedTask, problems_of
 from nemo_grpo.rehearsal.recorded import Recorded
 from nemo_grpo.rehearsal.stages import Failed
 from nemo_grpo.rehearsal.torchvision_names import decode_image
+from nemo_grpo.tasks.word_problems import WordProblemsConfig
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "gpg" / "gpg-qwen2.5-vl-3b-geoqa-1n8g.yaml"
 PATCH, GRID = 3 * 2 * 14 * 14, (1, 4, 4)
