@@ -7,6 +7,8 @@ NEMO_VENV := .venv-nemo-rl
 VLLM_VENV := .venv-vllm
 RUN ?= quickstart
 SEEDS ?= 0
+# Its Python code alone, which processors of images use; the wheel is built for CUDA.
+TORCHVISION := torchvision==0.28.0
 WHOLE := tests/nemo_rl/test_end_to_end.py::test_a_recipe_trains_stops_resumes_and_exports
 CLUSTER_RUNS := runs/cluster-quickstart
 ON_NEMO_RL = $(BIN)/python -m benchmarks.cluster_run --nemo-rl "$(NEMO_RL_SRC)" \
@@ -44,6 +46,7 @@ $(NEMO_VENV)/.installed: requirements/nemo_rl.txt requirements/nemo_rl_megatron.
 	@python=$$(bash scripts/find_python.sh) || exit 1; "$$python" -m venv $(NEMO_VENV)
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/nemo_rl.txt
 	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/nemo_rl_megatron.txt
+	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(NEMO_VENV)/torchvision $(TORCHVISION)
 	@touch $@
 
 venv-vllm: $(VLLM_VENV)/.installed  ## create .venv-vllm, in which vLLM samples on a CPU
@@ -57,7 +60,7 @@ $(VLLM_VENV)/.installed: requirements/vllm.txt scripts/find_python.sh
 	 "$$python" -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VLLM_VENV)/torchvision torchvision==0.28.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VLLM_VENV)/torchvision $(TORCHVISION)
 	@touch $@
 
 quickstart: venv ## train a small policy by GRPO on this machine (RUN=name ARGS=--resume)

@@ -2,10 +2,12 @@
 
     python benchmarks/doctor_history.py --nemo-rl CLONE [--folder DIR] [--first v0.6.0] [--last 7ea279abf]
     python benchmarks/doctor_history.py --nemo-rl CLONE [--folder DIR] --test COMMIT... [--python PYTHON]
+    python benchmarks/doctor_history.py --nemo-rl CLONE --draw NUMBER
 
 The first form diagnoses every commit that touches nemo_rl/ and prints the tables. The second one runs
 `TESTS` on commits, with the adapter's own check switched off, and keeps what fails in the folder, for the
-tables; about two minutes a commit.
+tables; about two minutes a commit. The third one prints commits to test, one of each equal part of the
+history, drawn with `SEED`.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ import argparse
 import ast
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
@@ -61,6 +64,7 @@ def __getattr__(name):
 """
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", re.MULTILINE)
 PATIENCE = 1500
+SEED = 0
 parse = lru_cache(maxsize=300)(ast.parse)
 """Neighbouring commits share most files."""
 VERDICTS = ("supported", "untested", "broken")
@@ -87,9 +91,13 @@ def main() -> None:
     parser.add_argument("--first", default="v0.6.0")
     parser.add_argument("--last", default="7ea279abf")
     parser.add_argument("--test", nargs="+", default=[], metavar="COMMIT")
+    parser.add_argument("--draw", type=int, default=0, metavar="NUMBER")
     parser.add_argument("--workers", action="store_true", help=f"with {WORKERS}, which is half of the time")
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-nemo-rl" / "bin" / "python")
     given = parser.parse_args()
+    if given.draw:
+        print(*drawn([line.split()[0] for line in commits(given)], given.draw))
+        return
     given.folder.mkdir(parents=True, exist_ok=True)
     for commit in given.test:
         with checked_out(given.nemo_rl, commit, PARTS + OF_TESTS) as tree:
@@ -113,6 +121,12 @@ def commits(given: argparse.Namespace) -> list[str]:
     first = git(given.nemo_rl, "log", "-1", *line, given.first)
     span = f"{given.first}..{given.last}"
     return (first + git(given.nemo_rl, "log", "--reverse", *line, span, "--", "nemo_rl")).splitlines()
+
+
+def drawn(history: Sequence[str], number: int) -> list[str]:
+    """A commit of each of ``number`` equal parts of the history."""
+    rng, ends = random.Random(SEED), [len(history) * at // number for at in range(number + 1)]
+    return [rng.choice(history[start:end]) for start, end in pairwise(ends)]
 
 
 @contextmanager

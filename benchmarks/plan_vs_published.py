@@ -3,7 +3,7 @@
     python benchmarks/plan_vs_published.py             # every row of benchmarks/published/nemo_rl.yaml
     python benchmarks/plan_vs_published.py --fit       # the constants of nemo_grpo/plan/efficiency.py
     python benchmarks/plan_vs_published.py --errors    # the intervals of nemo_grpo/plan/interval.py
-    python benchmarks/plan_vs_published.py --blind benchmarks/published/others.csv   # never fitted
+    python benchmarks/plan_vs_published.py --blind FILE   # a CSV of benchmarks/published; never fitted
 
 A fit minimizes the squared logarithm of predicted / published over H100 rows and published phases, and keeps
 the constants near values that are usual for kernels of their kind (`PRIOR`, with `LOOSE` as the standard
@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.published_rows import Row, error, predicted, read_blind, read_rows
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
-from nemo_grpo.plan.interval import Seen, seen_of
+from nemo_grpo.plan.interval import PUBLISHED, Seen, seen_of
 
 PRIOR = Efficiency(
     matrix=0.5,
@@ -110,18 +110,28 @@ def blind(file: Path) -> None:
         step, host = row.predict(FITTED), row.source.partition(" ")[0]
         for what, seconds in row.published.items():
             found = error(row, step, what)
-            errors.setdefault(f"{host}, {what}", []).append(abs(found))
+            errors.setdefault(f"{host}, {row.gpu}, {what}", []).append(found)
             cells = (row.source, row.gpu, row.name, what, f"{seconds:g}", f"{predicted(step)[what]:.3g}")
             print(f"| {' | '.join(cells)} | {found:+.0%} |")
     print("\nMedian and worst error:\n")
     for name, found in errors.items():
-        print(f"- {name}: {len(found)} rows, {median(found):.0%}, {max(found):.0%}")
+        sizes = [abs(error) for error in found]
+        print(f"- {name}: {len(found)} rows, {median(sizes):.0%}, {max(sizes):.0%}{_held(name, found)}")
     print("\nAssumed where a source is silent:\n")
     for note in dict.fromkeys(f"- {row.source}: {row.note}" for row in rows if row.note):
         print(note)
     print("\nNot predicted, for what the source does not state:\n")
     for cells, lacks in lacking:
-        print(f"- {cells['source']}, {cells.get('model', '?')}, {cells['mode']}: {lacks}")
+        print(f"- {cells['source']}, {cells.get('model', '?')}, {cells.get('mode', '?')}: {lacks}")
+
+
+def _held(name: str, errors: Sequence[float]) -> str:
+    """How many steps lie in the interval that `nemo-grpo plan` prints, where their GPU has one of its own."""
+    _, gpu, what = name.split(", ")
+    if what != "step" or gpu not in PUBLISHED:
+        return ""
+    low, high = PUBLISHED[gpu].around(1.0)
+    return f"; {sum(low <= 1 / (1 + error) <= high for error in errors)} within {low:g} to {high:g}"
 
 
 def seen_by_gpu(rows: Sequence[Row]) -> dict[str, Seen]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,70 +43,128 @@ Tails = dict[tuple[int, ...], list[list[int]]]
 """Continuations by prefix."""
 
 
-def study_pivots(
-    generator: LocalGenerator,
-    tokenizer: Any,
-    task: Task,
-    prompt: Prompt,
-    problems: Sequence[Problem],
-    sampling: SamplingParams,
-    settings: PivotSettings,
-) -> PivotStudy:
-    """Find solved problems, choose positions, replace tokens, resample, and score.
+@dataclass(frozen=True)
+class Experiment:
+    """The study of one policy.
 
-    Args:    sampling: of the continuations.  problems: searched in this order for solved ones.
-    Returns: the study; the same arguments give the same one.
-    Raises:  UserError: no problem is solved with a response of two tokens or more.
+    Attributes: generator: the policy.  sampling: of the continuations.
     """
-    solved, num_tried = find_solved(generator, tokenizer, task, prompt, problems, sampling, settings)
-    points = choose_points(generator, tokenizer, solved, settings)
-    tails = _continue_all(generator, points, sampling, settings)
-    done = []
-    for item, kind, position, kept, replaced in points:
-        accuracies = [
-            _accuracy(tokenizer, task, item, prefix, tails[tuple(prefix)]) for prefix in (kept, replaced)
-        ]
-        touched = [i for i, token in enumerate(kept) if i >= len(replaced) or token != replaced[i]]
-        words = [tokenizer.decode([row[i] for i in touched if i < len(row)]) for row in (kept, replaced)]
-        positions = tuple(i - len(item.prompt) for i in touched)
-        entropy = float(item.entropies[list(positions)].mean())
-        done.append(Point(item.problem.id, kind, position, entropy, *words, *accuracies, positions))
-    return PivotStudy(settings, num_tried, solved, done)
 
+    generator: LocalGenerator
+    tokenizer: Any
+    task: Task
+    prompt: Prompt
+    sampling: SamplingParams
+    settings: PivotSettings
 
-def find_solved(
-    generator: LocalGenerator,
-    tokenizer: Any,
-    task: Task,
-    prompt: Prompt,
-    problems: Sequence[Problem],
-    sampling: SamplingParams,
-    settings: PivotSettings,
-) -> tuple[list[Solved], int]:
-    """The first problems whose greedy response is correct and long enough to choose positions from."""
-    greedy, found, num_tried = replace(sampling, greedy=True), list[tuple[Problem, list[int], list[int]]](), 0
-    for start in range(0, len(problems), settings.num_problems):
-        part = problems[start : start + settings.num_problems]
-        prompts = [encode_prompt(tokenizer, prompt, problem) for problem in part]
-        rollout = generator.generate(Request(prompts, 1, greedy, settings.seed))
-        for problem, ids, row, length in zip(
-            part, prompts, rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True
-        ):
-            text = tokenizer.decode(row[:length], skip_special_tokens=True)
-            num_tried += 1
-            if length >= 2 and task.score(problem, text)["accuracy"] >= 1:
-                found.append((problem, ids, row[:length]))
-            if len(found) == settings.num_problems:
+    def study(self, problems: Sequence[Problem]) -> PivotStudy:
+        """Find solved problems, choose positions, replace tokens, resample, and score.
+
+        Args:    problems: searched in this order for solved ones.
+        Returns: the study; the same arguments give the same one.
+        Raises:  UserError: no problem is solved with a response of two tokens or more.
+        """
+        solved, num_tried = self._find_solved(problems)
+        points = self.choose_points(solved)
+        tails = self._continue_all(points)
+        done = []
+        for item, kind, position, kept, replaced in points:
+            accuracies = [self._accuracy(item, prefix, tails[tuple(prefix)]) for prefix in (kept, replaced)]
+            touched = [i for i, token in enumerate(kept) if i >= len(replaced) or token != replaced[i]]
+            words = [
+                self.tokenizer.decode([row[i] for i in touched if i < len(row)]) for row in (kept, replaced)
+            ]
+            positions = tuple(i - len(item.prompt) for i in touched)
+            entropy = float(item.entropies[list(positions)].mean())
+            done.append(Point(item.problem.id, kind, position, entropy, *words, *accuracies, positions))
+        return PivotStudy(self.settings, num_tried, solved, done)
+
+    def _find_solved(self, problems: Sequence[Problem]) -> tuple[list[Solved], int]:
+        """The first problems whose greedy response is correct and long enough to choose positions from."""
+        greedy, num_problems = replace(self.sampling, greedy=True), self.settings.num_problems
+        found, num_tried = list[tuple[Problem, list[int], list[int]]](), 0
+        for start in range(0, len(problems), num_problems):
+            part = problems[start : start + num_problems]
+            prompts = [encode_prompt(self.tokenizer, self.prompt, problem) for problem in part]
+            rollout = self.generator.generate(Request(prompts, 1, greedy, self.settings.seed))
+            for problem, ids, row, length in zip(
+                part, prompts, rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True
+            ):
+                text = self.tokenizer.decode(row[:length], skip_special_tokens=True)
+                num_tried += 1
+                if length >= 2 and self.task.score(problem, text)["accuracy"] >= 1:
+                    found.append((problem, ids, row[:length]))
+                if len(found) == num_problems:
+                    break
+            if len(found) == num_problems:
                 break
-        if len(found) == settings.num_problems:
-            break
-    if not found:
-        raise UserError(
-            f"the model solves none of {num_tried} problems greedily, so there is nothing to perturb; train "
-            "it further, or raise nemo_grpo.evaluation.num_problems"
-        )
-    entropies = response_entropies(generator, [(ids, response) for _, ids, response in found])
-    return [Solved(*item, entropy) for item, entropy in zip(found, entropies, strict=True)], num_tried
+        if not found:
+            raise UserError(
+                f"the model solves none of {num_tried} problems greedily, so there is nothing to perturb; "
+                "train it further, or raise nemo_grpo.evaluation.num_problems"
+            )
+        entropies = response_entropies(self.generator, [(ids, response) for _, ids, response in found])
+        return [Solved(*item, entropy) for item, entropy in zip(found, entropies, strict=True)], num_tried
+
+    def choose_points(self, solved: Sequence[Solved]) -> list[Choice]:
+        """Positions and replacements of the whole study."""
+        together, points = self.settings.perturbation == "together", []
+        for item in solved:
+            for kind, positions in choose_positions(item, self.settings).items():
+                for group in [sorted(positions)] if together else [[p] for p in positions]:
+                    kept = item.prompt + item.response[: group[-1] + 1]
+                    points.append((item, kind, group[-1], kept, self._perturbed(item, group)))
+        return points
+
+    def _perturbed(self, item: Solved, positions: Sequence[int]) -> list[int]:
+        """The prompt and the response up to the last of these positions, perturbed at all of them."""
+        start, tokens = len(item.prompt), item.prompt + item.response[: positions[-1] + 1]
+        if self.settings.perturbation == "truncate":
+            return tokens[:-1]
+        for position in positions:
+            rng = stream(self.settings.seed, item.problem.id, "replacement", position)
+            token = item.response[position]
+            if self.settings.replacement == "uniform":
+                other = _uniform_other(token, self.tokenizer, rng)
+            else:
+                other = _other_by_policy(self.generator, tokens[: start + position], token, rng)
+            tokens[start + position] = other
+        return tokens
+
+    def _continue_all(self, points: Sequence[Choice]) -> Tails:
+        """The continuations of every prefix, each prefix once; those of one length are sampled together."""
+        by_length: dict[tuple[int, int], dict[tuple[int, ...], None]] = defaultdict(dict)
+        for item, _, _, *prefixes in points:
+            for prefix in prefixes:
+                remaining = self.sampling.max_new_tokens - (len(prefix) - len(item.prompt))
+                by_length[remaining, len(prefix)][tuple(prefix)] = None
+        tails: Tails = {}
+        with progress("continuations", len(by_length)) as advance:
+            for (remaining, _), prefixes in sorted(by_length.items()):
+                tails |= self._continue(list(prefixes), remaining)
+                advance("")
+        return tails
+
+    def _continue(self, prefixes: Sequence[tuple[int, ...]], remaining: int) -> Tails:
+        """Sampled continuations of each prefix; none if it ends with a stop token or at the length limit."""
+        sampling, number = self.sampling, self.settings.num_continuations
+        whole = remaining == sampling.max_new_tokens  # a cut at the first token leaves the prompt
+        going = [prefix for prefix in prefixes if whole or prefix[-1] not in sampling.stop_token_ids]
+        going = going if remaining > 0 else []
+        tails: Tails = {prefix: [[]] for prefix in prefixes}
+        if going:
+            limited = replace(sampling, max_new_tokens=remaining)
+            prompts = [list(prefix) for prefix in going]
+            rollout = self.generator.generate(Request(prompts, number, limited, self.settings.seed))
+            rows = [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
+            tails |= {prefix: rows[i * number : (i + 1) * number] for i, prefix in enumerate(going)}
+        return tails
+
+    def _accuracy(self, item: Solved, prefix: list[int], tails: list[list[int]]) -> float:
+        """Mean accuracy of the response so far with each continuation."""
+        said = prefix[len(item.prompt) :]
+        texts = self.tokenizer.batch_decode([said + tail for tail in tails], skip_special_tokens=True)
+        return sum(self.task.score(item.problem, text)["accuracy"] for text in texts) / len(texts)
 
 
 def response_entropies(
@@ -122,39 +180,6 @@ def response_entropies(
             targets = torch.tensor(response, device=logits.device)
             entropies.append(logprobs_and_entropy(logits[row, where].float(), targets)[1].cpu())
     return entropies
-
-
-def choose_points(
-    generator: LocalGenerator, tokenizer: Any, solved: Sequence[Solved], settings: PivotSettings
-) -> list[Choice]:
-    """Positions and replacements of the whole study."""
-    points = []
-    for item in solved:
-        for kind, positions in choose_positions(item, settings).items():
-            groups = [sorted(positions)] if settings.perturbation == "together" else [[p] for p in positions]
-            for group in groups:
-                kept = item.prompt + item.response[: group[-1] + 1]
-                changed = _perturbed(generator, tokenizer, item, group, settings)
-                points.append((item, kind, group[-1], kept, changed))
-    return points
-
-
-def _perturbed(
-    generator: LocalGenerator, tokenizer: Any, item: Solved, positions: Sequence[int], settings: PivotSettings
-) -> list[int]:
-    """The prompt and the response up to the last of these positions, perturbed at all of them."""
-    start, tokens = len(item.prompt), item.prompt + item.response[: positions[-1] + 1]
-    if settings.perturbation == "truncate":
-        return tokens[:-1]
-    for position in positions:
-        rng = stream(settings.seed, item.problem.id, "replacement", position)
-        token = item.response[position]
-        if settings.replacement == "uniform":
-            other = _uniform_other(token, tokenizer, rng)
-        else:
-            other = _other_by_policy(generator, tokens[: start + position], token, rng)
-        tokens[start + position] = other
-    return tokens
 
 
 def choose_positions(item: Solved, settings: PivotSettings) -> dict[str, list[int]]:
@@ -182,49 +207,3 @@ def _other_by_policy(generator: LocalGenerator, before: list[int], token: int, r
     return int(
         torch.searchsorted(mass, torch.tensor(rng.random(), dtype=mass.dtype, device=mass.device) * mass[-1])
     )
-
-
-def _continue_all(
-    generator: LocalGenerator, points: Sequence[Choice], sampling: SamplingParams, settings: PivotSettings
-) -> Tails:
-    """The continuations of every prefix, each prefix once; those of one length are sampled together."""
-    by_length: dict[tuple[int, int], dict[tuple[int, ...], None]] = defaultdict(dict)
-    for item, _, _, *prefixes in points:
-        for prefix in prefixes:
-            remaining = sampling.max_new_tokens - (len(prefix) - len(item.prompt))
-            by_length[remaining, len(prefix)][tuple(prefix)] = None
-    tails: Tails = {}
-    with progress("continuations", len(by_length)) as advance:
-        for (remaining, _), prefixes in sorted(by_length.items()):
-            tails |= _continue(generator, list(prefixes), remaining, sampling, settings)
-            advance("")
-    return tails
-
-
-def _continue(
-    generator: LocalGenerator,
-    prefixes: Sequence[tuple[int, ...]],
-    remaining: int,
-    sampling: SamplingParams,
-    settings: PivotSettings,
-) -> Tails:
-    """Sampled continuations of each prefix; none if it ends with a stop token or at the length limit."""
-    whole = remaining == sampling.max_new_tokens  # a cut at the first token leaves the prompt, which goes on
-    going = [prefix for prefix in prefixes if whole or prefix[-1] not in sampling.stop_token_ids]
-    going = going if remaining > 0 else []
-    tails: Tails = {prefix: [[]] for prefix in prefixes}
-    if going:
-        number = settings.num_continuations
-        limited = replace(sampling, max_new_tokens=remaining)
-        prompts = [list(prefix) for prefix in going]
-        rollout = generator.generate(Request(prompts, number, limited, settings.seed))
-        rows = [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
-        tails |= {prefix: rows[i * number : (i + 1) * number] for i, prefix in enumerate(going)}
-    return tails
-
-
-def _accuracy(tokenizer: Any, task: Task, item: Solved, prefix: list[int], tails: list[list[int]]) -> float:
-    """Mean accuracy of the response so far with each continuation."""
-    said = prefix[len(item.prompt) :]
-    texts = tokenizer.batch_decode([said + tail for tail in tails], skip_special_tokens=True)
-    return sum(task.score(item.problem, text)["accuracy"] for text in texts) / len(texts)

@@ -101,7 +101,7 @@ def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple
 def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotStudy, Any]:
     import torch
 
-    from benchmarks.studies.perturbation import study_pivots
+    from benchmarks.studies.perturbation import Experiment
     from nemo_grpo.engine import setup
     from nemo_grpo.hf_folder import load_tokenizer
     from nemo_grpo.sampling.generators import build_local
@@ -129,7 +129,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     )
     problems = task.validation_problems(section.evaluation.num_problems)
     sampling = setup.validation_sampling(recipe, tokenizer)
-    study = study_pivots(generator, tokenizer, task, section.prompt, problems, sampling, settings)
+    study = Experiment(generator, tokenizer, task, section.prompt, sampling, settings).study(problems)
     return study, lambda token: str(tokenizer.decode([token]))
 
 

@@ -124,19 +124,19 @@ def sweep(
     out = out or Path("runs") / f"sweep-{loaded.name}{'-cluster' if on_cluster else ''}"
     chosen = loaded.seeds if seeds is None else parse_seeds(seeds)
     settings = with_overrides(loaded.settings, overrides or [])
-    planned = make_jobs(settings, chosen, out, prefix=f"{loaded.name}-" if on_cluster else "")
+    runs = make_jobs(settings, chosen, out, prefix=f"{loaded.name}-" if on_cluster else "")
     options = sbatch_options(time, account, partition, sbatch)
     environment = job_environment(container, mounts, logs)
     if on_cluster:
-        _submit(planned, out, gpu, options, environment, baseline, dry_run)
+        _submit(runs, out, gpu, options, environment, baseline, dry_run)
     elif given := [name for name, value in {**options, **environment}.items() if value is not None]:
         raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
     else:
-        _run(planned, out, jobs, baseline, dry_run)
+        _run(runs, out, jobs, baseline, dry_run)
 
 
 def _submit(
-    planned: Sequence[Job],
+    runs: Sequence[Job],
     out: Path,
     gpu: str,
     options: dict[str, str | None],
@@ -144,15 +144,15 @@ def _submit(
     baseline: str | None,
     dry_run: bool,
 ) -> None:
-    from nemo_grpo.experiments.cluster import Slurm, plan_submissions, submit_experiment
+    from nemo_grpo.experiments.cluster import Slurm, prepare_submissions, submit_experiment
 
     slurm = Slurm(gpu, options, environment)
     if dry_run:
-        for submission in plan_submissions(planned, out, slurm).values():
+        for submission in prepare_submissions(runs, out, slurm).values():
             typer.echo(str(submission))
         return
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    _show(submit_experiment(planned, out, slurm, command, baseline))
+    _show(submit_experiment(runs, out, slurm, command, baseline))
     typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
 
@@ -172,17 +172,17 @@ def parse_seeds(text: str) -> list[int]:
     return numbers
 
 
-def _run(planned: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
+def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
     if dry_run:
-        for job in planned:
+        for job in runs:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
         return
-    for recipe in {job.recipe.loss_fn.variant: job.recipe for job in planned}.values():
+    for recipe in {job.recipe.loss_fn.variant: job.recipe for job in runs}.values():
         try_own_loss(recipe)
     from nemo_grpo.experiments.experiment import run_experiment
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    found, code = run_experiment(planned, out, num_parallel=num_parallel, command=command, baseline=baseline)
+    found, code = run_experiment(runs, out, num_parallel=num_parallel, command=command, baseline=baseline)
     _show(found)
     typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
     raise typer.Exit(code)

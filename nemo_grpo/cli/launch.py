@@ -69,9 +69,8 @@ def submit(
 
     Exit codes: 0 submitted; 2 the recipe, its plan, or Slurm refuses.
     """
-    from nemo_grpo.launch.submit import prepare, recipe_for_job
+    from nemo_grpo.launch.submit import parse_time_limit, prepare, recipe_for_job
     from nemo_grpo.launch.submit import submit as run_sbatch
-    from nemo_grpo.launch.time_limit import parse_time_limit
     from nemo_grpo.recipe import load_recipe
 
     recipe = recipe_for_job(recipe)

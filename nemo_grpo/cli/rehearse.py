@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -64,16 +63,17 @@ def run_rehearsal(
     Raises: UserError: the recipe is refused, or a part of the stack is missing.
     """
     from nemo_grpo.recipe import load_recipe
-    from nemo_grpo.rehearsal.environment import REPOSITORY, find_stack
-    from nemo_grpo.rehearsal.refusal import refuse
+    from nemo_grpo.rehearsal.environment import find_stack
+    from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 
     loaded = load_recipe(recipe, overrides)
-    stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
+    stack = for_recipe(find_stack(nemo_rl, python, vllm_python, sampler=sampler), loaded)
     try_own_loss(loaded)
-    refuse(loaded, recipe, has_vllm=stack.vllm_python is not None)
+    has = {"has_vllm": stack.vllm_python is not None, "has_torchvision": stack.torchvision is not None}
+    refuse(loaded, recipe, **has)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.rehearsal", str(recipe), *overrides]
     command += ["--nemo-rl", str(stack.nemo_rl), "--folder", str(folder or Path("rehearsals") / name)]
     command += ["--max-ranks", str(max_ranks)]
     command += ["--vllm-python", str(stack.vllm_python)] if stack.vllm_python else ["--sampler"]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}).returncode
+    return subprocess.run(command, env=stack.preparing()).returncode

@@ -247,24 +247,13 @@ TABLE: tuple[Source, ...] = (
         "kk-3to7", "training", "logic", "TR-GRPO 4.1",
         _ar_lopti(*(f"data/kk/instruct/{n}ppl/train.parquet" for n in PEOPLE)), puzzle, "files",
         expected=Expected(4500, "900 puzzles of each size in the published files"),
-        made_here=Generated("logic", 4500, held_out=False, people=PEOPLE),
+        made_here=Generated(4500, held_out=False, people=PEOPLE),
     ),
     Source(
         "kk-3to7-test", "evaluation", "logic", "TR-GRPO Table 1",
         _ar_lopti(*(f"data/kk/instruct/{n}ppl/test.parquet" for n in PEOPLE)), puzzle, "files",
         expected=Expected(500, "100 puzzles of each size in the published files"),
-        made_here=Generated("logic", 500, held_out=True, people=PEOPLE),
-    ),
-    # To try things out.
-    Source(
-        "arithmetic", "training", "math", "no paper: sums of two digits, to try things out",
-        Generated("arithmetic", 2000, held_out=False), generated, "files",
-        made_here=Generated("arithmetic", 2000, held_out=False),
-    ),
-    Source(
-        "arithmetic-test", "evaluation", "math", "no paper: held-out sums",
-        Generated("arithmetic", 200, held_out=True), generated, "files",
-        made_here=Generated("arithmetic", 200, held_out=True),
+        made_here=Generated(500, held_out=True, people=PEOPLE),
     ),
     # Questions for search.
     _questions("nq-train", "nq", "train", "training"),

@@ -12,6 +12,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.families import COMPUTED, read_spec
 from nemo_grpo.hf_folder import check_model_folder, load_config
 from nemo_grpo.recipe import Recipe, refuse_unsupported
+from nemo_grpo.recipe.generation_sections import stop_refusals
 from nemo_grpo.recipe.layout import stage_refusals, width_refusals
 from nemo_grpo.recipe.sections import MEGATRON
 from nemo_grpo.training.run_folder import RunFolder
@@ -27,7 +28,7 @@ def check(recipe: Recipe, *, resume: bool) -> Recipe | None:
     """
     check_supported(recipe)
     check_model_source(recipe)
-    check_layout(recipe)
+    check_fits_the_model(recipe)
     choose_device(recipe)
     check_trackers(recipe)
     run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir)
@@ -50,8 +51,8 @@ def check_supported(recipe: Recipe) -> None:
         raise UserError("; ".join(errors))
 
 
-def check_layout(recipe: Recipe) -> None:
-    """Refuse a layout that does not divide the model of policy.model_name; the recipe has checked all others.
+def check_fits_the_model(recipe: Recipe) -> None:
+    """Refuse what does not fit the model of policy.model_name: a layout, ids of tokens.
 
     Raises: UserError: naming key, value and the sizes that fit.
     """
@@ -62,6 +63,7 @@ def check_layout(recipe: Recipe) -> None:
     errors = [
         *width_refusals(spec, f"{MEGATRON}.tensor_model_parallel_size", layout.tensor, embedded=True),
         *stage_refusals(spec, layout),
+        *stop_refusals(recipe.policy.generation.stop_token_ids or (), spec.vocab_size, name),
     ]
     if megatron.fp8_in_use and not errors:
         errors = list(options.fp8_width_refusals(spec, layout, megatron.fp8_in_use.fp8_recipe))

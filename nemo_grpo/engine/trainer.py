@@ -17,7 +17,7 @@ from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.diagnostics.stuck import Watch
 from nemo_grpo.diagnostics.tokens import token_diagnostics
-from nemo_grpo.engine import setup, validation
+from nemo_grpo.engine import heap, setup, validation
 from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check, check_ranks
@@ -269,6 +269,7 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Greedy, avg@k and pass@k on the held-out problems, as ``validation/*``."""
+        heap.give_back()
         tensors = self.policy.named_tensors()
         return validation.validate(
             self.recipe, self.generator, tensors, self.tokenizer, self.task, self.problems
@@ -293,10 +294,12 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of this moment; with async_save it is complete some steps later."""
+        heap.give_back()
         self.saver.save(self.state.step, {"state": asdict(self.state), "metrics": self.validated})
 
     def finish(self) -> None:
         """Export the model and, with LoRA, its adapters."""
+        heap.give_back()
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
             training = Training(self.recipe.written(), self.state.step, self.validated, versions())

@@ -33,7 +33,7 @@ class Slurm:
     environment: Mapping[str, str | None]
 
 
-def plan_submissions(jobs: Sequence[Job], out: Path, slurm: Slurm) -> dict[str, Submission]:
+def prepare_submissions(jobs: Sequence[Job], out: Path, slurm: Slurm) -> dict[str, Submission]:
     """Each job's command, by its name; writes nothing.
 
     Raises: UserError: a recipe is not for the cluster, or does not fit on the GPUs (naming the setting).
@@ -70,9 +70,9 @@ def submit_experiment(
 
     Args:    command: this command line, for the record.  baseline: see `results.baseline_of`.
     Returns: what the runs that are done have found.
-    Raises:  UserError: see `plan_submissions`; sbatch refuses; or a run was submitted with another recipe.
+    Raises:  UserError: see `prepare_submissions`; sbatch refuses; or a run was submitted with another recipe.
     """
-    planned = plan_submissions(jobs, out, slurm)
+    prepared = prepare_submissions(jobs, out, slurm)
     with only_one(out):
         numbers = _read(out / SUBMITTED)
         for job in jobs:
@@ -82,7 +82,7 @@ def submit_experiment(
             if job.name in numbers:
                 continue
             write_atomically(recipe_file(job, out), job.recipe.to_yaml())
-            numbers[job.name] = submit(planned[job.name])
+            numbers[job.name] = submit(prepared[job.name])
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
             log.info("job %s: %s", numbers[job.name], job.name)
         steps = {job.name: (steps_done(job), job.recipe.grpo.max_num_steps) for job in jobs}

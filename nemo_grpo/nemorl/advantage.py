@@ -73,6 +73,7 @@ class VariantEstimator:
         self.num_generations = num_generations
         self.seed = seed
         self.step = first_step
+        self.has_warned = False
         self.exchange = exchange or StepExchange()
         self.diagnostics = diagnostics
         self.last_metrics: dict[str, float] = {}
@@ -97,6 +98,7 @@ class VariantEstimator:
         Raises:  UserError: the variant needs logprobs that NeMo-RL does not compute as configured.
         """
         batch = self._batch(prompt_ids, rewards, mask, logprobs_policy, logprobs_reference, further)
+        self._warn_of_split_groups(batch.group_ids)
         logs = (repeated_batch or {}).get("message_log")
         ids = None if logs is None else response_ids(map(_tokens, logs))
         batch = replace(batch, response_ids=ids, carried=self.exchange.carried)
@@ -120,6 +122,18 @@ class VariantEstimator:
             self.last_metrics |= self.diagnostics.measure(self.objective, prepared, logs, self.step)
         self.exchange.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
+
+    def _warn_of_split_groups(self, ids: Tensor) -> None:
+        """Once: environments that write something of their own into a prompt make groups of one."""
+        sizes = ids.bincount()
+        if not self.has_warned and bool((split := sizes != self.num_generations).any()):
+            self.has_warned = True
+            log.warning(
+                "step %d: %d of %d groups have other than the %d responses of "
+                "grpo.num_generations_per_prompt: the prompts of one problem differ in their tokens, and "
+                "what differs is compared with nothing",
+                self.step + 1, int(split.sum()), len(sizes), self.num_generations,
+            )  # fmt: skip
 
     def _folded(self, prepared: PreparedBatch) -> PreparedBatch:
         if prepared.token_weights is not None and not self.config.scales_with_advantages:

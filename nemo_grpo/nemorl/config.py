@@ -60,10 +60,12 @@ class ClusterRun:
 
     @property
     def has_images(self) -> bool:
-        """True for tasks with images, and for data that NeMo-RL's function for vision models encodes."""
+        """True for tasks with images, and for data that NeMo-RL encodes for vision models."""
         task = self.recipe.nemo_grpo.task
         if task is not None:
             return task.needs_images
+        if self.recipe.env.should_use_nemo_gym:
+            return self.recipe.policy.is_vlm
         return any(data.get("processor") == VISION_PROCESSOR for _, data in host.data_sets(self.recipe))
 
 

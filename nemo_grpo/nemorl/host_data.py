@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import compat, nemo_gym
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.versions import OWN_DATA
 from nemo_grpo.recipe import host
@@ -33,7 +33,8 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     """Read the data sets and start the environments.
 
     Args:    encoder: the tokenizer, or the processor for data with images.
-    Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it.
+    Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it;
+             no environments yet where NeMo-Gym makes the rollouts.
     Raises:  UserError: a data set cannot be read, or this NeMo-RL does not fit.
     """
     compat.require(OWN_DATA)
@@ -41,10 +42,16 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     find_prompt_files(config, compat.package_folder().parent)
     further = {"is_vlm": True} if run.has_images else {}
     set_up = compat.import_name("nemo_rl.data.utils:setup_response_data")
+    with_gym = run.recipe.env.should_use_nemo_gym
     try:
-        data, validation, training_env, validation_env = set_up(encoder, config.data, config.env, **further)
+        data, validation, *environments = set_up(
+            encoder, config.data, None if with_gym else config.env, **further
+        )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"data: {_named(run)} cannot be read ({first_line(error)}); {REMEDY}") from error
+    if with_gym:
+        nemo_gym.validate_on_all(config, validation)
+    training_env, validation_env = environments or ({}, {})
     return data, validation, training_env, validation_env
 
 

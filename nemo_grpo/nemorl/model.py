@@ -8,12 +8,14 @@ from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import ClusterRun
+from nemo_grpo.recipe.generation_sections import stop_refusals
 
 
 def model_config(run: ClusterRun) -> Any:
     """transformers' configuration of the model.
 
-    Raises: UserError: there is none, or the model has code of its own and the recipe does not trust it.
+    Raises: UserError: there is none, the model has code of its own and the recipe does not trust it, or a
+            token that ends responses is not in its vocabulary.
     """
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -34,7 +36,16 @@ def model_config(run: ClusterRun) -> Any:
             f"policy.model_name={name} brings Python code (auto_map), and NeMo-RL runs whatever a model "
             "brings; read it and set nemo_grpo.trust_remote_code=true, or take another model"
         )
+    _check_stop_tokens(run, config)
     return config
+
+
+def _check_stop_tokens(run: ClusterRun, config: Any) -> None:
+    generation = run.recipe.policy.generation
+    size = config.get_text_config().vocab_size
+    name = run.recipe.policy.model_name or ""
+    if errors := list(stop_refusals(generation.stop_token_ids or (), size, name)):
+        raise UserError("; ".join(errors))
 
 
 def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:

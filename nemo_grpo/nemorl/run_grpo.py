@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import EXIT_USAGE, UserError
-from nemo_grpo.nemorl import compat, hooks, sft
+from nemo_grpo.nemorl import compat, hooks, nemo_gym, sft
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, exports_of, resume_carried, save_side_files
 from nemo_grpo.nemorl.compat import Parts
@@ -121,6 +121,8 @@ def set_up(run: ClusterRun) -> Ready:
         save_side_files(parts.checkpointer, tokenizer, hf_config)
         last = recipe.grpo.max_num_steps
         return Ready(parts, parts.loss_fn, tokenizer, None, [{}, {}], exports, last, is_supervised=True)
+    if recipe.env.should_use_nemo_gym:
+        nemo_gym.configure(config, tokenizer)
     encoder = processor or tokenizer
     data = set_up_data(run, encoder) if problems is None else setup_data(run, problems, encoder)
     dataset, val_dataset, *environments = data
@@ -136,6 +138,8 @@ def set_up(run: ClusterRun) -> Ready:
             policy_factory=policy_factory(run, exchange, refits),
         )
     )
+    if recipe.env.should_use_nemo_gym:
+        environments = nemo_gym.environments(parts)
     last = last_step(run, parts)
     loss_fn = parts.loss_fn
     if not recipe.loss_fn.is_stock:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
-from nemo_grpo.diagnostics.runs import METRICS_FILE, RECIPE_FILE
+from nemo_grpo.diagnostics.runs import METRICS_FILE
 from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
 from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.training.run_folder import VERSIONS_FILE, RunFolder, keep_own_files, versions
+from nemo_grpo.training.run_folder import RunFolder, keep_settings
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
     """Within the block, also write everything that NeMo-RL's ``logger`` receives."""
     folder = recipe.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
-    (folder / VERSIONS_FILE).write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
-    keep_own_files(folder, recipe.own_files)
+    keep_settings(folder, recipe.to_yaml(), recipe.own_files)
     watch = Watch(recipe.grpo.max_num_steps)
 
     def record(metrics: Mapping[str, Any], step: int, prefix: str) -> None:

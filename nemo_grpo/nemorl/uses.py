@@ -26,6 +26,7 @@ from nemo_grpo.nemorl.versions import (
     EVERY_RUN,
     HEAD,
     IMAGES,
+    NEMO_GYM,
     OWN_DATA,
     REHEARSAL,
     STAGES,
@@ -36,6 +37,8 @@ SFT = "nemo_rl.algorithms.sft"
 _ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
 ACTOR_PYTHONS, ACTOR_PYTHON = f"{_ACTORS}:ACTOR_ENVIRONMENT_REGISTRY", f"{_ACTORS}:get_actor_python_env"
 """The interpreter of each actor, and the function that completes it."""
+GYM_SETTINGS = "nemo_rl.environments.nemo_gym:setup_nemo_gym_config"
+VIDEO_SETTINGS = "nemo_rl.models.generation.vllm.config:materialize_vllm_video_config"
 
 BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations in ``examples/configs``, for text and for images."""
@@ -116,6 +119,8 @@ USES: tuple[Use, ...] = (
     Use("nemo_rl.algorithms.utils:get_tokenizer", "(_, get_processor=_)"),
     Use("nemo_rl.data.interfaces:TaskDataSpec", "()", part=IMAGES),
     Use("nemo_rl.data.utils:setup_response_data", "(_, _, _, is_vlm=_)", returns=True, part=OWN_DATA),
+    Use(GYM_SETTINGS, "(_, _)", part=NEMO_GYM),
+    Use(VIDEO_SETTINGS, "(_, _)", versions=(HEAD,), part=NEMO_GYM),
     Use("nemo_rl.data.processors:vlm_hf_data_processor", "(_, _, _, _, _)", part=IMAGES),
     Use(
         "nemo_rl.distributed.batched_data_dict:BatchedDataDict",

@@ -177,9 +177,22 @@ def _embedded_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int
         "gradients": 4 * trained.total,
         "optimizer": (8 if each == 4 else 12) * trained.total // shards,
         "activations": int((1 + HEAP) * activations),
-        "logits": logit_bytes(shape, setup, stage),
+        "logits": _embedded_logit_bytes(shape, setup, stage),
         "allowance": PROCESS,
     }
+
+
+def _embedded_logit_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+    """Logits and their gradient of the tokens of one part, and the FP32 gradient of the output matrix.
+
+    (`engine.megatron.output_layer`)
+    """
+    if stage != setup.layout.pipeline - 1:
+        return 0
+    at_once = setup.layout.tokens_at_once(shape.vocab_size)
+    tokens = min(setup.train_tokens / setup.layout.context, at_once)
+    gradient = 0 if setup.lora_dim else 4 * shape.hidden_size
+    return int(shape.vocab_size / setup.layout.tensor * (2 * setup.precision_bytes * tokens + gradient))
 
 
 def local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
@@ -201,10 +214,10 @@ def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
 
     NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
     """
-    logits = logit_bytes(shape, setup, stage, scoring=True)
-    if setup.embedded:
+    if setup.embedded:  # no gradient, and so neither activations nor the gradients of the logits
         held = training_bytes(shape, setup, stage)
-        return sum(held.values()) - held["activations"] - held["logits"] + logits
+        return sum(held.values()) - held["activations"]
+    logits = logit_bytes(shape, setup, stage, scoring=True)
     forward = int(setup.score_tokens / setup.layout.context * layer_bytes_per_token(shape, setup))
     kept = weight_bytes(shape, setup, stage) + gradient_bytes(shape, setup, stage)
     return kept + forward + logits + ALLOWANCE

@@ -15,6 +15,7 @@ from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.memory import GIB, USABLE
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.setup import Setup, setup_of
+from nemo_grpo.recipe.generation_sections import stop_refusals
 from nemo_grpo.recipe.layout import expert_refusals, stage_refusals, width_refusals
 from nemo_grpo.recipe.registry import Scope, messages, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM
@@ -80,6 +81,11 @@ def sequences_fit_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
             f"policy.max_total_sequence_length={setup.max_length} exceeds "
             f"max_position_embeddings={shape.max_position_embeddings} of {shape.name}; lower it"
         )
+
+
+@rule(Scope.SHAPE)
+def stop_tokens_are_in_the_vocabulary(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+    yield from stop_refusals(setup.stop_token_ids, shape.vocab_size, shape.name)
 
 
 @rule(Scope.SHAPE)

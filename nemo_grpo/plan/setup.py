@@ -37,6 +37,7 @@ class Setup:
                     0: none, as with n-grams.
                 segment_nodes: that are in one NVLink domain; 0: as it happens.
                 replays_routes: the experts that the rollout chose go to training.
+                stop_token_ids: that end a response beside the tokenizer's own.
     """
 
     layout: Layout
@@ -77,6 +78,7 @@ class Setup:
     segment_nodes: int = 0
     precision_bytes: int = 2
     keeps_reference: bool = False
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -158,6 +160,7 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
         "vllm_mx": vllm.is_mx,
         "vllm_bf16_attention": any(name in _ATTENTION for name in vllm.quantization_ignored_layer_kws),
         "draft_tokens": (drafts.num_speculative_tokens or 0) if drafts else 0,
+        "stop_token_ids": tuple(sampler.stop_token_ids or ()),
         "draft_layers": 0 if drafts and drafts.method == "ngram" else 1,
     }
 

@@ -287,13 +287,3 @@ def entropies_come_from_megatron(recipe: Recipe) -> Iterator[str]:
             f"policy.dtensor_cfg.enabled=true: {recipe.loss_fn.variant} needs entropies, which only the "
             f"Megatron workers return; train with {MEGATRON}.enabled=true"
         )
-
-
-@rule(Scope.CLUSTER)
-def nemo_gym_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
-    """examples/nemo_gym/run_grpo_nemo_gym.py starts the environments from inside NeMo-RL's setup."""
-    if recipe.nemo_grpo.task is None and recipe.env.should_use_nemo_gym:
-        yield (
-            "env.should_use_nemo_gym=true: NeMo-Gym's environments are started by NeMo-RL's "
-            "examples/nemo_gym/run_grpo_nemo_gym.py alone; use that, or another environment"
-        )

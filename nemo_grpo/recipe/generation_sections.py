@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from nemo_grpo.recipe.megatron_sections import Section
 
@@ -95,7 +96,7 @@ class Generation(Section):
     """Number of most likely tokens of validation; null: all; not given: top_k."""
     stop_strings: list[str] | None = None
     """Texts that end a response; null: none."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
     """Token ids that end a response, in addition to the tokenizer's end of sequence; null: none."""
     colocated: Colocated = Field(default_factory=Colocated)
     """GPUs of the rollouts."""
@@ -103,3 +104,13 @@ class Generation(Section):
     """vLLM's engines."""
     vllm_kwargs: VLLMArguments = Field(default_factory=VLLMArguments)
     """vLLM's other arguments."""
+
+
+def stop_refusals(ids: Sequence[int], vocab_size: int, model: str) -> Iterator[str]:
+    """Why a model does not sample these ``policy.generation.stop_token_ids``."""
+    if outside := [number for number in ids if number >= vocab_size]:
+        yield (
+            f"policy.generation.stop_token_ids={list(ids)}: {', '.join(map(str, outside))} is not below "
+            f"vocab_size={vocab_size} of {model}, and vLLM refuses the prompts, after which NeMo-RL trains "
+            "on empty responses; take ids of this model's tokenizer, or leave them out"
+        )

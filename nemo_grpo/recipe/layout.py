@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 _KEY = "policy.megatron_cfg"
 
+MOST_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+"""That a rank of the embedded engine makes at a time. Products of fewer tokens would be slower."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -40,6 +43,10 @@ class Layout:
     def sequence_multiple(self) -> int:
         """What a sequence's length must be a multiple of: 2 CP, times TP with sequence_parallel."""
         return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
+
+    def tokens_at_once(self, vocab_size: int, device: str = "cpu") -> int:
+        """Tokens whose logits the embedded engine has in memory at a time."""
+        return max(1, MOST_LOGITS[device] * self.tensor // vocab_size)
 
     def stage_layers(self, num_layers: int) -> list[int]:
         """Layers of each pipeline stage, as megatron-core's ``get_num_layers_to_build`` deals them out.

@@ -104,6 +104,8 @@ class Policy(Section):
     has instructions for it, else float32. A resumed run keeps what it began with."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Default of megatron_cfg.optimizer.clip_grad, which is the one in effect; 0: no clipping."""
+    is_vlm: bool = False
+    """NeMo-Gym's data has images, so that NeMo-RL takes the model's processor."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's config.json with other values."""
     sequence_packing: SequencePacking = Field(default_factory=SequencePacking)

@@ -52,6 +52,37 @@ def reference_and_policy_are_scored_alike(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule(Scope.CLUSTER)
+def nemo_gym_takes_data_as_it_is(recipe: Recipe) -> Iterator[str]:
+    """examples/nemo_gym/run_grpo_nemo_gym.py refuses, drops (`setup_nemo_gym_config`) or does otherwise."""
+    if not recipe.env.should_use_nemo_gym:
+        return
+    gym, generation = "env.should_use_nemo_gym=true", recipe.policy.generation
+    if recipe.nemo_grpo.task is not None:
+        yield f"{gym} beside nemo_grpo.task: both would make the rollouts; remove one"
+    if recipe.env.nemo_gym is None:
+        yield f"{gym}: env.nemo_gym, the configuration of its servers, is missing; add it"
+    elif recipe.env.nemo_gym.is_trajectory_collection:
+        yield (
+            "env.nemo_gym.is_trajectory_collection=true collects rollouts and trains nothing; use NeMo-RL's "
+            "examples/nemo_gym/run_grpo_nemo_gym.py, or false"
+        )
+    if recipe.grpo.max_val_samples is not None:
+        yield (
+            f"grpo.max_val_samples={recipe.grpo.max_val_samples}: NeMo-Gym validates on the whole data set; "
+            "use null, and num_repeats of its data for several samples"
+        )
+    if generation.top_k is not None:
+        yield f"{GENERATION}.top_k={generation.top_k}: NeMo-RL asks NeMo-Gym for none; use null"
+
+
+@rule(Scope.ADVICE)
+def nemo_gym_asks_for_no_stops(recipe: Recipe) -> Iterator[str]:
+    for key in ("stop_strings", "stop_token_ids") if recipe.env.should_use_nemo_gym else ():
+        if value := getattr(recipe.policy.generation, key):
+            yield f"{GENERATION}.{key}={value}: NeMo-RL drops it, as NeMo-Gym's requests carry none"
+
+
 @rule(Scope.ALL)
 def number_of_validation_problems_is_set(recipe: Recipe) -> Iterator[str]:
     """Null is for NeMo-Gym (algorithms/grpo.py, `GRPOConfig`); else NeMo-RL divides by it."""

@@ -216,16 +216,26 @@ class Data(Section):
     """Longest prompt, tokens; null: any."""
 
 
+class NemoGym(Section):
+    """NeMo-Gym's servers; what is not declared here is theirs."""
+
+    is_trajectory_collection: bool = False
+    """Collect rollouts of the validation data instead of training."""
+
+
 class Environments(Section):
     """NeMo-RL's environments, and whether NeMo-Gym takes their place."""
 
     should_use_nemo_gym: bool = False
     """Rollouts and rewards come from NeMo-Gym."""
+    nemo_gym: NemoGym | None = None
+    """NeMo-Gym's configuration; null: none."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """Name of an environment -> its settings."""
-        return dict(self.model_extra or {})
+        named = {} if self.nemo_gym is None else {"nemo_gym": self.nemo_gym.model_dump()}
+        return {**(self.model_extra or {}), **named}
 
 
 class Cluster(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -52,9 +53,7 @@ def compare_folders(ours: Path, theirs: Path) -> str:
 
     Raises: Failed: a name is missing, or a weight differs in any bit.
     """
-    from transformers import AutoModelForCausalLM
-
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (ours, theirs)]
+    models = [load(path, "auto") for path in (ours, theirs)]
     mine, other = (model.state_dict() for model in models)
     if set(mine) != set(other):
         raise Failed(f"other names than Bridge's: {sorted(set(mine) ^ set(other))[:5]}")
@@ -115,13 +114,14 @@ def compare_with_base(ours: Path, base: Path) -> None:
         raise Failed("every exported weight equals the model that training started from")
 
 
-def compare_with_model(folder: Path, rows: Sequence[Row], name: str, temperature: float, whose: str) -> str:
+def compare_with_model(evidence: Recorded, folder: Path, rows: Sequence[Row], name: str, whose: str) -> str:
     """Check that transformers gives the recorded logprobs of a step's responses.
 
-    Args:   name: ``prev_logprobs`` or ``generation_logprobs``.  whose: for the message.
+    Args:   folder: of the model.  name: ``prev_logprobs`` or ``generation_logprobs``.
+            whose: for the message.
     Raises: Failed: they differ by more than BF16 rounding, or there are none.
     """
-    sequences = sequences_of(rows)
+    sequences, temperature = sequences_of(evidence, rows), evidence.recipe.policy.generation.temperature
     if not sequences.mask.any():
         raise Failed("no token of the responses counts")
     mine, _ = all_logprobs(load(folder), sequences, temperature)
@@ -134,14 +134,33 @@ def compare_with_model(folder: Path, rows: Sequence[Row], name: str, temperature
     return shown
 
 
-def compare_with_entropy(folder: Path, rows: Sequence[Row], logged: float, temperature: float) -> str:
+def error_of_other_images(evidence: Recorded, rows: Sequence[Row], name: str) -> str:
+    """How far a step's logprobs would be from the model's, had a group seen another group's images.
+
+    Raises: Failed: so little that confused images would not be noticed.
+    """
+    sequences, temperature = sequences_of(evidence, rows), evidence.recipe.policy.generation.temperature
+    seen, group = sequences.seen or [], evidence.recipe.grpo.num_generations_per_prompt
+    model, recorded = load(evidence.rehearsal.model.folder), aligned(rows, name)[sequences.mask]
+    largest = 0.0
+    for shift in range(group, len(seen), group):
+        others = replace(sequences, seen=[*seen[shift:], *seen[:shift]])
+        found, _ = all_logprobs(model, others, temperature)
+        largest = max(largest, float((found[sequences.mask] - recorded).abs().mean()))
+    shown = f"{largest:.4f} with other problems' images"
+    if not largest > TOLERANCE:
+        raise Failed(f"{shown}, which is within {TOLERANCE}, so that confused images are not noticed")
+    return shown
+
+
+def compare_with_entropy(evidence: Recorded, folder: Path, rows: Sequence[Row], logged: float) -> str:
     """Check a step's logged entropy, where NeMo-RL records no logprobs of the worker.
 
     It is the token mean of -exp(logp - logp_gen) logp, of the policy that the step starts from.
 
     Raises: Failed: transformers gives another one, or there are no tokens.
     """
-    sequences = sequences_of(rows)
+    sequences, temperature = sequences_of(evidence, rows), evidence.recipe.policy.generation.temperature
     if not sequences.mask.any():
         raise Failed("no token of the responses counts")
     mine, _ = all_logprobs(load(folder), sequences, temperature)

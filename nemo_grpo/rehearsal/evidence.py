@@ -27,6 +27,7 @@ from nemo_grpo.rehearsal.comparisons import (
     compare_with_base,
     compare_with_entropy,
     compare_with_model,
+    error_of_other_images,
     validation_loss,
 )
 from nemo_grpo.rehearsal.recomputed import (
@@ -142,7 +143,7 @@ def _error_of_old_weights(evidence: Evidence) -> float:
     errors = [0.0]
     for step in sorted(evidence.steps)[1:]:
         if rows := evidence.responses(step):
-            sequences = sequences_of(rows)
+            sequences = sequences_of(evidence, rows)
             old, _ = all_logprobs(model, sequences, temperature)
             errors.append(k3(old, aligned(rows, "generation_logprobs"), sequences.mask))
     return max(errors)
@@ -158,10 +159,10 @@ def rollout(evidence: Evidence) -> str:
     shown = f"mean length {fmean(lengths):.1f} tokens, {fmean(cut or [0.0]):.0%} truncated"
     first = min(evidence.steps)
     _refuse(first != 1, f"{shown}; the first step is not logged")
-    temperature = evidence.recipe.policy.generation.temperature
-    found = compare_with_model(
-        evidence.rehearsal.model.folder, evidence.responses(1), "generation_logprobs", temperature, "sampler"
-    )
+    rows, folder = evidence.responses(1), evidence.rehearsal.model.folder
+    found = compare_with_model(evidence, folder, rows, "generation_logprobs", "sampler")
+    if evidence.sees_images:
+        found += f" ({error_of_other_images(evidence, rows, 'generation_logprobs')})"
     return f"{shown}; in step 1 {found}"
 
 
@@ -299,8 +300,6 @@ def stop_and_resume(evidence: Evidence) -> str:
 def export(evidence: Evidence) -> str:
     """Compare the converters' export of the stop's checkpoint with Bridge's and with the resumed worker."""
     rehearsal, recipe = evidence.rehearsal, evidence.recipe
-    if rehearsal.problems.task.needs_images:
-        return "left out: the converters do not support vision models"
     source, ours, base = evidence.stop_checkpoint, evidence.exported, evidence.rehearsal.model.folder
     found = [f"{source.name} in {rehearsal.seconds.get('conversion', 0.0):.1f} s"]
     compare_with_base(ours, base)
@@ -313,12 +312,11 @@ def export(evidence: Evidence) -> str:
     rows = evidence.responses(evidence.resumed_step)
     _refuse(source.name != f"step_{rehearsal.stopped_after}", f"{source}: the stop's checkpoint is gone")
     _refuse(not rows, f"no responses of step {evidence.resumed_step} are recorded")
-    temperature = recipe.policy.generation.temperature
     if recipe.loss_fn.force_on_policy_ratio:  # nothing is scored: prev_logprobs are zeros
         logged = evidence.steps[evidence.resumed_step]["train/approx_entropy"]
-        found.append(compare_with_entropy(ours, rows, logged, temperature))
+        found.append(compare_with_entropy(evidence, ours, rows, logged))
     else:
-        found.append(compare_with_model(ours, rows, "prev_logprobs", temperature, "resumed worker"))
+        found.append(compare_with_model(evidence, ours, rows, "prev_logprobs", "resumed worker"))
     return "; ".join(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import queue
 import sys
 import types
@@ -39,6 +40,12 @@ def compute_yarn_here(module: Any) -> None:
         stock(self, *args, **further | {"use_cpu_initialization": True})
 
     module.YarnRotaryEmbedding.__init__ = initialise
+
+
+def say_that_any_key_is_taken(module: Any) -> None:
+    """transformers' configurations take any key, but 5.8's signatures, which Bridge reads, do not say so."""
+    any_key = inspect.Parameter("further", inspect.Parameter.VAR_KEYWORD)
+    module.Qwen2_5_VLVisionConfig.__signature__ = inspect.Signature([any_key])
 
 
 def prepare(_module: Any = None) -> None:

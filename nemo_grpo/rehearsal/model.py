@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.problems import RehearsedTask
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
-from nemo_grpo.tasks import Problem, chat_messages, encode_prompt
+from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt
 from nemo_grpo.training.demonstrations import demonstrated
 from nemo_grpo.training.rollout import Group, assemble
 
@@ -77,7 +78,10 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
         given = {"max_position_embeddings": shape.max_position_embeddings}
         given |= {} if shape.rope["rope_type"] == "default" else {"rope_parameters": dict(shape.rope)}
     given.pop("model_type", None)
-    config = AutoConfig.for_model(shape.model_type, **{**given, **sizes, "use_sliding_window": False})
+    settings = {**given, **sizes, "use_sliding_window": False}
+    if shape.num_vision_parameters:
+        settings = vision.config_of(shape, sizes, tokenizer)
+    config = AutoConfig.for_model(shape.model_type, **settings)
     origin = "its config.json" if _config_file(recipe) else "the planner's table"
     return config, f"{shape.model_type} of {shape.name}, shrunk, from {origin}"
 
@@ -124,29 +128,66 @@ def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder:
     Args: num_validation: validation problems, whose prompts must fit too.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    prompt = recipe.nemo_grpo.prompt
-    tokenizer, tokenizer_origin = tokenizer_of(recipe, task)
+    encoder, tokenizer_origin = _encoder_of(recipe, task)
+    tokenizer = encoder.tokenizer
     vocab_size = -(-len(tokenizer) // 8) * 8
     config, architecture = small_config(recipe, vocab_size, tokenizer)
     rng = random.Random(0)
     held_out = task.validation_problems(num_validation) if num_validation else []
     learns = recipe.loss_fn.learns_from_demonstrations
     problems = [*(trained_on(recipe, task) if learns else task.known), *held_out]
-    prompts = [len(encode_prompt(tokenizer, prompt, problem)) for problem in problems]
+    prompts = [len(encoder.tokens(problem)) for problem in problems]
     shown = task.task if learns else task
-    responses = [len(_shown(recipe, shown, tokenizer, p, rng).responses[0].tokens) for p in problems]
+    responses = [len(_shown(encoder, shown, p, rng).responses[0].tokens) for p in problems]
     is_small = vocab_size <= 4 * VOCABULARY
     torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = vision.model_class(config).from_config(config, dtype=torch.float32)
     known = cycle(task.known)
-    lessons = (_shown(recipe, task, tokenizer, problem, rng) for problem in known)
-    teach(model, lessons, tokenizer.pad_token_id, *((120, 16) if is_small else (40, 4)))
+    lessons = (_shown(encoder, task, problem, rng) for problem in known)
+    teach(model, lessons, encoder, *((120, 16) if is_small else (40, 4)))
     model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    (encoder.processor or tokenizer).save_pretrained(folder)
     return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses))
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Problems to what the model reads.  Attributes: processor: None without images."""
+
+    tokenizer: Any
+    prompt: Prompt
+    processor: Any = None
+    _seen: dict[str, tuple[list[int], dict[str, Any]]] = field(default_factory=dict)
+
+    def _encoded(self, problem: Problem) -> tuple[list[int], dict[str, Any]]:
+        if problem.id not in self._seen:
+            self._seen[problem.id] = vision.encoded(self.processor, self.prompt, problem)
+        return self._seen[problem.id]
+
+    def tokens(self, problem: Problem) -> list[int]:
+        """Of the prompt, an image's placeholders among them."""
+        if self.processor is None:
+            return encode_prompt(self.tokenizer, self.prompt, problem)
+        return self._encoded(problem)[0]
+
+    def inputs(self, model: Any, ids: Any, problems: Iterable[Problem]) -> dict[str, Any]:
+        """What the model takes beside the tokens [B, S], a problem for each row."""
+        if self.processor is None:
+            return {}
+        seen = [self._encoded(problem)[1] for problem in problems]
+        return vision.inputs_of(ids, model.config.image_token_id, seen)
+
+
+def _encoder_of(recipe: Recipe, task: RehearsedTask) -> tuple[Encoder, str]:
+    """The model's encoder, and where its tokenizer comes from; with images it is always a learnt one."""
+    prompt = recipe.nemo_grpo.prompt
+    if not task.config.needs_images:
+        tokenizer, origin = tokenizer_of(recipe, task)
+        return Encoder(tokenizer, prompt), origin
+    tokenizer = build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0)  # type: ignore[arg-type]
+    return Encoder(tokenizer, prompt, vision.processor_of(tokenizer)), MADE_TOKENIZER
 
 
 def trained_on(recipe: Recipe, task: RehearsedTask) -> list[Problem]:
@@ -155,13 +196,16 @@ def trained_on(recipe: Recipe, task: RehearsedTask) -> list[Problem]:
     return [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
 
 
-def _shown(recipe: Recipe, task: Any, tokenizer: Any, problem: Problem, rng: random.Random) -> Group:
+def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) -> Group:
     """A problem with its demonstration; models and their contexts are made to fit."""
-    prompt, key = recipe.nemo_grpo.prompt, "max_position_embeddings"
-    return demonstrated(tokenizer, task, prompt, problem, rng, limit=sys.maxsize, key=key)
+    tokenizer, prompt, key = encoder.tokenizer, encoder.prompt, "max_position_embeddings"
+    tokens = encoder.tokens(problem)
+    return demonstrated(
+        tokenizer, task, prompt, problem, rng, limit=sys.maxsize, key=key, prompt_tokens=tokens
+    )
 
 
-def teach(model: Any, lessons: Iterator[Group], pad_id: int, num_steps: int, batch_size: int) -> None:
+def teach(model: Any, lessons: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int) -> None:
     """Train a transformers model in place on an endless stream of demonstrations.
 
     Not by the embedded engine: the rehearsed families are more than those that it computes.
@@ -173,10 +217,11 @@ def teach(model: Any, lessons: Iterator[Group], pad_id: int, num_steps: int, bat
     model.train()
     for _ in range(num_steps):
         groups = list(islice(lessons, batch_size))
-        step = assemble(groups, pad_id=pad_id, overlong=None, drop_truncated=False)
+        step = assemble(groups, pad_id=encoder.tokenizer.pad_token_id, overlong=None, drop_truncated=False)
         ids = step.sequences.input_ids
         labels = ids[:, 1:].masked_fill(~step.token_mask, -100)
-        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels.flatten())
+        logits = model(ids, **encoder.inputs(model, ids, [group.problem for group in groups])).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

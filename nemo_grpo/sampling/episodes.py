@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Ended, Generator, Request, Rollout, Turn
 from nemo_grpo.tasks import Task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask
+from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed
 from nemo_grpo.tasks.reserved import reserved_texts
 
 TAIL_TOKENS = 32
@@ -20,8 +20,17 @@ TAIL_TOKENS = 32
 
 
 @dataclass(frozen=True)
+class Written:
+    """A whole response as it reads; ``num_tokens``: of the policy, stop token included."""
+
+    text: str
+    num_tokens: int
+    truncated: bool
+
+
+@dataclass(frozen=True)
 class Response:
-    """One whole response; tensors are [T].
+    """One whole response, or its turns so far; tensors are [T].
 
     Attributes:
         tokens: of the policy and of the environment, in order.
@@ -42,14 +51,19 @@ class Response:
     scores: dict[str, float] = field(default_factory=dict, kw_only=True)
     reward: float = field(default=0.0, kw_only=True)
 
+    def plus(self, tokens: Tensor, logprobs: Tensor, text: str, *, by_policy: bool) -> Response:
+        """With what the policy or the environment says next."""
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, tokens]),
+            logprobs=torch.cat([self.logprobs, logprobs]),
+            token_mask=torch.cat([self.token_mask, torch.full_like(tokens, by_policy, dtype=torch.bool)]),
+            text=self.text + text,
+        )
 
-@dataclass(frozen=True)
-class Written:
-    """A whole response as it reads; ``num_tokens``: of the policy, stop token included."""
-
-    text: str
-    num_tokens: int
-    truncated: bool
+    def written(self) -> Written:
+        """As it reads."""
+        return Written(self.text, int(self.token_mask.sum()), self.truncated)
 
 
 Heard = Callable[[int, Sequence[tuple[int, Written]]], None]
@@ -94,91 +108,67 @@ def _responses(rollout: Rollout, tokenizer: Any) -> list[tuple[Tensor, Tensor, b
     return list(zip(tokens, logprobs, rollout.truncated.tolist(), texts, strict=True))
 
 
-@dataclass
-class _Growing:
-    """A response between its turns; ``left``: tokens that it may still have."""
-
-    row: int
-    prompt: list[int]
-    left: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Tensor] = field(default_factory=list)
-    token_mask: list[bool] = field(default_factory=list)
-    text: str = ""
-    truncated: bool = False
-    episode: Episode = field(default_factory=Episode)
-
-    def add(self, tokens: list[int], logprobs: Tensor, text: str, *, by_policy: bool) -> None:
-        self.tokens += tokens
-        self.logprobs.append(logprobs)
-        self.token_mask += [by_policy] * len(tokens)
-        self.text += text
-        self.left -= len(tokens)
-
-    def written(self) -> tuple[int, Written]:
-        return self.row, Written(self.text, sum(self.token_mask), self.truncated)
-
-    def finish(self) -> Response:
-        mask = torch.tensor(self.token_mask)
-        tokens, logprobs = torch.tensor(self.tokens), torch.cat(self.logprobs)
-        return Response(tokens, logprobs, mask, self.truncated, self.text, self.episode)
-
-
 def _converse(
     generator: Generator, tokenizer: Any, task: MultiTurnTask, request: Request, heard: Heard
 ) -> list[Response]:
     """Turn by turn; every call samples the next turn of all responses that are not over."""
     assert not request.known  # equal contexts are told apart by counting
     request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, []))
-    end = StopTexts(task.stop_texts, tokenizer)
-    limit, reserved = request.sampling.max_new_tokens, reserved_texts(tokenizer)
+    end, limit = StopTexts(task.stop_texts, tokenizer), request.sampling.max_new_tokens
+    reserved = reserved_texts(tokenizer)
+
+    def observe(episodes: Sequence[Episode], turns: Sequence[str]) -> Sequence[Observed]:
+        return task.observe(episodes, turns, reserved)
+
     prompts = [prompt for prompt in request.prompts for _ in range(request.num_generations)]
-    everything = [_Growing(row, prompt, limit) for row, prompt in enumerate(prompts)]
+    none = torch.empty(0, dtype=torch.int64)
+    responses = [Response(none, none.float(), none.bool(), False, "", Episode())] * len(prompts)
     # In the first turn the responses to one prompt share its reading; later on all have their own context.
-    going, asked = everything, replace(request, turn=Turn(request.limits, end))
+    going, asked = [*range(len(prompts))], replace(request, turn=Turn(request.limits, end))
     while going:
-        before, going = going, _listen(going, generator.generate(asked), tokenizer, task, reserved)
-        going_on = {response.row for response in going}
-        heard(0, [response.written() for response in before if response.row not in going_on])
+        before, going = going, _listen(responses, going, generator.generate(asked), limit, tokenizer, observe)
+        going_on = {*going}
+        heard(0, [(row, responses[row].written()) for row in before if row not in going_on])
         if going:
-            contexts = [response.prompt + response.tokens for response in going]
-            turn = Turn([response.left for response in going], end)
+            contexts = [prompts[row] + responses[row].tokens.tolist() for row in going]
+            turn = Turn([limit - len(responses[row].tokens) for row in going], end)
             asked = replace(request, prompts=contexts, num_generations=1, turn=turn)
-    return [response.finish() for response in everything]
+    return responses
 
 
 def _listen(
-    responses: list[_Growing],
+    responses: list[Response],
+    rows: Sequence[int],
     rollout: Rollout,
+    limit: int,
     tokenizer: Any,
-    task: MultiTurnTask,
-    reserved: Sequence[str],
-) -> list[_Growing]:
-    """Add the turns of a rollout and what the environment says to them; returns those that go on."""
+    observe: Callable[..., Sequence[Observed]],
+) -> list[int]:
+    """Add the rows' turns and what the environment says to them; returns the rows that go on."""
     finished, turns = [], []
-    for response, (tokens, logprobs, truncated, text) in zip(
-        responses, _responses(rollout, tokenizer), strict=True
-    ):
-        response.add(tokens.tolist(), logprobs, text, by_policy=True)
-        response.truncated = truncated
+    for row, (tokens, logprobs, truncated, text) in zip(rows, _responses(rollout, tokenizer), strict=True):
+        said = responses[row].plus(tokens, logprobs, text, by_policy=True)
+        responses[row] = replace(said, truncated=truncated)
         if not truncated:
-            finished.append(response)
+            finished.append(row)
             turns.append(text)
     if not finished:
         return []
-    episodes = [response.episode for response in finished]
-    observed = from_first_rank(lambda: task.observe(episodes, turns, reserved))
+    episodes = [responses[row].episode for row in finished]
+    observed = from_first_rank(lambda: observe(episodes, turns))
     going = []
-    for response, answer in zip(finished, observed, strict=True):
-        response.episode = answer.episode
+    for row, answer in zip(finished, observed, strict=True):
+        responses[row] = replace(responses[row], episode=answer.episode)
         if answer.observation is None:
             continue
-        tokens = tokenizer(answer.observation, add_special_tokens=False)["input_ids"]
-        if len(tokens) < response.left:
-            response.add(tokens, torch.zeros(len(tokens)), answer.observation, by_policy=False)
-            going.append(response)
+        ids = tokenizer(answer.observation, add_special_tokens=False)["input_ids"]
+        if len(ids) < limit - len(responses[row].tokens):
+            tokens = torch.tensor(ids, dtype=torch.int64)
+            unscored = torch.zeros(len(ids))
+            responses[row] = responses[row].plus(tokens, unscored, answer.observation, by_policy=False)
+            going.append(row)
         else:
-            response.truncated = True
+            responses[row] = replace(responses[row], truncated=True)
     return going
 
 

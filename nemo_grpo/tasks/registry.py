@@ -9,9 +9,7 @@ from pydantic import ValidationError
 
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.extensions import is_reference, load_class
-from nemo_grpo.tasks.arithmetic import ArithmeticConfig
 from nemo_grpo.tasks.base import TaskConfig
-from nemo_grpo.tasks.fractions import FractionsConfig
 from nemo_grpo.tasks.knights_knaves import KnightsKnavesConfig
 from nemo_grpo.tasks.logic import LogicConfig
 from nemo_grpo.tasks.mathematics import MathConfig
@@ -28,8 +26,6 @@ TASKS: dict[str, type[TaskConfig]] = {
     config.model_fields["name"].default: config
     for config in (
         KnightsKnavesConfig,
-        ArithmeticConfig,
-        FractionsConfig,
         WordProblemsConfig,
         MathConfig,
         LogicConfig,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,6 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem
 from nemo_grpo.tasks.environment import Episode, Observed
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
-from nemo_grpo.tasks.open_answers import matches_any, normalize_open_answer
 from nemo_grpo.tasks.reserved import broken_up
 from nemo_grpo.tasks.response import last_answer
 from nemo_grpo.tasks.retriever import Passage, Retriever
@@ -250,3 +250,25 @@ def _harmless(text: str, reserved: Sequence[str]) -> str:
     """Break up our tags, chat markers and reserved texts, so that no passage can imitate them."""
     without_tags = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
     return _TAG.sub(r"(\1\2)", broken_up(without_tags, reserved))
+
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_open_answer(answer: str) -> str:
+    """Lower case, without ASCII punctuation and the articles a, an, the; single spaces.
+
+    The order of steps is that of SQuAD's evaluation (1606.05250): case, punctuation, articles, spaces.
+    Deviation: a step that would empty the answer, such as ``A`` or ``+``, is skipped.
+    """
+    lowered = answer.lower()
+    bare = lowered.translate(_NO_PUNCTUATION)
+    forms = (" ".join(form.split()) for form in (_ARTICLES.sub(" ", bare), bare, lowered))
+    return next(filter(None, forms), "")
+
+
+def matches_any(answer: str | None, accepted: Iterable[str]) -> bool:
+    """True if the answer is one of the accepted ones, both normalised; an empty answer matches nothing."""
+    normalized = normalize_open_answer(answer or "")
+    return bool(normalized) and any(normalized == normalize_open_answer(gold) for gold in accepted)

@@ -6,13 +6,12 @@ Problems are JSONL with ``metadata.images``, paths relative to the file. Answers
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from nemo_grpo.tasks.base import FORMAT, Answered, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
-from nemo_grpo.tasks.mathematics import MathematicalAnswers, sum_problem
+from nemo_grpo.tasks.mathematics import MathematicalAnswers
 from nemo_grpo.tasks.response import extract_answer, format_reward
 from nemo_grpo.tasks.rewards.boxes import (
     generalized_iou,
@@ -169,7 +168,11 @@ class VisionMathConfig(VisionConfig):
         return VisionMath(self)
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
-        return replace(sum_problem(number), metadata={"images": [_square(folder, number)]})
+        image, color = _square(folder, number), number % len(_COLORS)
+        values = ", ".join(f"{name} {value}" for value, name in enumerate(_COLORS, 1))
+        question = f"Of {values}: what is the square's color + {number // len(_COLORS) + 1}?"
+        total = color + 1 + number // len(_COLORS) + 1
+        return Problem(f"color-sum-{number}", question, str(total), {"images": [image]})
 
 
 class VisionMath(MathematicalAnswers, FileTask):

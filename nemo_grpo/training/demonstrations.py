@@ -50,7 +50,15 @@ class Demonstrations:
 
 
 def demonstrated(
-    tokenizer: Any, task: Task, prompt: Prompt, problem: Problem, rng: random.Random, *, limit: int, key: str
+    tokenizer: Any,
+    task: Task,
+    prompt: Prompt,
+    problem: Problem,
+    rng: random.Random,
+    *,
+    limit: int,
+    key: str,
+    prompt_tokens: list[int] | None = None,
 ) -> Group:
     """A problem with its demonstration, up to the end-of-sequence token.
 
@@ -58,9 +66,11 @@ def demonstrated(
     logprobs and reward are 0.
 
     Args:   limit: longest sequence, tokens.  key: of the recipe, that sets it.
+            prompt_tokens: the prompt's, if they are more than `encode_prompt` gives: a prompt with images.
     Raises: UserError: the task has no demonstration of it, or it is too long.
     """
-    prompt_tokens = encode_prompt(tokenizer, prompt, problem)
+    if prompt_tokens is None:
+        prompt_tokens = encode_prompt(tokenizer, prompt, problem)
     text = task.demonstration(problem, rng).removeprefix(prompt.response_prefix)
     tokens, mask = list[int](), list[bool]()
     for part, written in task.segments(text) if isinstance(task, MultiTurnTask) else [(text, True)]:

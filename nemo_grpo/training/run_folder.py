@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from nemo_grpo.diagnostics.runs import RECIPE_FILE
 from nemo_grpo.errors import UNREADABLE, UserError
-from nemo_grpo.files import hold_lock, write_atomically
+from nemo_grpo.files import existing_parent, hold_lock, write_atomically
 
 if TYPE_CHECKING:
     from nemo_grpo.training.trackers import Tracker
@@ -86,9 +86,7 @@ class RunFolder:
                 f"run folder {self.path} exists; add --resume to continue it, or choose another "
                 "nemo_grpo.run_name"
             )
-        parent = self.path
-        while not parent.exists():
-            parent = parent.parent
+        parent = existing_parent(self.path)
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise UserError(
                 f"run folder {self.path} cannot be created: {parent} is not a writable folder; "
@@ -126,9 +124,7 @@ class RunFolder:
             if self.checkpoints is not None:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock()
-            write_atomically(self.path / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
-            write_atomically(self.recipe, recipe_yaml)
-            keep_own_files(self.path, own_files)
+            keep_settings(self.path, recipe_yaml, own_files)
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"
@@ -193,8 +189,10 @@ def own_copy(folder: Path, name: str) -> Path:
     return folder / "own" / quote(name, safe="")
 
 
-def keep_own_files(folder: Path, own_files: Mapping[str, str]) -> None:
-    """Copies of `Recipe.own_files`: the resolved recipe alone would not say what ran."""
+def keep_settings(folder: Path, recipe_yaml: str, own_files: Mapping[str, str]) -> None:
+    """Write what runs: versions, the resolved recipe, copies of `Recipe.own_files`."""
+    write_atomically(folder / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
+    write_atomically(folder / RECIPE_FILE, recipe_yaml)
     for name, text in own_files.items():
         copy = own_copy(folder, name)
         copy.parent.mkdir(exist_ok=True)

@@ -20,7 +20,9 @@ ALLOWED_ENGINES = {
 }
 LAYERS = (
     "aliases core cuda_stand_ins dotted errors pictures ports processor progress",
-    "extensions families files shipped",
+    "extensions families files shipped tasks/base tasks/response",
+    "tasks/jsonl tasks/rewards",
+    "tasks/retriever",
     "checkpoints_conv/formats tasks variants",
     "checkpoints_conv variants/checking __init__",
     "hf_folder sampling/decoder",
@@ -32,7 +34,8 @@ LAYERS = (
     "experiments rehearsal",
     "cli",
 )
-"""Every package, those of nemo_grpo by their own names; one imports from the lines above its own only."""
+"""Packages and some of their modules, those of nemo_grpo by their own names; what one imports stands in the
+lines above its own."""
 DEPTHS = {package: depth for depth, layer in enumerate(LAYERS) for package in layer.split()}
 UPWARD = {("checkpoints_conv/__main__.py", "cli"): "``python -m checkpoints_conv`` is a command"}
 

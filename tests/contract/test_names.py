@@ -16,7 +16,7 @@ from nemo_grpo.tasks import TASKS
 from nemo_grpo.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
-WORDS = {"math", "logic", "arithmetic", "fractions", "gpg", "grpo"}
+WORDS = {"math", "logic", "gpg", "grpo"}
 """Names that mean other things too: only as a text of their own, and ``grpo``, a section, only as a value."""
 ALLOWED = {
     "nemo_grpo/data/sources.py": set(TASKS),  # the table of data sets says which task each is for

@@ -79,6 +79,10 @@ SHORT = {
     "SEARCH": "nemo_grpo.task={name: search_qa}; grpo.max_rollout_turns=4",
     "STOPS": f"{G}.stop_strings=[</search>, </answer>]",
 }  # fmt: skip
+SHORT["GYM"] = (
+    "env.should_use_nemo_gym=true; ++env.nemo_gym={config_paths: []}; grpo.max_val_samples=null; "
+    "grpo.val_batch_size=null"
+)
 SHORT["ASYNC"] = Template("grpo.async_grpo.enabled=true; $V.async_engine=true; $GPUS=2; $APART").substitute(
     SHORT
 )
@@ -254,7 +258,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("settings_are_supported", "embedded", "$OPT.weight_decay=0.5; $SCHEDULER.end_weight_decay=0.1",
      "end_weight_decay=0.1 is not supported", "$SCHEDULER.end_weight_decay=0.5"),
     ("task_has_no_images", "embedded", "nemo_grpo.task={name: vision_counting}", "need the cluster engine",
-     "nemo_grpo.task={name: arithmetic}"),
+     "nemo_grpo.task={name: knights_knaves}"),
     ("selective_recompute_needs_activation_checkpointing", "embedded", "$M.recompute_granularity=selective",
      "acts only with $M.activation_checkpointing=true", "$M.activation_checkpointing=true"),
     ("recompute_modules_are_supported", "embedded", "$M.recompute_modules=[core_atn]",
@@ -311,8 +315,16 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "-"),
     ("entropies_come_from_megatron", "lora", "++policy.dtensor_cfg.enabled=true; $M.enabled=false",
      "dtensor_cfg.enabled=true: erpo needs entropies", "policy.dtensor_cfg.enabled=false; $M.enabled=true"),
-    ("nemo_gym_has_its_own_driver", "stock", "++env.should_use_nemo_gym=true",
-     "should_use_nemo_gym=true: .*run_grpo_nemo_gym", "env.should_use_nemo_gym=false"),
+    ("nemo_gym_takes_data_as_it_is", "stock", "$GYM; grpo.max_val_samples=4",
+     "max_val_samples=4: NeMo-Gym validates on the whole", "grpo.max_val_samples=null"),
+    ("nemo_gym_takes_data_as_it_is", "stock", "$GYM; ~env.nemo_gym", "env.nemo_gym, .* is missing",
+     "++env.nemo_gym={config_paths: []}"),
+    ("nemo_gym_takes_data_as_it_is", "stock", "$GYM; ++env.nemo_gym.is_trajectory_collection=true",
+     "trains nothing; use NeMo-RL's", "env.nemo_gym.is_trajectory_collection=false"),
+    ("nemo_gym_takes_data_as_it_is", "stock", "$GYM; $G.top_k=9", "top_k=9: NeMo-RL asks", "$G.top_k=null"),
+    ("nemo_gym_takes_data_as_it_is", "cluster", "$GYM", "beside nemo_grpo.task: both would", "-"),
+    ("nemo_gym_asks_for_no_stops", "stock", "$GYM; $G.stop_token_ids=[9]", "ids=.9.: NeMo-RL drops it",
+     "$G.stop_token_ids=null"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$OVERLAP",  # left out: NeMo-RL's base sets it
      "overlap_param_gather=true .*each of the 2 ranks", "$OVERLAP=false"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$M.distributed_data_parallel_config",
@@ -426,7 +438,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("number_of_validation_problems_is_set", "embedded cluster", "grpo.max_val_samples=null",
      "max_val_samples=null leaves it to NeMo-Gym", "grpo.max_val_samples=256"),
     ("number_of_validation_problems_is_set", "cluster", "grpo.val_batch_size=null", "batch_size=null leaves",
-     "env.should_use_nemo_gym=true"),
+     "grpo.val_batch_size=4"),
     ("validation_files_hold_the_validation_problems", "small",
      f"nemo_grpo.task.validation_files=[{PROBLEMS}]; grpo.max_val_samples=4",
      "max_val_samples=4: .*validation_files has 3 problems; use 3 or fewer", "grpo.max_val_samples=3"),
@@ -511,6 +523,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("expert_parallel_divides_the_experts", "moe", "$EP=3", "expert_model_parallel_size=3", "$EP=8"),
     ("sequences_fit_the_model", "fp8 dapo", "$LENGTH=8192", "=8192 exceeds max_position_embeddings=4096",
      "-"),
+    ("stop_tokens_are_in_the_vocabulary", "small long logic", "policy.generation.stop_token_ids=[1, 152064]",
+     r"ids=\[1, 152064\]: 152064 is not below vocab_size=15", "policy.generation.stop_token_ids=[1]"),
     ("fp8_blocks_divide_the_layers", "moe", "$V.precision=fp8; $CORRECTED", "rank holds feed-forward 192",
      "-"),
     ("fp8_recipe_is_for_this_gpu", "fp8", "$FP8.fp8_recipe=mxfp8", "fp8_recipe=mxfp8 needs Blackwell", "-"),

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
         cache_dir=str(folder / "cache"),
     )  # fmt: skip
     shutil.copytree(
-        warm_start(settings, parse_task({"name": "arithmetic"}).build(), Prompt()), folder / "model"
+        warm_start(settings, parse_task({"name": "knights_knaves"}).build(), Prompt()), folder / "model"
     )
     for language in ("python", "yaml"):
         for block in blocks(PAGE, language):

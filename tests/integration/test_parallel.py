@@ -25,7 +25,7 @@ from toy_policies import (
 
 from nemo_grpo import build_objective
 from nemo_grpo.engine.megatron.microbatches import plan_bins
-from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.recipe.layout import MOST_LOGITS, Layout
 from nemo_grpo.variants import VARIANTS
 
 
@@ -57,6 +57,22 @@ def test_no_variant_depends_on_the_microbatch_size(size):
     assert_same(run_ranks(1, one_step, Layout(), micro_batch_size=size)[0], alone(num_layers=2))
 
 
+def one_step_in_parts(most_tokens: int, layout: Layout, **how: Any) -> dict[str, Any]:
+    """`one_step` with the logits of this many tokens at a time."""
+    MOST_LOGITS["cpu"] = most_tokens * 96 // layout.tensor  # in a process of its own
+    return one_step(layout, **how)
+
+
+@pytest.mark.parametrize("name", slow_but(["one", "tp2-sp", "cp2", "tp2-pp2"], "one"))
+@pytest.mark.parametrize("mb_tokens", [None, 1000], ids=["padded", "packed"])
+@pytest.mark.parametrize("most_tokens", [3, 20], ids=lambda most: f"{most} tokens")  # of a row, some rows
+def test_no_variant_depends_on_how_many_logits_are_made_at_a_time(name, mb_tokens, most_tokens):
+    world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
+    how = {"micro_batch_size": 9, "mb_tokens": mb_tokens}
+    for found in run_ranks(world_size, one_step_in_parts, most_tokens, layout, **how):
+        assert_same(found, alone(num_layers=2))
+
+
 @pytest.mark.parametrize("family", TRAINED)
 def test_packed_equals_padded_for_every_family(family):
     how = {"variants": ("grpo",), "family": family}
@@ -72,7 +88,9 @@ def test_every_family_computes_the_same_in_parallel(family):
 
 
 def scored_in_one_pass(layout: Layout, mb_tokens: int | None, scoring: bool) -> tuple[dict[str, Any], float]:
-    """An update, and the scores before it: by a pass of their own, or by the update's."""
+    """An update, and the scores before it: by a pass of their own, or by the update's, in parts."""
+    if scoring:
+        MOST_LOGITS["cpu"] = 20 * 96  # in a process of its own
     policy, (sequences, rewards) = policy_of(hf_model("qwen3"), layout=layout), rollout()
     how = {"micro_batch_size": 2, "temperature": 0.9, "mb_tokens": mb_tokens}
     objective = build_objective("grpo")

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from processes import ROOT
 from small_runs import lines_of, math_files, rows
 
 from nemo_grpo import UserError
@@ -17,7 +16,7 @@ SMALL = ["grpo.num_prompts_per_step=2", "grpo.val_at_start=false", "nemo_grpo.wa
 
 
 def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, tmp_path):
-    task = parse_task({"name": "fractions"}).build()
+    task = parse_task({"name": "word_problems", "form": "think_answer"}).build()
 
     def solved(problem):
         thought, _, _ = task.demonstration(problem, random.Random(0)).partition("</think>")
@@ -26,7 +25,7 @@ def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, t
     problems = {p.id: solved(p) for p in (task.train_problem(i, 0) for i in range(60))}
     held_out = list(map(solved, task.validation_problems(4)))
     files = math_files(tmp_path, [*problems.values()], held_out, ", form: think_answer")
-    r = recipe(*SMALL, "grpo.max_num_steps=2", files, of=ROOT / "recipes/quickstart_math.yaml")
+    r = recipe(*SMALL, "grpo.max_num_steps=2", files)
     Trainer(r).train()
     samples = lines_of(r.run_dir / "samples.jsonl")
     assert {sample["problem"] for sample in samples} <= problems.keys()

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemo_grpo.cuda_stand_ins import here
+from nemo_grpo.rehearsal.cluster import SLOW_START
 
 HERE = Path(__file__).parent
 
@@ -31,6 +32,7 @@ else:
 
     os.environ |= {"HF_HUB_OFFLINE": "1", "NO_VCS_VERSION": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+    os.environ |= SLOW_START
 
 
 class CudaMeansCpu(TorchFunctionMode):

@@ -6,6 +6,7 @@ samples where .venv-vllm is there; NEMO_GRPO_TEST_SAMPLER=1 takes the stand-in a
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM  # noqa: F401  # sets variables when it is imported
 
+from nemo_grpo.cli.rehearse import run_rehearsal
 from nemo_grpo.rehearsal import evidence, recorded, stages
 from nemo_grpo.rehearsal.comparisons import compare_folders
 from nemo_grpo.rehearsal.environment import find_stack
@@ -33,6 +35,7 @@ ASYNC = (
     "policy.generation.colocated.resources={gpus_per_node: 1, num_nodes: 1}",
 )
 GRPO = "cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g.yaml"
+IMAGES = "gpg/gpg-qwen2.5-vl-3b-cv-bench-1n8g.yaml"
 ERPO = "erpo/erpo-qwen2.5-7b-1n8g.yaml"
 
 WHOLE = {
@@ -85,6 +88,20 @@ def test_a_recipe_trains_stops_resumes_and_exports(tmp_path, case):
         exports = sorted((rehearsal.small.run_dir / "hf").glob("step_*/config.json"))
         assert [path.parent.name for path in exports] == ["step_1", "step_2", "step_3"]
         assert compare_folders(exports[1].parent, rehearsal.folder / "hf")  # of the stop
+
+
+@pytest.mark.timeout(900)
+def test_a_recipe_with_images_trains_stops_resumes_and_exports(tmp_path):
+    """In a process that has torchvision from its start."""
+    sampler, python = os.environ.get(STAND_IN) == "1", Path(sys.executable)
+    if find_stack(None, python, None, sampler=sampler).torchvision is None:
+        pytest.skip("no torchvision; `make venv-nemo-rl` puts its Python code beside the environment's bin")
+    folder = tmp_path / "run"
+    code = run_rehearsal(RECIPES / IMAGES, [TWO], python=python, sampler=sampler, folder=folder)
+    found = {stage["name"]: stage for stage in json.loads((folder / "rehearsal.json").read_text())["stages"]}
+    assert code == 0, [stage for stage in found.values() if not stage["ok"]]
+    assert "with other problems' images" in found["rollout"]["proof"]
+    assert "equal those of Megatron-Bridge's export, bit for bit" in found["export"]["proof"]
 
 
 @pytest.mark.timeout(900)

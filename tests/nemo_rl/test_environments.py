@@ -76,7 +76,7 @@ def test_validation_rewards_are_the_accuracy_alone():
     logs = [
         [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in (right, "2")
     ]
-    section = {"name": "arithmetic"}
+    section = {"name": "knights_knaves"}
     trained = environment(section, {"accuracy": 1.0, "format": 0.5}).made.step(logs, [INFO, INFO])
     validated = environment(section, {"accuracy": 1.0}).made.step(logs, [INFO, INFO])
     assert trained.rewards.tolist() == [1.5, 0.0]
@@ -88,10 +88,10 @@ def test_validation_rewards_are_the_accuracy_alone():
 def test_a_users_rewards_and_task_arrive_as_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the files are not
     task = """
-from nemo_grpo.tasks.arithmetic import Arithmetic, ArithmeticConfig
-class Mine(ArithmeticConfig):
+from nemo_grpo.tasks.knights_knaves import KnightsKnaves, KnightsKnavesConfig
+class Mine(KnightsKnavesConfig):
     name: str
-    def build(self): return Arithmetic(self)
+    def build(self): return KnightsKnaves(self)
 """
     files = {"r.py": "def length(response, prompt): return len(response) + len(prompt)", "t.py": task}
     logs = [[{"role": "user", "content": "<chat>1 + 1?"}, {"role": "assistant", "content": "two"}]]

@@ -12,26 +12,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from nemo_rl.algorithms import grpo
-from nemo_rl.utils.checkpoint import CheckpointManager
-from toy_training import (
-    GENERATIONS,
-    PROMPTS,
-    Generation,
-    Loader,
-    ToyPolicy,
-    made_up_rollouts,
-    rollouts,
-    toy_run,
-)
+from toy_training import GENERATIONS, PROMPTS, Run, rollouts
 from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.checkpoints import exports_of, resume_carried, save_side_files
-from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.hooks import HOOKS, places
-from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.stopping import Stop, exit_code, finished_steps, last_step, stop_after_step
+from nemo_grpo.nemorl.stopping import Stop, finished_steps, last_step, stop_after_step
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray")  # the trainers ask it for its nodes
@@ -49,56 +37,6 @@ def names_are_restored(monkeypatch):
     for key in ("estimator", "sampling"):
         for owner, name in places(HOOKS[key]):
             monkeypatch.setattr(owner, name, getattr(owner, name))
-
-
-class Run:
-    """A driver's run on the toy policy."""
-
-    def __init__(self, folder: Path, loss_fn: dict[str, Any], *overrides: str) -> None:
-        self.run = toy_run(folder, loss_fn, *overrides)
-        self.exchange = StepExchange()
-        self.policy = ToyPolicy(self.exchange)
-        self.logger = MagicMock()
-        self.checkpointer = CheckpointManager(self.run.master_config.checkpointing)
-        latest = self.checkpointer.get_latest_checkpoint_path()
-        state = self.checkpointer.load_training_info(latest)
-        make = getattr(grpo, "_get_grpo_save_state", lambda loaded: loaded or grpo._default_grpo_save_state())
-        nothing = compat.Parts(*[None] * len(compat.Parts._fields))
-        self.parts = nothing._replace(
-            policy=self.policy,
-            policy_generation=Generation(),
-            dataloader=Loader(),
-            logger=self.logger,
-            checkpointer=self.checkpointer,
-            grpo_save_state=make(state),
-            master_config=self.run.master_config,
-            teacher_worker_groups={},
-            alias_to_group_alias={},
-        )
-
-    def ready(self) -> run_grpo.Ready:
-        """As the driver's `set_up` leaves it."""
-        tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
-        run_grpo.install(self.run, self.exchange, finished_steps(self.parts), tokenizer)
-        loss_fn = ObjectiveLoss(self.run.recipe.loss_fn)
-        last = last_step(self.run, self.parts)
-        return run_grpo.Ready(self.parts, loss_fn, tokenizer, None, [{}, {}], None, last)
-
-    def train(self) -> list[int]:
-        """Returns: the draws of prompts."""
-        with made_up_rollouts() as draws:
-            run_grpo.run_trainer(self.ready())
-        if hasattr(self.checkpointer, "shutdown"):
-            self.checkpointer.shutdown()
-        return draws
-
-    def exit_code(self, stop: Stop) -> int:
-        return exit_code(self.run, self.parts, last_step(self.run, self.parts), stop)
-
-    def logged(self) -> dict[str, Any]:
-        """The newest step's training metrics."""
-        calls = [c for c in self.logger.log_metrics.call_args_list if c.kwargs.get("prefix") == "train"]
-        return calls[-1].args[0]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -1,4 +1,4 @@
-"""A small policy that knows some arithmetic."""
+"""A small policy that knows some puzzles."""
 
 import pytest
 from taught_policy import SMALL, taught
@@ -6,7 +6,7 @@ from taught_policy import SMALL, taught
 from nemo_grpo.hf_folder import load_tokenizer
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
 
-TASK = {"name": "arithmetic", "num_digits": 2}
+TASK = {"name": "knights_knaves"}
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ TASK = {
 
 @pytest.fixture(scope="module")
 def sums():
-    return parse_task({"name": "arithmetic", "num_digits": 1}).build()
+    return parse_task({"name": "knights_knaves"}).build()
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ def _megatron_logits(config: dict[str, Any], checkpoint: Path, tokens: Tensor) -
             parameter.copy_(full.pop(name))
         if full:
             raise UserError(f"megatron-core has no place for {', '.join(sorted(full))}")
-        return model(tokens, None, None).float()[..., : spec.vocab_size]
+        logits = model(tokens, None, None) @ model.output_weight.T
+        return logits[..., : spec.vocab_size]
     finally:
         parallel.shut_down()

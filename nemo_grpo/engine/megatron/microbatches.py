@@ -14,20 +14,47 @@ from nemo_grpo.training.rollout import Sequences
 
 
 @dataclass
-class Microbatch:
-    """Rows of a step and the column count that holds their longest sequence; ``packed``: as one stream.
+class Part:
+    """Rows of a microbatch whose logits are made, and whose loss is computed, at once.
 
-    Attributes: outputs: logprobs, and entropies if any; none before the last pipeline stage.
+    Attributes: rows: of the step.  length: columns, as of the microbatch.
+                outputs: logprobs, and entropies if any; none before the last pipeline stage.
     """
 
     rows: Tensor
     length: int
-    packed: PackedSequences | None = None
     outputs: list[Tensor] = field(default_factory=list)
 
     def keep(self, logprobs: Tensor, entropies: Tensor | None) -> None:
         """Hold results for later."""
         self.outputs = [logprobs] if entropies is None else [logprobs, entropies]
+
+
+@dataclass
+class Microbatch:
+    """Rows of a step and the column count that holds their longest sequence; ``packed``: as one stream.
+
+    Attributes: parts: of its rows, in their order.
+    """
+
+    rows: Tensor
+    length: int
+    parts: list[Part]
+    packed: PackedSequences | None = None
+
+
+def plan_parts(num_tokens: Sequence[int], most: int) -> list[int]:
+    """How many consecutive rows each `Part` has: as many as have at most this many tokens, or one.
+
+    Args: num_tokens: of each row, that have logits.
+    """
+    sizes, used = [0], 0
+    for tokens in num_tokens:
+        if sizes[-1] and used + tokens > most:
+            sizes, used = [*sizes, 0], 0
+        sizes[-1] += 1
+        used += tokens
+    return sizes
 
 
 def own_share() -> tuple[int, int]:

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -109,7 +113,7 @@ def _refuse_unsupported(spec: ModelSpec) -> None:
 
 
 class PackableGPTModel(GPTModel):
-    """GPTModel that also takes a stream of packed sequences whose responses share their prompts."""
+    """GPTModel up to its output layer; also takes a stream of packed sequences that share their prompts."""
 
     def _preprocess(
         self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any
@@ -125,20 +129,36 @@ class PackableGPTModel(GPTModel):
     def _postprocess(
         self,
         hidden_states: Tensor,
-        *args: Any,
+        *_unused: Any,
         packed_seq_params: PackedSequences | None = None,
-        **kwargs: Any,
+        **__: Any,
     ) -> Tensor:
-        """As in the base class, but with logits [1, N, V] of the tokens that predict something.
+        """On the last stage hidden states [B, S, h] instead of logits, which `output_layer` makes in parts.
 
-        Under sequence parallelism, where a rank has only its part of the hidden states, of all tokens.
+        Of packed sequences [1, N, h], of the tokens that predict something.
         """
-        if self.post_process and packed_seq_params is not None and not self.config.sequence_parallel:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states)
+        if packed_seq_params is not None:
             hidden_states = hidden_states.index_select(0, packed_seq_params.predicting)
-        return super()._postprocess(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden_states = hidden_states.transpose(0, 1).contiguous()
+        if self.config.sequence_parallel:
+            return hidden_states
+        # The gradients of the ranks' parts of the vocabulary add up. Contiguous: megatron-core 0.16 reduces a
+        # copy of others and returns what it was given.
+        return copy_to_tensor_model_parallel_region(hidden_states)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[V, h] of the output layer, on the last stage; this tensor-parallel rank's rows."""
+        is_shared = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if is_shared else self.output_layer.weight
+        return weight
 
 
-def build_model(spec: ModelSpec, config: TransformerConfig) -> GPTModel:
+def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
     """This rank's part of the model, with uninitialised weights."""
     return PackableGPTModel(
         config,

@@ -20,16 +20,18 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
 from nemo_grpo.engine.megatron.microbatches import (
     Microbatch,
+    Part,
     by_gradient,
     own_share,
     plan_bins,
     plan_groups,
+    plan_parts,
     plan_rows,
 )
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, clip_and_step, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
-from nemo_grpo.engine.megatron.packing import pack
+from nemo_grpo.engine.megatron.packing import PackedSequences, pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.engine.megatron.weights import HFWeights
@@ -137,8 +139,8 @@ class MegatronPolicy:
         """
         plan = self._plan(sequences, micro_batch_size, mb_tokens)
 
-        def keep(micro: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
-            micro.keep(logprobs, entropies)
+        def keep(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
+            part.keep(logprobs, entropies)
             return logprobs.sum()
 
         with torch.no_grad():
@@ -168,7 +170,7 @@ class MegatronPolicy:
         if objective.whole_groups_per_loss_call:
             groups = plan_groups(prepared.batch.group_ids, own_share())
             rows, rest = torch.arange(len(sequences.lengths)), torch.arange(0)
-            plan = self._microbatches(sequences, groups, mb_tokens)
+            plan = self._microbatches(sequences, groups, mb_tokens, whole=True)
         else:
             rows, rest = by_gradient(objective.rows_with_gradient(prepared), own_share())
             plan = self._plan(sequences, micro_batch_size, mb_tokens, rows)
@@ -184,12 +186,12 @@ class MegatronPolicy:
             shares.append(metrics)
             return value * scale
 
-        def loss(micro: Microbatch, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
-            part = prepared.select(micro.rows, next_token_logprobs=logprobs, length=micro.length - 1)
+        def loss(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
+            chosen = prepared.select(part.rows, next_token_logprobs=logprobs, length=part.length - 1)
             if scoring:
-                part = part.on_policy()
-                micro.keep(logprobs.detach(), entropies)
-            return share(part)
+                chosen = chosen.on_policy()
+                part.keep(logprobs.detach(), entropies)
+            return share(chosen)
 
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -229,21 +231,34 @@ class MegatronPolicy:
         return self._microbatches(sequences, [rows[own] for own in plan], mb_tokens)
 
     def _microbatches(
-        self, sequences: Sequences, plan: list[Tensor], mb_tokens: int | None
+        self, sequences: Sequences, plan: list[Tensor], mb_tokens: int | None, *, whole: bool = False
     ) -> list[Microbatch]:
-        return [self._microbatch(sequences, rows, is_packed=mb_tokens is not None) for rows in plan]
+        """Args: whole: the loss needs all rows of a microbatch at once."""
+        found = []
+        for rows in plan:
+            lengths, length = sequences.lengths[rows], int(sequences.lengths[rows].max())
+            packed, counts = None, [length - 1] * len(rows)
+            if mb_tokens is not None:
+                packed = self._pack(sequences.select(rows))
+                counts = (lengths - sequences.prompt_lengths[rows]).tolist()
+            sizes = [len(rows)] if whole else plan_parts(counts, self.most_tokens)
+            rows = rows.to(self.device)
+            found.append(Microbatch(rows, length, [Part(own, length) for own in rows.split(sizes)], packed))
+        return found
 
-    def _microbatch(self, sequences: Sequences, rows: Tensor, *, is_packed: bool) -> Microbatch:
-        packed = None
-        if is_packed:
-            packed = pack(
-                sequences.select(rows),
-                multiple=self.sequence_multiple,
-                share_prompts=self.share_prompts,
-                dtype=self.config.params_dtype,
-                device=self.device,
-            )
-        return Microbatch(rows.to(self.device), int(sequences.lengths[rows].max()), packed)
+    def _pack(self, sequences: Sequences) -> PackedSequences:
+        return pack(
+            sequences,
+            multiple=self.sequence_multiple,
+            share_prompts=self.share_prompts,
+            dtype=self.config.params_dtype,
+            device=self.device,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Whose logits are in memory at a time."""
+        return self.layout.tokens_at_once(self.hf.vocab_size, self.device.type)
 
     @property
     def sequence_multiple(self) -> int:
@@ -260,16 +275,17 @@ class MegatronPolicy:
         with_entropies: bool,
         forward_only: bool,
     ) -> None:
-        run = Pass(temperature, with_entropies, forward_only, self.sequence_multiple, self.hf.vocab_size)
+        multiple, most = self.sequence_multiple, self.most_tokens
+        run = Pass(temperature, with_entropies, forward_only, multiple, self.hf.vocab_size, most)
         run.run(self.wrapped, sequences.input_ids.to(self.device), plan, loss)
 
     def _collect(self, sequences: Sequences, plan: list[Microbatch], with_entropies: bool) -> Scores:
         """What the microbatches kept, on every rank."""
         shape = (sequences.input_ids.shape[0], sequences.input_ids.shape[1] - 1)
         found = torch.zeros(1 + with_entropies, *shape, device=self.device)
-        for micro in plan:
-            for number, output in enumerate(micro.outputs):
-                found[number][micro.rows, : micro.length - 1] = output.float()
+        for part in (part for micro in plan for part in micro.parts):
+            for number, output in enumerate(part.outputs):
+                found[number][part.rows, : part.length - 1] = output.float()
         parallel.sum_of_last_stages(found)
         in_padding = torch.arange(shape[1]) >= sequences.lengths[:, None] - 1
         return Scores(*found.cpu().masked_fill_(in_padding, 0.0))

@@ -18,6 +18,7 @@ AFTER_IMPORT: dict[str, str] = {
     "megatron.core.datasets.utils": "megatron:skip_compiling",  # others import its function by name
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "megatron:compute_yarn_here",
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "megatron:add_newer_names",
+    "transformers.models.qwen2_5_vl.configuration_qwen2_5_vl": "megatron:say_that_any_key_is_taken",
     "nemo_rl.models.policy.workers.megatron_policy_worker": "megatron:prepare",
     "nemo_rl.utils.nvml": "nemo_rl:name_logical_gpus",
     "nemo_rl.models.policy.utils": "nemo_rl:send_bytes_for_handles",

@@ -2,6 +2,10 @@
 
 import os
 
+if os.environ.get("TORCHVISION_FOLDER"):
+    from nemo_grpo.rehearsal import torchvision_names
+
+    torchvision_names.install()
 if os.environ.get("NEMO_GRPO_REHEARSAL"):
     import rehearsal_hooks
 

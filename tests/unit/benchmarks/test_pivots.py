@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 from typer.testing import CliRunner
 
 from benchmarks.studies import perturbation, pivots
-from benchmarks.studies.perturbation import choose_points, choose_positions, response_entropies, study_pivots
+from benchmarks.studies.perturbation import Experiment, choose_positions, response_entropies
 from benchmarks.studies.pivot_plot import draw_pivots
 from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
 from nemo_grpo.errors import UserError
@@ -82,6 +82,11 @@ class Watching(Task):
         return super().score(problem, response)
 
 
+def of_policy(generator: HFGenerator, settings: PivotSettings, task: Any = None) -> Experiment:
+    sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(STOP,))
+    return Experiment(generator, Tokenizer(), task, Prompt(), sampling, settings)
+
+
 def item(entropies: list[float], response: list[int] | None = None) -> Solved:
     response = response or list(range(len(entropies)))
     return Solved(Problem("p", "ab", "c"), [0, 1], response, torch.tensor(entropies))
@@ -111,7 +116,7 @@ def test_random_positions_are_uniform_and_belong_to_the_problem() -> None:
 def test_prefixes_differ_in_the_chosen_token_only(generator: HFGenerator) -> None:
     solved = item([0.1, 0.9, 0.3, 0.2], [5, 6, 7, STOP])
     for replacement in ("uniform", "policy"):
-        points = choose_points(generator, Tokenizer(), [solved], PivotSettings(replacement=replacement))
+        points = of_policy(generator, PivotSettings(replacement=replacement)).choose_points([solved])
         for _, _, position, kept, replaced in points:
             assert kept == [0, 1, *solved.response[: position + 1]]
             assert replaced[:-1] == kept[:-1]
@@ -124,11 +129,11 @@ def test_together_replaces_all_tokens_of_a_kind_and_goes_on_behind_the_last(gene
     settings = PivotSettings(share=0.4, max_positions=None, perturbation="together")
     one_by_one = PivotSettings(share=0.4, max_positions=None)
     chosen = {kind: sorted(at) for kind, at in choose_positions(solved, settings).items()}
-    points = choose_points(generator, Tokenizer(), [solved], settings)
+    points = of_policy(generator, settings).choose_points([solved])
     assert [(kind, position) for _, kind, position, _, _ in points] == [
         (k, at[-1]) for k, at in chosen.items()
     ]
-    alone = {at: row[-1] for _, _, at, _, row in choose_points(generator, Tokenizer(), [solved], one_by_one)}
+    alone = {at: row[-1] for _, _, at, _, row in of_policy(generator, one_by_one).choose_points([solved])}
     for _, kind, position, kept, replaced in points:
         assert kept == [0, 1, *solved.response[: position + 1]]
         changed = {i - 2: token for i, token in enumerate(replaced) if token != kept[i]}
@@ -137,7 +142,7 @@ def test_together_replaces_all_tokens_of_a_kind_and_goes_on_behind_the_last(gene
 
 def test_truncation_drops_the_token_and_what_follows(generator: HFGenerator) -> None:
     solved = item([0.1, 0.9, 0.3, 0.2], [5, 6, 7, STOP])
-    points = choose_points(generator, Tokenizer(), [solved], PivotSettings(perturbation="truncate"))
+    points = of_policy(generator, PivotSettings(perturbation="truncate")).choose_points([solved])
     for _, _, position, kept, cut in points:
         assert (kept, cut) == ([0, 1, *solved.response[: position + 1]], [0, 1, *solved.response[:position]])
 
@@ -207,9 +212,8 @@ def test_permutation_test_counts_sign_patterns() -> None:
 
 def study(generator: HFGenerator, task: Any, **settings: Any) -> PivotStudy:
     problems = [Problem(str(i), text, "") for i, text in enumerate(("ab", "cd", "ef", "gh"))]
-    sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(STOP,))
     chosen = PivotSettings(num_problems=3, num_continuations=2, **settings)
-    return study_pivots(generator, Tokenizer(), task, Prompt(), problems, sampling, chosen)
+    return of_policy(generator, chosen, task).study(problems)
 
 
 def test_study_is_deterministic_and_follows_its_seed(generator: HFGenerator) -> None:

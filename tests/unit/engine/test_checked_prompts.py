@@ -12,7 +12,7 @@ from nemo_grpo.tasks.prompts import encode_many
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(parse_task({"name": "arithmetic"}).build(), 300, 0)
+    return build_tokenizer(parse_task({"name": "knights_knaves"}).build(), 300, 0)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ PROMPT = Prompt(template="Q: {question}")
 
 @pytest.fixture(scope="module")
 def task():
-    return parse_task({"name": "arithmetic", "num_digits": 1}).build()
+    return parse_task({"name": "knights_knaves"}).build()
 
 
 def config(cache_dir, **changes):
@@ -154,7 +154,9 @@ def test_every_setting_has_its_own_cache_entry(task):
         keys.append(cache_key(config("a", **{name: changed}), task, PROMPT))
     keys.append(cache_key(config("a"), task, Prompt()))
     keys.append(cache_key(config("a"), task, Prompt(system="s", template=PROMPT.template)))
-    keys.append(cache_key(config("a"), parse_task({"name": "arithmetic", "num_digits": 2}).build(), PROMPT))
+    keys.append(
+        cache_key(config("a"), parse_task({"name": "knights_knaves", "split": "statements"}).build(), PROMPT)
+    )
     assert len(set(keys)) == len(keys)
     assert cache_key(config("a"), task, PROMPT) == cache_key(config("b"), task, PROMPT)
 
@@ -187,7 +189,7 @@ import os, pathlib, time
 from nemo_grpo.engine.warm_start import warm_start
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, parse_task
-task = parse_task({{"name": "arithmetic", "num_digits": 1}}).build()
+task = parse_task({{"name": "knights_knaves"}}).build()
 ready = pathlib.Path({str(tmp_path)!r})
 (ready / f"ready-{{os.getpid()}}").touch()
 while len(list(ready.glob("ready-*"))) < 2:

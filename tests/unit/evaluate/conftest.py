@@ -14,4 +14,4 @@ def model(tmp_path_factory):
         intermediate_size=48, max_position_embeddings=256, num_steps=3, batch_size=4, lr=3e-3, seed=0,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
     )  # fmt: skip
-    return warm_start(settings, parse_task({"name": "arithmetic"}).build(), Prompt())
+    return warm_start(settings, parse_task({"name": "knights_knaves"}).build(), Prompt())

@@ -297,7 +297,7 @@ def refused(model, data, tmp_path, *arguments):
         (["--benchmarks", "aime24,aime24"], "each once"),
         (["--benchmarks", ","], "name one or more"),
         (["--benchmarks", "aime24", "--prompt", "gpg_8b"], "did you mean 'gpg_7b'"),
-        (["--benchmarks", "aime24", "--task", "arithmetic"], "reads no files"),
+        (["--benchmarks", "aime24", "--task", "knights_knaves"], "reads no files"),
         (["--benchmarks", "aime24", "--task", "vision_math"], "add --generator vllm"),
         (["--benchmarks", "recipe"], "a recipe's held-out problems; add --recipe"),
         (["--benchmarks", "aime24", "--k", "0"], "--k 0 must be at least 1"),

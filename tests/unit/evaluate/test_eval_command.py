@@ -17,7 +17,7 @@ from nemo_grpo.evaluate.settings import fitting_batch_size
 app = typer.Typer()
 app.command()(eval_command)
 RECIPE = ["--recipe", "recipes/quickstart.yaml"]
-TASK = ["nemo_grpo.task.name=arithmetic"]
+TASK = ["nemo_grpo.task.name=knights_knaves"]
 
 
 def run(*arguments):
@@ -37,7 +37,7 @@ def test_a_recipes_own_problems_are_one_more_benchmark(model, tmp_path):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     entry, conditions = summary["benchmarks"]["recipe"], summary["conditions"]
     assert summary["model"] == str(model)
-    assert (entry["task"]["name"], entry["num_problems"], entry["prompt"]) == ("arithmetic", 5, "recipe")
+    assert (entry["task"]["name"], entry["num_problems"], entry["prompt"]) == ("knights_knaves", 5, "recipe")
     assert (conditions["num_samples"], conditions["seed"], conditions["dtype"]) == (3, 4, "float32")
     sampling = conditions["sampling"]
     assert (sampling["max_new_tokens"], sampling["temperature"], sampling["stop_token_ids"]) == (7, 0.5, [2])
@@ -200,8 +200,8 @@ def test_a_model_whose_logits_are_nan_is_a_user_error(model, tmp_path):
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "temperature"),
-        (["--num-problems", "100000"], "use 405 or fewer"),
-        (["nemo_grpo.tusk.name=arithmetic"], "did you mean"),
+        (["--num-problems", "100000"], "use 1323 or fewer"),
+        (["nemo_grpo.tusk.name=logic"], "did you mean"),
         (["--k", "5", "--pass-at", "1,6"], "--pass-at 1,6: .* between 1 and the 5 samples"),
         (["--pass-at", "x"], "--pass-at x"),
         (["--seeds", "2", "--seed", "1"], "exclude each other"),

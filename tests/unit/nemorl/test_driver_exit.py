@@ -157,14 +157,22 @@ def test_exports_of_adapters_need_their_base_on_this_machine(tmp_path):
     assert exports_of(run, known).lora_base == base
 
 
-def of_model(folder, *, trusted=False, tokenizer=None):
-    policy = Of(model_name=str(folder), tokenizer=Of(name=tokenizer))
+def of_model(folder, *, trusted=False, tokenizer=None, stops=None):
+    generation = Of(stop_token_ids=stops)
+    policy = Of(model_name=str(folder), tokenizer=Of(name=tokenizer), generation=generation)
     return Of(recipe=Of(policy=policy, nemo_grpo=Of(trust_remote_code=trusted)))
 
 
 def test_a_model_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"policy.model_name=\S+ has no config.json .*; give a Hugging Face"):
         model_config(of_model(tmp_path))
+
+
+def test_a_stop_token_beyond_the_models_vocabulary_is_refused(tmp_path):
+    Qwen2Config(vocab_size=300).save_pretrained(tmp_path)
+    model_config(of_model(tmp_path, stops=[299]))
+    with pytest.raises(UserError, match=r"stop_token_ids=\[2, 300\]: 300 is not below vocab_size=300 of /"):
+        model_config(of_model(tmp_path, stops=[2, 300]))
 
 
 CODE = """

@@ -45,7 +45,7 @@ def recorded(name: str, folder: Path) -> Any:
         problems=Problems(small.nemo_grpo.task, small.nemo_grpo.prompt, "recorded", True),
         layout=Ranks(1, 1, 1, 1, 1),
         model=SimpleNamespace(folder=folder / "model"),
-        stack=SimpleNamespace(vllm_python=None),
+        stack=SimpleNamespace(vllm_python=None, sees_images=False),
         seconds={},
         **json.loads((folder / SKELETON).read_text()),
     )

@@ -53,7 +53,7 @@ def run(tmp_path):
             problems=problems_of(recipe, tmp_path / "problems"),
             layout=Ranks(1, 1, 1, 1, 1),
             model=SimpleNamespace(folder=tmp_path / "model"),
-            stack=SimpleNamespace(vllm_python=None),
+            stack=SimpleNamespace(vllm_python=None, sees_images=False),
             stopped_after=2,
         )
         return Evidence(rehearsal)

@@ -230,10 +230,9 @@ def test_logged_entropy_stands_for_logprobs_that_were_not_scored(rehearsal_of):
     found = evidence.Evidence(rehearsal_of("erpo"))
     step, folder = found.resumed_step, found.rehearsal.folder
     rows, logged = found.responses(step), found.steps[step]["train/approx_entropy"]
-    temperature = found.recipe.policy.generation.temperature
-    assert f"logged {logged:.4f}" in compare_with_entropy(folder / "hf", rows, logged, temperature)
+    assert f"logged {logged:.4f}" in compare_with_entropy(found, folder / "hf", rows, logged)
     with pytest.raises(Failed, match=r"^entropy .*; 0\.005 is allowed"):
-        compare_with_entropy(folder / "model", rows, logged, temperature)
+        compare_with_entropy(found, folder / "model", rows, logged)
 
 
 def test_adapters_that_are_all_zero_prove_nothing(rehearsal_of, monkeypatch):

@@ -9,9 +9,10 @@ import pytest
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.problems import problems_of
-from nemo_grpo.rehearsal.refusal import refuse
+from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = sorted(
@@ -76,14 +77,23 @@ def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: a rehearsal has no small vision model"),
+        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: the processor of images needs torchvision"),
         ("quickstart", "use nemo-grpo train"),
     ],
 )
-def test_images_and_embedded_recipes_are_refused(name, message):
+def test_images_without_torchvision_and_embedded_recipes_are_refused(name, message):
     path = RECIPES / f"{name}.yaml"
     with pytest.raises(UserError, match=message):
         refuse(load_recipe(path), path, has_vllm=True)
+
+
+def test_images_are_rehearsed_where_torchvision_is_by_the_stand_in_sampler():
+    path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
+    recipe, stack = load_recipe(path), Stack(Path("python"), Path("RL"), Path("vllm"), Path("torchvision"))
+    refuse(recipe, path, has_vllm=True, has_torchvision=True)
+    seeing = for_recipe(stack, recipe)
+    assert (seeing.sees_images, seeing.vllm_python) == (True, None)
+    assert for_recipe(stack, load_recipe(CW_GRPO)) == stack
 
 
 def test_layers_that_are_not_computed_here_are_refused():

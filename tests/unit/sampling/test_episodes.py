@@ -138,7 +138,7 @@ def test_a_malformed_call_is_answered_and_goes_on(task):
 
 
 def test_a_task_without_turns_is_sampled_in_one_call():
-    task = parse_task({"name": "arithmetic"}).build()
+    task = parse_task({"name": "knights_knaves"}).build()
     sampled, calls = converse(task, {"p": ["1\0", "22"], "q": ["3", "4"]}, ["p", "q"], 2)
     assert [one.text for one in sampled] == ["1", "22", "3", "4"]
     assert sampled[0].token_mask.tolist() == [True, True]

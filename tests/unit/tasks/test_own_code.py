@@ -148,7 +148,7 @@ def is_running(pid):
 
 
 def test_many_failed_rewards_end_the_step(folder):
-    task = parse_task({"name": "arithmetic"}).build()
+    task = parse_task({"name": "knights_knaves"}).build()
     weights = {"accuracy": 1.0, "my_rewards.py:fails_often": 1.0}
 
     def failed(num_failed, num_responses, max_failed):
@@ -166,7 +166,7 @@ def test_many_failed_rewards_end_the_step(folder):
 
 def test_own_functions_join_the_tasks_components(folder):
     weights = {"accuracy": 1.0, "my_rewards.py:length": 0.1, "my_rewards.py:infinite": 1.0}
-    task = parse_task({"name": "arithmetic"}).build()
+    task = parse_task({"name": "knights_knaves"}).build()
     with closing(Scorer(task, weights, Prompt(template="Say: {question}"))) as scorer:
         (row,) = scorer([PROBLEM], ["<answer>4</answer>"])
     expected = {"my_rewards.py:length": 18.0, "my_rewards.py:infinite": 0.0, NOT_FINITE: 1.0}
@@ -175,7 +175,7 @@ def test_own_functions_join_the_tasks_components(folder):
 
 
 def test_a_function_that_fails_on_a_sample_problem_is_refused_before_the_run(folder):
-    task = parse_task({"name": "arithmetic"}).build()
+    task = parse_task({"name": "knights_knaves"}).build()
     for name, message in (
         ("fails_on_b", "KeyError: '' .*for the response '' to problem"),
         ("infinite", ": inf,"),

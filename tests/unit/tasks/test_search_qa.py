@@ -9,9 +9,15 @@ import pytest
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed
-from nemo_grpo.tasks.open_answers import matches_any, normalize_open_answer
 from nemo_grpo.tasks.retriever import Passage
-from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig, find_call, search_format
+from nemo_grpo.tasks.search_qa import (
+    SearchQA,
+    SearchQAConfig,
+    find_call,
+    matches_any,
+    normalize_open_answer,
+    search_format,
+)
 
 
 class Scripted:

