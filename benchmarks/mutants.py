@@ -235,8 +235,7 @@ def places(file: Path) -> Iterator[tuple[Path, int, int]]:
 def mutant_at(file: Path, number: int, which: int) -> Mutant:
     tree = ast.parse((ROOT / file).read_text())
     node = next(each for at, each in enumerate(ast.walk(tree)) if at == number)
-    line = getattr(node, "lineno", 0)
-    before, after = list(changes(node))[which](node)
+    line, before, after = list(changes(node))[which](node)
     return Mutant(file, line, before, after, ast.unparse(tree))
 
 
@@ -250,11 +249,11 @@ def unread_parts(tree: ast.AST) -> Iterator[ast.AST]:
                 yield part
 
 
-Change = Callable[[ast.AST], tuple[str, str]]
+Change = Callable[[ast.AST], tuple[int, str, str]]
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """What can be changed about a node; each function changes it and returns its text before and after."""
+    """What can be changed about a node; each function changes it and returns line, text before and after."""
     if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)):
         for new in OPERATORS.get(type(node.op), ()):
             yield lambda twin, new=new: _edited(twin, lambda t: setattr(t, "op", new()))
@@ -283,11 +282,11 @@ def _can_be_left_out(statement: ast.stmt) -> bool:
     return isinstance(statement, (ast.AugAssign, ast.If, ast.Raise))
 
 
-def _edited(node: ast.AST, edit: Callable[[ast.AST], object], of: str = "") -> tuple[str, str]:
+def _edited(node: ast.AST, edit: Callable[[ast.AST], object], of: str = "") -> tuple[int, str, str]:
     shown = getattr(node, of) if of else node
     before = ast.unparse(shown)
     edit(node)
-    return _line(before), _line(ast.unparse(getattr(node, of) if of else node))
+    return node.lineno, _line(before), _line(ast.unparse(getattr(node, of) if of else node))  # type: ignore[attr-defined]
 
 
 def _without_operator(node: ast.AST) -> None:
@@ -304,10 +303,10 @@ def _negated(node: ast.AST) -> None:
     node.test = ast.UnaryOp(ast.Not(), node.test)
 
 
-def _left_out(node: ast.AST, at: int) -> tuple[str, str]:
+def _left_out(node: ast.AST, at: int) -> tuple[int, str, str]:
     body = node.body  # type: ignore[attr-defined]
-    before, body[at] = ast.unparse(body[at]), ast.Pass()
-    return _line(before), "pass"
+    statement, body[at] = body[at], ast.Pass()
+    return statement.lineno, _line(ast.unparse(statement)), "pass"
 
 
 def _line(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -65,10 +64,10 @@ def run_rehearsal(
     """
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.rehearsal.environment import find_stack
-    from nemo_grpo.rehearsal.refusal import refuse, sees_images
+    from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 
     loaded = load_recipe(recipe, overrides)
-    stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
+    stack = for_recipe(find_stack(nemo_rl, python, vllm_python, sampler=sampler), loaded)
     try_own_loss(loaded)
     has = {"has_vllm": stack.vllm_python is not None, "has_torchvision": stack.torchvision is not None}
     refuse(loaded, recipe, **has)
@@ -77,5 +76,4 @@ def run_rehearsal(
     command += ["--nemo-rl", str(stack.nemo_rl), "--folder", str(folder or Path("rehearsals") / name)]
     command += ["--max-ranks", str(max_ranks)]
     command += ["--vllm-python", str(stack.vllm_python)] if stack.vllm_python else ["--sampler"]
-    preparing = replace(stack, sees_images=sees_images(loaded)).preparing()
-    return subprocess.run(command, env=preparing).returncode
+    return subprocess.run(command, env=stack.preparing()).returncode

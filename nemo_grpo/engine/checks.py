@@ -19,11 +19,12 @@ from nemo_grpo.training.run_folder import RunFolder
 from nemo_grpo.training.trackers import check_trackers
 
 
-def check(recipe: Recipe, *, resume: bool) -> None:
+def check(recipe: Recipe, *, resume: bool) -> Recipe | None:
     """Everything that can be refused without building anything.
 
-    Raises: UserError: the recipe asks for what this engine or this machine does not have, or the run folder
-            cannot be written or exists and ``resume`` is False.
+    Returns: what a run that resumes began with.
+    Raises:  UserError: the recipe asks for what this engine or this machine does not have, or the run folder
+             cannot be written or exists and ``resume`` is False.
     """
     check_supported(recipe)
     check_model_source(recipe)
@@ -32,8 +33,7 @@ def check(recipe: Recipe, *, resume: bool) -> None:
     check_trackers(recipe)
     run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir)
     run.check(resume=resume)
-    if resume:
-        check_same_run(recipe, run.recipe)
+    return check_same_run(recipe, run.recipe) if resume else None
 
 
 def check_supported(recipe: Recipe) -> None:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 
 from nemo_grpo import processor
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
 
-def with_precision(recipe: Recipe, device: torch.device, begun: Path | None, *, leads: bool) -> Recipe:
+def with_precision(recipe: Recipe, device: torch.device, begun: Recipe | None, *, leads: bool) -> Recipe:
     """The recipe with a precision in place of ``auto``.
 
-    Args: begun: the resolved recipe of a run that resumes, which keeps its precision.
+    Args: begun: what a run that resumes began with; it keeps its precision.
           leads: this rank says what it found.
     """
     asked, on_gpu = recipe.policy.precision, device.type == "cuda"
-    if asked == "auto" and begun is not None and begun.exists():
-        precision = load_recipe(begun).policy.precision
+    if asked == "auto" and begun is not None:
+        precision = begun.policy.precision
     else:
         precision = "bfloat16" if asked == "auto" and on_gpu else processor.precision(asked)
     if leads and asked == "auto":

@@ -43,14 +43,15 @@ MAY_CHANGE = (
 """Keys, or beginnings of keys: how long and where a run goes on, not what is computed."""
 
 
-def check_same_run(recipe: Recipe, resolved: Path) -> None:
+def check_same_run(recipe: Recipe, resolved: Path) -> Recipe | None:
     """Refuse to continue a run with a recipe that computes something else.
 
-    Args:   resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
-    Raises: UserError: naming the keys with both values; or the checkpoints are where the run no longer looks.
+    Args:    resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
+    Returns: what it holds.
+    Raises:  UserError: naming the keys with both values; or the checkpoints are where the run does not look.
     """
     if not resolved.exists():
-        return
+        return None
     first = load_recipe(resolved)
     before, now = dict(leaves(first.written())), dict(leaves(recipe.written()))
     if now["policy.precision"] == "auto":
@@ -78,3 +79,4 @@ def check_same_run(recipe: Recipe, resolved: Path) -> None:
             f"--resume: checkpointing.checkpoint_dir={recipe.checkpoint_dir} has no checkpoint, "
             f"{first.checkpoint_dir} has {left.name}; move them, or undo that"
         )
+    return first

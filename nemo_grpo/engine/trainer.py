@@ -53,14 +53,13 @@ class Trainer:
         Raises: UserError: the recipe asks for what this engine or this machine does not have, the run folder
                 exists and ``resume`` is False, or a checkpoint does not fit.
         """
-        check(recipe, resume=resume)
+        begun = check(recipe, resume=resume)
         check_ranks(recipe)
         torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
         self.device = setup.choose_device(recipe)
         parallel.initialize(recipe.policy.megatron_cfg.layout, self.device, recipe.grpo.seed)
         leads = parallel.is_rank_zero()
         self.run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
-        begun = self.run.recipe if resume else None
         self.recipe = recipe = with_precision(recipe, self.device, begun, leads=leads)
         if resume:
             self.run.lock()

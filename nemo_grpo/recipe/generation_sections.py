@@ -71,8 +71,6 @@ class VLLMArguments(Section):
 
     max_num_seqs: int | None = Field(default=None, gt=0)
     """Sequences that an engine decodes at once; null: vLLM's own number."""
-    mm_processor_cache_gb: float | None = Field(default=None, ge=0)
-    """GiB for processed images; 0: none are kept; null: vLLM's own size."""
     speculative_config: Speculation | None = None
     """Speculative decoding; null: none."""
 

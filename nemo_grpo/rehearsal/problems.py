@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from PIL import ImageStat
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import data_sets
 from nemo_grpo.rehearsal import host
+from nemo_grpo.sampling.images import read_image
 from nemo_grpo.tasks import Problem, Prompt, Task, TaskConfig
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.jsonl import FileTaskConfig
@@ -21,6 +25,7 @@ from nemo_grpo.tasks.response import render_response
 NUM_MADE_UP = 32
 NUM_KNOWN = 16
 """Training problems whose correct and wrong answers the small policy has seen."""
+COLORS = ("red", "green", "blue")
 OPENED = "<think>"
 NO_ANSWER = "so"
 LONGEST_DEMONSTRATION = 240
@@ -65,6 +70,14 @@ def problems_of(recipe: Recipe, folder: Path, nemo_rl: Path = Path()) -> Problem
     )
 
 
+@cache
+def strongest_color(path: str) -> str:
+    """The color channel with the largest mean; gray if there are several."""
+    means = ImageStat.Stat(read_image(path)).mean
+    largest = [name for name, mean in zip(COLORS, means, strict=True) if mean == max(means)]
+    return largest[0] if len(largest) == 1 else "gray"
+
+
 class RehearsedTask:
     """A recipe's task with short demonstrations: half correct, a quarter wrong, a quarter without an answer.
 
@@ -88,17 +101,20 @@ class RehearsedTask:
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The correct response, another problem's, or one without an answer."""
-        chance = rng.random()
+        chance, thought = rng.random(), self._thought(problem)
         if chance < 0.25:
-            return NO_ANSWER
-        return self.best_response(rng.choice(self.known) if chance < 0.5 else problem, rng)
+            return thought
+        return self.best_response(rng.choice(self.known) if chance < 0.5 else problem, rng, thought)
 
-    def best_response(self, problem: Problem, rng: random.Random) -> str:
-        """The short form of the answer that the recipe rewards most."""
+    def best_response(self, problem: Problem, rng: random.Random, thought: str = NO_ANSWER) -> str:
+        """The short form of the answer that the recipe rewards most.
+
+        Args: thought: what stands before the answer.
+        """
         candidates = [
-            render_response(NO_ANSWER, problem.answer),
-            render_response(NO_ANSWER, f"\\boxed{{{problem.answer}}}"),
-            f"{NO_ANSWER}\nAnswer: \\boxed{{{problem.answer}}}",  # as NeMo-RL's environments read it
+            render_response(thought, problem.answer),
+            render_response(thought, f"\\boxed{{{problem.answer}}}"),
+            f"{thought}\nAnswer: \\boxed{{{problem.answer}}}",  # as NeMo-RL's environments read it
         ]
         try:
             shown = self.task.demonstration(problem, rng)
@@ -109,6 +125,10 @@ class RehearsedTask:
             candidates.insert(0, shown)
         candidates += [text.removeprefix(OPENED) for text in candidates]  # the prompt may have opened the tag
         return max(candidates, key=lambda text: self.reward(self.task.score(problem, text)))
+
+    def _thought(self, problem: Problem) -> str:
+        """About an image its strongest color: only a policy that sees it knows that."""
+        return strongest_color(problem.metadata["images"][0]) if self.config.needs_images else NO_ANSWER
 
     def reward(self, score: Mapping[str, float]) -> float:
         """As the recipe weights its components."""

@@ -231,8 +231,6 @@ def _rollouts(recipe: Recipe, model: RehearsalModel, uses_vllm: bool) -> Iterato
             "max_num_batched_tokens": max(tokens, 2048),
             "max_num_seqs": 64,
         }
-        if (cache := recipe.policy.generation.vllm_kwargs.mm_processor_cache_gb) is not None:
-            settings["mm_processor_cache_gb"] = cache
         yield Change(f"{GENERATION}.vllm_kwargs", settings)
 
 

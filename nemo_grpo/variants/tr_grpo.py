@@ -173,8 +173,9 @@ class TRGRPO(RatioConfig):
         return TokenTerms(policy, self._weighted_kl(batch, w), metrics)
 
     def _clipped_at_unit_ratio(self, w: Tensor, advantages: Tensor) -> Tensor:
+        """[B, T] bool: tokens that get no gradient where the policy has not moved."""
         if self.weight_placement == "outside" or self.ratio_clip_min is None or self.ratio_clip_max is None:
-            return w.new_zeros(len(w))  # [B]: none of any response
+            return torch.zeros_like(w, dtype=torch.bool)
         positive = (advantages > 0) & (w > 1 + self.ratio_clip_max)
         return positive | ((advantages < 0) & (w < 1 - self.ratio_clip_min))
 

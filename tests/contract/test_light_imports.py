@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "megatron", "numpy")
@@ -21,8 +22,17 @@ STATEMENTS = {
 
 @pytest.mark.parametrize("statement", STATEMENTS.values(), ids=STATEMENTS)
 def test_recipes_load_without_heavy_libraries(statement: str) -> None:
-    code = f"{statement}\nimport sys; print([name for name in {HEAVY} if name in sys.modules])"
+    assert loaded_by(statement, HEAVY) == "[]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU megatron-core's fused functions are compiled")
+def test_the_engine_loads_without_torchs_compiler() -> None:
+    assert loaded_by("import nemo_grpo.engine.megatron", ("torch._dynamo", "torch._inductor")) == "[]"
+
+
+def loaded_by(statement: str, names: tuple[str, ...]) -> str:
+    code = f"{statement}\nimport sys; print([name for name in {names} if name in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert result.stdout.splitlines()[-1] == "[]"
+    return result.stdout.splitlines()[-1]

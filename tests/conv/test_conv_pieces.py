@@ -44,6 +44,11 @@ def archive_of(tensor, path, num_pieces=3):
     return section
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_sizes_of_numbers_are_torchs(dtype):
+    assert dtype.itemsize == dtype.torch.itemsize
+
+
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (5,), (3, 7), (1, 2, 4), (0, 4)], ids=str)
 def test_torch_loads_an_archive_that_was_written_in_pieces(dtype, shape, tmp_path):
@@ -210,6 +215,14 @@ megatron_to_hf(megatron, source, back)
 assert not verify(back, megatron).different
 print(peak() - before, "torch" in sys.modules)
 """
+
+
+def test_a_closed_writer_holds_no_file_open(tmp_path):
+    writer = SafetensorsWriter(tmp_path, [("a", DTYPES["int8"], (1,))], 1 << 30)
+    (descriptor,) = writer.descriptors.values()
+    writer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_conversion_needs_neither_torch_nor_a_tensor_in_memory(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import advice, host, load_recipe_dict
 from nemo_grpo.recipe.loader import merge
+from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 STOCK = {
     "grpo": {
@@ -113,6 +114,22 @@ def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note():
     asked = recipe(variant="gpg", ratio_clip_max=0.28, kl_input_clamp_value=None)
     assert "loss_fn.ratio_clip_max=0.28 is a setting of NeMo-RL" in notes(asked)
     assert "loss_fn.kl_input_clamp_value=null" in notes(asked)
+
+
+def test_keys_of_the_stock_loss_have_the_defaults_of_nemo_rls_class():
+    off = (
+        *("disable_ppo_ratio", "sequence_level_importance_ratios", "use_kl_in_reward", "use_cispo"),
+        *("use_importance_sampling_correction", "use_on_policy_kl_approximation", "force_on_policy_ratio"),
+    )
+    truncation = "truncated_importance_sampling_"
+    unset = ("ratio_clip_c", *(f"{truncation}{end}" for end in ("type", "ratio", "ratio_min")))
+    assert NeMoRLLoss.keys() == {
+        **dict.fromkeys(off, False),
+        **dict.fromkeys(("variant", *unset)),
+        **{"token_level_loss": True, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2},
+        **{"reference_policy_kl_penalty": 0.01, "reference_policy_kl_type": "k3"},
+        **{"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0, "positive_example_nll_weight": 0.0},
+    }
 
 
 @pytest.mark.parametrize("key", ["use_cispo", "use_kl_in_reward", "disable_ppo_ratio"])

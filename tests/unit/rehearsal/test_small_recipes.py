@@ -9,9 +9,10 @@ import pytest
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.problems import problems_of
-from nemo_grpo.rehearsal.refusal import refuse
+from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = sorted(
@@ -86,12 +87,13 @@ def test_images_without_torchvision_and_embedded_recipes_are_refused(name, messa
         refuse(load_recipe(path), path, has_vllm=True)
 
 
-def test_images_are_rehearsed_where_torchvision_is(tmp_path):
+def test_images_are_rehearsed_where_torchvision_is_by_the_stand_in_sampler():
     path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
-    refuse(load_recipe(path), path, has_vllm=True, has_torchvision=True)
-    _, rehearsed, _, _ = made_small(path, tmp_path)
-    cache = rehearsed.policy.generation.vllm_kwargs.mm_processor_cache_gb
-    assert cache == 0, "vLLM's cache of images lost entries"
+    recipe, stack = load_recipe(path), Stack(Path("python"), Path("RL"), Path("vllm"), Path("torchvision"))
+    refuse(recipe, path, has_vllm=True, has_torchvision=True)
+    seeing = for_recipe(stack, recipe)
+    assert (seeing.sees_images, seeing.vllm_python) == (True, None)
+    assert for_recipe(stack, load_recipe(CW_GRPO)) == stack
 
 
 def test_layers_that_are_not_computed_here_are_refused():

@@ -83,6 +83,12 @@ WRONG = {
         + "        return Shaped(a, shaped.base)",
         *("finite", "found advantages that are not; add an eps"),
     ),
+    "advantages in float64": (
+        "    shapes_advantages: ClassVar[bool] = True\n"
+        + SHAPE
+        + "        return Shaped(shaped.advantages.double(), shaped.base)",
+        *("precision", "expected float32 for a float32 step; found .*float64"),
+    ),
     "a misspelt attribute of the batch": (
         TERMS + "        return TokenTerms(batch.next_token_logprob * a)",
         *(
