@@ -52,3 +52,8 @@ def test_numbers_have_bounds_of_their_meaning(variant):
             for taken, refused in BOUNDS[name]:
                 assert not refuses(variant, name, taken), f"{name}={taken}"
                 assert refuses(variant, name, refused), f"{name}={refused}"
+
+
+@pytest.mark.parametrize("value", ["0.2", True])
+def test_a_number_is_not_read_from_a_text_or_a_switch(value):
+    assert refuses("grpo", "ratio_clip_min", value)

@@ -276,7 +276,7 @@ def test_tr_grpo_with_equal_weights_is_grpo():
 
 
 def test_tr_grpo_printed_placement_stops_the_gradient_of_likely_tokens():
-    with pytest.warns(UserWarning, match="clipped_at_unit_ratio"):
+    with pytest.warns(UserWarning, match=r"upper=1.4 > 1 \+ ratio_clip_max=1.24: .*clipped_at_unit_ratio"):
         o = build_objective("tr_grpo", weight_placement="inside", reference_policy_kl_penalty=0.0)
     batch = on_policy()
     _, gradient, prepared = loss_and_gradient(o, batch)
