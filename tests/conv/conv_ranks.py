@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from nemo_grpo.engine.megatron import cpu, parallel, writer
 from nemo_grpo.engine.megatron.layers import CausalAttention, RMSNorm
-from nemo_grpo.engine.megatron.model import build_model, transformer_config
+from nemo_grpo.engine.megatron.model import PackableGPTModel, build_model, transformer_config
 from nemo_grpo.engine.megatron.policy import SHARDING
 from nemo_grpo.families import read_spec
 from nemo_grpo.recipe.layout import Layout
@@ -121,6 +121,8 @@ def logits_from_checkpoint(hf_folder, checkpoint, tensor, pipeline):
         dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
     out = model(TOKENS, None, None)
+    if isinstance(model, PackableGPTModel) and parallel_state.is_pipeline_last_stage():
+        out = out @ model.output_weight.T
     if not parallel_state.is_pipeline_last_stage():
         dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
         out = torch.empty(*TOKENS.shape, AutoConfig.from_pretrained(hf_folder).vocab_size // tensor)
