@@ -11,9 +11,16 @@ import pytest
 
 from nemo_grpo.diagnostics.plots import _add_legend
 from nemo_grpo.diagnostics.report import write_report
-from nemo_grpo.diagnostics.runs import ENTROPY, RunGroup, common_key, group_runs, read_run
+from nemo_grpo.diagnostics.runs import (
+    ENTROPY,
+    METRICS_FILE,
+    RECIPE_FILE,
+    RunGroup,
+    common_key,
+    group_runs,
+    read_run,
+)
 from nemo_grpo.diagnostics.summary import table
-from nemo_grpo.nemorl.run_record import METRICS_FILE, RECIPE_FILE
 from nemo_grpo.pictures import new_figure
 from nemo_grpo.recipe import load_recipe
 
