@@ -77,6 +77,16 @@ def private_ray() -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.fixture
+def names_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver rebinds NeMo-RL's globals for good, a test for itself."""
+    from nemo_grpo.nemorl.hooks import HOOKS, places
+
+    for key in ("estimator", "sampling"):
+        for owner, name in places(HOOKS[key]):
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in this folder carries the marker, and NeMo-RL's warnings are its own."""
     for item in items:

@@ -20,10 +20,9 @@ from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, ch
 from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import nemo_gym, run_grpo
 from nemo_grpo.nemorl.config import ClusterRun, load_run
-from nemo_grpo.nemorl.hooks import HOOKS, places
 from nemo_grpo.nemorl.host_data import set_up_data
 
-pytestmark = pytest.mark.usefixtures("private_ray")
+pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 
 BASE = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 
@@ -53,14 +52,6 @@ def gym_run(folder: Path) -> ClusterRun:
     }
     (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
     return load_run(folder / "mine.yaml")
-
-
-@pytest.fixture(autouse=True)
-def names_are_restored(monkeypatch):
-    """The driver rebinds NeMo-RL's globals for good, a test for itself."""
-    for key in ("estimator", "sampling"):
-        for owner, name in places(HOOKS[key]):
-            monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
 @pytest.fixture

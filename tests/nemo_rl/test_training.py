@@ -22,21 +22,13 @@ from nemo_grpo.nemorl.hooks import HOOKS, places
 from nemo_grpo.nemorl.stopping import Stop, finished_steps, last_step, stop_after_step
 from nemo_grpo.variants import VARIANTS
 
-pytestmark = pytest.mark.usefixtures("private_ray")  # the trainers ask it for its nodes
+pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")  # the trainers ask Ray for nodes
 
 SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
     "clip_cov": {"variant": "clip_cov", "covariance_min": 0.01},
     "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random"},
     "group_token_mean": {"variant": "tr_grpo", "aggregation": "group_token_mean"},
 }
-
-
-@pytest.fixture(autouse=True)
-def names_are_restored(monkeypatch):
-    """The driver rebinds NeMo-RL's globals for good, a test for itself."""
-    for key in ("estimator", "sampling"):
-        for owner, name in places(HOOKS[key]):
-            monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
