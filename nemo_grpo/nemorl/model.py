@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl import compat, nemo_gym
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe.generation_sections import stop_refusals
 
@@ -50,7 +50,10 @@ def _check_stop_tokens(run: ClusterRun, config: Any) -> None:
 
 def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     """(processor or None, tokenizer); also completes the generation settings that depend on it."""
-    policy = run.master_config.policy
+    config, with_gym = run.master_config, run.recipe.env.should_use_nemo_gym
+    policy = config.policy
+    if with_gym:
+        nemo_gym.fix_frames(config)
     get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
     processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
     tokenizer = get_tokenizer(policy["tokenizer"]) if processor is None else processor.tokenizer
@@ -62,4 +65,6 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
         has_refit_draft_weights=bool(value_of(policy, "draft.enabled", False)),
         trains_mtp=bool(value_of(policy, "megatron_cfg.mtp_num_layers", 0)),
     )
+    if with_gym:
+        nemo_gym.configure(config, tokenizer)
     return processor, tokenizer

@@ -14,8 +14,8 @@ from nemo_grpo.nemorl.uses import GYM_SETTINGS, VIDEO_SETTINGS
 from nemo_grpo.nemorl.versions import NEMO_GYM
 
 
-def configure(config: Any, tokenizer: Any) -> None:
-    """Complete NeMo-RL's configuration: vLLM serves HTTP, and frames of videos are the same everywhere.
+def fix_frames(config: Any) -> None:
+    """Give the processor, the data and vLLM the same frames of a video; before the processor is loaded.
 
     Args:    config: NeMo-RL's `MasterConfig`; changed.
     Raises:  UserError: this NeMo-RL does not fit.
@@ -23,6 +23,10 @@ def configure(config: Any, tokenizer: Any) -> None:
     compat.require(NEMO_GYM)
     if compat.has_name(VIDEO_SETTINGS):  # 0.7.0 has no videos
         compat.import_name(VIDEO_SETTINGS)(config.policy, config.data)
+
+
+def configure(config: Any, tokenizer: Any) -> None:
+    """Let vLLM serve HTTP, without stops.  Args: config: NeMo-RL's `MasterConfig`; changed."""
     compat.import_name(GYM_SETTINGS)(config, tokenizer)
 
 

@@ -121,8 +121,6 @@ def set_up(run: ClusterRun) -> Ready:
         save_side_files(parts.checkpointer, tokenizer, hf_config)
         last = recipe.grpo.max_num_steps
         return Ready(parts, parts.loss_fn, tokenizer, None, [{}, {}], exports, last, is_supervised=True)
-    if recipe.env.should_use_nemo_gym:
-        nemo_gym.configure(config, tokenizer)
     encoder = processor or tokenizer
     data = set_up_data(run, encoder) if problems is None else setup_data(run, problems, encoder)
     dataset, val_dataset, *environments = data

@@ -60,6 +60,7 @@ def gym(tmp_path):
     run, tokenizer = gym_run(tmp_path), character_tokenizer()
     config = run.master_config
     config.policy["generation"] |= {"stop_token_ids": [2]}  # as NeMo-RL fills it in from the tokenizer
+    nemo_gym.fix_frames(config)
     nemo_gym.configure(config, tokenizer)
     data, validation, *environments = set_up_data(run, tokenizer)
     assert environments == [{}, {}]
