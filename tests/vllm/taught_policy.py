@@ -11,7 +11,7 @@ import torch
 from nemo_grpo.engine.warm_start import build_model
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.recipe.own import WarmStart
-from nemo_grpo.rehearsal.model import teach
+from nemo_grpo.rehearsal.model import Encoder, teach
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator
 from nemo_grpo.sampling.requests import Rollout, SamplingParams
 from nemo_grpo.tasks import Prompt, Task
@@ -36,7 +36,7 @@ def taught(config: WarmStart, task: Task, prompt: Prompt, folder: Path) -> Path:
         )
         for i in count()
     )
-    teach(policy, lessons, tokenizer.pad_token_id, config.num_steps, config.batch_size)
+    teach(policy, lessons, Encoder(tokenizer, prompt), config.num_steps, config.batch_size)
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
