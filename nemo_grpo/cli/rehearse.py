@@ -69,8 +69,7 @@ def run_rehearsal(
     loaded = load_recipe(recipe, overrides)
     stack = for_recipe(find_stack(nemo_rl, python, vllm_python, sampler=sampler), loaded)
     try_own_loss(loaded)
-    has = {"has_vllm": stack.vllm_python is not None, "has_torchvision": stack.torchvision is not None}
-    refuse(loaded, recipe, **has)
+    refuse(loaded, recipe, stack)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.rehearsal", str(recipe), *overrides]
     command += ["--nemo-rl", str(stack.nemo_rl), "--folder", str(folder or Path("rehearsals") / name)]

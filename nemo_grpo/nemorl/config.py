@@ -22,7 +22,6 @@ from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, res
 
 log = logging.getLogger(__name__)
 
-VISION_PROCESSOR = "vlm_hf_data_processor"
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "grpo.val_num_generations_per_prompt": (1,),
@@ -61,12 +60,7 @@ class ClusterRun:
     @property
     def has_images(self) -> bool:
         """True for tasks with images, and for data that NeMo-RL encodes for vision models."""
-        task = self.recipe.nemo_grpo.task
-        if task is not None:
-            return task.needs_images
-        if self.recipe.env.should_use_nemo_gym:
-            return self.recipe.policy.is_vlm
-        return any(data.get("processor") == VISION_PROCESSOR for _, data in host.data_sets(self.recipe))
+        return host.has_images(self.recipe)
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:

@@ -51,6 +51,8 @@ class VLLM(Section):
     """Parts of the names of layers that FP8 leaves alone."""
     async_engine: bool = False
     """Answer each request as soon as it is finished."""
+    reset_encoder_cache_after_weight_update: bool = False
+    """An asynchronous engine forgets what its vision tower made of images after each refit."""
     enforce_eager: bool = False
     """Decode without CUDA graphs."""
     skip_tokenizer_init: bool | None = None

@@ -21,6 +21,8 @@ from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
 """What NeMo-RL's own advantage estimator does, under ``grpo`` and ``grpo.adv_estimator``."""
+VISION_PROCESSOR = "vlm_hf_data_processor"
+"""NeMo-RL's, of all its data with images, sound and films."""
 CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
 """What a recipe leaves at NeMo-RL's defaults, as its bases do, is the variant's own; a clip has two sides."""
 
@@ -115,6 +117,16 @@ def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
         for one in [sets] if isinstance(sets, dict) else sets:
             found.append((f"data.{split}", {**(recipe.data.default or {}), **one}))
     return found
+
+
+def has_images(recipe: Recipe) -> bool:
+    """True for tasks with images, and for data that NeMo-RL encodes for vision models."""
+    task = recipe.nemo_grpo.task
+    if task is not None:
+        return task.needs_images
+    if recipe.env.should_use_nemo_gym:
+        return recipe.policy.is_vlm
+    return any(data.get("processor") == VISION_PROCESSOR for _, data in data_sets(recipe))
 
 
 def prompt_file(name: str, repository: Path) -> Path:

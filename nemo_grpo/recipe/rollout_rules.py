@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import GENERATION, VLLM
@@ -81,6 +82,20 @@ def nemo_gym_asks_for_no_stops(recipe: Recipe) -> Iterator[str]:
     for key in ("stop_strings", "stop_token_ids") if recipe.env.should_use_nemo_gym else ():
         if value := getattr(recipe.policy.generation, key):
             yield f"{GENERATION}.{key}={value}: NeMo-RL drops it, as NeMo-Gym's requests carry none"
+
+
+@rule(Scope.ADVICE)
+def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
+    """vllm_worker.py: engines that share the policy's GPUs forget them when they sleep, others never."""
+    generation = recipe.policy.generation
+    vllm = generation.vllm_cfg
+    keeps = not (vllm.async_engine and vllm.reset_encoder_cache_after_weight_update)
+    if samples_with_vllm(recipe) and not generation.colocated.enabled and keeps and has_images(recipe):
+        yield (
+            f"{GENERATION}.colocated.enabled=false: after a refit vLLM sees an image as the old weights "
+            f"did; set {VLLM}.async_engine and {VLLM}.reset_encoder_cache_after_weight_update (newer than "
+            "NeMo-RL 0.7.0), or let no image return within a few steps"
+        )
 
 
 @rule(Scope.ALL)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nemo_grpo
 from nemo_grpo.errors import UserError
-from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
+from nemo_grpo.rehearsal import PROBLEMS, SWITCH, VLLM_PYTHON, WARM
 from nemo_grpo.rehearsal.warm import PR_SET_PDEATHSIG
 
 HERE = Path(__file__).parent
@@ -84,6 +84,7 @@ class Stack:
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"),
+            PROBLEMS: str(folder / "problems"),
             "OMP_NUM_THREADS": "1",
             "TORCH_CUDA_ARCH_LIST": "9.0",
             "TORCHDYNAMO_DISABLE": "1",

@@ -1,12 +1,14 @@
 """What stands for the parts of NeMo-RL's own recipes that need a network or a GPU.
 
-The data are a few sums in NeMo-RL's own `ResponseDataset`; environment, processor and prompt stay.
-The small model learns to answer the sums as NeMo-RL's environments for mathematics read answers, so that its
-groups have signal.
+The data are a few sums in NeMo-RL's own `ResponseDataset`, or a few pictures that NeMo-RL's class of the data
+set reads in place of those that it downloads; environment, processor and prompt stay. The small model learns
+to answer as NeMo-RL's environments read answers, so that its groups have signal.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,25 +17,38 @@ from typing import Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.host import data_sets, prompt_file
+from nemo_grpo.recipe.host import VISION_PROCESSOR, data_sets, prompt_file
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON
 from nemo_grpo.rehearsal.changes import Change
-from nemo_grpo.tasks.jsonl import write_problems
+from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems, write_problems
 from nemo_grpo.tasks.mathematics import MathConfig, sum_problem
 from nemo_grpo.tasks.prompts import SLOT, Prompt
+from nemo_grpo.tasks.vision import VisionClassificationConfig
 
 ENVIRONMENTS = ("math", "math_multi_reward")
 """NeMo-RL's environments whose rewards the small model can earn."""
 PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor")
 KEPT = ("env_name", "processor", "prompt_file", "system_prompt_file")
+PICTURED = {
+    "clevr-cogent": ("MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "MMInstruction/Clevr_CoGenT_ValA"),
+}
+"""Data set with images -> what NeMo-RL downloads for training and for validation."""
 
 
 def refuse_data(recipe: Recipe) -> None:
-    """Refuse data that sums cannot stand for.
+    """Refuse data that neither sums nor pictures can stand for.
 
-    Raises: UserError: another environment or processor.
+    Raises: UserError: another environment or processor, or other data with images.
     """
+    if all(_is_pictured(data) for _, data in data_sets(recipe)):
+        return
     key, data = data_sets(recipe)[0]
+    if data.get("processor") == VISION_PROCESSOR:
+        raise UserError(
+            f"{key}.dataset_name={as_yaml(data.get('dataset_name'))}: a rehearsal has pictures for "
+            f"{', '.join(PICTURED)} alone; use recipe check and plan, or name it in both data.train and "
+            "data.validation"
+        )
     for name, known in (("env_name", ENVIRONMENTS), ("processor", PROCESSORS)):
         if data.get(name, "default" if name == "processor" else None) not in known:
             raise UserError(
@@ -42,11 +57,38 @@ def refuse_data(recipe: Recipe) -> None:
             )
 
 
-def sums(folder: Path, number: int) -> MathConfig:
-    """The problems, as the task that teaches the small model, solved as every verifier reads it.
+def _is_pictured(data: dict[str, Any]) -> bool:
+    return data.get("processor") == VISION_PROCESSOR and data.get("dataset_name") in PICTURED
+
+
+def problems(recipe: Recipe, folder: Path, number: int) -> tuple[FileTaskConfig, str]:
+    """(the problems as the task that teaches the small model, what they are).
 
     Args: folder: gets the files.  number: of training problems, and of validation problems.
     """
+    _, data = data_sets(recipe)[0]
+    if _is_pictured(data):
+        return _pictures(folder, number, PICTURED[data["dataset_name"]]), "pictures"
+    return _sums(folder, number), "sums"
+
+
+def _pictures(folder: Path, number: int, downloads: tuple[str, str]) -> VisionClassificationConfig:
+    """The task's made-up problems, written again as each download has its rows: image, problem, solution."""
+    task = VisionClassificationConfig().made_up(folder, number)
+    for files, name in zip((task.train_files, task.validation_files), downloads, strict=True):
+        (folder / name).mkdir(parents=True)
+        with (folder / name / "metadata.jsonl").open("w", encoding="utf-8") as rows:
+            for one in read_problems(files, with_images=True):
+                (image,) = one.metadata["images"]
+                shutil.copy(image, folder / name)
+                solution = f"<answer> {one.answer} </answer>"
+                row = {"file_name": Path(image).name, "problem": one.question, "solution": solution}
+                rows.write(f"{json.dumps(row)}\n")
+    return task
+
+
+def _sums(folder: Path, number: int) -> MathConfig:
+    """Solved as every verifier reads it."""
     problems = [sum_problem(index) for index in range(2 * number)]
     shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
     files = {
@@ -71,10 +113,20 @@ def _text(name: str | None, nemo_rl: Path) -> str | None:
     return None if name is None else prompt_file(name, nemo_rl).read_text(encoding="utf-8")
 
 
-def section(recipe: Recipe, task: MathConfig, split: str) -> dict[str, Any] | None:
-    """``data.train`` or ``data.validation`` of the rehearsal; null if the recipe never validates."""
-    if split == "validation" and not recipe.grpo.validates:
-        return None
+def sections(recipe: Recipe, task: FileTaskConfig) -> Iterator[Change]:
+    """Changes of ``data.train`` and ``data.validation``; pictures stand behind the recipe's own names.
+
+    Without a validation there is none of its data either.
+    """
+    is_sums = isinstance(task, MathConfig)
+    for split in ("train", "validation"):
+        if split == "validation" and not recipe.grpo.validates:
+            yield Change(f"data.{split}", None)
+        elif is_sums:
+            yield Change(f"data.{split}", _section(recipe, task, split))
+
+
+def _section(recipe: Recipe, task: FileTaskConfig, split: str) -> dict[str, Any]:
     _, given = data_sets(recipe)[0]
     (file,) = task.train_files if split == "train" else task.validation_files
     return {

@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import Any
 
-from nemo_grpo.rehearsal import SWITCH, VLLM_PYTHON, WARM
+from nemo_grpo.rehearsal import PROBLEMS, SWITCH, VLLM_PYTHON, WARM
 from nemo_grpo.rehearsal.environment import warm_command
 
 FREE_MEMORY = 1 << 30
@@ -65,6 +65,12 @@ def choose_interpreters(module: Any) -> None:
 def share_the_drivers_packages(module: Any) -> None:
     """The TransferQueue's actors run in the driver's Python; NeMo-RL has Ray install it for them by pip."""
     module._TQ_RUNTIME_ENV_PATCHED = True
+
+
+def read_pictures_here(module: Any) -> None:
+    """The data set's class reads its rows, in the schema that it downloads, from the rehearsal's problems."""
+    download = module.load_dataset
+    module.load_dataset = lambda name: download(f"{os.environ[PROBLEMS]}/{name}")
 
 
 def pass_version_check(_module: Any) -> None:

@@ -15,7 +15,7 @@ from nemo_grpo.rehearsal import host
 from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.tasks import TaskConfig
-from nemo_grpo.tasks.mathematics import MathConfig
+from nemo_grpo.tasks.jsonl import FileTaskConfig
 
 NUM_STEPS = 3
 """Two steps, a stop, and one step after the resume."""
@@ -115,10 +115,9 @@ def _data(recipe: Recipe, task: TaskConfig) -> Iterator[Change]:
     if recipe.nemo_grpo.task is not None:
         yield Change("nemo_grpo.task", task.model_dump(mode="json"))
         return
-    assert isinstance(task, MathConfig)
+    assert isinstance(task, FileTaskConfig)
     yield Change("grpo.max_num_epochs", MANY_EPOCHS)
-    for split in ("train", "validation"):
-        yield Change(f"data.{split}", host.section(recipe, task, split))
+    yield from host.sections(recipe, task)
     for name, settings in recipe.env.settings.items():
         if isinstance(settings, dict) and settings.get("num_workers") is not None:
             yield Change(f"env.{name}.num_workers", 1)

@@ -109,7 +109,7 @@ class Recorded:
         found: list[tuple[int, Row, Problem, str]] = []
         for step, row in rows:
             prompt, *turns = self._conversation(row, has_turns)
-            problem = _asked(prompt, known)
+            problem = self._asked(prompt, known)
             if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
                 found.append((step, row, problem, "".join(turns if has_turns else turns[:1])))
         scorer = Scorer(task, settings.rewards, settings.prompt)
@@ -126,6 +126,17 @@ class Recorded:
     def _task(self) -> RehearsedTask:
         return RehearsedTask(self.rehearsal.taught, self.rehearsal.problems.task)
 
+    def _asked(self, prompt: str, problems: Sequence[Problem]) -> Problem | None:
+        """The problem of a prompt, by the longest question that fits and the names of its images.
+
+        Images have no names in NeMo-RL's own data; what stands for those has no question twice.
+        """
+        for problem in sorted(problems, key=lambda problem: -len(problem.question)):
+            names = problem.metadata.get("images", ()) if self.is_graded_here else ()
+            if all(part in prompt for part in (problem.question, *names)):
+                return problem
+        return None
+
     def images_of(self, rows: Sequence[Row]) -> list[Mapping[str, Any]] | None:
         """What the model sees of the images of each response's problem; None for tasks without images.
 
@@ -133,7 +144,7 @@ class Recorded:
         """
         if not self.sees_images:
             return None
-        problems = [_asked(self._conversation(row, False)[0], self._task.known) for row in rows]
+        problems = [self._asked(self._conversation(row, False)[0], self._task.known) for row in rows]
         if None in problems:
             raise Failed(f"the problem of response {problems.index(None)} is not recognised by its images")
         return [self._seen(problem) for problem in problems if problem is not None]
@@ -206,15 +217,6 @@ def _text(turn: Any) -> str:
     if not isinstance(content, list):
         return str(content)
     return "\n".join(str(part[part["type"]]) for part in content)
-
-
-def _asked(prompt: str, problems: Sequence[Problem]) -> Problem | None:
-    """The problem of a prompt, by its question and its images; the longest question that fits."""
-    longest = sorted(problems, key=lambda problem: -len(problem.question))
-    return next(
-        (p for p in longest if all(part in prompt for part in (p.question, *p.metadata.get("images", ())))),
-        None,
-    )
 
 
 def _length(row: Row) -> int:

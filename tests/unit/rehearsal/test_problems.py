@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
+from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.rehearsal import host
 from nemo_grpo.rehearsal.problems import NUM_KNOWN, RehearsedTask, problems_of
 from nemo_grpo.tasks.jsonl import read_problems, write_problems
 
@@ -56,3 +59,46 @@ def test_a_recipe_whose_files_are_here_is_rehearsed_on_them(tmp_path):
     assert problems.are_real
     assert problems.task.train_files == (train,)
     assert not (tmp_path / "unused").exists()
+
+
+PICTURES = {"dataset_name": "clevr-cogent", "processor": "vlm_hf_data_processor", "env_name": "clevr-cogent"}
+
+
+def of_nemo_rl(**data):
+    """A recipe with NeMo-RL's own data."""
+    sets = json.dumps({"train": data, "validation": data})
+    environments = '{"clevr-cogent": {"num_workers": 8}}'
+    own = "{_override_: true, runs_dir: runs, run_name: pictured}"
+    settings = [f"nemo_grpo={own}", f"data={sets}", f"env={environments}"]
+    return load_recipe(RECIPES / OF_EACH_TASK[-1], settings)
+
+
+def test_pictures_stand_where_nemo_rl_reads_its_downloads(tmp_path):
+    recipe = of_nemo_rl(**PICTURES)
+    host.refuse_data(recipe)
+    problems = problems_of(recipe, tmp_path)
+    assert (problems.are_real, problems.origin) == (False, "pictures in place of clevr-cogent")
+    task = problems.task.build()
+    train, validation = host.PICTURED["clevr-cogent"]
+    for name, known in ((train, task.train), (validation, task.validation)):
+        rows = [json.loads(line) for line in (tmp_path / name / "metadata.jsonl").read_text().splitlines()]
+        assert [(row["problem"], row["solution"]) for row in rows] == [
+            (problem.question, f"<answer> {problem.answer} </answer>") for problem in known
+        ]
+        for row, problem in zip(rows, known, strict=True):
+            (image,) = problem.metadata["images"]
+            assert (tmp_path / name / row["file_name"]).read_bytes() == Path(image).read_bytes()
+    questions = [problem.question for problem in (*task.train, *task.validation)]
+    assert len(set(questions)) == len(questions), "a problem is recognised by its question alone"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset_name": "geometry3k"}, "has pictures for clevr-cogent alone"),
+        ({"processor": "code_processor"}, "data.train.env_name=clevr-cogent: a rehearsal has small problems"),
+    ],
+)
+def test_data_that_nothing_stands_for_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        host.refuse_data(of_nemo_rl(**PICTURES | change))

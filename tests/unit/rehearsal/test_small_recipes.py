@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ CLUSTER = sorted(
     path for folder in ("cw_grpo", "erpo", "gpg", "tr_grpo") for path in (RECIPES / folder).glob("*.yaml")
 )
 CW_GRPO = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
+WITH_VLLM = Stack(Path("python"), Path("RL"), Path("vllm"))
 MODEL = RehearsalModel(Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12)
 
 
@@ -77,34 +79,33 @@ def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "vision_grounding: the processor of images needs torchvision"),
+        ("gpg/gpg-qwen2.5-vl-3b-lisa-1n8g", "images are processed by torchvision"),
         ("quickstart", "use nemo-grpo train"),
     ],
 )
 def test_images_without_torchvision_and_embedded_recipes_are_refused(name, message):
     path = RECIPES / f"{name}.yaml"
     with pytest.raises(UserError, match=message):
-        refuse(load_recipe(path), path, has_vllm=True)
+        refuse(load_recipe(path), path, WITH_VLLM)
 
 
-def test_images_are_rehearsed_where_torchvision_is_by_the_stand_in_sampler():
+def test_images_are_rehearsed_where_torchvision_is():
     path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
-    recipe, stack = load_recipe(path), Stack(Path("python"), Path("RL"), Path("vllm"), Path("torchvision"))
-    refuse(recipe, path, has_vllm=True, has_torchvision=True)
-    seeing = for_recipe(stack, recipe)
-    assert (seeing.sees_images, seeing.vllm_python) == (True, None)
+    recipe, stack = load_recipe(path), replace(WITH_VLLM, torchvision=Path("torchvision"))
+    refuse(recipe, path, stack)
+    assert for_recipe(stack, recipe) == replace(stack, sees_images=True)
     assert for_recipe(stack, load_recipe(CW_GRPO)) == stack
 
 
 def test_layers_that_are_not_computed_here_are_refused():
     recipe = load_recipe(CW_GRPO, ["policy.model_name=moonshotai/Moonlight-16B-A3B"])
     with pytest.raises(UserError, match="the layers of deepseek_v3 are not computed on a CPU here"):
-        refuse(recipe, CW_GRPO, has_vllm=True)
-    refuse(load_recipe(CW_GRPO, ["policy.model_name=Qwen/Qwen3-30B-A3B"]), CW_GRPO, has_vllm=True)
+        refuse(recipe, CW_GRPO, WITH_VLLM)
+    refuse(load_recipe(CW_GRPO, ["policy.model_name=Qwen/Qwen3-30B-A3B"]), CW_GRPO, WITH_VLLM)
 
 
 def test_asynchronous_rollouts_need_vllm():
     recipe, path = load_recipe(CW_GRPO, ["policy.generation.vllm_cfg.async_engine=true"]), CW_GRPO
-    refuse(recipe, path, has_vllm=True)
+    refuse(recipe, path, WITH_VLLM)
     with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
-        refuse(recipe, path, has_vllm=False)
+        refuse(recipe, path, replace(WITH_VLLM, vllm_python=None))
