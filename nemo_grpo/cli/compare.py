@@ -103,10 +103,10 @@ def sweep(
 ) -> None:
     """Train one recipe under several settings over seeds: ablations and sensitivity sweeps.
 
-    Presets: tr_grpo-weighting, tr_grpo-sensitivity, gpg-components, gpg-normalization, gpg-group_size,
-    gpg-threshold. With --target cluster they vary the papers' recipes: each run's recipe is written to
-    OUT/recipes, planned and submitted. Repeat the command to submit what is missing, and for table and report
-    of the runs that are done.
+    Presets: ablations, tr_grpo-weighting, tr_grpo-sensitivity, gpg-components, gpg-normalization,
+    gpg-group_size, gpg-threshold. With --target cluster they vary the papers' recipes: each run's recipe is
+    written to OUT/recipes, planned and submitted. Repeat the command to submit what is missing, and for table
+    and report of the runs that are done.
 
     Examples:
 
