@@ -105,7 +105,7 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
         f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
         *([speculation] if drafts else []),
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
-        f"run: {work.num_steps} steps, validations and checkpoints take {_run(found, price)}",
+        f"run: {work.num_steps} steps{work.or_passes}, validations and checkpoints take {_run(found, price)}",
         f"bottleneck: {found.bottleneck}",
         _interval(found),
     ]
@@ -125,6 +125,7 @@ def _interval(found: Forecast) -> str:
 def _run(found: Forecast, price: float | None) -> str:
     seconds = found.run_seconds
     hours = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    hours = f"at most {hours}" if found.work.or_passes else hours
     return hours if found.setup.embedded else f"{hours}, {cost(found, price)} GPU-hours"
 
 

@@ -126,7 +126,7 @@ def _summary(recipe: Recipe) -> str:
     return (
         f"{recipe.loss_fn.variant or recipe.loss_fn.title}, {recipe.policy.model_name or 'warm start'}, "
         f"{recipe.grpo.max_num_steps} steps of {recipe.grpo.num_prompts_per_step} x "
-        f"{recipe.grpo.num_generations_per_prompt}, TP {m.tensor_model_parallel_size} "
+        f"{recipe.grpo.num_generations_per_prompt}{recipe.or_passes}, TP {m.tensor_model_parallel_size} "
         f"PP {m.pipeline_model_parallel_size} CP {m.context_parallel_size} DP {recipe.data_parallel_size}"
     )
 

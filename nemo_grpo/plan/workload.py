@@ -29,7 +29,8 @@ class Workload:
                 trajectory_age: steps that rollouts may run ahead of training; 0: they take turns.
                 waits_for_rollouts: those that run ahead have to end before the engines get new weights.
                 acceptance: probability of a drafted token whose predecessors were accepted.
-                num_steps: of the run.  val_period, val_samples: responses sampled every val_period steps.
+                num_steps: of the run.  or_passes: see `Recipe`.
+                val_period, val_samples: responses sampled every val_period steps.
                 save_period: steps between checkpoints; 0: none.  saves_optimizer: with optimizer state.
     """
 
@@ -43,6 +44,7 @@ class Workload:
     waits_for_rollouts: bool = False
     acceptance: float = ACCEPTANCE
     num_steps: int = 1
+    or_passes: str = ""
     val_period: int = 0
     val_samples: int = 0
     save_period: int = 0
@@ -75,6 +77,7 @@ def workload_of(
         waits_for_rollouts=not in_flight,
         acceptance=acceptance,
         num_steps=grpo.max_num_steps,
+        or_passes=recipe.or_passes,
         val_period=max(grpo.val_period, 0),
         val_samples=(grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt,
         save_period=recipe.checkpointing.save_period if recipe.checkpointing.enabled else 0,

@@ -66,6 +66,14 @@ class Recipe(BaseModel):
         return self._notes
 
     @property
+    def or_passes(self) -> str:
+        """What may end the run before max_num_steps: passes through NeMo-RL's own data; "" for a task's."""
+        passes = self.grpo.max_num_epochs
+        if self.nemo_grpo.task is not None or self.grpo.is_async:
+            return ""
+        return f" or {passes} pass{'es' if passes > 1 else ''} through the data"
+
+    @property
     def world_size(self) -> int:
         """Ranks that train, at least one."""
         return max(self.cluster.gpus_per_node * self.cluster.num_nodes - self.num_rollout_gpus, 1)

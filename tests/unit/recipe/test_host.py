@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import advice, host, load_recipe_dict
 from nemo_grpo.recipe.loader import merge
@@ -198,3 +201,15 @@ def test_prompts_are_found_here_before_nemo_rls_repository(tmp_path, monkeypatch
         (root / name).parent.mkdir(parents=True)
         (root / name).touch()
         assert host.prompt_file(name, repository).resolve() == root / name
+
+
+@pytest.mark.parametrize(("passes", "said"), [(1, "1 pass"), (3, "3 passes")])
+def test_the_end_of_the_data_is_said_where_it_may_end_the_run(passes, said, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(merge(STOCK, {"grpo": {"max_num_epochs": passes}})))
+    check, plan = (
+        CliRunner().invoke(app, [*command, str(path)], env={"COLUMNS": "200"}).output
+        for command in (["recipe", "check"], ["plan"])
+    )
+    assert f"10 steps of 4 x 4 or {said} through the data, TP 1" in check
+    assert f"run: 10 steps or {said} through the data, validations and checkpoints take at most" in plan
