@@ -86,7 +86,7 @@ def nemo_gym_asks_for_no_stops(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ADVICE)
 def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
-    """vllm_worker.py: engines that share the policy's GPUs forget them when they sleep, others never."""
+    """vllm_worker.py: engines on the policy's GPUs forget images in their sleep, engines apart never do."""
     generation = recipe.policy.generation
     vllm = generation.vllm_cfg
     keeps = not (vllm.async_engine and vllm.reset_encoder_cache_after_weight_update)
