@@ -10,6 +10,11 @@ from nemo_grpo.nemorl import compat, nemo_gym
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe.generation_sections import stop_refusals
 
+LOADED = "auto"
+"""vLLM's load format with images. A refit sends what Megatron-Bridge exports; what else an engine has, such
+as what normalises the images in vLLM 0.32, would keep the random numbers that NeMo-RL otherwise lets it start
+with (see its pull request 3904)."""
+
 
 def model_config(run: ClusterRun) -> Any:
     """transformers' configuration of the model.
@@ -65,6 +70,8 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
         has_refit_draft_weights=bool(value_of(policy, "draft.enabled", False)),
         trains_mtp=bool(value_of(policy, "megatron_cfg.mtp_num_layers", 0)),
     )
+    if run.has_images and run.recipe.policy.generation.backend == "vllm":
+        policy["generation"]["vllm_cfg"]["load_format"] = LOADED
     if with_gym:
         nemo_gym.configure(config, tokenizer)
     return processor, tokenizer

@@ -76,14 +76,3 @@ def keep_weights_in_place(module: Any) -> None:
         layer.cpu_linear = torch.nn.functional.linear  # receives the weight in every call
 
     module.dispatch_cpu_unquantized_gemm = unpacked
-
-
-def keep_image_norm(module: Any) -> None:
-    """vLLM 0.32 starts with random weights even where it normalises images, and no refit sends those."""
-    make = module.FusedMMInputNorm.__init__
-
-    def kept(self: Any, *arguments: Any, **named: Any) -> None:
-        make(self, *arguments, **named)
-        self._non_persistent_buffers_set.update(name for name, _ in self.named_buffers())
-
-    module.FusedMMInputNorm.__init__ = kept

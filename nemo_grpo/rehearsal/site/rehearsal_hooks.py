@@ -35,7 +35,6 @@ AFTER_IMPORT: dict[str, str] = {
     "vllm.model_executor.models.registry": "vllm:inspect_here",
     "vllm.platforms.cpu": "vllm:allow_ray",
     "vllm.model_executor.layers.utils": "vllm:keep_weights_in_place",
-    "vllm.model_executor.layers.fusion.mm_input_norm": "vllm:keep_image_norm",
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
 

@@ -12,9 +12,9 @@ import pytest
 from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import run_grpo
+from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.checkpoints import exports_of
-from nemo_grpo.nemorl.model import model_config
+from nemo_grpo.nemorl.model import load_tokenizer, model_config
 from nemo_grpo.nemorl.stopping import Stop, exit_code, last_step
 from nemo_grpo.training.signals import StopRequest
 
@@ -204,6 +204,21 @@ def test_a_models_own_code_runs_only_if_the_recipe_trusts_it(tmp_path, monkeypat
         model_config(of_model(folder))
     assert not list(tmp_path.rglob("*.ran"))
     model_config(of_model(folder, trusted=True))
+
+
+@pytest.mark.parametrize(("has_images", "load_format"), [(True, "auto"), (False, "dummy")])
+def test_vllm_loads_the_model_where_there_are_images(monkeypatch, has_images, load_format):
+    """No refit sends all that such an engine has."""
+
+    def configure(generation, tokenizer, **_):
+        return {"vllm_cfg": {**generation["vllm_cfg"], "load_format": "dummy"}}  # as NeMo-RL's does
+
+    theirs = {"get_tokenizer": lambda *_, **__: Of(tokenizer=None), "configure_generation_config": configure}
+    monkeypatch.setattr(compat, "import_name", lambda name: theirs[name.split(":")[1]])
+    policy = {"tokenizer": {}, "generation": {"vllm_cfg": {"async_engine": False}}}
+    recipe = Of(env=Of(should_use_nemo_gym=False), policy=Of(generation=Of(backend="vllm")))
+    load_tokenizer(Of(master_config=Of(policy=policy), recipe=recipe, has_images=has_images))
+    assert policy["generation"]["vllm_cfg"] == {"async_engine": False, "load_format": load_format}
 
 
 def test_without_checkpoints_the_logged_steps_tell():

@@ -108,13 +108,12 @@ def _by_checkpoint_name(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
 
 
 class LLM:
-    """One engine in this process; a refit supplies its weights."""
+    """One engine in this process. It starts with random weights, whatever it is told: all come by refit."""
 
     def __init__(
         self,
         model: str,
         dtype: str = "float32",
-        load_format: str = "auto",
         seed: int | None = 0,
         max_model_len: int | None = None,
         worker_extension_cls: str = "",
@@ -130,7 +129,6 @@ class LLM:
         )
 
         assert tensor_parallel_size == 1, "the stand-in has one process"
-        assert load_format == "dummy", "the weights come by refit"
         torch.manual_seed(DUMMY_SEED)
         config = AutoConfig.from_pretrained(model)
         has_vision = hasattr(config, "vision_config")
