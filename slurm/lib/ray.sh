@@ -85,16 +85,21 @@ start_ray() {
         --exclude="${NODES[0]}" --output="$LOG/ray-worker-%N.log" -- bash -c "$(ray_node --address="$RAY_ADDRESS")"
 }
 
-# Waits until every node has registered all its GPUs; 1 when the job has to end.
+# Waits until every node has registered all its GPUs; 1 when the job has to end. A head that listens may still end and
+# be started again, see ray_node: then whoever asks it loses it, and another one asks.
 await_gpus() {
-    local node
-    start ray-ready "$LOG/ray-ready.log" nemo-grpo --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" \
-        --output="$LOG/ray-ready.log" -- \
-        "$PYTHON" "$ROOT/slurm/lib/ray_ready.py" --missing "$LOG/missing" --seconds "${RAY_SECONDS:-600}" \
-        --gpus-per-node "$GPUS_PER_NODE" "${NODES[@]}"
-    await ray-ready || return 1
-    cat "$LOG/ray-ready.log"
-    if ((RC == 0)); then return; fi
+    local node until=$((SECONDS + ${RAY_SECONDS:-600}))
+    while :; do
+        start ray-ready "$LOG/ray-ready.log" nemo-grpo --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" \
+            --output="$LOG/ray-ready.log" -- \
+            "$PYTHON" "$ROOT/slurm/lib/ray_ready.py" --missing "$LOG/missing" --seconds $((until - SECONDS)) \
+            --gpus-per-node "$GPUS_PER_NODE" "${NODES[@]}"
+        await ray-ready || return 1
+        cat "$LOG/ray-ready.log"
+        if ((RC == 0)); then return; fi
+        if [ -s "$LOG/missing" ] || ((SECONDS >= until)); then break; fi
+        say "Ray could not be asked for its nodes; asking again"
+    done
     if [ -s "$LOG/missing" ]; then
         while read -r node; do
             say "missing: $node; the end of its log:"

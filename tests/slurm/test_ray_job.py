@@ -145,6 +145,26 @@ def test_ray_that_does_not_start_at_once_is_started_again(start, tmp_path):
         assert "in try 1 of 3" in (job.logs / f"attempt-0/{name}.log").read_text()
 
 
+def test_another_one_asks_when_the_head_ends_after_it_has_listened(start, tmp_path):
+    """As Ray's does on a busy machine whose agents are late; the worker waits, so somebody is asking."""
+    ended, asked = f"{tmp_path}/ended", f"{tmp_path}/logs/*/*/attempt-0/ray-ready.log"
+    ends = f"""
+if [[ $* = *ray.scripts*--head* && ! -e {ended} ]]; then
+    {sys.executable} "$@" &
+    until compgen -G "{asked}" >/dev/null; do sleep 0.1; done
+    sleep 6
+    kill $!
+    wait
+    touch {ended}
+    exit 1
+fi
+while [[ $* = *ray.scripts* && ! -e {ended} ]]; do sleep 0.1; done"""
+    job = start(PYTHON=hesitant_python(tmp_path, ends))
+    assert job.wait(3 * MINUTE) == "COMPLETED"
+    assert job.field("Restarts") == "0"
+    assert "in try 1 of 3" in (job.logs / "attempt-0/ray-head.log").read_text()
+
+
 def test_running_job_rejects_other_clients_and_a_cancelled_job_is_not_requeued(slurm, start):
     job = start(STEPS="1000", PACE="0.5")
     job.wait_for_output("start from step 0", 2 * MINUTE)
