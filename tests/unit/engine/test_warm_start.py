@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 
@@ -110,6 +111,13 @@ def test_it_learns_the_demonstrations(tmp_path, task):
     start = demonstration_loss(untrained, task)
     assert start == pytest.approx(math.log(296), abs=0.3)  # uniform over the vocabulary
     assert demonstration_loss(trained, task) < start - 2.5
+
+
+def test_it_says_how_far_it_is(tmp_path, task, caplog):
+    with caplog.at_level("INFO"):
+        warm_start(config(tmp_path, num_steps=2), task, PROMPT)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if re.fullmatch(r"warm start 2/2, .*, loss \d+\.\d{3}", line)], lines
 
 
 def test_loss_is_on_the_response_alone(folder, task):
