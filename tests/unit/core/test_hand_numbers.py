@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nemo_grpo.core.advantages import group_advantages
+from nemo_grpo.core.aggregation import aggregate
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.importance import ImportanceCorrection
 from nemo_grpo.core.kl import kl_estimate, with_score_function
@@ -107,6 +108,37 @@ def test_geometric_mean_is_over_counting_tokens():
     )
     assert metrics["importance/outside"].tolist() == [0]
     close(found, [[2.0, 1.0]])
+
+
+# ---------------------------------------------------------------------- aggregation
+# Terms 1, 2, 4 | 8 in two rows; a step of 5 tokens in 3 sequences.
+
+
+@pytest.mark.parametrize(
+    ("how", "parameters", "expected"),
+    [
+        ("token_mean", {}, 15 / 5),
+        ("group_token_mean", {"row_factors": torch.tensor([0.5, 0.25])}, (7 * 0.5 + 8 * 0.25) / 3),
+        ("sequence_mean", {}, (7 / 3 + 8) / 3),
+        ("constant", {"max_response_length": 10}, 15 / (3 * 10)),
+    ],
+)
+def test_aggregates_by_hand(how, parameters, expected):
+    terms, counts = torch.tensor([[1.0, 2, 4], [8, 64, 64]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    found = aggregate(terms, counts, how, global_valid_toks=5, global_valid_seqs=3, **parameters)
+    assert found.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("group_token_mean", "needs the step's row_factors; prepare the batch"),
+        ("constant", "divides by max_response_length; set it"),
+    ],
+)
+def test_an_aggregate_without_its_divisor_is_refused(how, message):
+    with pytest.raises(ValueError, match=message):
+        aggregate(torch.ones(1, 2), torch.ones(1, 2), how, global_valid_toks=2, global_valid_seqs=1)
 
 
 # ---------------------------------------------------------------------- advantages

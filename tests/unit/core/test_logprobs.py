@@ -64,6 +64,8 @@ def test_an_unused_output_leaves_the_other_gradient_alone(unused):
 
 def test_logprobs_alone_are_the_same_bits_and_gradient():
     logits, targets = example()
+    of_one = torch.log_softmax(logits.detach(), -1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(next_token_logprobs(logits, targets), of_one, rtol=1e-5, atol=1e-6)
     alone = next_token_logprobs(logits, targets, temperature=0.7, chunk_size=4)
     both, _ = logprobs_and_entropy(logits, targets, temperature=0.7, chunk_size=4)
     assert torch.equal(alone, both)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 
 import pytest
 import torch
 
-from nemo_grpo.core.statistics import Groups, group_zscore, percentiles, segment_zscore
+from nemo_grpo.core.statistics import Groups, group_zscore, percentiles, row_std, segment_zscore
 
 X = torch.tensor([[1.0, 4.0, math.nan], [7.0, 0.5, 3.0], [2.0, 2.0, 2.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, False], [True, False, True], [True, True, True]])
@@ -23,6 +23,17 @@ def test_group_zscore_standardises_the_tokens_of_all_the_groups_rows():
     assert found.tolist() == [pytest.approx(row, abs=1e-12) for row in expected]
     segments = groups.index[:, None].expand_as(X)
     assert torch.allclose(found, segment_zscore(X, MASK, segments, 2, 0.1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 4.0], [1.0, 4.0, 2.5]])
+def test_std_of_rewards_is_the_sample_standard_deviation(rewards):
+    rows, valid = torch.tensor([*rewards, math.nan]), torch.tensor([*[True] * len(rewards), False])
+    assert row_std(rows, valid).item() == pytest.approx(stdev(rewards))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_fewer_than_two_rewards_have_no_spread(number):
+    assert row_std(torch.tensor([3.0, 5.0]), torch.arange(2) < number) == 0
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import oracles
@@ -11,7 +12,7 @@ import torch
 from test_equations import as_lists
 
 from nemo_grpo import TokenBatch, UserError, build_objective
-from nemo_grpo.variants import parse_loss_fn
+from nemo_grpo.variants import cw_grpo, parse_loss_fn
 from nemo_grpo.variants.checking.steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
@@ -255,6 +256,43 @@ def test_tr_grpo_by_hand():
     assert gradient[1, 1].item() == pytest.approx(1.00983 * A / 12, rel=1e-5)
 
 
+def test_tr_grpo_with_reverse_weights_by_hand():
+    """2 - w: 0.6 where pi = 1/2, 0.99017 where it is 1/8."""
+    o = build_objective(
+        "tr_grpo",
+        weighting="reverse",
+        kl_weighting="none",
+        advantage_eps=0.0,
+        reference_policy_kl_penalty=0.0,
+    )
+    _, gradient, _ = loss_and_gradient(o, on_policy())
+    assert gradient[0, 0].item() == pytest.approx(-0.6 * A / 12)
+    assert gradient[1, 1].item() == pytest.approx((2 - 1.00983) * A / 12, rel=1e-5)
+
+
+@pytest.mark.parametrize(("upper", "is_refused"), [(1.99, False), (2.0, True), (3.0, True)])
+def test_tr_grpo_refuses_reverse_weights_that_are_not_positive(upper, is_refused):
+    how = {"weighting": "reverse", "upper": upper}
+    with pytest.raises(UserError, match="must be positive; use upper < 2") if is_refused else nullcontext():
+        build_objective("tr_grpo", **how)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "cw_grpo", "tr_grpo", "gpg"])
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_the_distance_to_a_reference_is_measured_where_it_is_penalised(name, penalty):
+    o, batch = build_objective(name, reference_policy_kl_penalty=penalty), on_policy()
+    batch = replace(batch, reference_policy_logprobs=batch.prev_logprobs - 1)
+    _, metrics = o.loss(o.prepare(batch), **counts(batch))
+    assert ("kl/reference" in metrics) == (penalty > 0)
+
+
+def test_a_step_is_drawn_with_seed_0_unless_one_is_given():
+    o, batch = build_objective("tr_grpo", weighting="random"), on_policy()
+    default, zero, one = (o.prepare(batch, **how).token_weights for how in ({}, {"seed": 0}, {"seed": 1}))
+    assert torch.equal(default, zero)
+    assert not torch.equal(default, one)
+
+
 def test_tr_grpo_kl_by_hand():
     """Eq. 11 at pi = pi_ref is w - ln w - 1, its gradient in logp is 1 - w."""
     o = build_objective("tr_grpo", reference_policy_kl_penalty=0.5, advantage_eps=0.0)
@@ -475,6 +513,14 @@ def test_share_of_small_cw_grpo_weights_by_hand():
     small = sum(x * 6 / sum(w) < 0.5 for x in w)
     assert small == 1
     assert prepared.metrics["cw_grpo/weight_below_half"].item() == pytest.approx(1 / 12)
+
+
+def test_a_cw_grpo_weight_of_a_half_is_not_a_small_one(monkeypatch):
+    """The weights are given: no step's are exactly 1/2, as they are e^-x over a mean of such."""
+    weights = torch.tensor([[0.5, 0.25, 1.0], [0.5, 0.5, 0.49], [0.5, 0.5, 1.0], [2.0, 1.0, 0.5]])
+    monkeypatch.setattr(cw_grpo, "gaussian_kernel_weights", lambda *_: weights)
+    prepared = build_objective("cw_grpo").prepare(on_policy())
+    assert prepared.metrics["cw_grpo/weight_below_half"].item() == pytest.approx(2 / 12)
 
 
 def test_a_clip_distance_of_nothing_is_taken():
