@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from toy_policies import assert_equal, hf_model, policy_of, train, weights_of
 
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore
-from nemo_grpo.engine.megatron.checkpoint import load_policy
+from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.saving import Saver, TrainingAborted
 from nemo_grpo.errors import UserError
@@ -93,6 +94,21 @@ def test_a_save_killed_before_it_is_named_is_the_newest(tmp_path, source, policy
     assert store.latest() == tmp_path / "checkpoints/step_1000000"
     store.remove_leftovers()  # as the next start does
     assert pointer.read_text() == "step_1000000"
+
+
+def test_a_rank_flushes_what_it_has_written(tmp_path, policy, monkeypatch):
+    """The first rank, which flushes the whole folder before it gets its name, may be on another node."""
+    flushed, fsync = [], os.fsync
+
+    def noted(descriptor):
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", noted)
+    begin_save(policy, tmp_path / "weights", 1).finish()
+    written = {str(file) for file in (tmp_path / "weights").rglob("*.distcp")}
+    assert written
+    assert written <= set(flushed)
 
 
 @pytest.mark.parametrize("behind", [True, False])

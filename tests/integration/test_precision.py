@@ -30,6 +30,7 @@ from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron import layers, model
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
+from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.recipe.layout import Layout
 
 TP2 = Layout(tensor=2, sequence_parallel=True)
@@ -134,10 +135,12 @@ class FusedNormLinear(ColumnParallelLinear):
         self.layer_norm_weight = torch.nn.Parameter(torch.empty(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
         self.eps = config.layernorm_epsilon
+        self.return_layernorm_output = False
 
     def forward(self, x: torch.Tensor, *arguments: Any, **more: Any) -> Any:
         normed = torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
-        return super().forward(normed, *arguments, **more)
+        output, bias = super().forward(normed, *arguments, **more)
+        return (output, normed) if self.return_layernorm_output else output, bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         state = self.state_dict(prefix="", keep_vars=True)
@@ -191,6 +194,21 @@ def test_norms_within_linear_layers_load_train_and_gather_the_same(num_ranks, la
     torch.testing.assert_close(fused["scores"], apart["scores"], rtol=1e-6, atol=1e-6)
     assert fused["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-6)
     torch.testing.assert_close(fused["weights"], apart["weights"], rtol=1e-6, atol=1e-7)
+
+
+def adapters_after_two_updates(layout: Layout, fused: bool) -> dict[str, Any]:
+    model.block_spec = fused_block_spec if fused else layers.block_spec
+    policy = policy_of(hf_model(), layout=layout, lora=LoRASettings(dim=4, alpha=6), seed=3)
+    grad_norms = [result.grad_norm for result in train(policy, 2)]  # at first B is zero, so A has no gradient
+    return {"grad_norms": grad_norms, "weights": weights_of(policy)}
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
+def test_adapters_of_fused_layers_multiply_the_norms_output(num_ranks, layout):
+    fused, local = (
+        run_ranks(num_ranks, adapters_after_two_updates, layout, fused)[0] for fused in (True, False)
+    )
+    torch.testing.assert_close(fused, local, rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_of_one_structure_loads_into_the_other(tmp_path):

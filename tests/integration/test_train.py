@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_grpo import VARIANTS, UserError, cli
 from nemo_grpo.diagnostics import report
 from nemo_grpo.engine.checkpoint import WEIGHTS
+from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.run_command import run_recipe
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import validation_sampling
@@ -446,8 +447,9 @@ def test_two_processes_cannot_train_in_one_folder(recipe, tmp_path, cache):
 def test_checkpoints_of_another_run_are_not_touched(recipe, tmp_path):
     shared = f"checkpointing.checkpoint_dir={tmp_path / 'shared'}"
     Trainer(recipe(shared, "grpo.max_num_steps=2", name="one")).train()
-    with pytest.raises(UserError, match="another run's checkpoints"):
-        Trainer(recipe(shared, name="two"))
+    for begin in (partial(check, resume=False), Trainer):  # before ranks start, and by each of them
+        with pytest.raises(UserError, match="another run's checkpoints"):
+            begin(recipe(shared, name="two"))
     assert (tmp_path / "shared/step_000002").exists()
 
 

@@ -54,6 +54,15 @@ def test_a_device_that_cannot_be_had_is_refused(gpus):
         setup.choose_device(recipe("cpu"))
 
 
+def test_a_ranks_gpu_is_the_current_device(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    parallel.initialize(Layout(), torch.device("cpu"), 0)
+    assert taken == []
+    parallel.initialize(Layout(), torch.device("cuda", 1), 0)  # the groups are there, so no NCCL
+    assert taken == [torch.device("cuda", 1)]
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "installed", "dtype", "expected"),
     [

@@ -93,7 +93,7 @@ def test_sixteen_bit_gradients_of_parts_are_added_in_float32() -> None:
     assert (weight.grad.dtype, weight.grad.tolist()) == (torch.bfloat16, [[300.0], [-300.0]])
 
 
-@pytest.mark.parametrize("most", [4, 100])
+@pytest.mark.parametrize("most", [4, 8, 100])
 def test_logits_in_memory_are_those_of_a_few_tokens(most: int) -> None:
     hidden, weight, targets, factors = drawn()
     seen: list[int] = []

@@ -71,6 +71,16 @@ def test_policy_gets_the_recipes_settings(given):
     assert given["lora"].targets == ("linear_qkv", "linear_proj", "linear_fc2")
 
 
+@pytest.mark.parametrize(
+    ("fp8", "rank", "is_told"), [("e4m3", 0, True), ("e4m3", 1, False), ("hybrid", 0, False)]
+)
+def test_the_first_rank_says_what_to_know_of_fp8(given, monkeypatch, caplog, fp8, rank, is_told):
+    monkeypatch.setattr(setup, "is_rank_zero", lambda: rank == 0)
+    section = f"policy.megatron_cfg.fp8_cfg={{enabled: true, fp8: {fp8}, fp8_recipe: delayed}}"
+    setup.build_policy(recipe("policy.precision=bfloat16", section), "folder", keep_reference=False)
+    assert [record.getMessage()[-14:] for record in caplog.records] == ["use fp8=hybrid"] * is_told
+
+
 def test_overlong_penalty_is_the_recipes():
     """Within 10: 4 tokens of buffer, so 8 is half way through it."""
     shaping = "{enabled: true, max_response_length: 10, overlong_buffer_length: 4"
