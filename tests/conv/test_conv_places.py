@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import copy_side_files, megatron_to_hf
+from checkpoints_conv.verify import verify
 from nemo_grpo import UserError, files
 
 
@@ -35,6 +37,25 @@ def test_resumption_needs_space_for_what_is_left_only(source, checkpoint, tmp_pa
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: nothing_free)
     megatron_to_hf(checkpoint, source, tmp_path / "out", resume=True)
     assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(source))
+
+
+def test_progress_is_shown_in_bytes_to_the_end(source, tmp_path, caplog):
+    caplog.set_level("INFO")
+    hf_to_megatron(source, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", source, tmp_path / "hf")
+    verify(source, tmp_path / "megatron")
+    for work in ("hf-to-megatron", "megatron-to-hf", "verify"):
+        assert re.search(rf"{work} 0\.00 of 0\.00 GB, \d+ MB/s, 0 s left", caplog.text), work
+
+
+def test_conversions_leave_no_file_open(source, tmp_path):
+    number = []
+    for name in ("first", "second", "third"):  # the first may open what the process keeps
+        hf_to_megatron(source, tmp_path / name)
+        megatron_to_hf(tmp_path / name, source, tmp_path / f"{name}_hf")
+        verify(source, tmp_path / name)
+        number.append(len(os.listdir("/proc/self/fd")))
+    assert number[1:] == number[:1] * 2
 
 
 def test_file_system_without_locks_is_no_other_process(source, tmp_path, monkeypatch, caplog):
@@ -120,6 +141,22 @@ def test_older_iteration_is_not_taken_for_the_latest(checkpoint, tmp_path):
     with pytest.raises(UserError, match="names iteration 200"):
         find_checkpoint(folder)
     assert find_checkpoint(folder / "iter_0000000") == folder / "iter_0000000"
+
+
+def test_one_of_several_iterations_must_be_named(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    first, other = folder / "iter_0000000", folder / "iter_0000005"
+    shutil.copytree(first, other)
+    latest = folder / "latest_checkpointed_iteration.txt"
+    latest.write_text("5")
+    assert find_checkpoint(folder) == other
+    latest.unlink()
+    with pytest.raises(
+        UserError, match=r"several iterations \(iter_0000000, iter_0000005\); give the folder of"
+    ):
+        find_checkpoint(folder)
+    shutil.rmtree(first)
+    assert find_checkpoint(folder) == other
 
 
 @pytest.mark.parametrize(

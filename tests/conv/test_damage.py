@@ -11,6 +11,7 @@ import shutil
 import sys
 import types
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path, PosixPath
 
 import pytest
@@ -118,6 +119,46 @@ def test_malicious_metadata_runs_nothing(source, folder, tmp_path):
     pickle.loads(pickle.dumps(Malicious(marker)))
     assert marker.exists()  # the pickle would have worked
     marker.unlink()
+
+
+def with_another_offset(metadata, name):
+    """Of the first chunk, where the tensor's chunks are and where they lie in the files."""
+    chunk = metadata.state_dict_metadata[name].chunks[0]
+    index = next(i for i in metadata.storage_data if (i.fqn, i.offset) == (name, chunk.offsets))
+    chunk.offsets = torch.Size([0] * 9)
+    metadata.storage_data[replace(index, offset=chunk.offsets)] = metadata.storage_data.pop(index)
+
+
+def with_a_transform(metadata, name):
+    for index, place in metadata.storage_data.items():
+        if index.fqn == name:
+            place.transform_descriptors = ["zstd"]
+
+
+NO_TENSOR = {
+    "it holds no torch_dist metadata": lambda _metadata, _name: ["a list"],
+    r"is stored with \['zstd'\]; save it uncompressed": with_a_transform,
+    "are no sizes": lambda metadata, name: setattr(metadata.state_dict_metadata[name], "size", (-4, 4)),
+    "has chunks of another rank, or no dtype": lambda metadata, name: setattr(
+        metadata.state_dict_metadata[name].chunks[0], "sizes", torch.Size([1] * 9)
+    ),
+    "of another rank, or no dtype": lambda metadata, name: setattr(
+        metadata.state_dict_metadata[name].properties, "dtype", None
+    ),
+    "has chunks at places of another rank": with_another_offset,
+}
+
+
+@pytest.mark.parametrize("message", NO_TENSOR)
+def test_metadata_that_describes_no_tensor_is_refused(folder, message):
+    def change(metadata):
+        tensors = metadata.state_dict_metadata.items()
+        name = next(name for name, stored in tensors if isinstance(stored, TensorStorageMetadata))
+        return NO_TENSOR[message](metadata, name)
+
+    change_metadata(folder, change)
+    with pytest.raises(UserError, match=message):
+        TorchDistReader(folder)
 
 
 def test_enumerations_pickled_by_name_are_read(checkpoint, folder, monkeypatch):
