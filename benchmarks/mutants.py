@@ -1,6 +1,6 @@
 """Plant single errors in source files and see which of them the given tests do not notice.
 
-    python benchmarks/mutants.py nemo_grpo/core/kl.py nemo_grpo/core/importance.py \
+    python benchmarks/mutants.py nemo_grpo/core checkpoints_conv/verify.py \
         --tests tests/unit/core tests/unit/variants [--covered-by .coverage] [-n 40] [--seed 0] [--skip 0] \
         [--output FILE.md]
 
@@ -38,7 +38,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401  # imported once, 
 ROOT = Path(__file__).parents[1]
 COPIED = (
     *("nemo_grpo", "checkpoints_conv", "recipes", "tests", "benchmarks", "slurm", "scripts", "docs"),
-    "pyproject.toml",
+    *("pyproject.toml", "README.md"),
 )
 SLACK = 60
 """CPU seconds added to three times what the tests need."""
@@ -86,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="+", type=Path, help="or folders: all their Python files")
     parser.add_argument("--tests", nargs="+", required=True, help="what pytest gets")
     parser.add_argument("--covered-by", type=Path, help="coverage.py's file, with a context for each test")
     parser.add_argument("-n", type=int, default=40, help="mutants, over all files together")
@@ -94,7 +94,8 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="the first ones, judged before")
     parser.add_argument("--output", type=Path, help="Markdown table of the survivors")
     given = parser.parse_args()
-    possible = [place for file in given.files for place in places(file.resolve().relative_to(ROOT))]
+    files = [file for each in given.files for file in (sorted(each.rglob("*.py")) or [each])]
+    possible = [place for file in files for place in places(file.resolve().relative_to(ROOT))]
     drawn = random.Random(given.seed).sample(possible, min(given.n, len(possible)))
     chosen = [mutant_at(*place) for place in drawn[given.skip :]]
     reached = covering(given.covered_by) if given.covered_by else {}
