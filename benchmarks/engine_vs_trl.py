@@ -18,8 +18,8 @@ TRL is no dependency of this project. Give it an environment of its own, with th
     python -m venv /tmp/trl
     /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0
 
-and pass --trl-python /tmp/trl/bin/python; without it only our side is measured. All sides of smollm2 at once take
-more than 20 GB of memory: `--heads classic` and so on compare them one by one.
+and pass --trl-python /tmp/trl/bin/python; without it only our side is measured. All sides of smollm2 at
+once take more than 20 GB of memory: `--heads classic` and so on compare them one by one.
 """
 
 from __future__ import annotations
