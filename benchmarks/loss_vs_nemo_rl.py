@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -158,6 +159,65 @@ def prepare_share(length: int = 512) -> list[str]:
     return lines
 
 
+def minimal_loss(current: torch.Tensor, batch: Any, advantages: torch.Tensor) -> torch.Tensor:
+    """GRPO with a KL penalty in as few operations as its equation has; no metrics, no bounds."""
+    ratio = torch.exp(current - batch.prev_logprobs)
+    policy = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    gap = batch.reference_policy_logprobs - current
+    terms = policy - KL * (torch.exp(gap) - gap - 1)
+    return -(terms * batch.counts).sum() / batch.counts.sum()
+
+
+def compare_variants() -> list[str]:
+    """One line per variant: milliseconds of prepare, and of loss and backward pass beside `minimal_loss`.
+
+    The objective alone, without NeMo-RL's metrics. Medians: memory that is fetched anew is part of the time.
+    """
+    from nemo_grpo import build_objective
+    from nemo_grpo.core.batch import TokenBatch, global_counts
+
+    data = step_data("cpu")
+    batch = TokenBatch(
+        **{name: data[name][:, 1:] for name in ("prev_logprobs", "generation_logprobs", "token_mask")},
+        reference_policy_logprobs=data["reference_policy_logprobs"][:, 1:],
+        entropies=-data["prev_logprobs"][:, 1:],
+        sample_mask=data["sample_mask"],
+        rewards=(torch.rand(ROWS, generator=torch.Generator().manual_seed(2)) > 0.5).float(),
+        group_ids=torch.arange(ROWS) // GROUP,
+    )
+    tokens, sequences = global_counts(batch)
+    settings = {"grpo": 0.0, "grpo with KL": KL, "tr_grpo": KL, "erpo": KL}
+    made = {
+        name: build_objective(name.split()[0], reference_policy_kl_penalty=kl)
+        for name, kl in settings.items()
+    }
+    prepared = {name: objective.prepare(batch) for name, objective in made.items()}
+    clean, advantages = prepared["grpo"].batch, prepared["grpo"].advantages
+
+    def learn(name: str) -> None:
+        current = data["current"].clone().requires_grad_()
+        if name == "minimal":
+            loss = minimal_loss(current, clean, advantages)
+        else:
+            rows = prepared[name].select(slice(None), next_token_logprobs=current)
+            loss, _ = made[name].loss(rows, global_valid_toks=tokens, global_valid_seqs=sequences)
+        loss.backward()
+
+    times: dict[str, list[float]] = {}
+    for _ in range(5 * REPEATS):
+        for name in ("minimal", *made):
+            times.setdefault(name, []).append(seconds(lambda n=name: learn(n), "cpu"))
+            if name in made:
+                took = seconds(lambda n=name: made[n].prepare(batch), "cpu")
+                times.setdefault(f"prepare {name}", []).append(took)
+    shown = {name: 1000 * median(took) for name, took in times.items()}
+    lines = []
+    for name in made:
+        ratio = shown[name] / shown["minimal"]
+        lines.append(f"| {name} | {shown[f'prepare {name}']:.1f} | {shown[name]:.1f} | {ratio:.2f} |")
+    return lines
+
+
 def report() -> str:
     """Everything as Markdown."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -178,6 +238,13 @@ def report() -> str:
         "| variant | prepare, ms | model, s | share |",
         "|---|---|---|---|",
         *prepare_share(),
+        "",
+        "The objective alone on all rows at once, against GRPO with a KL penalty in as few operations as its",
+        "equation has; medians:",
+        "",
+        "| variant | prepare, ms | loss and backward pass, ms | in times of the minimal loss |",
+        "|---|---|---|---|",
+        *compare_variants(),
     ]
     return "\n".join(lines) + "\n"
 

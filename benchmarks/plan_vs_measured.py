@@ -1,10 +1,11 @@
 """The planner's memory of embedded runs against the kernel's peak of real ones, on a CPU.
 
 Every size is a run of its own: the quickstart's task on a made-up policy, two steps with a KL penalty, so
-that there is a reference policy and every response has a gradient. A first run makes the policy, the second
-counts.
+that there is a reference policy and every response has a gradient. quickstart and tiny (`engine_vs_trl`) are
+the recipes as they are, shortened, with validations, checkpoints and the export. A first run makes the
+policy, the second counts.
 
-    python benchmarks/plan_vs_measured.py [--sizes 256x4 512x8 768x12] [--tokens 2048]
+    python benchmarks/plan_vs_measured.py [--sizes 256x4 512x8 768x12 quickstart tiny] [--tokens 2048]
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.engine_vs_trl import CONFIGS
 from benchmarks.peak_memory import in_child
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+SHORTENED = ("grpo.max_num_steps=24", "grpo.val_period=12", "checkpointing.save_period=12")
+WHOLE = {
+    "quickstart": SHORTENED,
+    "tiny": (
+        *(*SHORTENED, "grpo.num_prompts_per_step=4", "policy.generation.max_new_tokens=32"),
+        *CONFIGS["tiny"].changes,
+    ),
+}
 
 
 def bare_run(size: str) -> list[str]:
@@ -38,10 +48,11 @@ def bare_run(size: str) -> list[str]:
 
 def measure(size: str, tokens: int) -> tuple[int, float]:
     """(planned, measured) bytes."""
-    short = ("grpo.max_num_steps=2", "grpo.num_prompts_per_step=8")
+    bare = ("grpo.max_num_steps=2", "grpo.num_prompts_per_step=8")
+    changes = WHOLE[size] if size in WHOLE else (*bare_run(size), *bare)
     for _ in range(2):
         with tempfile.TemporaryDirectory() as runs:
-            settings = [*bare_run(size), *short, f"policy.sequence_packing.train_mb_tokens={tokens}"]
+            settings = [*changes, f"policy.sequence_packing.train_mb_tokens={tokens}"]
             settings.append(f"nemo_grpo.runs_dir={runs}")
             _, peak = in_child("nemo_grpo.cli", "train", RECIPE, *settings)
     return plan_recipe(load_recipe(RECIPE, settings)).peaks["training"], peak
@@ -49,7 +60,9 @@ def measure(size: str, tokens: int) -> tuple[int, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["256x4", "512x8", "768x12"], help="hidden x layers")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["256x4", "512x8", "768x12"], help="hidden x layers, quickstart or tiny"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="of a microbatch")
     options = parser.parse_args()
     print("| hidden x layers | microbatch tokens | planned MiB | measured MiB | error |")

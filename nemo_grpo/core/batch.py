@@ -149,15 +149,17 @@ class TokenBatch:
         """The same batch on another device."""
         return on_device(self, device)
 
-    def clean(self) -> TokenBatch:
+    def clean(self, names: tuple[str, ...] = _NATS) -> TokenBatch:
         """The same batch with 0 wherever a token or a sequence does not count.
 
         NaN, infinity or garbage there reaches neither a value nor a gradient.
+
+        Args: names: fields [B, T] that may hold such; the others are clean.
         """
         mask = self.mask
         rewards = torch.where(self.sample_mask, self.rewards.to(self.prev_logprobs.dtype), 0.0)
         clean = copy.copy(self)  # with its masks; shapes stay as they are and need no second check
-        vars(clean).update({name: zero_outside(x, mask) for name, x in self._given(*_NATS).items()})
+        vars(clean).update({name: zero_outside(x, mask) for name, x in self._given(*names).items()})
         vars(clean).update(token_mask=mask, rewards=rewards)
         return clean
 
@@ -194,8 +196,9 @@ class PreparedBatch:
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
     ) -> PreparedBatch:
         """Any subset of rows (a microbatch, a rank's share), with the current policy's logprobs for them."""
+        part = self.batch.select(rows, next_token_logprobs=next_token_logprobs, length=length)
         return PreparedBatch(
-            batch=self.batch.select(rows, next_token_logprobs=next_token_logprobs, length=length).clean(),
+            batch=part.clean(("next_token_logprobs",)),
             advantages=self.advantages[rows, :length],
             group_sizes=self.group_sizes[rows],
             token_weights=None if self.token_weights is None else self.token_weights[rows, :length],

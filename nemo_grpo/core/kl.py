@@ -37,7 +37,7 @@ def weighted_k3(
 
     Not 0 at logp = logp_ref unless w = 1: there it is w - log w - 1, and its minimum lies at pi = w pi_ref.
     """
-    log_x = torch.log(token_weights).add_(reference_policy_logprobs) - next_token_logprobs
+    log_x = torch.log(token_weights).add_(reference_policy_logprobs).sub_(next_token_logprobs)
     return _excess_of_exp(log_x)
 
 

@@ -52,7 +52,7 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
         "mismatch/kl": token_mean(bounded.exp() - bounded - 1, scored),
         "logprob/mean": token_mean(batch.prev_logprobs, mask),
     }
-    values = percentiles(covariance[mask], tuple(COVARIANCE_SHARES.values()))
+    values = percentiles(covariance.masked_select(mask), tuple(COVARIANCE_SHARES.values()))
     metrics |= {f"covariance/{name}": value for name, value in zip(COVARIANCE_SHARES, values, strict=True)}
     if batch.entropies is not None:
         metrics["entropy/mean"] = token_mean(batch.entropies, scored)

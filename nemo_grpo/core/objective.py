@@ -14,7 +14,7 @@ from nemo_grpo.core.aggregation import Aggregation, aggregate, group_mean_factor
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.checks import require
 from nemo_grpo.core.importance import ImportanceCorrection
-from nemo_grpo.core.lazy import Tensor
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.metrics import step_metrics
 from nemo_grpo.core.surrogates import MAX_LOG_RATIO
 
@@ -53,8 +53,7 @@ FurtherMetrics = Callable[[PreparedBatch, "dict[str, Tensor]"], "dict[str, Tenso
 def _far_below(batch: TokenBatch) -> Tensor:
     """[B, T]: 1 for tokens whose KL estimate is clamped, because the reference is that much likelier."""
     assert batch.reference_policy_logprobs is not None
-    gap = batch.reference_policy_logprobs - batch.kl_logprobs.detach()
-    return (gap > MAX_LOG_RATIO).to(gap.dtype)
+    return (batch.reference_policy_logprobs - batch.kl_logprobs.detach()).gt_(MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class Objective:
         terms, metrics = self.token_terms(prepared)
         counts, beta = prepared.batch.counts, self.kl_penalty
         loss = -aggregate(
-            terms.policy if terms.kl is None else terms.policy - beta * terms.kl,
+            terms.policy if terms.kl is None else torch.sub(terms.policy, terms.kl, alpha=beta),
             counts,
             self.aggregation,
             global_valid_toks=global_valid_toks,

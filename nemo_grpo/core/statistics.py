@@ -100,13 +100,13 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
     Returns: [B, T] in x's dtype; exactly 0 where mask is False and where the segment has no spread.
     """
     places = mask.flatten().nonzero()[:, 0]  # found once: a mask as an index is searched at every use
-    where, values = segments.flatten()[places], x.flatten()[places].double()
+    where, values = (tensor.flatten().index_select(0, places) for tensor in (segments, x))
     count = torch.bincount(where, minlength=num_segments).clamp(min=1)
-    mean = torch.bincount(where, weights=values, minlength=num_segments) / count
-    centred = values - mean[where]
+    mean = torch.bincount(where, weights=values.double(), minlength=num_segments) / count
+    centred = values - mean.index_select(0, where)
     std = (torch.bincount(where, weights=centred.square(), minlength=num_segments) / count).sqrt()
     scale = torch.where(std > _NO_SPREAD * (1 + mean.abs()), std + delta, float("inf"))  # x / inf = 0
-    z = centred / scale[where]
+    z = centred.div_(scale.index_select(0, where))
     return (
         torch.zeros(mask.numel(), dtype=x.dtype, device=x.device)
         .index_copy_(0, places, z.to(x.dtype))
@@ -124,7 +124,7 @@ def group_zscore(x: Tensor, mask: Tensor, groups: Groups, delta: float) -> Tenso
     centred = x.double() - mean
     std = groups.spread(group_token_mean(centred.square(), mask, groups).sqrt())[:, None]
     has_spread = std > _NO_SPREAD * (1 + mean.abs())
-    return zero_outside((centred / (std + delta)).to(x.dtype), mask & has_spread)
+    return zero_outside(centred.div_(std + delta).to(x.dtype), mask & has_spread)
 
 
 def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentum: float) -> dict[str, float]:

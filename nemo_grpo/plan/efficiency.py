@@ -59,11 +59,11 @@ class Local:
                 sample: operations to decode, score and record a response.
     """
 
-    moved: float = 10.1
-    logits: float = 81.5
-    decode: float = 43.5
-    train: float = 257.0
-    sample: float = 96.5
+    moved: float = 10.4
+    logits: float = 93.9
+    decode: float = 48.5
+    train: float = 280.0
+    sample: float = 150.0
 
 
 LOCAL = Local()

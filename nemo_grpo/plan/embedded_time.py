@@ -43,24 +43,23 @@ class Rank:
         each = local_layer_bytes(self.shape, replace(self.setup, recompute=()))
         return self.eff.moved * tokens * each / self.machine.memory
 
-    def forward(self, tokens: float, scores: float) -> float:
+    def forward(self, tokens: float, scores: float, *, sampling: bool = False) -> float:
         """One layer's forward pass. ``scores``: FLOPs of its attention in all."""
-        products = layer_flops(self.shape, 0)[0] * tokens
-        attention = scores / self.machine.attention
-        return products / self.machine.rate(tokens) + attention + self.moved(tokens)
+        products = layer_flops(self.shape, 0)[0] * tokens / self.machine.rate(tokens, sampling=sampling)
+        return products + scores / self.machine.attention + self.moved(tokens)
 
-    def head(self, tokens: float, logit_bytes: float) -> float:
+    def head(self, tokens: float, logit_bytes: float, *, sampling: bool = False) -> float:
         """The output matrix, and what is made of the logits."""
         width, s = self.shape.vocab_size, self.shape
-        product = 2 * tokens * width * s.hidden_size / self.machine.rate(tokens)
+        product = 2 * tokens * width * s.hidden_size / self.machine.rate(tokens, sampling=sampling)
         return product + tokens * width * logit_bytes / self.machine.memory
 
     def iteration(self, active: float, context: float) -> float:
         """One token of ``active`` responses that hold ``context`` tokens each."""
         s, each = self.shape, self.setup.precision_bytes
         cache = active * context * 2 * s.key_value_size * each / self.machine.cache
-        layer = self.forward(active, 0.0) + cache + self.eff.decode * self.machine.operation
-        return s.num_layers * layer + self.head(active, DRAW_BYTES)
+        layer = self.forward(active, 0.0, sampling=True) + cache + self.eff.decode * self.machine.operation
+        return s.num_layers * layer + self.head(active, DRAW_BYTES, sampling=True)
 
     def attention(self, prompts: float, responses: float, work: Workload) -> float:
         """FLOPs of one layer's attention: prompts to themselves, causally, and padded responses to both."""
@@ -108,8 +107,8 @@ def _rollout(rank: Rank, work: Workload, samples: int, draws: float) -> dict[str
     number = samples / batch * draws
     prompts = max(batch / work.group_size, 1.0)
     tokens = prompts * lengths.prompt
-    layer = rank.forward(tokens, rank.attention(prompts, 0.0, work))
-    prefill = rank.shape.num_layers * layer + rank.head(prompts, DRAW_BYTES)
+    layer = rank.forward(tokens, rank.attention(prompts, 0.0, work), sampling=True)
+    prefill = rank.shape.num_layers * layer + rank.head(prompts, DRAW_BYTES, sampling=True)
     decode, tail = drained(batch, lengths, lengths.longest(batch), rank.iteration)
     return {"prefill": number * prefill, "decode": number * decode, "tail": number * tail}
 

@@ -71,5 +71,5 @@ PUBLISHED = {
 OTHER = Seen("published steps, none of them on such GPUs", 44, 0.145, 0.564, 0.697, 2.3, 0.864)
 """The same of all GPUs together, for the others."""
 
-MEASURED = Seen("steps measured on a CPU without other work", 5, 0.0489, 0.223, 0.953, 1.29, 0.6)
+MEASURED = Seen("steps measured on a CPU without other work", 5, 0.0751, 0.118, 0.93, 1.13, 0.6)
 """Measured steps of the embedded engine on a CPU (`benchmarks/plan_vs_this_machine.py`)."""

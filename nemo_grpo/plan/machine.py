@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, cycle
 from math import log
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from nemo_grpo.recipe import Recipe
+    from nemo_grpo.sampling.decoder.matrices import Matrix
 
 ROWS = (1, 8, 32, 128)
 """Rows of the products that decoding makes; training's have `TRAINING_FLOPS`, or a microbatch's tokens."""
@@ -38,6 +40,7 @@ class Machine:
     """One rank of the embedded engine on a CPU.
 
     Attributes: forward: (rows, FLOP/s) of a layer's matrix products, ascending rows.
+                sampling: the same with the decoder's weights, which may be packed (`sampling.decoder`).
                 backward: FLOP/s of both products of the backward pass.
                 memory: bytes/s that an operation on large arrays reads and writes.
                 attention: FLOP/s of training's attention.
@@ -47,18 +50,20 @@ class Machine:
 
     memory_bytes: float
     forward: tuple[tuple[int, float], ...]
+    sampling: tuple[tuple[int, float], ...]
     backward: float
     memory: float
     attention: float
     cache: float
     operation: float
 
-    def rate(self, rows: float) -> float:
+    def rate(self, rows: float, *, sampling: bool = False) -> float:
         """FLOP/s of products with so many rows: linear in the logarithm of rows between those measured."""
-        place = bisect_left(self.forward, (rows, 0.0))
-        if place in (0, len(self.forward)):
-            return self.forward[min(place, len(self.forward) - 1)][1]
-        (low, slow), (high, fast) = self.forward[place - 1 : place + 1]
+        measured = self.sampling if sampling else self.forward
+        place = bisect_left(measured, (rows, 0.0))
+        if place in (0, len(measured)):
+            return measured[min(place, len(measured) - 1)][1]
+        (low, slow), (high, fast) = measured[place - 1 : place + 1]
         return slow + (fast - slow) * log(rows / low) / log(high / low)
 
     def as_hardware(self) -> Hardware:
@@ -109,12 +114,17 @@ def measure(shape: ModelSpec, tokens: int, *, num_threads: int = 1, num_bytes: i
     with _threads(num_threads), torch.inference_mode():
         best = _Best(time.thread_time if num_threads == 1 else time.perf_counter)
         layers = _layers(shape, dtype)
-        size = sum(matrix.numel() for matrix in layers[0])
+        size = sum(matrix.weight.numel() for matrix in layers[0])
         rows = sorted({*ROWS, max(min(tokens, int(TRAINING_FLOPS / (2 * size))), ROWS[-1])})
         forward = tuple((n, 2 * n * size / best(_forward(layers, n))) for n in rows)
+        for matrix in chain.from_iterable(layers):
+            matrix.pack()
+        packed = any(matrix.is_packed for matrix in layers[0])
+        sampling = tuple((n, 2 * n * size / best(_forward(layers, n))) for n in rows) if packed else forward
         return Machine(
             memory_bytes=total_memory(),
             forward=forward,
+            sampling=sampling,
             backward=4 * rows[-1] * size / best(_backward(layers, rows[-1])),
             memory=_bandwidth(best),
             attention=_attention(shape, dtype, best),
@@ -151,46 +161,39 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _layers(shape: ModelSpec, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """The matrices [out, in] of as many layers as exceed the CPU's caches, or of all."""
+def _layers(shape: ModelSpec, dtype: torch.dtype) -> list[list[Matrix]]:
+    """The matrices [out, in] of as many layers as exceed the CPU's caches, or of all; none is packed."""
     import torch
+
+    from nemo_grpo.sampling.decoder.matrices import Matrix
 
     h, f, q = shape.hidden_size, shape.ffn_size, shape.query_size
     sizes = ((q + 2 * shape.key_value_size, h), (h, q), (2 * f, h), (h, f))
     width = sum(out * into for out, into in sizes) * dtype.itemsize
     number = min(max(int(CACHED_BYTES / width), 1), shape.num_layers)
-    return [[torch.ones(size, dtype=dtype) for size in sizes] for _ in range(number)]
+    return [[Matrix(torch.ones(size, dtype=dtype), shared=True) for size in sizes] for _ in range(number)]
 
 
-def _forward(layers: list[list[torch.Tensor]], rows: int) -> Callable[[], None]:
+def _forward(layers: list[list[Matrix]], rows: int) -> Callable[[], None]:
     """One layer's products at a time, the next layer's at the next call."""
-    import itertools
-
-    import torch
-
-    inputs = [torch.ones(rows, matrix.shape[1], dtype=matrix.dtype) for matrix in layers[0]]
-    turn = itertools.cycle(layers)
+    inputs = [matrix.weight.new_ones(rows, matrix.weight.shape[1]) for matrix in layers[0]]
+    turn = cycle(layers)
 
     def call() -> None:
         for x, matrix in zip(inputs, next(turn), strict=True):
-            torch.nn.functional.linear(x, matrix)
+            matrix(x)
 
     return call
 
 
-def _backward(layers: list[list[torch.Tensor]], rows: int) -> Callable[[], None]:
+def _backward(layers: list[list[Matrix]], rows: int) -> Callable[[], None]:
     """The gradients of inputs and weights."""
-    import torch
-
-    (layer, *_), dtype = layers, layers[0][0].dtype
-    pairs = [
-        (torch.ones(rows, matrix.shape[0], dtype=dtype), torch.ones(rows, matrix.shape[1], dtype=dtype))
-        for matrix in layer
-    ]
+    weights = [matrix.weight for matrix in layers[0]]
+    pairs = [tuple(weight.new_ones(rows, size) for size in weight.shape) for weight in weights]
 
     def call() -> None:
-        for (gradient, x), matrix in zip(pairs, layer, strict=True):
-            gradient @ matrix
+        for (gradient, x), weight in zip(pairs, weights, strict=True):
+            gradient @ weight
             gradient.T @ x
 
     return call

@@ -342,6 +342,6 @@ def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
     bounded = moved.clamp(max=MAX_LOG_RATIO)
     return {
         "ratio/mean": ratio.detach(),
-        "ratio/clamped_fraction": (moved.abs() > MAX_LOG_RATIO).to(moved.dtype),
+        "ratio/clamped_fraction": moved.abs().gt_(MAX_LOG_RATIO),
         "kl/previous": bounded.exp().sub_(1).sub_(bounded),
     }

@@ -136,4 +136,5 @@ class ERPO(RatioConfig):
     def buckets(self, mask: Tensor) -> Tensor:
         """[B, T] int64 in [0, K): temporal bucket of each token."""
         lengths = mask.sum(1, keepdim=True).clamp(min=1)
-        return (self.num_buckets * response_positions(mask) // lengths).clamp(max=self.num_buckets - 1)
+        buckets = response_positions(mask).mul_(self.num_buckets).floor_divide_(lengths)
+        return buckets.clamp_(max=self.num_buckets - 1)

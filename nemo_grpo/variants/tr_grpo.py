@@ -168,16 +168,16 @@ class TRGRPO(RatioConfig):
         if self.weighting != "random":  # the step's metric, of `shape`
             metrics[WEIGHT] = w
         metrics |= ratio_metrics(batch, ratio) | {
-            "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages).to(w.dtype),
+            "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages),
         }
         return TokenTerms(policy, self._weighted_kl(batch, w), metrics)
 
     def _clipped_at_unit_ratio(self, w: Tensor, advantages: Tensor) -> Tensor:
-        """[B, T] bool: tokens that get no gradient where the policy has not moved."""
+        """[B, T]: 1 for tokens that get no gradient where the policy has not moved."""
         if self.weight_placement == "outside" or self.ratio_clip_min is None or self.ratio_clip_max is None:
-            return torch.zeros_like(w, dtype=torch.bool)
+            return torch.zeros_like(w)
         positive = (advantages > 0) & (w > 1 + self.ratio_clip_max)
-        return positive | ((advantages < 0) & (w < 1 - self.ratio_clip_min))
+        return (positive | ((advantages < 0) & (w < 1 - self.ratio_clip_min))).to(w.dtype)
 
     def _weighted_kl(self, batch: TokenBatch, w: Tensor) -> Tensor | None:
         if not self.needs_reference or batch.reference_policy_logprobs is None:

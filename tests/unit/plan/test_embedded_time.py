@@ -22,6 +22,7 @@ from nemo_grpo.plan.interval import MEASURED
 from nemo_grpo.plan.machine import Machine, measure
 from nemo_grpo.plan.memory import local_layer_bytes
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.sampling.decoder import matrices
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 ROWS = read_rows()
@@ -29,6 +30,7 @@ ROWS = read_rows()
 CPU = Machine(
     memory_bytes=16e9,
     forward=((1, 1e6),),
+    sampling=((1, 5e6),),
     backward=2e6,
     memory=1e5,
     attention=1e4,
@@ -50,14 +52,15 @@ def test_rates_lie_between_those_measured() -> None:
     cpu = replace(CPU, forward=((1, 10.0), (100, 1000.0)))
     # 10 is half way from 1 to 100 in its logarithm
     assert cpu.rate(10) == pytest.approx(505)
+    assert cpu.rate(10, sampling=True) == 5e6
     assert (cpu.rate(0.5), cpu.rate(1), cpu.rate(100), cpu.rate(1e9)) == (10, 10, 1000, 1000)
 
 
 def test_a_decoding_step_computes_products_and_reads_the_cache() -> None:
     # 3 responses that hold 10 tokens: keys and values 3 x 10 x 2 x 4 columns x 4 bytes per layer; the output
     # matrix; drawing from 100 logits
-    layer = 2 * MATRICES * 3 / 1e6 + 960 / 2e4
-    assert RANK.iteration(3, 10) == pytest.approx(4 * layer + 2 * 3 * 800 / 1e6 + 3 * 100 * 40 / 1e5)
+    layer = 2 * MATRICES * 3 / 5e6 + 960 / 2e4
+    assert RANK.iteration(3, 10) == pytest.approx(4 * layer + 2 * 3 * 800 / 5e6 + 3 * 100 * 40 / 1e5)
     slow = replace(RANK, eff=replace(FREE, decode=5.0))
     assert slow.iteration(3, 10) - RANK.iteration(3, 10) == pytest.approx(4 * 5 * 1e-3)
 
@@ -65,8 +68,8 @@ def test_a_decoding_step_computes_products_and_reads_the_cache() -> None:
 def test_rollout_reads_each_prompt_once_and_ends_with_the_longest() -> None:
     found = phases()
     # 2 prompts of 4 tokens; attention 4 x 8 x (2 x 16 / 2) per layer; logits of 2 tokens
-    layer = 2 * MATRICES * 8 / 1e6 + 4 * 8 * 16 / 1e4
-    assert found["prefill"] == pytest.approx(4 * layer + 2 * 2 * 800 / 1e6 + 2 * 100 * 40 / 1e5)
+    layer = 2 * MATRICES * 8 / 5e6 + 4 * 8 * 16 / 1e4
+    assert found["prefill"] == pytest.approx(4 * layer + 2 * 2 * 800 / 5e6 + 2 * 100 * 40 / 1e5)
     # 8 responses of 6 tokens at 4 + 3 in the cache
     assert found["decode"] + found["tail"] == pytest.approx(6 * RANK.iteration(8, 7))
     # in batches of 4, twice as often
@@ -120,7 +123,7 @@ def test_each_constant_counts_where_it_belongs(constant: str, phase: str, second
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(("memory", "attention", "cache", "backward", "operation", "forward")),
+    st.sampled_from(("memory", "attention", "cache", "backward", "operation", "forward", "sampling")),
     st.floats(1.1, 4),
     st.sampled_from((16, 56, 200)),
     st.sampled_from(((), ("full",))),
@@ -129,8 +132,11 @@ def test_a_faster_machine_is_never_slower(
     rate: str, factor: float, tokens: int, recompute: tuple[str, ...]
 ) -> None:
     setup = replace(HERE, train_tokens=tokens, recompute=recompute)
-    value = ((1, 1e6 * factor),) if rate == "forward" else getattr(CPU, rate) * factor
-    value = CPU.operation / factor if rate == "operation" else value
+    value = getattr(CPU, rate)
+    if isinstance(value, tuple):
+        value = tuple((rows, flops * factor) for rows, flops in value)
+    else:
+        value = value / factor if rate == "operation" else value * factor
     faster = replace(CPU, **{rate: value})  # type: ignore[arg-type]
     one, other = (embedded_step(SMALL, setup, WORK, cpu, LOCAL).seconds for cpu in (CPU, faster))
     assert other <= one * (1 + 1e-9)
@@ -151,9 +157,17 @@ def test_this_machine_is_measured() -> None:
     before = torch.get_num_threads()
     found = measure(SMALL, 256)
     assert [rows for rows, _ in found.forward] == [1, 8, 32, 128, 256]
+    assert found.sampling == found.forward  # matrices of a few values are not packed
     assert min(found.backward, found.memory, found.attention, found.cache, found.operation) > 0
     assert found.memory_bytes > 2**28
     assert torch.get_num_threads() == before
+
+
+def test_the_decoders_products_are_measured_where_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrices, "packs", lambda weight: weight.numel() == 16 * SMALL.hidden_size)
+    found = measure(replace(SMALL, ffn_size=8), 256)
+    assert [rows for rows, _ in found.sampling] == [1, 8, 32, 128, 256]
+    assert found.sampling != found.forward
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.size} {row.precision}")
