@@ -99,7 +99,7 @@ def _truncated(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _format(rows: Sequence[Mapping[str, Any]]) -> str | None:
     met, right = _mean(rows, "reward/format"), _mean(rows, "reward/accuracy")
-    if met is None or met > ZERO:
+    if met is None or met > ZERO or (right is not None and right > ZERO):  # right answers were read
         return None
     numbers = "format 0" if right is None else f"format 0, accuracy {right:.2g}"
     return (

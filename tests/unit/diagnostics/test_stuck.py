@@ -17,6 +17,7 @@ LEARNS = {
 WRONG = {"groups/valid_fraction": 0.0, "rollout/all_wrong": 1.0, "rollout/all_right": 0.0, "reward/mean": 0.0}
 RIGHT = {"groups/valid_fraction": 0.0, "rollout/all_wrong": 0.0, "rollout/all_right": 1.0, "reward/mean": 1.0}
 EQUAL = {"groups/valid_fraction": 0.0, "rollout/all_wrong": 0.2, "rollout/all_right": 0.3}
+UNREAD = {"reward/format": 0.0, "reward/accuracy": 0.0}
 
 
 def rows(*changes):
@@ -49,7 +50,7 @@ def test_a_run_that_learns_has_no_findings():
         ),
         (EQUAL, ("20% of the groups all wrong, 30% of the groups all right", "another reward")),
         ({"length/truncated": 0.99}, ("cut off", "99% of them, mean length 100", "max_new_tokens")),
-        ({"reward/format": 0.0}, ("has the form", "format 0, accuracy 0.5", "nemo_grpo.prompt")),
+        (UNREAD, ("has the form", "format 0, accuracy 0", "nemo_grpo.prompt")),
         ({"reward/not_finite": 0.25}, ("counts as 0 (25% of the responses)",)),
     ],
 )
@@ -58,6 +59,10 @@ def test_what_keeps_a_run_from_learning_is_told_with_numbers_and_a_remedy(change
     assert sentence.startswith("steps 2 to 11: ")
     for part in parts:
         assert part in sentence
+
+
+def test_right_answers_need_no_form():
+    assert findings(rows({}, *[UNREAD | {"reward/accuracy": 0.5}] * NUM_STEPS)) == []
 
 
 def test_one_step_with_a_signal_is_enough():
