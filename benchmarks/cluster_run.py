@@ -70,11 +70,11 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
 
     Raises: UserError: an embedded recipe, no vLLM, or an existing run.
     """
-    stages.refuse(recipe, path, has_vllm=True)
     if stack.vllm_python is None:
         raise UserError(
             "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
         )
+    stages.refuse(recipe, path, stack)
     folder = recipe.run_dir.absolute()
     if (folder / METRICS_FILE).is_file() and not resume:
         raise UserError(

@@ -55,9 +55,8 @@ GLM = {
 }  # fmt: skip
 GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": 16,
-    "sliding_window": 6, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, **SPECIAL,
+    "sliding_window": 6, "max_position_embeddings": 131072, **SPECIAL,
 }  # fmt: skip
-"""vLLM takes no other epsilon than the released models'."""
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
