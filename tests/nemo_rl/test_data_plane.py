@@ -20,8 +20,8 @@ from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience import sync_rollout_actor
 from nemo_rl.models.policy import tq_policy
-from test_training import SETTINGS, Run, names_are_restored  # noqa: F401 - the latter is a fixture
-from toy_training import Generation, ToyPolicy, rollouts
+from test_training import SETTINGS
+from toy_training import Generation, Run, ToyPolicy, rollouts
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
@@ -30,7 +30,7 @@ from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.policy import policy_factory
 from nemo_grpo.nemorl.worker_python import check_data_plane
 
-pytestmark = pytest.mark.usefixtures("private_ray")
+pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 
 ON = (
     "data_plane={enabled: true, impl: transfer_queue, backend: simple, storage_capacity: 1000, "
