@@ -42,8 +42,12 @@ def without_the_drivers_correction(settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("path", SOME, ids=[str(path.relative_to(CONFIGS)) for path in SOME])
 def test_shipped_configuration_is_read_as_nemo_rl_reads_it(path):
     register_omegaconf_resolvers()
+    try:
+        expected = OmegaConf.to_container(load_config(path))
+    except FileNotFoundError as error:
+        pytest.skip(f"this copy of NeMo-RL lacks {error.filename}")
     tree = load_tree(path)
-    assert tree == OmegaConf.to_container(load_config(path))
+    assert tree == expected
     if not any(unknown in str(tree) for unknown in ("???", "oc.env:")):
         assert resolve(tree) == theirs(path)
 
