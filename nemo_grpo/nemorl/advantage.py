@@ -1,5 +1,7 @@
 """A variant's step-level part as a NeMo-RL advantage estimator; it runs on the driver, once per step.
 
+NeMo-RL's single controller calls it for every chunk of a step's groups, see `single_controller`.
+
 The driver is the only place that sees whole groups: the workers get rows in any order and split.
 """
 

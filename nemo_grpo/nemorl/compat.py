@@ -28,6 +28,11 @@ def import_name(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def plain_class(name: str) -> Any:
+    """The class behind a Ray actor's ``module:name``, for use in this process."""
+    return import_name(name).__ray_metadata__.modified_class
+
+
 def has_name(name: str) -> bool:
     """True if the module is there and has the name; a module that fails to import is not there."""
     try:

@@ -15,7 +15,7 @@ from nemo_grpo.dotted import set_value, value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.hooks import HOOKS
-from nemo_grpo.nemorl.uses import BASE, SFT, VISION_BASE
+from nemo_grpo.nemorl.uses import BASE, CONTROLLER_CONFIG, SFT, VISION_BASE
 from nemo_grpo.recipe import Recipe, host, load_recipe_dict
 from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
+    "async_rl": (),
     "grpo.val_num_generations_per_prompt": (1,),
     "grpo.val_start_at": (-1,),
     "policy.megatron_cfg.checkpoint.async_save": (False,),
@@ -87,7 +88,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
     gather_before_refits(recipe, tree)
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
-    return ClusterRun(recipe, _validated(tree, compat.GRPO))
+    return ClusterRun(recipe, _validated(tree, compat.GRPO if recipe.async_rl is None else CONTROLLER_CONFIG))
 
 
 def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:

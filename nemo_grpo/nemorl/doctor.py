@@ -85,7 +85,8 @@ def observe(tree: Tree) -> dict[str, Any]:
     }
     found |= {key: _use(tree, use) for key, use in _uses().items()}
     for module, texts in TEXTS.items():
-        found[f"texts of {module}"] = {text: text in tree.text(module) for text in texts}
+        if tree.text(module):
+            found[f"texts of {module}"] = {text: text in tree.text(module) for text in texts}
     found |= {file: {} for file in FILES if (tree.root / file).is_file()}
     names = set().union(*(source.subscripts(tree.parsed(module), "metrics") for module in METRICS_READ))
     found["metrics that the trainers read"] = {"names": sorted(names)}

@@ -13,7 +13,16 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl.versions import BOTH, DATA_PLANE, ENTROPIES, EVERY_RUN, HEAD, STAGES, tested
+from nemo_grpo.nemorl.versions import (
+    BOTH,
+    DATA_PLANE,
+    ENTROPIES,
+    EVERY_RUN,
+    HEAD,
+    SINGLE_CONTROLLER,
+    STAGES,
+    tested,
+)
 
 GRPO, GRPO_SYNC = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo_sync"
 CONTROLLER = "nemo_rl.algorithms.single_controller_utils.setup"
@@ -158,6 +167,38 @@ HOOKS: dict[str, Hook] = {
         called="policy.train_from_meta",
         within=GRPO_SYNC,
         part=DATA_PLANE,
+    ),
+    "controller policy": Hook(
+        f"{CONTROLLER}:TQPolicy",
+        f"{_OURS}.policy:policy_factory.make",
+        "replaced",
+        "makes the subclass with the following methods, and our workers",
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
+    ),
+    "controller data": Hook(
+        f"{CONTROLLER}:setup_response_data",
+        f"{_OURS}.single_controller:set_up.given",
+        "replaced",
+        "a task's problems and environments; prompts' files where NeMo-RL's recipes name them",
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
+    ),
+    "controller chunk": Hook(
+        f"{TQ_POLICY}.train_microbatches_from_meta",
+        f"{_OURS}.single_controller:streaming.StreamingPolicy.train_microbatches_from_meta",
+        "overridden",
+        "keeps a step's responses for train_data_stepN.jsonl",
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
+    ),
+    "controller step": Hook(
+        f"{TQ_POLICY}.finish_train_step",
+        f"{_OURS}.single_controller:streaming.StreamingPolicy.finish_train_step",
+        "overridden",
+        "no update for a step without gradient; the estimator's metrics",
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
     ),
     "send to vLLM on the same GPUs": Hook(
         f"{POLICY}.stream_weights_via_ipc_zmq",

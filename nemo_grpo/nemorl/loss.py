@@ -10,17 +10,22 @@ driver by `advantage`. Results are shares of means over NeMo-RL's global batch, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.masking import zero_outside
+from nemo_grpo.dotted import value_of
 from nemo_grpo.extensions import receive_files, texts_of
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.policy import data_plane_of
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
+
+if TYPE_CHECKING:
+    from nemo_grpo.nemorl.config import ClusterRun
 
 LOG_2 = 0.6931471805599453
 STOCK_NAMES = {
@@ -208,6 +213,17 @@ def _received(
     receive_files(own_files)
     return ObjectiveLoss(
         parse_loss_fn(section), use_fused_linear_logprobs=use_fused_linear_logprobs, folded=folded
+    )
+
+
+def loss_of(run: ClusterRun) -> ObjectiveLoss:
+    """The loss of a run, as NeMo-RL is configured to compute and to carry what it needs."""
+    return ObjectiveLoss(
+        run.recipe.loss_fn,
+        use_fused_linear_logprobs=bool(
+            value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False)
+        ),
+        folded=data_plane_of(run.master_config) is not None,
     )
 
 

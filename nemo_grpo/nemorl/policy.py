@@ -38,11 +38,13 @@ NEEDS: dict[str | None, tuple[str, ...]] = {
 """What of NeMo-RL each of our workers needs."""
 
 
-def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> Callable[..., Any]:
+def policy_factory(
+    run: ClusterRun, exchange: StepExchange, refits: Refits, extend: Callable[[Any], Any] = lambda base: base
+) -> Callable[..., Any]:
     """The policy constructor for NeMo-RL's `setup`.
 
     Args:    exchange: receives entropies if the variant needs them, and provides the estimator's tensors.
-          refits: is notified of every send of weights.
+          refits: is notified of every send of weights.  extend: `ExchangingPolicy` -> the class to make.
     Raises: UserError: this NeMo-RL does not fit the worker that the recipe needs.
     """
     data_plane = data_plane_of(run.master_config)
@@ -62,6 +64,7 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             self.has_moments = named.get("optimizer_path") is not None
+            self.learns_always = learns_always
 
         def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
             found = super().get_logprobs(*arguments, **named)
@@ -97,13 +100,15 @@ def policy_factory(run: ClusterRun, exchange: StepExchange, refits: Refits) -> C
         def broadcast_weights_for_collective(self, *args: Any, **further: Any) -> Any:
             return refits.sends(self, super().broadcast_weights_for_collective(*args, **further))
 
+    policy = extend(ExchangingPolicy)
+
     def make(**arguments: Any) -> Any:
         if data_plane:
             arguments["dp_cfg"] = data_plane
         if worker:
             register_worker(worker)
             arguments["worker_extension_cls_fqn"] = worker
-        return ExchangingPolicy(**arguments)
+        return policy(**arguments)
 
     return make
 

@@ -43,10 +43,8 @@ EMPTY = (
 
 
 def bound(recipe: Recipe) -> float | None:
-    """The largest healthy error of a step; None for asynchronous training, whose rollouts may use older
-    weights.
-    """
-    if recipe.grpo.is_async:
+    """The largest healthy error of a step; None where rollouts may use older weights."""
+    if recipe.rollouts_are_older:
         return None
     return FP8_BOUND if uses_fp8(recipe) else BF16_BOUND
 

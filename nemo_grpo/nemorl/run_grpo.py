@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import EXIT_USAGE, UserError
-from nemo_grpo.nemorl import compat, hooks, nemo_gym, sft
+from nemo_grpo.nemorl import compat, hooks, nemo_gym, sft, single_controller
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import Exports, exports_of, resume_carried, save_side_files
 from nemo_grpo.nemorl.compat import Parts
@@ -27,7 +27,7 @@ from nemo_grpo.nemorl.conversion import remove_remains
 from nemo_grpo.nemorl.drawn import log_drawn
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.host_data import set_up_data
-from nemo_grpo.nemorl.loss import ObjectiveLoss
+from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.model import load_tokenizer, model_config
 from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
 from nemo_grpo.nemorl.ray_address import check_ray_address
@@ -76,7 +76,8 @@ class Ready(NamedTuple):
     """All arguments of NeMo-RL's trainer; ``processor`` is None without images.
 
     ``exports`` is set if the recipe exports every checkpoint. ``is_supervised``: the trainer is NeMo-RL's for
-    supervised training. ``last_step``: the step at which training is complete.
+    supervised training. ``controller``: NeMo-RL's single one, if it trains. ``last_step``: the step at which
+    training is complete.
     """
 
     parts: Parts
@@ -87,6 +88,7 @@ class Ready(NamedTuple):
     exports: Exports | None
     last_step: int
     is_supervised: bool = False
+    controller: Any = None
 
 
 def set_up(run: ClusterRun) -> Ready:
@@ -126,30 +128,33 @@ def set_up(run: ClusterRun) -> Ready:
     dataset, val_dataset, *environments = data
     exchange, refits = StepExchange(), Refits()
     refits.install()
-    parts = compat.unpack_setup(
-        compat.import_name(f"{compat.GRPO}:setup")(
-            config,
-            tokenizer,
-            dataset,
-            val_dataset,
-            processor=processor,
-            policy_factory=policy_factory(run, exchange, refits),
+    controller = None
+    if recipe.has_single_controller:
+        parts, controller = single_controller.set_up(run, tokenizer, data, exchange, refits)
+    else:
+        parts = compat.unpack_setup(
+            compat.import_name(f"{compat.GRPO}:setup")(
+                config,
+                tokenizer,
+                dataset,
+                val_dataset,
+                processor=processor,
+                policy_factory=policy_factory(run, exchange, refits),
+            )
         )
-    )
     if recipe.env.should_use_nemo_gym:
         environments = nemo_gym.environments(parts)
     last = last_step(run, parts)
     loss_fn = parts.loss_fn
     if not recipe.loss_fn.is_stock:
-        loss_fn = ObjectiveLoss(
-            recipe.loss_fn,
-            use_fused_linear_logprobs=_fused(config),
-            folded=data_plane_of(config) is not None,
-        )
-        install(run, exchange, finished_steps(parts), tokenizer)
+        if controller is None:
+            loss_fn = loss_of(run)
+            install(run, exchange, finished_steps(parts), tokenizer)
         resume_carried(recipe.loss_fn, parts.checkpointer, exchange)
+        if data_plane_of(config) is not None and recipe.nemo_grpo.engine.diagnostics_period > 0:
+            log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
     save_side_files(parts.checkpointer, encoder, hf_config, exchange)
-    return Ready(parts, loss_fn, tokenizer, processor, environments, exports, last)
+    return Ready(parts, loss_fn, tokenizer, processor, environments, exports, last, controller=controller)
 
 
 def train(run: ClusterRun, ready: Ready) -> int:
@@ -204,8 +209,6 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer:
     folds = data_plane_of(run.master_config) is not None
     period = recipe.nemo_grpo.engine.diagnostics_period
     diagnostics = StepDiagnostics(recipe.run_dir, period, lambda token: str(tokenizer.decode([token])))
-    if folds and period > 0:
-        log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
         return VariantEstimator(
@@ -224,8 +227,11 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer:
 
 
 def run_trainer(ready: Ready) -> None:
-    """NeMo-RL's trainer: synchronous, asynchronous, or synchronous on its data plane."""
+    """NeMo-RL's trainer: synchronous, asynchronous, synchronous on its data plane, or its controller."""
     parts, processor, config = ready.parts, ready.processor, ready.parts.master_config
+    if ready.controller is not None:
+        single_controller.train(ready.controller, config)
+        return
     is_async = bool(value_of(config, "grpo.async_grpo.enabled", False))
     name = f"{compat.GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}"
     if data_plane_of(config):
@@ -266,10 +272,6 @@ def close(parts: Parts, environments: list[Any]) -> None:
         parts.policy_generation.shutdown()
     except Exception:
         log.exception("generation did not shut down")
-
-
-def _fused(master_config: Any) -> bool:
-    return bool(value_of(master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
 
 
 if __name__ == "__main__":

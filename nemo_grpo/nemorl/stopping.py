@@ -23,6 +23,9 @@ from nemo_grpo.training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_si
 log = logging.getLogger(__name__)
 
 LAST_PREFIX = "timing/train"
+SEVERAL = "with grpo.use_dynamic_sampling a step takes several batches"
+SPARE = "async_rl.rollout_failure kept prompts in reserve, or dropped some"
+"""Why the data may end early without an error; the single controller raises its errors."""
 
 
 @dataclass
@@ -97,6 +100,8 @@ def last_step(run: ClusterRun, parts: Parts) -> int:
         return grpo.max_num_steps
     num_epochs, epoch = value_of(config, "grpo.max_num_epochs", 1), int(value_of(state, "current_epoch", 0))
     left = grpo.max_num_steps - finished_steps(parts)
+    if run.recipe.has_single_controller:  # whose current_step counts all steps
+        epoch = 0
     possible = (num_epochs - epoch) * len(parts.dataloader) - int(value_of(state, "current_step", 0))
     if possible < left and run.recipe.nemo_grpo.task is None:
         log.info("grpo.max_num_epochs=%s ends training after %d more steps", num_epochs, max(possible, 0))
@@ -123,12 +128,13 @@ def exit_code(run: ClusterRun, parts: Parts, wanted: int, stop: Stop) -> int:
         log.info("stopped after step %d: validation reached grpo.stop_at_validation_threshold", done)
         return 0
     grpo = run.recipe.grpo
-    if not stop.happened and grpo.use_dynamic_sampling and not grpo.is_async:
+    takes_more = grpo.use_dynamic_sampling and not grpo.is_async
+    if not stop.happened and (takes_more or run.recipe.has_single_controller):
         log.warning(
-            "the data ended after step %d of %d: with grpo.use_dynamic_sampling a step takes several "
-            "batches, and grpo.max_num_epochs=%s are over; raise it to train on. Steps after the newest "
-            "checkpoint are lost",
-            *(done, wanted, value_of(parts.master_config, "grpo.max_num_epochs", 1)),
+            "the data ended after step %d of %d: %s, and grpo.max_num_epochs=%s are over; raise it to train "
+            "on. Steps after the newest checkpoint are lost",
+            *(done, wanted, SEVERAL if takes_more else SPARE),
+            value_of(parts.master_config, "grpo.max_num_epochs", 1),
         )
         return 0 if done else 1
     if not stop.happened:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from nemo_grpo.nemorl.hooks import (
     CHECKPOINTS,
+    CONTROLLER,
     ENVIRONMENT,
     GENERATION,
     GRPO,
@@ -29,6 +30,7 @@ from nemo_grpo.nemorl.versions import (
     NEMO_GYM,
     OWN_DATA,
     REHEARSAL,
+    SINGLE_CONTROLLER,
     STAGES,
     SUPERVISED,
 )
@@ -43,6 +45,9 @@ VIDEO_SETTINGS = "nemo_rl.models.generation.vllm.config:materialize_vllm_video_c
 BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations in ``examples/configs``, for text and for images."""
 
+
+CONTROLLER_ACTOR = "nemo_rl.algorithms.single_controller:SingleControllerActor"
+CONTROLLER_CONFIG = "nemo_rl.algorithms.single_controller_utils.config"
 
 ELSEWHERE = (DATA_PLANE, ENTROPIES, STAGES, REHEARSAL)
 """Parts whose names the driver does not import; some need megatron-core or vLLM."""
@@ -85,6 +90,12 @@ LOSS_KEYS = (
 )
 """Keys of ``loss_fn`` that mean to NeMo-RL what they mean to every variant with a ratio."""
 
+CONTROLLER_READS = (
+    *("gen_handle", "trainer_handle", "env_handles", "train_cluster", "inference_cluster", "dataloader"),
+    *("advantage_estimator", "loss_fn", "save_state"),
+)
+"""What we read of what NeMo-RL gives to its single controller, or put in its place."""
+
 _TRAINER = ", ".join("_" * 12)
 
 USES: tuple[Use, ...] = (
@@ -98,6 +109,35 @@ USES: tuple[Use, ...] = (
     ),
     Use(f"{GRPO_SYNC}:grpo_train_sync", f"({_TRAINER})", part=DATA_PLANE),
     Use(TQ_POLICY, "(dp_cfg=_, **_)", part=DATA_PLANE),
+    Use(f"{TQ_POLICY}.abort_train_step", "()", versions=(HEAD,), part=SINGLE_CONTROLLER),
+    Use(f"{TQ_POLICY}.read_from_dataplane", "(_, select_fields=_)", versions=(HEAD,), part=SINGLE_CONTROLLER),
+    Use(
+        f"{CONTROLLER}:setup_single_controller",
+        "(_, _)",
+        versions=(HEAD,),
+        returns=True,
+        part=SINGLE_CONTROLLER,
+    ),
+    Use(
+        f"{CONTROLLER}:SingleControllerActorArgs",
+        reads=CONTROLLER_READS,
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
+    ),
+    Use(
+        CONTROLLER_ACTOR,
+        "(_, _, _)",
+        ("run", "ping", "_logger", "_checkpointer"),
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
+    ),
+    Use(f"{CONTROLLER_CONFIG}:MasterConfig", reads=("async_rl",), versions=(HEAD,), part=SINGLE_CONTROLLER),
+    Use(
+        f"{CONTROLLER_CONFIG}:WatchdogConfig",
+        reads=("interval_s", "stall_timeout_s"),
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
+    ),
     Use(f"{GRPO}:shutdown_environments", "(_, _)", versions=(HEAD,)),
     Use(f"{GRPO}:_create_advantage_estimator", code=True),
     Use(f"{GRPO}:dynamic_sampling", code=True),
@@ -175,6 +215,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     GRPO: ("timing/train", "gen_kl_error"),
     GRPO_SYNC: ("timing/train", "gen_kl_error"),
     SFT: ("timing/train",),
+    CONTROLLER_ACTOR.partition(":")[0]: ("timing/train",),
     "nemo_rl.models.generation.vllm.vllm_backend": ("Error in VllmInternalWorkerExtension.",),
 }
 """Texts that we look for at run time, and the modules that write them."""

@@ -17,6 +17,7 @@ IMAGES = "tasks with images"
 OWN_DATA = "recipes with NeMo-RL's own data"
 NEMO_GYM = "recipes with NeMo-Gym's environments"
 DATA_PLANE = "recipes with data_plane.enabled"
+SINGLE_CONTROLLER = "recipes with async_rl"
 REHEARSAL = "rehearsals"
 """What of this package needs a name of NeMo-RL."""
 

@@ -15,19 +15,9 @@ ON = "data_plane.enabled=true"
 
 
 @rule(Scope.CLUSTER)
-def single_controller_has_its_own_driver(recipe: Recipe) -> Iterator[str]:
-    if recipe.async_rl:
-        yield (
-            "async_rl={..}: NeMo-RL's single controller is started by its "
-            "examples/run_grpo_single_controller.py alone; use that, or leave async_rl out and set "
-            "data_plane.enabled=false"
-        )
-
-
-@rule(Scope.CLUSTER)
 def data_plane_trains_synchronously(recipe: Recipe) -> Iterator[str]:
     """NeMo-RL's ``async_grpo_train`` keeps its own replay buffer, and SFT has no rollouts."""
-    if not recipe.uses_data_plane or recipe.async_rl:
+    if not recipe.uses_data_plane:
         return
     if recipe.grpo.is_async:
         yield (
@@ -64,6 +54,8 @@ def data_plane_brings_what_the_loss_reads(recipe: Recipe) -> Iterator[str]:
 def weighted_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
     if not recipe.uses_data_plane or recipe.loss_fn.aggregation != "group_token_mean":
         return
+    if recipe.has_single_controller:  # which clips none
+        return
     for key in ("advantage_clip_low", "advantage_clip_high"):
         if (value := getattr(recipe.grpo, key)) is not None:
             yield (
@@ -76,6 +68,8 @@ def weighted_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
 def data_plane_draws_whole_groups(recipe: Recipe) -> Iterator[str]:
     """``grpo_train_sync`` drops rows whose std is 0; no function of it selects groups in another way."""
     if not (recipe.uses_data_plane and recipe.grpo.use_dynamic_sampling) or recipe.loss_fn.is_stock:
+        return
+    if recipe.has_single_controller:  # which draws none
         return
     off = "set data_plane.enabled or grpo.use_dynamic_sampling to false"
     if recipe.loss_fn.sampling_keys:

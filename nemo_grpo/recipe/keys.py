@@ -27,6 +27,7 @@ FREE_FORM = (
     "data.train",
     "data.validation",
     "data.default",
+    "async_rl.sampler",
     "logger.mlflow",
     "logger.swanlab",
     "logger.tensorboard",

@@ -16,7 +16,15 @@ from nemo_grpo.recipe.loader import Tree, merge
 from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.recipe.policy_sections import Policy
-from nemo_grpo.recipe.sections import Checkpointing, Cluster, Data, Environments, GRPOSection, Logger
+from nemo_grpo.recipe.sections import (
+    AsyncRL,
+    Checkpointing,
+    Cluster,
+    Data,
+    Environments,
+    GRPOSection,
+    Logger,
+)
 from nemo_grpo.tasks import TaskConfig
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import VariantConfig
@@ -45,7 +53,7 @@ class Recipe(BaseModel):
     """Ranks."""
     data_plane: Switch | None = None
     """NeMo-RL's transport of batches outside the driver; null: none."""
-    async_rl: dict[str, Any] | None = None
+    async_rl: AsyncRL | None = None
     """NeMo-RL's single controller; null: none."""
     reward_penalties: dict[str, Any] = {}
     """NeMo-RL's penalties in NeMo-Gym's environments."""
@@ -110,8 +118,21 @@ class Recipe(BaseModel):
 
     @property
     def uses_data_plane(self) -> bool:
-        """NeMo-RL's ``grpo_train_sync`` trains, past whose driver batches reach the workers."""
+        """Batches reach NeMo-RL's workers past the driver."""
         return self.data_plane is not None and self.data_plane.enabled
+
+    @property
+    def has_single_controller(self) -> bool:
+        """NeMo-RL's single controller trains, which samples beside it."""
+        return self.async_rl is not None
+
+    @property
+    def rollouts_are_older(self) -> bool:
+        """A step's rollouts may be of weights from before it."""
+        if self.async_rl is None:
+            return self.grpo.is_async
+        sampler = self.async_rl.sampler
+        return sampler.name != "in_order" or sampler.max_lookahead_versions > 0
 
     @property
     def task(self) -> TaskConfig:

@@ -71,6 +71,8 @@ def output_folders_are_set(recipe: Recipe) -> Iterator[str]:
 def checkpoints_are_saved_at_validations(recipe: Recipe) -> Iterator[str]:
     metric, save = recipe.checkpointing.metric_name, recipe.checkpointing.save_period
     val = recipe.grpo.val_period
+    if not recipe.checkpointing.enabled:
+        return
     if metric is not None and metric.startswith("val:") and (val <= 0 or save % val):
         yield (
             f"checkpointing.save_period={save} is not a multiple of grpo.val_period={val}: a checkpoint "

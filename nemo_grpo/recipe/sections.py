@@ -54,6 +54,29 @@ class AsyncGRPO(Section):
     """Give vLLM's asynchronous engines new weights while they decode; false: after their responses."""
 
 
+class StalenessSampler(Section):
+    """Which groups the single controller trains on."""
+
+    name: str = "in_order"
+    """in_order: each step its own prompts; windowed, weight_fifo, ready_first: what is ready and not too old;
+    custom: an own class."""
+    max_lookahead_versions: int = Field(default=1, ge=0)
+    """in_order: steps by which rollouts may run ahead; 0: none."""
+    max_staleness_versions: int = Field(default=1, ge=0)
+    """The others: steps by which a response's policy may be older; 0: none."""
+
+
+class AsyncRL(Section):
+    """NeMo-RL's single controller: rollouts and training side by side, over its data plane."""
+
+    sampler: StalenessSampler = Field(default_factory=StalenessSampler)
+    """How old a step's rollouts may be."""
+    min_groups_for_streaming_train: int = Field(default=32, gt=0)
+    """Groups that are trained on as soon as they are there; a step's chunks add up to one update."""
+    max_buffered_rollouts: int = Field(default=64, gt=0)
+    """Groups that wait for training at most."""
+
+
 class AdvantageEstimator(Section):
     """NeMo-RL's own advantages; those of a variant take their place."""
 

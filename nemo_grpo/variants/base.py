@@ -166,6 +166,11 @@ class VariantConfig(BaseModel):
             return "aggregation=group_token_mean weights a response beside its advantages"
         return None
 
+    @property
+    def beyond_groups(self) -> str | None:
+        """What of `shape` depends on more than a response's own group; None: nothing."""
+        return f"{self.variant}'s shape() may look at the whole step"
+
     def resampling(self, max_draws: int) -> tuple[float, int]:
         """(minimum share of groups with signal, maximum draws per step) under dynamic sampling."""
         return 1.0, max_draws
@@ -212,6 +217,11 @@ class GroupRewardConfig(VariantConfig):
             eps=self.advantage_eps,
             leave_one_out=self.use_leave_one_out_baseline,
         )
+
+    @property
+    def beyond_groups(self) -> str | None:
+        """Nothing, unless `shape` is another one."""
+        return None if type(self).shape is GroupRewardConfig.shape else super().beyond_groups
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Every token of a response carries the response's advantage."""

@@ -48,6 +48,11 @@ class ClipCov(RatioConfig):
             )
         return self
 
+    @property
+    def beyond_groups(self) -> str | None:
+        """The choice of tokens."""
+        return "clip_cov chooses tokens by the covariances of the whole step"
+
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """GRPO's advantages, 0 at the chosen tokens: no policy term and no gradient there."""
         a = self.group_advantages(batch)

@@ -80,6 +80,11 @@ class CWGRPO(RatioConfig):
             )
         return self
 
+    @property
+    def beyond_groups(self) -> str | None:
+        """Nothing within scope=group."""
+        return None if self.scope == "group" else f"scope={self.scope} takes sigma over the step's tokens"
+
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Fold the kernel weights into the advantages: weights are >= 0, so this commutes with any clip."""
         a = self.group_advantages(batch)

@@ -55,6 +55,13 @@ class GPG(KLConfig):
         """beta_th, and the first draw plus the extra ones."""
         return self.valid_fraction_threshold, 1 + self.max_resample_attempts
 
+    @property
+    def beyond_groups(self) -> str | None:
+        """Alpha, or the batch's standard deviation."""
+        if self.use_alpha:
+            return "use_alpha=true counts the step's groups with signal"
+        return "reward_normalization=batch" if self.reward_normalization == "batch" else None
+
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Centred rewards times alpha."""
         a = group_advantages(batch, normalization=self.reward_normalization, eps=self.advantage_eps)

@@ -117,6 +117,11 @@ class TRGRPO(RatioConfig):
         raw = self.alpha * (1 / (1 + math.exp(-x)) - self.mu)
         return min(max(raw, self.lower), self.upper)
 
+    @property
+    def beyond_groups(self) -> str | None:
+        """Nothing: random weights are drawn response by response."""
+        return None
+
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """GRPO's advantages; the random ablation's weights are drawn here, once per step."""
         shaped = super().shape(batch, seed)

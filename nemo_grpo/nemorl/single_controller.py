@@ -1,0 +1,277 @@
+"""NeMo-RL's single controller (``async_rl``): rollouts and training side by side over its data plane.
+
+NeMo-RL runs it in a Ray actor of its own. Here it runs in the driver's process, where the observers of logger
+and checkpoints, the signals and the exports already are; its code and its workers are the same.
+
+A step's groups reach the estimator in chunks (async_rl.min_groups_for_streaming_train); the optimizer's step
+follows the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_grpo.dotted import value_of
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import compat, hooks
+from nemo_grpo.nemorl.advantage import VariantEstimator
+from nemo_grpo.nemorl.compat import Parts
+from nemo_grpo.nemorl.loss import loss_of
+from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
+from nemo_grpo.nemorl.uses import CONTROLLER_ACTOR
+from nemo_grpo.nemorl.versions import SINGLE_CONTROLLER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nemo_grpo.nemorl.config import ClusterRun
+    from nemo_grpo.nemorl.exchange import StepExchange
+    from nemo_grpo.nemorl.host_data import Data
+    from nemo_grpo.nemorl.refit import Refits
+
+log = logging.getLogger(__name__)
+
+RECORDED = {
+    "input_ids": "token_ids",
+    "input_lengths": "input_lengths",
+    "token_mask": "token_loss_mask",
+    "sample_mask": "sample_loss_mask",
+    "total_reward": "rewards",
+    "advantages": "advantages",
+    "generation_logprobs": "generation_logprobs",
+    "prev_logprobs": "prev_logprobs",
+}
+"""Column of the data plane -> its name in ``train_data_stepN.jsonl``, which the other trainers write, too."""
+
+
+class ChunkEstimator(VariantEstimator):
+    """`VariantEstimator` for a step that comes in chunks of whole groups.
+
+    Attributes: has_gradient: a chunk since the last `end_step` can move the policy.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.has_gradient = False
+        self.chunks: list[tuple[int, dict[str, float]]] = []
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        repeated_batch: Mapping[str, Any] | None = None,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+        **further: Any,
+    ) -> Tensor:
+        """A chunk's advantages; see `VariantEstimator.compute_advantage`."""
+        if self.scores_nothing and logprobs_policy is None:
+            logprobs_policy = torch.zeros_like(mask)  # as NeMo-RL's other trainers give them
+        step = self.step
+        advantages = super().compute_advantage(
+            prompt_ids, rewards, mask, repeated_batch, logprobs_policy, logprobs_reference, **further
+        )
+        self.step = step
+        self.chunks.append((len(rewards), self.last_metrics))
+        found = {"advantages": advantages, "sample_mask": mask.bool().any(1)}
+        self.has_gradient |= not has_no_gradient(found, self.config)
+        return advantages
+
+    def end_step(self) -> dict[str, list[float]]:
+        """Go on to the next step; returns the metrics of this one, means over its responses."""
+        rows = [number for number, _ in self.chunks]
+        names = self.chunks[0][1] if self.chunks else ()
+        means = {name: [fmean([chunk[name] for _, chunk in self.chunks], rows)] for name in names}
+        self.chunks, self.has_gradient = [], False
+        self.step += 1
+        return means
+
+
+class StepRecord:
+    """The responses of a step and what they were trained with, for ``train_data_stepN.jsonl``.
+
+    Attributes: write: NeMo-RL's logger's `log_batched_dict_as_jsonl`.  step: the one that is recorded.
+    """
+
+    def __init__(self, *, scores: bool) -> None:
+        """Args: scores: prev_logprobs are computed."""
+        self.columns = [name for name in RECORDED if scores or name != "prev_logprobs"]
+        self.chunks: list[dict[str, Tensor]] = []
+        self.step = 1
+        self.write: Callable[[dict[str, Any], str], None] | None = None
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """Keep a chunk's rows."""
+        self.chunks.append({RECORDED[name]: chunk[name] for name in self.columns})
+
+    def end_step(self) -> None:
+        """Write the rows, as long as the longest, and go on to the next step."""
+        if self.write is not None and self.chunks:
+            rows = {name: _stacked([chunk[name] for chunk in self.chunks]) for name in self.chunks[0]}
+            self.write(rows, f"train_data_step{self.step}.jsonl")
+        self.chunks = []
+        self.step += 1
+
+
+def _stacked(parts: list[Tensor]) -> list[Any]:
+    """The parts' rows below each other, filled up with 0."""
+    if parts[0].ndim == 1:
+        return list(torch.cat(parts).tolist())
+    width = max(part.shape[1] for part in parts)
+    filled = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+    return list(torch.cat(filled).tolist())
+
+
+def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
+    """`ExchangingPolicy` for the single controller, which trains by begin, chunks and finish.
+
+    Args: base: the class.  estimator: None for NeMo-RL's own loss.
+    """
+
+    class StreamingPolicy(base):  # type: ignore[misc]
+        """A step without gradient is dropped; as in `ExchangingPolicy`, never the first one."""
+
+        def train_microbatches_from_meta(self, meta: Any, *arguments: Any, **named: Any) -> Any:
+            record.add(self.read_from_dataplane(meta, select_fields=record.columns))
+            return super().train_microbatches_from_meta(meta, *arguments, **named)
+
+        def finish_train_step(self) -> dict[str, Any]:
+            if estimator is not None and self.mode(self.learns_always or estimator.has_gradient):
+                self.abort_train_step()
+                trained: dict[str, Any] = {"loss": 0.0, "grad_norm": 0.0, "all_mb_metrics": {}}
+            else:
+                trained = super().finish_train_step()
+            if estimator is not None:
+                trained["all_mb_metrics"] |= estimator.end_step()
+            record.end_step()
+            return trained
+
+    return StreamingPolicy
+
+
+def set_up(
+    run: ClusterRun, tokenizer: Any, data: Data, exchange: StepExchange, refits: Refits
+) -> tuple[Parts, Any]:
+    """Let NeMo-RL set up its workers, and put our parts among what it gives to its controller.
+
+    Args:    data: what NeMo-RL would read by itself.
+    Returns: (its parts by the names of NeMo-RL's `setup`, the controller).
+    Raises:  UserError: this NeMo-RL does not fit, or refuses the configuration.
+    """
+    compat.require(SINGLE_CONTROLLER)
+    config, recipe = run.master_config, run.recipe
+    skip_unused_reference(config)
+    estimator = None
+    if not recipe.loss_fn.is_stock:
+        estimator = ChunkEstimator(
+            recipe.loss_fn,
+            num_generations=recipe.grpo.num_generations_per_prompt,
+            seed=recipe.grpo.seed,
+            exchange=exchange,
+            folds=True,
+        )
+    record = StepRecord(scores=not value_of(config, "loss_fn.force_on_policy_ratio", False))
+    extend = partial(streaming, estimator=estimator, record=record)
+    policy = policy_factory(run, exchange, refits, extend)
+
+    def given(*_theirs: Any, **_named: Any) -> Any:
+        return data[:2] if recipe.env.should_use_nemo_gym else data
+
+    try:
+        with (
+            hooks.placed("controller policy", lambda _theirs: policy),
+            hooks.placed("controller data", lambda _theirs: given),
+        ):
+            arguments, timing = compat.import_name(f"{hooks.CONTROLLER}:setup_single_controller")(
+                config, tokenizer
+            )
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"NeMo-RL's single controller refuses the configuration: {error}") from error
+    if estimator is not None:
+        estimator.step = arguments.save_state.current_step
+        arguments = replace(arguments, advantage_estimator=estimator, loss_fn=loss_of(run))
+    controller = compat.plain_class(CONTROLLER_ACTOR)(config, arguments, timing)
+    parts = Parts(
+        policy=arguments.trainer_handle,
+        policy_generation=arguments.gen_handle,
+        nemo_gym=arguments.env_handles.get("nemo_gym"),
+        cluster=(arguments.train_cluster, arguments.inference_cluster),
+        dataloader=arguments.dataloader,
+        val_dataloader=None,
+        loss_fn=arguments.loss_fn,
+        logger=controller._logger,
+        checkpointer=controller._checkpointer,
+        grpo_save_state=arguments.save_state,
+        master_config=config,
+        teacher_worker_groups=None,
+        alias_to_group_alias=None,
+    )
+    record.write = parts.logger.log_batched_dict_as_jsonl
+    record.step = arguments.save_state.current_step + 1
+    return parts, controller
+
+
+def skip_unused_reference(config: Any) -> None:
+    """Without a penalty no reference policy is loaded; NeMo-RL's other trainers then ask for none."""
+    if not value_of(config, "loss_fn.reference_policy_kl_penalty", 0):
+        config.grpo.skip_reference_policy_logprobs_calculation = True
+
+
+def train(controller: Any, config: Any) -> None:
+    """Run the controller to its end."""
+    asyncio.run(_watched(controller, config.async_rl.stall_watchdog))
+
+
+async def _watched(controller: Any, watchdog: Any) -> None:
+    with watched_loop(controller.ping, watchdog.interval_s, watchdog.stall_timeout_s):
+        log.info("the single controller has ended: %s", await controller.run())
+
+
+@contextmanager
+def watched_loop(ping: Callable[[], Any], interval_s: float, stall_timeout_s: float) -> Iterator[None]:
+    """Within the block, end the process if its event loop does not answer for ``stall_timeout_s``.
+
+    NeMo-RL's own watchdog is a task of that loop: it cannot see that a call blocks it, and its driver, which
+    could, is this process.
+
+    Args: ping: a coroutine function that answers at once.
+    """
+    loop, done = asyncio.get_running_loop(), threading.Event()
+
+    def watch() -> None:
+        silent = 0.0
+        while not done.wait(interval_s):
+            answer = asyncio.run_coroutine_threadsafe(ping(), loop)
+            try:
+                answer.result(interval_s)
+                silent = 0.0
+            except NoAnswer:
+                silent += interval_s
+            if silent > stall_timeout_s and not done.is_set():
+                log.critical(
+                    "the single controller's event loop has not answered for %.0f s "
+                    "(async_rl.stall_watchdog.stall_timeout_s=%g); where it hangs:",
+                    *(silent, stall_timeout_s),
+                )
+                faulthandler.dump_traceback()
+                os._exit(1)
+
+    threading.Thread(target=watch, name="loop watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -1,0 +1,128 @@
+"""Rules about NeMo-RL's single controller (``async_rl``), a trainer of its own. See `cluster_rules`.
+
+It reads batches over the data plane, trains on a step's groups in chunks as they come, and lacks much of what
+the other trainers do with rewards and advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_grpo.errors import as_yaml
+from nemo_grpo.recipe import host
+from nemo_grpo.recipe.recipe import Recipe
+from nemo_grpo.recipe.registry import Scope, rule
+from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
+
+ON = "async_rl={..}"
+BACKENDS = ("vllm", "sglang")
+STREAMING = "async_rl.min_groups_for_streaming_train"
+LOOKAHEAD = {
+    "in_order": "max_lookahead_versions",
+    "weight_fifo": "max_staleness_versions",
+    "ready_first": "max_staleness_versions",
+}
+"""Samplers for which the rollouts wait for the trainer -> key of the steps that they may run ahead."""
+
+
+@rule(Scope.CLUSTER)
+def single_controller_has_its_parts(recipe: Recipe) -> Iterator[str]:
+    """What `setup_single_controller` refuses, or what its workers lack."""
+    if not recipe.has_single_controller:
+        return
+    generation = recipe.policy.generation
+    if not recipe.uses_data_plane:
+        yield f"{ON}: NeMo-RL's single controller reads its data plane; set data_plane.enabled=true"
+    if not recipe.policy.megatron_cfg.enabled:
+        yield f"{ON}: only NeMo-RL's Megatron workers train in chunks; set {MEGATRON}.enabled=true"
+    if generation.backend not in BACKENDS:
+        yield f"{ON} with {GENERATION}.backend={generation.backend}: use {' or '.join(BACKENDS)}"
+    if generation.backend == "vllm" and not generation.vllm_cfg.async_engine:
+        yield f"{ON} samples prompt by prompt; set {VLLM}.async_engine=true"
+    if host.has_images(recipe):
+        yield f"{ON}: NeMo-RL's single controller loads no processor for images; leave async_rl out"
+    if recipe.grpo.validates:
+        yield f"{ON} never validates; set grpo.val_period=0, val_at_start=false, val_at_end=false"
+    metric = recipe.checkpointing.metric_name
+    if recipe.checkpointing.enabled and metric and not metric.startswith("train:"):
+        yield (
+            f"checkpointing.metric_name={metric} with {ON}, which never validates; use null, or a metric of "
+            "training, such as train:reward"
+        )
+
+
+@rule(Scope.CLUSTER)
+def single_controller_steps_add_up(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL's `validate_single_controller_config`."""
+    if recipe.async_rl is None:
+        return
+    prompts, groups = recipe.grpo.num_prompts_per_step, recipe.async_rl.min_groups_for_streaming_train
+    if groups > prompts:
+        yield f"{STREAMING}={groups} exceeds grpo.num_prompts_per_step={prompts}; use at most that"
+    if recipe.num_updates_per_step != 1:
+        yield (
+            f"policy.train_global_batch_size={recipe.policy.train_global_batch_size} with {ON}: a step is "
+            f"one update; use all its {recipe.num_sequences_per_step} responses"
+        )
+    sampler, room = recipe.async_rl.sampler, recipe.async_rl.max_buffered_rollouts
+    if (key := LOOKAHEAD.get(sampler.name)) is None:
+        return
+    needed = prompts * (getattr(sampler, key) + 1)
+    if room < needed:
+        yield (
+            f"async_rl.max_buffered_rollouts={room}: {sampler.name} with {key}={getattr(sampler, key)} waits "
+            f"for {needed} groups; use at least that"
+        )
+
+
+@rule(Scope.CLUSTER)
+def chunks_of_a_step_are_independent(recipe: Recipe) -> Iterator[str]:
+    """The estimator sees a chunk's groups, not the step's."""
+    if recipe.async_rl is None or recipe.loss_fn.is_stock:
+        return
+    variant, prompts = recipe.loss_fn, recipe.grpo.num_prompts_per_step
+    groups = recipe.async_rl.min_groups_for_streaming_train
+    if groups >= prompts:
+        return
+    if variant.beyond_groups is not None:
+        yield f"{STREAMING}={groups}: {variant.beyond_groups}; set it to {prompts}, for one chunk a step"
+    masked = recipe.grpo.seq_logprob_error_threshold
+    if variant.aggregation == "group_token_mean" and masked is not None:
+        yield (
+            f"grpo.seq_logprob_error_threshold={masked:g} leaves groups of different sizes, which "
+            f"loss_fn.aggregation=group_token_mean would weigh by chunks; set it to null, or {STREAMING} to "
+            f"{prompts}"
+        )
+
+
+@rule(Scope.CARE)
+def single_controller_reads_the_keys(recipe: Recipe) -> Iterator[str]:
+    """Settings of `grpo` that NeMo-RL's other trainers carry out and this one does not read."""
+    if not recipe.has_single_controller:
+        return
+    grpo = recipe.grpo
+    ignored = {
+        "use_dynamic_sampling": grpo.use_dynamic_sampling,
+        "overlong_filtering": grpo.overlong_filtering,
+        "reward_shaping.enabled": grpo.reward_shaping.enabled,
+        "reward_scaling.enabled": grpo.reward_scaling.enabled,
+        "advantage_clip_low": grpo.advantage_clip_low,
+        "advantage_clip_high": grpo.advantage_clip_high,
+        "invalid_tool_call_advantage": grpo.invalid_tool_call_advantage,
+        "malformed_thinking_advantage": grpo.malformed_thinking_advantage,
+    }
+    for key, value in ignored.items():
+        if value is not None and value is not False:
+            off = "false" if value is True else "null"
+            yield f"grpo.{key}={as_yaml(value)} has no effect with {ON}; set it to {off}, or leave that out"
+
+
+@rule(Scope.ADVICE)
+def older_rollouts_are_corrected(recipe: Recipe) -> Iterator[str]:
+    if recipe.async_rl is None or not recipe.rollouts_are_older:
+        return
+    if not recipe.loss_fn.use_importance_sampling_correction:
+        yield (
+            f"async_rl.sampler.name={recipe.async_rl.sampler.name}: rollouts are older than the policy, and "
+            "the loss takes them for its own; set loss_fn.use_importance_sampling_correction=true"
+        )
