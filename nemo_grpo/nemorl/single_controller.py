@@ -107,8 +107,9 @@ class StepRecord:
     Attributes: write: NeMo-RL's logger's `log_batched_dict_as_jsonl`.  step: the one that is recorded.
     """
 
-    def __init__(self, *, scores: bool) -> None:
-        """Args: scores: prev_logprobs are computed."""
+    def __init__(self, num_generations: int, *, scores: bool) -> None:
+        """Args: num_generations: G, adjacent rows of a group.  scores: prev_logprobs are computed."""
+        self.num_generations = num_generations
         self.columns = [name for name in RECORDED if scores or name != "prev_logprobs"]
         self.chunks: list[dict[str, Tensor]] = []
         self.step = 1
@@ -118,22 +119,32 @@ class StepRecord:
         """Keep a chunk's rows."""
         self.chunks.append({RECORDED[name]: chunk[name] for name in self.columns})
 
-    def end_step(self) -> None:
-        """Write the rows, as long as the longest, and go on to the next step."""
-        if self.write is not None and self.chunks:
-            rows = {name: _stacked([chunk[name] for chunk in self.chunks]) for name in self.chunks[0]}
-            self.write(rows, f"train_data_step{self.step}.jsonl")
+    def end_step(self) -> dict[str, list[float]]:
+        """Write the rows and go on to the next step; returns what the other trainers log of them."""
+        rows = {name: _stacked([chunk[name] for chunk in self.chunks]) for name in self.chunks[0]}
+        if self.write is not None:
+            self.write({name: column.tolist() for name, column in rows.items()}, self.file)
         self.chunks = []
         self.step += 1
+        means = rows["rewards"].view(-1, self.num_generations).mean(1)
+        mixed = (means > 0) & (means < 1)
+        return {
+            "mean_gen_tokens_per_sample": [float(rows["token_loss_mask"].sum(1).float().mean())],
+            "baseline_reward/pct_mixed": [100 * float(mixed.float().mean())],
+        }
+
+    @property
+    def file(self) -> str:
+        """Its name, in NeMo-RL's log folder."""
+        return f"train_data_step{self.step}.jsonl"
 
 
-def _stacked(parts: list[Tensor]) -> list[Any]:
-    """The parts' rows below each other, filled up with 0."""
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """The parts' rows below each other, filled up with 0 to the longest."""
     if parts[0].ndim == 1:
-        return list(torch.cat(parts).tolist())
+        return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
-    filled = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
-    return list(torch.cat(filled).tolist())
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
@@ -157,7 +168,7 @@ def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -
                 trained = super().finish_train_step()
             if estimator is not None:
                 trained["all_mb_metrics"] |= estimator.end_step()
-            record.end_step()
+            trained["all_mb_metrics"] |= record.end_step()
             return trained
 
     return StreamingPolicy
@@ -184,7 +195,10 @@ def set_up(
             exchange=exchange,
             folds=True,
         )
-    record = StepRecord(scores=not value_of(config, "loss_fn.force_on_policy_ratio", False))
+    record = StepRecord(
+        recipe.grpo.num_generations_per_prompt,
+        scores=not value_of(config, "loss_fn.force_on_policy_ratio", False),
+    )
     extend = partial(streaming, estimator=estimator, record=record)
     policy = policy_factory(run, exchange, refits, extend)
 

@@ -138,8 +138,7 @@ def _loop(recipe: Recipe) -> Iterator[Change]:
     yield Change("grpo.max_num_steps", num_steps(recipe))
     if recipe.async_rl is not None:
         in_chunks = recipe.async_rl.min_groups_for_streaming_train < g.num_prompts_per_step
-        chunk = NUM_PROMPTS // 2 if in_chunks else NUM_PROMPTS
-        yield Change("async_rl.min_groups_for_streaming_train", chunk)
+        yield Change("async_rl.min_groups_for_streaming_train", 1 if in_chunks else NUM_PROMPTS)
         yield Change("async_rl.max_inflight_prompts", NUM_PROMPTS)
     yield Change("grpo.val_period", 0)
     yield Change("grpo.val_at_start", False)

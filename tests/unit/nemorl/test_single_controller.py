@@ -1,0 +1,208 @@
+"""What the single controller calls of ours: a step in chunks is the whole step. NeMo-RL is not needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.single_controller import ChunkEstimator, StepRecord, streaming
+from nemo_grpo.variants import VARIANTS, parse_loss_fn
+
+GROUPS, SIZE, LENGTH = 4, 3, 6
+ROWS = GROUPS * SIZE
+OTHERS = {
+    "clip_cov": {"variant": "clip_cov", "covariance_min": 0.01, "clip_fraction": 0.2},
+    "dr_grpo": {"variant": "dr_grpo", "max_response_length": 8},
+    "random": {"variant": "tr_grpo", "weighting": "random"},
+    "std": {"variant": "gpg", "use_alpha": False, "reward_normalization": "group"},
+    "batch std": {"variant": "gpg", "use_alpha": False, "reward_normalization": "batch"},
+    "batch scope": {"variant": "cw_grpo", "scope": "batch"},
+    "group mean": {"variant": "dapo", "aggregation": "group_token_mean"},
+}
+SECTIONS = {name: {"variant": name} for name in VARIANTS if name != "erpo"} | OTHERS
+
+
+def step(seed: int = 0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    prompts = torch.arange(GROUPS).repeat_interleave(SIZE)[:, None].repeat(1, 2)
+    lengths = torch.randint(3, LENGTH + 1, (ROWS, 1), generator=draw)
+    mask = (torch.arange(LENGTH) < lengths) & (torch.arange(LENGTH) > 1)
+    rewards = torch.rand(ROWS, generator=draw)
+    rewards[:SIZE] = 1.0  # a group without signal
+    return {
+        "prompt_ids": prompts,
+        "rewards": rewards,
+        "mask": mask.float(),
+        "logprobs_policy": -torch.rand(ROWS, LENGTH, generator=draw),
+        "logprobs_reference": -torch.rand(ROWS, LENGTH, generator=draw),
+    }
+
+
+def estimator(section: dict[str, object]) -> ChunkEstimator:
+    config = parse_loss_fn(section)
+    return ChunkEstimator(config, num_generations=SIZE, exchange=StepExchange(), folds=True)
+
+
+def in_chunks(e: ChunkEstimator, whole: dict[str, torch.Tensor], *groups: int) -> torch.Tensor:
+    sizes = [number * SIZE for number in groups]
+    chunks = zip(*(column.split(sizes) for column in whole.values()), strict=True)
+    return torch.cat([e.compute_advantage(**dict(zip(whole, chunk, strict=True))) for chunk in chunks])
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_chunks_are_the_step_exactly_where_the_variant_says_so(name):
+    whole, by_groups = (in_chunks(estimator(SECTIONS[name]), step(), *groups) for groups in ((4,), (1, 2, 1)))
+    is_same = torch.allclose(whole, by_groups, rtol=1e-5, atol=1e-7)
+    assert is_same == (parse_loss_fn(SECTIONS[name]).beyond_groups is None)
+
+
+def test_own_advantages_are_taken_for_what_spans_the_step():
+    class Own(type(parse_loss_fn({"variant": "grpo"}))):
+        def shape(self, batch, seed):
+            return super().shape(batch, seed)
+
+    assert "may look at the whole step" in Own(variant="grpo").beyond_groups
+
+
+def test_metrics_are_means_over_the_responses_of_all_chunks():
+    whole, by_groups = estimator({"variant": "grpo"}), estimator({"variant": "grpo"})
+    in_chunks(whole, step(), 4)
+    in_chunks(by_groups, step(), 1, 3)
+    expected, found = whole.end_step(), by_groups.end_step()
+    assert expected["groups/valid_fraction"] == [0.75]
+    for name in ("groups/valid_fraction", "reward/mean", "length/mean"):
+        assert found[name] == pytest.approx(expected[name]), name
+    in_chunks(by_groups, step(1), 4)
+    assert by_groups.end_step()["reward/mean"] != found["reward/mean"], "the last step's are forgotten"
+
+
+def test_draws_follow_the_step_and_not_its_chunks():
+    e = estimator(SECTIONS["random"])
+    first = in_chunks(e, step(), 2, 2)
+    e.end_step()
+    assert not torch.equal(in_chunks(e, step(), 2, 2), first)
+    assert e.step == 1
+
+
+def test_without_scoring_the_logprobs_are_the_policys_own():
+    e = estimator({"variant": "dapo", "force_on_policy_ratio": True})
+    given = step()
+    del given["logprobs_policy"]
+    assert in_chunks(e, given, 4).any()
+
+
+class Worker:
+    """NeMo-RL's policy as the controller calls it."""
+
+    learns_always = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.has_moments = True
+
+    def mode(self, has_gradient: bool) -> dict[str, bool]:
+        return {} if has_gradient or not self.has_moments else {"eval_mode": True}
+
+    def read_from_dataplane(self, meta, select_fields):
+        return {name: column for name, column in columns(*meta).items() if name in select_fields}
+
+    def train_microbatches_from_meta(self, meta):
+        self.calls.append("train")
+
+    def finish_train_step(self):
+        self.calls.append("finish")
+        return {"loss": 2.0, "all_mb_metrics": {"kl": [1.0]}}
+
+    def abort_train_step(self):
+        self.calls.append("abort")
+
+
+def columns(rows: int, length: int) -> dict[str, torch.Tensor]:
+    by_token = {
+        name: torch.ones(rows, length)
+        for name in ("input_ids", "advantages", "generation_logprobs", "prev_logprobs")
+    }
+    mask = torch.arange(length).expand(rows, length) > 1
+    by_row = {"input_lengths": torch.full((rows,), length), "sample_mask": torch.ones(rows)}
+    return by_token | by_row | {"token_mask": mask, "total_reward": torch.tensor([1.0] * (rows - 1) + [0.0])}
+
+
+def test_a_step_without_gradient_is_dropped_with_its_metrics_kept():
+    e = estimator({"variant": "grpo", "reference_policy_kl_penalty": 0.0})
+    policy = streaming(Worker, e, StepRecord(SIZE, scores=True))()
+    alike, differ = torch.ones(ROWS), step()["rewards"]
+    for rewards, done in ((alike, "abort"), (differ, "finish"), (alike, "abort")):
+        in_chunks(e, step() | {"rewards": rewards}, 2, 2)
+        policy.train_microbatches_from_meta((SIZE, 8))
+        found = policy.finish_train_step()
+        assert policy.calls[-1] == done
+        assert found["all_mb_metrics"]["reward/mean"] == pytest.approx([float(rewards.mean())])
+        assert found["all_mb_metrics"]["mean_gen_tokens_per_sample"] == [6.0]
+    assert found["loss"] == 0.0, "of the step that was dropped"
+    policy.has_moments = False
+    in_chunks(e, step() | {"rewards": torch.ones(ROWS)}, 4)
+    policy.train_microbatches_from_meta((SIZE, 8))
+    policy.finish_train_step()
+    assert policy.calls[-1] == "finish", "the first update gives Adam its moments"
+
+
+def test_a_penalty_trains_without_signal():
+    e = estimator({"variant": "grpo", "reference_policy_kl_penalty": 0.1})
+    in_chunks(e, step() | {"rewards": torch.ones(ROWS)}, 4)
+    assert e.has_gradient
+
+
+def test_responses_of_all_chunks_are_recorded_for_every_loss():
+    written: list[tuple[dict[str, list[object]], str]] = []
+    record = StepRecord(SIZE, scores=False)
+    record.write, record.step = lambda rows, file: written.append((rows, file)), 5
+    policy = streaming(Worker, None, record)()
+    for chunk in ((3, 8), (6, 5)):
+        policy.train_microbatches_from_meta(chunk)
+    found = policy.finish_train_step()["all_mb_metrics"]
+    assert found["kl"] == [1.0]
+    assert found["baseline_reward/pct_mixed"] == [pytest.approx(200 / 3)], "one group of three is all right"
+    ((rows, file),) = written
+    assert file == "train_data_step5.jsonl"
+    assert "prev_logprobs" not in rows, "nothing was scored"
+    assert [len(row) for row in rows["token_ids"]] == [8] * 9, "to the longest"
+    assert sum(rows["token_loss_mask"][3]) == 3
+    assert rows["rewards"] == [1.0, 1.0, 0.0] + [1.0] * 5 + [0.0]
+    policy.train_microbatches_from_meta((3, 4))
+    policy.finish_train_step()
+    assert [len(rows["rewards"]) for rows, _ in written] == [9, 3]
+
+
+FROZEN = """
+import asyncio, time
+from nemo_grpo.nemorl.single_controller import watched_loop
+
+async def ping():
+    return {}
+
+async def run(blocked_s):
+    with watched_loop(ping, 0.05, 0.5):
+        await asyncio.sleep(1)
+        time.sleep(blocked_s)
+
+asyncio.run(run(BLOCKED))
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("blocked_s", "code"), [(0.1, 0), (30, 1)])
+def test_a_frozen_event_loop_ends_the_process_and_shows_where(blocked_s, code):
+    ended = subprocess.run(
+        [sys.executable, "-c", FROZEN.replace("BLOCKED", str(blocked_s))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == code, ended.stderr
+    if code:
+        assert "has not answered for" in ended.stderr
+        assert "line 11 in run" in ended.stderr, "the line that blocks"
