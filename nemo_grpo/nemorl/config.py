@@ -201,11 +201,12 @@ def early_stop_metric(name: str) -> str:
 def loss_section(recipe: Recipe) -> Tree:
     """The variant's parameters for NeMo-RL, which reads some of them.
 
-    It loads the reference policy if reference_policy_kl_penalty > 0. Its types allow no null, so nulls are
-    left out.
+    It loads the reference policy if reference_policy_kl_penalty > 0, and makes its own loss of the section,
+    before ours takes its place. Its types allow no null, so nulls are left out.
     """
     given = {name: value for name, value in recipe.loss_fn.model_dump().items() if value is not None}
-    return {"reference_policy_kl_penalty": 0.0} | given
+    by_token = recipe.loss_fn.aggregation == "token_mean"
+    return {"reference_policy_kl_penalty": 0.0, "token_level_loss": by_token} | given
 
 
 def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:

@@ -49,7 +49,7 @@ BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 CONTROLLER_ACTOR = "nemo_rl.algorithms.single_controller:SingleControllerActor"
 CONTROLLER_CONFIG = "nemo_rl.algorithms.single_controller_utils.config"
 
-ELSEWHERE = (DATA_PLANE, ENTROPIES, STAGES, REHEARSAL)
+ELSEWHERE = (DATA_PLANE, SINGLE_CONTROLLER, ENTROPIES, STAGES, REHEARSAL)
 """Parts whose names the driver does not import; some need megatron-core or vLLM."""
 
 

@@ -6,6 +6,7 @@ the other trainers do with rewards and advantages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from nemo_grpo.errors import as_yaml
@@ -40,7 +41,7 @@ def single_controller_has_its_parts(recipe: Recipe) -> Iterator[str]:
     if generation.backend == "vllm" and not generation.vllm_cfg.async_engine:
         yield f"{ON} samples prompt by prompt; set {VLLM}.async_engine=true"
     if host.has_images(recipe):
-        yield f"{ON}: NeMo-RL's single controller loads no processor for images; leave async_rl out"
+        yield f"{ON} loads no processor for images; set async_rl=null, data_plane.enabled=false"
     if recipe.grpo.validates:
         yield f"{ON} never validates; set grpo.val_period=0, val_at_start=false, val_at_end=false"
     metric = recipe.checkpointing.metric_name
@@ -92,6 +93,22 @@ def chunks_of_a_step_are_independent(recipe: Recipe) -> Iterator[str]:
             f"grpo.seq_logprob_error_threshold={masked:g} leaves groups of different sizes, which "
             f"loss_fn.aggregation=group_token_mean would weigh by chunks; set it to null, or {STREAMING} to "
             f"{prompts}"
+        )
+
+
+@rule(Scope.CLUSTER)
+def chunks_divide_among_ranks(recipe: Recipe) -> Iterator[str]:
+    """A chunk is any number of groups; the workers split it evenly, into whole microbatches unless packed."""
+    policy, prompts = recipe.policy, recipe.grpo.num_prompts_per_step
+    if recipe.async_rl is None or recipe.async_rl.min_groups_for_streaming_train >= prompts:
+        return
+    unit = recipe.data_parallel_size
+    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+        unit *= math.lcm(policy.train_micro_batch_size, policy.logprob_batch_size)
+    if (size := recipe.grpo.num_generations_per_prompt) % unit:
+        yield (
+            f"grpo.num_generations_per_prompt={size} is not a multiple of {unit}, by which a chunk of groups "
+            f"is split over ranks and microbatches; use one, or set {STREAMING} to {prompts}"
         )
 
 

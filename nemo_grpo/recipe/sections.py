@@ -8,7 +8,7 @@ base. A range is what NeMo-RL can work with. What 0 or null means stands in the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -57,7 +57,7 @@ class AsyncGRPO(Section):
 class StalenessSampler(Section):
     """Which groups the single controller trains on."""
 
-    name: str = "in_order"
+    name: Literal["in_order", "windowed", "weight_fifo", "ready_first", "custom"] = "in_order"
     """in_order: each step its own prompts; windowed, weight_fifo, ready_first: what is ready and not too old;
     custom: an own class."""
     max_lookahead_versions: int = Field(default=1, ge=0)

@@ -86,6 +86,11 @@ SHORT["GYM"] = (
 SHORT["ASYNC"] = Template("grpo.async_grpo.enabled=true; $V.async_engine=true; $GPUS=2; $APART").substitute(
     SHORT
 )
+SHORT["CHUNK"] = "async_rl.min_groups_for_streaming_train"
+SHORT["CONTROLLER"] = Template(
+    "$PLANE; ++$CHUNK=2; $V.async_engine=true; $GPUS=2; $APART; checkpointing.metric_name=null; $CORRECTED; "
+    "grpo.val_period=0; grpo.val_at_start=false; grpo.val_at_end=false"
+).substitute(SHORT)
 
 
 # rule, recipes, what breaks it, what the message says, what then repairs it; "-": nothing short
@@ -373,9 +378,43 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "advantage_clip_low=-1 would clip", "loss_fn.variant=grpo"),
     ("reference_policy_is_loaded", "lora", "loss_fn.reference_policy_kl_penalty=0",
      "reference_policy_kl_penalty=0", "loss_fn.reference_policy_kl_penalty=1e-9"),
+    # NeMo-RL: the single controller
+    ("single_controller_has_its_parts", "cluster", "$CONTROLLER; data_plane.enabled=false",
+     "reads its data plane; set data_plane.enabled=true", "data_plane.enabled=true"),
+    ("single_controller_has_its_parts", "stock",
+     "$CONTROLLER; $M.enabled=false; policy.dtensor_cfg.enabled=true", "only NeMo-RL's Megatron workers",
+     "$M.enabled=true; policy.dtensor_cfg.enabled=false"),
+    ("single_controller_has_its_parts", "cluster", "$CONTROLLER; $G.backend=megatron",
+     "backend=megatron: use vllm or sglang", "$G.backend=vllm"),
+    ("single_controller_has_its_parts", "cluster", "$CONTROLLER; $V.async_engine=false",
+     "samples prompt by prompt; set .*async_engine=true", "$V.async_engine=true"),
+    ("single_controller_has_its_parts", "cluster", "$CONTROLLER; grpo.val_at_end=true",
+     "never validates; set grpo.val_period=0", "grpo.val_at_end=false"),
+    ("single_controller_has_its_parts", "cluster", "$CONTROLLER; checkpointing.metric_name=val:accuracy",
+     "metric_name=val:accuracy with async_rl", "checkpointing.metric_name=train:reward"),
+    ("single_controller_has_its_parts", "vision", "$CONTROLLER", "loads no processor for images", "-"),
+    ("single_controller_steps_add_up", "cluster", "$CONTROLLER; $CHUNK=3", "streaming_train=3 exceeds",
+     "$CHUNK=2"),
+    ("single_controller_steps_add_up", "cluster", "$CONTROLLER; $GBS=4", "batch_size=4 with async_rl",
+     "$GBS=8"),
+    ("single_controller_steps_add_up", "cluster", "$CONTROLLER; async_rl.max_buffered_rollouts=3",
+     "max_buffered_rollouts=3: in_order with max_lookahead_versions=1 waits for 4",
+     "++async_rl.sampler.max_lookahead_versions=0"),
+    ("chunks_of_a_step_are_independent", "cluster", "$CONTROLLER; $CHUNK=1; loss_fn.variant=gpg",
+     "streaming_train=1: use_alpha=true counts the step's groups", "loss_fn.use_alpha=false"),
+    ("chunks_of_a_step_are_independent", "cluster",
+     "$CONTROLLER; $CHUNK=1; loss_fn.aggregation=group_token_mean; grpo.seq_logprob_error_threshold=2",
+     "threshold=2 leaves groups of different sizes", "$CHUNK=2"),
+    ("chunks_divide_among_ranks", "cluster", "$CONTROLLER; $CHUNK=1; $MBS=8",
+     "num_generations_per_prompt=4 is not a multiple of 8", "$PACKING.enabled=true"),
+    ("single_controller_reads_the_keys", "cluster", "$CONTROLLER; $DRAWS",
+     "use_dynamic_sampling=true has no effect", "grpo.use_dynamic_sampling=false"),
+    ("single_controller_reads_the_keys", "cluster", "$CONTROLLER; grpo.advantage_clip_low=-1",
+     "advantage_clip_low=-1.0 has no effect .*to null", "grpo.advantage_clip_low=null"),
+    ("older_rollouts_are_corrected", "cluster",
+     "$CONTROLLER; loss_fn.use_importance_sampling_correction=false",
+     "sampler.name=in_order: rollouts are older", "++async_rl.sampler.max_lookahead_versions=0"),
     # NeMo-RL: the data plane
-    ("single_controller_has_its_own_driver", "small", "$PLANE; ++async_rl={max_inflight_prompts: 8}",
-     "async_rl=.*run_grpo_single_controller.py", "~async_rl"),
     ("data_plane_trains_synchronously", "cluster", "$PLANE; grpo.async_grpo.enabled=true; $CORRECTED",
      "asynchronous trainer does not read the data plane", "grpo.async_grpo.enabled=false"),
     ("data_plane_trains_synchronously", "shown", "$PLANE", "sft trains without rollouts",

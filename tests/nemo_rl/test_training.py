@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from nemo_rl.algorithms import grpo
-from toy_training import GENERATIONS, PROMPTS, Run, rollouts
+from toy_training import GENERATIONS, PROMPTS, Run, rollouts, toy_run
 from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
@@ -46,6 +46,26 @@ def test_grpo_train_runs_with_every_variant(setting, tmp_path):
     assert advantages[GENERATIONS:].abs().sum() == 0, "a group without spread, though its prompt is the same"
     assert advantages[1][mask[1]].sum() < 0
     assert ("token_weights" in step) == (setting == "tr_grpo_random")
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"variant": "dr_grpo", "ratio_clip_c": 3.0},
+    {"variant": "grpo", **dict.fromkeys(("ratio_clip_min", "ratio_clip_max"))},
+    {"variant": "grpo", "use_importance_sampling_correction": True,
+     "truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.002,
+     "truncated_importance_sampling_ratio_min": 0.999},
+    {"variant": "gspo", "use_importance_sampling_correction": True},
+    {"variant": "dapo", "force_on_policy_ratio": True},
+    {"variant": "cw_grpo", "aggregation": "group_token_mean"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("section", [*SETTINGS.values(), *OTHERS], ids=str)
+def test_nemo_rls_setup_makes_its_own_loss_of_every_section(section, tmp_path):
+    """It does so before ours takes its place."""
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+
+    ClippedPGLossFn(toy_run(tmp_path, section).master_config.loss_fn)
 
 
 def test_metrics_of_estimator_and_loss_are_logged(tmp_path):

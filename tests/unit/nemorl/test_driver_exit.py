@@ -19,7 +19,11 @@ from nemo_grpo.nemorl.stopping import Stop, exit_code, last_step
 from nemo_grpo.training.signals import StopRequest
 
 GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)
-RUN = Of(recipe=Of(grpo=GRPO, nemo_grpo=Of(task="math"), checkpointing=Of(enabled=True)))
+RUN = Of(
+    recipe=Of(
+        grpo=GRPO, nemo_grpo=Of(task="math"), checkpointing=Of(enabled=True), has_single_controller=False
+    )
+)
 
 
 def ended(total, current, is_async=False):
@@ -54,7 +58,7 @@ def test_exit_code_is_0_only_for_a_finished_run(parts, how, code):
 
 
 def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
-    recipe = Of(grpo=GRPO, nemo_grpo=Of(task=None), checkpointing=Of(enabled=True))
+    recipe = Of(**{**vars(RUN.recipe), "nemo_grpo": Of(task=None)})
     parts = ended(6, 6)
     parts.master_config["grpo"]["max_num_epochs"] = 3
     parts.dataloader = range(10)
@@ -222,7 +226,7 @@ def test_vllm_loads_the_model_where_there_are_images(monkeypatch, has_images, lo
 
 
 def test_without_checkpoints_the_logged_steps_tell():
-    run = Of(recipe=Of(grpo=RUN.recipe.grpo, checkpointing=Of(enabled=False)))
+    run = Of(recipe=Of(**{**vars(RUN.recipe), "checkpointing": Of(enabled=False)}))
     nothing_saved = ended(0, 0, is_async=True)
     assert exit_code(run, nothing_saved, 100, stop(last_step=100)) == 0
     assert exit_code(run, nothing_saved, 100, stop(last_step=30)) == 1

@@ -1,0 +1,273 @@
+"""NeMo-RL's own single controller on a CPU, in the driver's process, with our loss and estimator.
+
+Real: `setup_single_controller`, the controller's pumps, its replay buffer and samplers, its rollout manager
+up to a rollout. Stand-ins: rollouts, the workers (a table of logits that is trained in chunks as they are),
+the data plane (NeMo-RL's reference of it), the transfer of weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
+from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
+from nemo_rl.models.policy import tq_policy
+from test_data_plane import CARRIED, DRAWN, ON, PlanePolicy
+from toy_training import GENERATIONS, PROMPTS, Generation, Run, rollouts, toy_run
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import compat, run_grpo, single_controller
+from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
+from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.hooks import CONTROLLER
+from nemo_grpo.nemorl.stopping import exit_code, last_step, stop_after_step
+
+if not compat.has_name(single_controller.CONTROLLER_ACTOR):
+    pytest.skip("this NeMo-RL has no single controller", allow_module_level=True)
+
+from nemo_rl.experience.interfaces import Completion, PromptGroupRecord
+from nemo_rl.experience.rollout_manager import RolloutManager
+
+pytestmark = pytest.mark.usefixtures("private_ray")
+
+APART = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1, num_nodes: 1}}"
+SETTINGS = (
+    *(ON, APART, "policy.generation.vllm_cfg.async_engine=true"),
+    *("data.shuffle=false", "data.num_workers=0"),
+)
+
+
+def controlled(groups: int, lookahead: int = 0) -> str:
+    return (
+        f"async_rl={{min_groups_for_streaming_train: {groups}, max_inflight_prompts: {PROMPTS}, "
+        f"sampler: {{name: in_order, max_lookahead_versions: {lookahead}}}}}"
+    )
+
+
+class ChunkPolicy(PlanePolicy):
+    """The toy policy trained as NeMo-RL's Megatron worker trains: sums by chunks, divided at the end."""
+
+    def begin_train_step(self, loss_fn: Any) -> None:
+        self.loss_fn, self.counts, self.total = loss_fn, dict.fromkeys(("seqs", "toks"), 0.0), 0.0
+        self.metrics: dict[str, list[float]] = defaultdict(list)
+
+    def train_microbatches_from_meta(self, meta: Any) -> None:
+        data = self.read(meta, [name for name in DP_TRAIN_FIELDS if name in self.columns(meta)])
+        self.trained.append(dict(data.items()))
+        self.counts["seqs"] += float(data["sample_mask"].sum())
+        self.counts["toks"] += float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
+        one = torch.ones(())
+        for microbatch in data.make_microbatch_iterator(1):
+            logprobs = self.logprobs(microbatch["input_ids"])[0][:, 1:]
+            loss, numbers = self.loss_fn(logprobs, microbatch, global_valid_seqs=one, global_valid_toks=one)
+            loss.backward()
+            self.total += float(loss)
+            for name, number in numbers.items():
+                self.metrics[name].append(number)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        n = self.counts["toks" if self.loss_fn.loss_type.name == "TOKEN_LEVEL" else "seqs"]
+        gradient = self.model.grad / n
+        with torch.no_grad():
+            self.model -= 0.5 * gradient
+        self.abort_train_step()
+        self.losses.append(self.total / n)
+        by = {"TOKENS": self.counts["toks"], "SEQUENCES": self.counts["seqs"], "NONE": 1.0}
+        kinds = self.loss_fn.metric_normalizations
+        metrics = {name: [x / by[kinds[name].name] for x in xs] for name, xs in self.metrics.items()}
+        return {"loss": self.losses[-1], "grad_norm": gradient.norm(), "all_mb_metrics": metrics}
+
+    def abort_train_step(self) -> None:
+        self.model.grad = None
+
+
+class Rollouts(RolloutManager):
+    """NeMo-RL's, with made-up responses: a group of `rollouts` for each prompt."""
+
+    rewards: torch.Tensor | None = None
+
+    async def run_rollout(self, input_sample: Any) -> PromptGroupRecord:
+        draw, group = divmod(int(input_sample["idx"]), PROMPTS)
+        batch = rollouts(draw)
+        rows = range(group * GENERATIONS, (group + 1) * GENERATIONS)
+        rewards = batch["total_reward"] if self.rewards is None else self.rewards
+        said = [Completion(batch["message_log"][i], None, False, float(rewards[i])) for i in rows]
+        return PromptGroupRecord(draw, batch["message_log"][rows[0]][:1], None, {}, said, {})
+
+
+def problem(number: int) -> dict[str, Any]:
+    asked = [{"role": "user", "content": "?", "token_ids": torch.tensor([1, 2, 3])}]
+    return {"message_log": asked, "length": 3, "extra_env_info": {}, "loss_multiplier": 1.0, "idx": number}
+
+
+class Controlled:
+    """A driver's run on the single controller."""
+
+    def __init__(self, folder: Path, loss_fn: dict[str, Any], *overrides: str) -> None:
+        self.run = toy_run(folder, loss_fn, *SETTINGS, *overrides)
+        self.exchange, self.plane = StepExchange(), NoOpDataPlaneClient()
+        self.plane.register_partition("rollout_data", [], 100, ["train"])
+        environment = MagicMock()
+        data = ([problem(i) for i in range(10 * PROMPTS)], None, {"toy": environment}, {"toy": environment})
+        tokenizer = MagicMock(pad_token_id=0)
+        with self.stand_ins():
+            self.parts, self.controller = single_controller.set_up(
+                self.run, tokenizer, data, self.exchange, MagicMock()
+            )
+        resume_carried(self.run.recipe.loss_fn, self.parts.checkpointer, self.exchange)
+        save_side_files(self.parts.checkpointer, tokenizer, MagicMock(), self.exchange)
+        self.policy, self.logger = self.parts.policy, self.parts.logger
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        transfer = MagicMock(sync_weights=MagicMock(return_value=None))
+        make = patch("nemo_grpo.nemorl.single_controller.policy_factory", self.policy_factory)
+        with ExitStack() as stack:
+            stack.enter_context(make)
+            for name, value in {
+                "_build_clusters": lambda _config: (MagicMock(), MagicMock()),
+                "_build_generation": lambda *_, **__: (Generation(), 0.0),
+                "build_data_plane_client": lambda *_, **__: self.plane,
+                "create_weight_synchronizer": lambda **_: transfer,
+                "RolloutManager": Rollouts,
+            }.items():
+                stack.enter_context(patch(f"{CONTROLLER}.{name}", value))
+            stack.enter_context(patch("nemo_rl.algorithms.single_controller.Logger"))
+            yield
+
+    def policy_factory(self, *arguments: Any) -> Any:
+        from nemo_grpo.nemorl.policy import policy_factory
+
+        toy = type("Toy", (ChunkPolicy,), {})
+        with (
+            patch.object(tq_policy, "TQPolicy", toy),
+            patch("nemo_grpo.nemorl.policy.worker_class", return_value=None),
+        ):
+            make = policy_factory(*arguments)
+        return lambda **named: make(plane=self.plane, **named)
+
+    def train(self) -> Any:
+        ready = run_grpo.Ready(self.parts, None, None, None, [{}, {}], None, 0, controller=self.controller)
+        with stop_after_step(self.logger) as stop:
+            run_grpo.run_trainer(ready)
+        return stop
+
+    def exit_code(self, stop: Any) -> int:
+        return exit_code(self.run, self.parts, last_step(self.run, self.parts), stop)
+
+    def logged(self) -> dict[str, Any]:
+        calls = [c for c in self.logger.log_metrics.call_args_list if c.kwargs.get("prefix") == "train"]
+        return calls[-1].args[0]
+
+
+@pytest.mark.parametrize("setting", CARRIED)
+def test_the_controller_gives_the_steps_of_the_driver(setting, tmp_path):
+    section = {"reference_policy_kl_penalty": 0.0} if "token_mean" in setting else {}
+    section = {**CARRIED[setting], **section}
+    plain = Run(tmp_path, section, "checkpointing.enabled=false")
+    plain.train()
+    groups = 1 if plain.run.recipe.loss_fn.beyond_groups is None else PROMPTS
+    run = Controlled(tmp_path, section, "checkpointing.enabled=false", controlled(groups))
+    stop = run.train()
+    assert run.exit_code(stop) == 0
+    assert len(run.policy.losses) == len(plain.policy.losses) == 2
+    assert run.logged()["loss"] == pytest.approx(run.policy.losses[-1])
+    if setting in DRAWN:
+        return
+    assert run.policy.losses == pytest.approx(plain.policy.losses, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(run.policy.model, plain.policy.model, rtol=1e-5, atol=1e-6)
+    for name in ("gen_kl_error", "approx_entropy", "reward/mean", "length/mean"):
+        assert run.logged()[name] == pytest.approx(plain.logged()[name], rel=1e-3, abs=1e-6), name
+
+
+def test_a_step_may_come_in_chunks_and_is_recorded_as_one(tmp_path):
+    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(1))
+    manager, chunks = run.controller._rollout_manager, run.policy.trained
+    rollout = manager.run_rollout
+
+    async def one_after_the_other(sample: Any) -> Any:
+        while len(chunks) < int(sample["idx"]):
+            await asyncio.sleep(0.002)
+        return await rollout(sample)
+
+    manager.run_rollout = one_after_the_other
+    run.train()
+    assert [len(chunk["input_ids"]) for chunk in chunks] == [GENERATIONS] * 4, "two chunks a step"
+    rows, file = run.logger.log_batched_dict_as_jsonl.call_args_list[1].args
+    assert file == "train_data_step2.jsonl"
+    assert len(rows["token_ids"]) == PROMPTS * GENERATIONS
+    assert rows["rewards"] == [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    assert run.logged()["groups/valid_fraction"] == 0.5
+    assert run.logged()["mean_gen_tokens_per_sample"] == pytest.approx(run.logged()["length/mean"])
+
+
+def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
+    settings = ("grpo.max_num_steps=5", "checkpointing.save_period=100", controlled(PROMPTS, 1))
+    run = Controlled(tmp_path, {"variant": "tr_grpo", "weighting": "random"} | NO_PENALTY, *settings)
+    finish = run.policy.finish_train_step
+
+    def finish_and_be_asked_to_stop() -> Any:
+        if len(run.policy.losses) == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return finish()
+
+    run.policy.finish_train_step = finish_and_be_asked_to_stop
+    stop = run.train()
+    assert (stop.happened, stop.last_step, len(run.policy.losses)) == (True, 2, 2)
+    assert run.exit_code(stop) == 75
+    folder = run.run.recipe.checkpoint_dir / "step_2"
+    assert json.loads((folder / "training_info.json").read_text())["current_step"] == 2
+    assert (folder / "replay_buffer.pt").exists()
+
+    again = Controlled(tmp_path, {"variant": "tr_grpo", "weighting": "random"} | NO_PENALTY, *settings)
+    assert again.controller._advantage_estimator.step == 2
+    stop = again.train()
+    assert len(again.policy.losses) == 3, "steps 3 to 5"
+    assert again.exit_code(stop) == 0
+    files = [call.args[1] for call in again.logger.log_batched_dict_as_jsonl.call_args_list]
+    assert files == [f"train_data_step{step}.jsonl" for step in (3, 4, 5)]
+
+
+NO_PENALTY = {"reference_policy_kl_penalty": 0.0}
+
+
+def test_a_step_without_signal_is_no_update(tmp_path, monkeypatch):
+    monkeypatch.setattr(Rollouts, "rewards", torch.ones(PROMPTS * GENERATIONS))
+    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    start = run.policy.model.detach().clone()
+    run.train()
+    assert len(run.policy.losses) == 1, "the first update gives Adam its moments; the second step is dropped"
+    assert torch.equal(run.policy.model, start)
+    assert (run.logged()["loss"], run.logged()["reward/mean"]) == (0.0, 1.0)
+
+
+def test_an_error_of_a_worker_ends_the_run(tmp_path):
+    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run.policy.finish_train_step = MagicMock(side_effect=RuntimeError("a worker has died"))
+    with pytest.raises(RuntimeError, match="a worker has died"):
+        run.train()
+
+
+def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(tmp_path):
+    with pytest.raises(UserError, match=r"refuses the configuration: .*use_multiple_dataloader"):
+        Controlled(tmp_path, {"variant": "grpo"}, "++data.use_multiple_dataloader=true", controlled(PROMPTS))
+
+
+LONG = ("grpo.max_num_steps=30", "grpo.max_num_epochs=1")
+
+
+def test_data_that_end_early_are_said(tmp_path):
+    run = Controlled(tmp_path, {"variant": "grpo"}, *LONG, controlled(PROMPTS))
+    with pytest.raises(UserError, match="the data ends after 10"):
+        last_step(run.run, run.parts)
