@@ -76,3 +76,16 @@ def keep_weights_in_place(module: Any) -> None:
         layer.cpu_linear = torch.nn.functional.linear  # receives the weight in every call
 
     module.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def keep_experts_in_place(module: Any) -> None:
+    """The same for experts, whose kernel takes packed weights: each call packs what the last refit sent."""
+    experts = module.CPUUnquantizedExperts
+    apply = experts.apply
+
+    def packing(self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, **named: Any) -> None:
+        packed = (module.cpu_prepack_moe_weight(weight, self.isa) for weight in (w1, w2))
+        apply(self, output, hidden_states, *packed, **named)
+
+    experts.apply = packing
+    experts.process_weights_after_loading = lambda *_: None

@@ -35,6 +35,7 @@ AFTER_IMPORT: dict[str, str] = {
     "vllm.model_executor.models.registry": "vllm:inspect_here",
     "vllm.platforms.cpu": "vllm:allow_ray",
     "vllm.model_executor.layers.utils": "vllm:keep_weights_in_place",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe": "vllm:keep_experts_in_place",
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
 
