@@ -208,6 +208,26 @@ def rows_without_advantage_are_declared(objective: Objective, batch: TokenBatch)
     )
 
 
+def independent_groups_are_declared(
+    config: VariantConfig, objective: Objective, batch: TokenBatch
+) -> str | None:
+    """Where `beyond_groups` says None, a group's advantages are those of a step that has it alone."""
+    if config.beyond_groups is not None:
+        return None
+    shaped = _shaped(objective, batch)
+    for number in batch.group_ids.unique():
+        rows = batch.group_ids == number
+        alone = _shaped(objective, batch.select(rows))
+        for name in ("advantages", "token_weights"):
+            here, there = getattr(shaped, name), getattr(alone, name)
+            if here is not None and not torch.allclose(here[rows], there):
+                return (
+                    f"expected the same {name} for a group alone, as beyond_groups = None says; found "
+                    "others; let it say what spans the step"
+                )
+    return None
+
+
 def scaling_is_declared(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
     """With scales_with_advantages, factors of the advantages are factors of the policy term."""
     if not config.scales_with_advantages or config.needs_whole_groups:  # the latter is not of NeMo-RL

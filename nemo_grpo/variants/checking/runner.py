@@ -48,6 +48,7 @@ FURTHER: dict[str, Check] = {
     "scores": lambda c: declared.prev_logprobs_are_declared(c.objective, c.batch),
     "shaping": lambda c: declared.shaping_is_declared(c.config, c.objective, c.batch),
     "rows without advantage": lambda c: declared.rows_without_advantage_are_declared(c.objective, c.batch),
+    "groups": lambda c: declared.independent_groups_are_declared(c.config, c.objective, c.batch),
     "scaling": lambda c: declared.scaling_is_declared(c.config, c.objective, c.batch),
     "folding": lambda c: invariance.weights_fold(c.config, c.objective, c.batch),
     "microbatches": lambda c: invariance.adds_up(c.objective, c.batch),

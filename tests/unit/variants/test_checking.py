@@ -120,6 +120,12 @@ WRONG = {
         SHAPE + "        return Shaped(shaped.advantages * 2, shaped.base)",
         *("shaping", "as shapes_advantages = False says; found others"),
     ),
+    "a statistic of the step that is not declared": (
+        "    beyond_groups = property(lambda self: None)\n    shapes_advantages: ClassVar[bool] = True\n"
+        + SHAPE
+        + "        return Shaped(shaped.advantages * (1 + batch.rewards.mean()), shaped.base)",
+        *("groups", "same advantages for a group alone, as beyond_groups = None says"),
+    ),
     "an entropy bonus that is not declared": (
         TERMS + "        return TokenTerms(self.ratio(batch) * a - 0.1 * batch.next_token_logprobs)",
         *("rows without advantage", "set the class attribute learns_without_advantages = True"),
@@ -201,7 +207,7 @@ def test_a_right_loss_passes_and_the_quick_part_is_quick():
 def test_the_command_lists_every_check_and_fails_with_1():
     run = lambda *line: CliRunner().invoke(app, ["variants", "check", *line])  # noqa: E731
     right = run("tr_grpo", "weighting=reverse")
-    assert (right.exit_code, right.output.count("ok ")) == (0, 18), right.output
+    assert (right.exit_code, right.output.count("ok ")) == (0, 19), right.output
     assert run("dr_grpo").exit_code == 0
     wrong = run(loss(WRONG["a mean over rows"][0]))
     assert wrong.exit_code == 1
