@@ -43,7 +43,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def module(self, full_name: str) -> types.ModuleType:
         """An empty module whose capitalised names are classes and whose other names are modules."""
-        module = types.ModuleType(full_name)
+        module: Any = types.ModuleType(full_name)
         module.__path__, module.__all__ = [], []
         module.__getattr__ = lambda name: type(name, (), {}) if name[0].isupper() else self.module(name)
         return module
@@ -101,7 +101,7 @@ def megatron_bridge(hf: Path) -> tuple[Callable[[Any], None], Callable[[Any], It
 
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.bridge") and getattr(module, "torch", None) is torch:
-            module.torch = cpu._torch_for_cpu()
+            vars(module)["torch"] = cpu._torch_for_cpu()
     bridge = AutoBridge.from_hf_pretrained(str(hf), torch_dtype=torch.bfloat16)
     return (
         lambda model: bridge.load_hf_weights([model], str(hf)),

@@ -19,7 +19,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -173,7 +172,11 @@ def tables(history: list[Row], labels: dict[str, dict[str, Any]]) -> Iterator[li
         f"{max(seconds):.1f} s for the slowest tree, {sum(seconds) / len(seconds):.1f} s on average; files "
         "that two commits share are parsed once.",
     ]
-    moves = [changed(*pair) for pair in pairwise([None, *history]) if is_change(*pair)]
+    moves = [
+        changed(before, row)
+        for before, row in zip([None, *history], history, strict=False)
+        if is_change(before, row)
+    ]
     yield head("commit", "date", "verdict", "against", "differ", "what breaks, or fits again") + moves
     judged = [row for row in history if row.commit in labels]
     yield head("commit", "doctor", "tests", "failing") + [labelled(row, labels[row.commit]) for row in judged]
@@ -212,4 +215,4 @@ def labelled(row: Row, label: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -102,7 +102,8 @@ def run_embedded(stack: Stack, folder: Path, cases: list[Case]) -> Results:
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
     }
-    command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.embedded", folder, output]
+    command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.embedded"]
+    command += [str(folder), str(output)]
     started = [
         subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
@@ -122,7 +123,8 @@ def run_cluster(stack: Stack, folder: Path, cases: list[Case]) -> Results:
     torch.save(cases, folder / "cases.pt")
     output, log = folder / "cluster.pt", folder / "cluster.log"
     output.unlink(missing_ok=True)
-    command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.cluster", folder, output]
+    command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.cluster"]
+    command += [str(folder), str(output)]
     ranks = max(LAYOUTS[case.layout]["ranks"] for case in cases)
     with ray_cluster(stack, folder, ranks) as ray, log.open("wb") as out:
         done = subprocess.run(

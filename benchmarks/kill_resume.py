@@ -380,11 +380,11 @@ def final_state(run: Path) -> dict[str, str]:
 def _content(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         raw = value.contiguous().view(torch.uint8) if value.ndim else value.reshape(1).view(torch.uint8)
-        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(raw.numpy()).hexdigest()}"
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(raw.numpy().data).hexdigest()}"
     return repr(value)
 
 
-def without_time(log: Path) -> list[dict[str, object]]:
+def without_time(log: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     return [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in rows]
 
@@ -406,7 +406,7 @@ def recipe_of(folder: Path, name: str, further: Sequence[str]) -> Recipe:
     return load_recipe(ROOT / "recipes/quickstart.yaml", [*SMALL, *places, *further])
 
 
-def kill_and_resume(folder: Path, num_kills: int, seed: int, further: Sequence[str]) -> dict[str, object]:
+def kill_and_resume(folder: Path, num_kills: int, seed: int, further: Sequence[str]) -> dict[str, Any]:
     """The whole measurement, as the row that is printed; ``further``: overrides of the recipe.
 
     Raises: Broken: see `run_broken`; or too few steps had signal.

@@ -91,6 +91,7 @@ def loss_and_gradient(loss_fn: Any, data: dict[str, torch.Tensor], rows: int) ->
         loss, metrics = loss_fn(current, part, **sizes)
         loss.backward()
         total += metrics["loss"]
+        assert current.grad is not None
         gradients.append(current.grad)
     return total, torch.cat(gradients)
 
@@ -178,7 +179,9 @@ def compare_variants() -> list[str]:
 
     data = step_data("cpu")
     batch = TokenBatch(
-        **{name: data[name][:, 1:] for name in ("prev_logprobs", "generation_logprobs", "token_mask")},
+        prev_logprobs=data["prev_logprobs"][:, 1:],
+        generation_logprobs=data["generation_logprobs"][:, 1:],
+        token_mask=data["token_mask"][:, 1:],
         reference_policy_logprobs=data["reference_policy_logprobs"][:, 1:],
         entropies=-data["prev_logprobs"][:, 1:],
         sample_mask=data["sample_mask"],

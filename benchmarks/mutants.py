@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401  # imported once, with torch, for all forks
@@ -283,7 +283,7 @@ def _can_be_left_out(statement: ast.stmt) -> bool:
     return isinstance(statement, (ast.AugAssign, ast.If, ast.Raise))
 
 
-def _edited(node: ast.AST, edit: Callable[[ast.AST], object], of: str = "") -> tuple[int, str, str]:
+def _edited(node: ast.AST, edit: Callable[[Any], object], of: str = "") -> tuple[int, str, str]:
     shown = getattr(node, of) if of else node
     before = ast.unparse(shown)
     edit(node)

@@ -114,15 +114,15 @@ def blind(file: Path) -> None:
             cells = (row.source, row.gpu, row.name, what, f"{seconds:g}", f"{predicted(step)[what]:.3g}")
             print(f"| {' | '.join(cells)} | {found:+.0%} |")
     print("\nMedian and worst error:\n")
-    for name, found in errors.items():
-        sizes = [abs(error) for error in found]
-        print(f"- {name}: {len(found)} rows, {median(sizes):.0%}, {max(sizes):.0%}{_held(name, found)}")
+    for name, each in errors.items():
+        sizes = [abs(error) for error in each]
+        print(f"- {name}: {len(each)} rows, {median(sizes):.0%}, {max(sizes):.0%}{_held(name, each)}")
     print("\nAssumed where a source is silent:\n")
     for note in dict.fromkeys(f"- {row.source}: {row.note}" for row in rows if row.note):
         print(note)
     print("\nNot predicted, for what the source does not state:\n")
-    for cells, lacks in lacking:
-        print(f"- {cells['source']}, {cells.get('model', '?')}, {cells.get('mode', '?')}: {lacks}")
+    for of, lacks in lacking:
+        print(f"- {of['source']}, {of.get('model', '?')}, {of.get('mode', '?')}: {lacks}")
 
 
 def _held(name: str, errors: Sequence[float]) -> str:

@@ -93,7 +93,9 @@ def update(
     policy: MegatronPolicy, recipe: Recipe, rows: list[dict[str, Any]], step: int
 ) -> tuple[Tensor, float]:
     """One update; the scores of the response tokens before it, and the gradient's norm."""
-    how = {"micro_batch_size": recipe.policy.train_micro_batch_size, "temperature": 1.0, "mb_tokens": None}
+    how: dict[str, Any] = {
+        "micro_batch_size": recipe.policy.train_micro_batch_size, "temperature": 1.0, "mb_tokens": None
+    }  # fmt: skip
     sequences = Sequences(column(rows, "token_ids"), column(rows, "input_lengths"))
     scores = policy.score(sequences, **how)
     mask = mask_of(rows)

@@ -55,7 +55,7 @@ def main() -> None:
         print_table(group)
     if options.png:
         title = "SmolLM2-135M on word problems: 20 supervised steps, then GRPO"
-        panel = Panel("accuracy", title, "held-out accuracy", ("validation/accuracy",), draw_validation, "")
+        panel = Panel("accuracy", title, "held-out accuracy", ("validation/accuracy",), "", draw_validation)
         draw_panel(panel, groups, options.png)
 
 

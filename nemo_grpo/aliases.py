@@ -115,7 +115,7 @@ def advice_on(name: str) -> str:
 
 def markdown() -> str:
     """The table of docs/coming_from.md."""
-    lines = [("here", *LIBRARIES, "remark"), ("---",) * 5]
+    lines: list[tuple[str, ...]] = [("here", *LIBRARIES, "remark"), ("---",) * 5]
     for alias in TABLE:
         names = (", ".join(f"`{name}`" for name in column.split()) for column in alias[1:4])
         lines.append((f"`{alias.key}`", *names, alias.remark))

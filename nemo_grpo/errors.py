@@ -37,7 +37,7 @@ def reading(what: object, expected: str, remedy: str, *further: type[Exception])
         raise
     except OSError as error:
         raise UserError(f"{what} cannot be read ({error.strerror or first_line(error)}); {remedy}") from None
-    except (*UNREADABLE, *further) as error:
+    except UNREADABLE + further as error:
         raise UserError(f"{what} is not {expected} ({_reason(error)}); {remedy}") from None
 
 

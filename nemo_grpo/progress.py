@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -74,7 +74,7 @@ def progress(
 def _columns(in_bytes: bool, metered: bool) -> list[ProgressColumn]:
     """Name, count, bar and times keep their width; the note has what is left of the line."""
 
-    def cut(**widths: int) -> Column:
+    def cut(**widths: Any) -> Column:
         return Column(no_wrap=True, overflow="ellipsis", **widths)
 
     counts = (DownloadColumn, TransferSpeedColumn) if in_bytes else (MofNCompleteColumn, TimeElapsedColumn)

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from nemo_grpo import shipped
 
@@ -46,10 +47,10 @@ def write(target: Path) -> None:
     from nemo_grpo.hf_folder import appearing, no_transformers_bars
 
     weights = packaged_weights()
-    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     logging.disable(logging.WARNING)
     with appearing(target) as folder, no_transformers_bars():
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         # Marks of the file it came from, with which transformers would refuse to save it.
         del model.config.quantization_config
         model.is_quantized, model.hf_quantizer = False, None

@@ -30,7 +30,7 @@ from nemo_grpo.engine.megatron.optimizer import SHARDING  # noqa: E402
 from nemo_grpo.families import read_spec  # noqa: E402
 from nemo_grpo.recipe.layout import Layout  # noqa: E402
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 500,
     "hidden_size": 256,
     "intermediate_size": 512,

@@ -69,14 +69,17 @@ class Experiment:
         tails = self._continue_all(points)
         done = []
         for item, kind, position, kept, replaced in points:
-            accuracies = [self._accuracy(item, prefix, tails[tuple(prefix)]) for prefix in (kept, replaced)]
+            before, after = (
+                self._accuracy(item, prefix, tails[tuple(prefix)]) for prefix in (kept, replaced)
+            )
             touched = [i for i, token in enumerate(kept) if i >= len(replaced) or token != replaced[i]]
-            words = [
+            token, other = (
                 self.tokenizer.decode([row[i] for i in touched if i < len(row)]) for row in (kept, replaced)
-            ]
+            )
             positions = tuple(i - len(item.prompt) for i in touched)
             entropy = float(item.entropies[list(positions)].mean())
-            done.append(Point(item.problem.id, kind, position, entropy, *words, *accuracies, positions))
+            ends = (token, other, before, after)
+            done.append(Point(item.problem.id, kind, position, entropy, *ends, positions))
         return PivotStudy(self.settings, num_tried, solved, done)
 
     def _find_solved(self, problems: Sequence[Problem]) -> tuple[list[Solved], int]:
@@ -140,8 +143,8 @@ class Experiment:
                 by_length[remaining, len(prefix)][tuple(prefix)] = None
         tails: Tails = {}
         with progress("continuations", len(by_length)) as advance:
-            for (remaining, _), prefixes in sorted(by_length.items()):
-                tails |= self._continue(list(prefixes), remaining)
+            for (remaining, _), alike in sorted(by_length.items()):
+                tails |= self._continue(list(alike), remaining)
                 advance("")
         return tails
 

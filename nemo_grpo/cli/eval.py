@@ -222,12 +222,20 @@ def _fitting(asked: Protocol, chosen: list[Benchmark], tokenizer: Any, model: Pa
     return options
 
 
-def _longest(benchmarks: list[Benchmark], tokenizer: Any, model: Path, *limits: Any) -> int:
+def _longest(
+    benchmarks: list[Benchmark],
+    tokenizer: Any,
+    model: Path,
+    max_new_tokens: int,
+    limit: int | None,
+    vocab_size: int | None,
+) -> int:
     from nemo_grpo.evaluate.suite import longest_prompt
     from nemo_grpo.sampling.images import ImageTokens
 
     has_images = any(benchmark.task.config.needs_images for benchmark in benchmarks)
-    return longest_prompt(benchmarks, tokenizer, *limits, ImageTokens(model) if has_images else None)
+    image_tokens = ImageTokens(model) if has_images else None
+    return longest_prompt(benchmarks, tokenizer, max_new_tokens, limit, vocab_size, image_tokens)
 
 
 @dataclass(frozen=True)
@@ -254,8 +262,9 @@ class _Evaluation:
 
         settings, benchmarks = self.settings, self.benchmarks
         conditions = settings.conditions(self.model, self.tokenizer)
-        limits = settings.max_tokens, *model_limits(self.model)
-        longest = _longest(benchmarks, self.tokenizer, self.model, *limits)
+        longest = _longest(
+            benchmarks, self.tokenizer, self.model, settings.max_tokens, *model_limits(self.model)
+        )
         max_images = max(
             len(p.metadata["images"]) if b.task.config.needs_images else 0
             for b in benchmarks

@@ -130,8 +130,10 @@ def _about_data(recipes: list[Recipe]) -> list[str]:
 
 
 def _lengths(given: str | None) -> float | Path | None:
+    if given is None:
+        return None
     try:
-        return None if given is None else float(given)
+        return float(given)
     except ValueError:
         return Path(given)
 

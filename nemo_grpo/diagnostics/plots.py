@@ -209,7 +209,9 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
 
 def step_ticks(axes: Axes) -> list[float]:
     """Round numbers of steps over the axis, and the last step in place of those that it would touch."""
-    last = max((float(np.max(line.get_xdata())) for line in axes.lines if len(line.get_xdata())), default=0.0)
+    last = max(
+        (float(x.max()) for x in (np.asarray(line.get_xdata()) for line in axes.lines) if x.size), default=0.0
+    )
     first, _ = axes.get_xlim()
     if last - first < 1:
         return [last]
@@ -220,5 +222,6 @@ def step_ticks(axes: Axes) -> list[float]:
 
 def _is_never_negative(axes: Axes) -> bool:
     """True for lines at or above 0 whose axis would begin below it, where no value can be."""
-    lowest = min((np.nanmin(line.get_ydata()) for line in axes.lines if len(line.get_ydata())), default=-1.0)
+    lines = (np.asarray(line.get_ydata()) for line in axes.lines)
+    lowest = min((np.nanmin(y) for y in lines if y.size), default=-1.0)
     return axes.get_yscale() == "linear" and axes.get_ylim()[0] < 0 <= lowest

@@ -64,7 +64,7 @@ def token_diagnostics(
         "covariance": top_shares(covariance.abs(), CURVE_SHARES),
         "gradient": top_shares(gradient, CURVE_SHARES),
     }
-    row = {
+    row: dict[str, Any] = {
         "num_tokens": int(mask.sum()),
         "covariance": covariance_table(covariance),
         "cumulative": {"share": list(CURVE_SHARES), **curve},
@@ -78,10 +78,9 @@ def token_diagnostics(
     }
     if batch.entropies is not None and (scored := batch.scored_mask).any():
         entropy = batch.entropies[scored].double()
-        row["entropy"] = dict(
-            zip(ENTROPIES, _floats(percentiles(entropy, tuple(ENTROPIES.values()))), strict=True)
-        )
-        numbers["tokens/entropy_p95"] = row["entropy"]["p95"]
+        found = dict(zip(ENTROPIES, _floats(percentiles(entropy, tuple(ENTROPIES.values()))), strict=True))
+        row["entropy"] = found
+        numbers["tokens/entropy_p95"] = found["p95"]
         numbers["tokens/entropy_top5_share"] = top_shares(entropy, (0.05,))[0]
     return numbers, row
 

@@ -126,8 +126,8 @@ class CheckpointStore:
                     f"no checkpoint of {self.folder} is whole ({reasons}); restore one, or start another "
                     "nemo_grpo.run_name"
                 )
-        for path, error in damaged.items():
-            log.error("%s is damaged and set aside as %s%s: %s", path.name, _DAMAGED, path.name, error)
+        for path, reason in damaged.items():
+            log.error("%s is damaged and set aside as %s%s: %s", path.name, _DAMAGED, path.name, reason)
             path.rename(path.with_name(f"{_DAMAGED}{path.name}"))
 
     def _complete(self) -> list[Path]:

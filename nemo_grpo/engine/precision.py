@@ -20,7 +20,7 @@ def with_precision(recipe: Recipe, device: torch.device, begun: Recipe | None, *
     """
     asked, on_gpu = recipe.policy.precision, device.type == "cuda"
     if asked == "auto" and begun is not None:
-        precision = begun.policy.precision
+        precision: str = begun.policy.precision
     else:
         precision = "bfloat16" if asked == "auto" and on_gpu else processor.precision(asked)
     if leads and asked == "auto":

@@ -188,7 +188,7 @@ class Trainer:
     def _progress(self) -> AbstractContextManager[Advance]:
         name = f"{self.recipe.loss_fn.variant} {self.recipe.nemo_grpo.run_name}"
         if not self.run.leads:
-            return nullcontext(lambda _note: None)
+            return nullcontext(lambda note="", amount=1: None)
         return progress(name, self.recipe.grpo.max_num_steps - self.state.step)
 
     def train_step(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.tasks import Prompt, Task
 from nemo_grpo.training.demonstrations import demonstrated
 from nemo_grpo.training.rollout import Group, assemble
-from nemo_grpo.variants.sft import SFT
+from nemo_grpo.variants import parse_loss_fn
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -183,7 +183,7 @@ def _trained(
 ) -> MegatronPolicy:
     from nemo_grpo.engine.megatron.policy import MegatronPolicy
 
-    tokenizer, objective = load_tokenizer(folder), SFT().build()
+    tokenizer, objective = load_tokenizer(folder), parse_loss_fn({"variant": "sft"}).build()
     policy = MegatronPolicy(
         load_config(folder), *schedule(config), layout=layout, device=device, seed=config.seed
     )

@@ -11,7 +11,7 @@ from nemo_grpo.evaluate.responses import Entry, Recall
 from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.episodes import Written, sample_responses
 from nemo_grpo.sampling.images import Images, image_digest
-from nemo_grpo.sampling.requests import Generator, Request, SamplingParams
+from nemo_grpo.sampling.requests import Request, Sampler, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
 
@@ -55,7 +55,7 @@ _ROUND = 1_000_003
 class Ask:
     """Responses to problems, recalled if recorded, else recorded as they come."""
 
-    generator: Generator
+    generator: Sampler
     tokenizer: Any
     task: Task
     recall: Recall | None = None
@@ -69,11 +69,15 @@ class Ask:
         if self.meter is not None:
             self.meter.recalled(sum(response is not None for responses in found for response in responses))
         missing = [place for place, responses in enumerate(found) if None in responses]
+        known = {
+            place: [response for response in responses if response is not None]
+            for place, responses in enumerate(found)
+            if None not in responses
+        }
         if missing:
             fresh = self._sample([asked[p] for p in missing], [found[p] for p in missing], sampling, seed)
-            for place, responses in zip(missing, fresh, strict=True):
-                found[place] = responses
-        return found
+            known |= zip(missing, fresh, strict=True)
+        return [known[place] for place in range(len(asked))]
 
     def _known(self, question: Question, count: int, greedy: bool) -> list[Written | None]:
         unknown: list[Written | None] = [None] * count

@@ -98,7 +98,7 @@ class Choice:
         preset: prompt by name; None: the recipe's, or the task's default.
         prompts: benchmark or task -> preset, before `DEFAULT_PROMPTS`.
         images: the generator takes images.
-        recipe: its prompt, and its parameters for the same task.
+        recipe: its prompt, and its parameters for the same task; nothing of one without a task.
     """
 
     data_dir: Path
@@ -165,21 +165,25 @@ def _path_of(item: str, data_dir: Path) -> Path:
 
 def _asked(path: Path | None, choice: Choice) -> tuple[TaskConfig, Prompt, str, bool]:
     """Task configuration, prompt, the prompt's name, and whether a recipe sets any of it."""
-    recipe = choice.recipe
+    recipe, task = choice.recipe, choice.recipe.task if choice.recipe else None
+    config: TaskConfig
     if path is None:
-        if recipe is None:
-            raise UserError(f"--benchmarks {RECIPE} are a recipe's held-out problems; add --recipe")
-        config, of_recipe = recipe.task, True
+        if task is None:
+            raise UserError(
+                f"--benchmarks {RECIPE} are the held-out problems of a recipe's nemo_grpo.task; add --recipe "
+                "with one, or name files or prepared sets"
+            )
+        config, of_recipe = task, True
     else:
         name = choice.task or str((read_manifest(path) or {}).get("task", "math"))
-        of_recipe = recipe is not None and recipe.task.name == name
-        given = recipe.task.model_dump() if recipe is not None and of_recipe else {}
+        of_recipe = task is not None and task.name == name
+        given = task.model_dump() if task is not None and of_recipe else {}
         files = {"validation_files": (str(path),), "train_files": ()}
         config = _file_task(name)(**{**given, **files})
-    preset = choice.preset or (None if recipe else _default_preset(path, config.name, choice))
+    preset = choice.preset or (None if task else _default_preset(path, config.name, choice))
     if preset is not None:
         return config, _preset(preset), preset, of_recipe
-    if recipe is not None:
+    if recipe is not None and task is not None:
         return config, recipe.prompt, RECIPE, True
     return config, Prompt(), "none", of_recipe
 

@@ -24,7 +24,7 @@ from nemo_grpo.evaluate.responses import Recall
 from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.episodes import Written
 from nemo_grpo.sampling.generate_distributed import from_first_rank
-from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.sampling.requests import Sampler, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task
 from nemo_grpo.tasks.base import checked_score
 
@@ -191,7 +191,7 @@ def ks(num_samples: int, others: Sequence[int] = ()) -> list[int]:
 
 
 def evaluate(
-    generator: Generator,
+    generator: Sampler,
     tokenizer: Any,
     task: Task,
     prompt: Prompt,
@@ -236,7 +236,7 @@ def evaluate(
     config = task.config.model_dump(mode="json")
     same_answer: SameAnswer = getattr(task, "same_answer", operator.eq)
     undecided: Undecided = getattr(task, "undecided", _never)
-    overall = getattr(task, "overall", lambda answered: {})
+    overall: Callable[..., dict[str, Any]] = getattr(task, "overall", lambda _answered: {})
     answered = [
         (problem, result.samples.completions) for problem, result in zip(problems, ordered, strict=True)
     ]

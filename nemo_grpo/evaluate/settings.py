@@ -18,7 +18,7 @@ from nemo_grpo.hf_folder import load_config
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
 from nemo_grpo.sampling.generators import build_local, choose
-from nemo_grpo.sampling.requests import Generator, Request, Rollout, SamplingParams
+from nemo_grpo.sampling.requests import Request, Rollout, Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Settings:
 
     def build_generator(
         self, model: Path, conditions: Conditions, longest: int, max_images: int = 0
-    ) -> Generator:
+    ) -> Sampler:
         """The generator of these conditions.
 
         Args: longest: tokens of the longest prompt.  max_images: the most images of a prompt.
@@ -147,9 +147,9 @@ class LazyGenerator:
     Args: build: makes the generator, with the model's weights.
     """
 
-    def __init__(self, build: Callable[[], Generator]) -> None:
+    def __init__(self, build: Callable[[], Sampler]) -> None:
         self.load = cache(build)
 
     def generate(self, request: Request) -> Rollout:
-        """See `Generator.generate`."""
+        """See `Sampler.generate`."""
         return self.load().generate(request)

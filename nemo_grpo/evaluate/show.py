@@ -122,7 +122,11 @@ def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERROR
         places = [place + width * (number - (len(bars) - 1) / 2) for place in range(len(entries))]
         heights = [100 * entry["metrics"][metric] for entry in entries.values()]
         errors = [100 * entry[spread][metric] for entry in entries.values()]
-        style = {"color": COLORS[number], "error_kw": {"elinewidth": 1.1, "ecolor": INK}, "capsize": 2}
+        style: dict[str, Any] = {
+            "color": COLORS[number],
+            "error_kw": {"elinewidth": 1.1, "ecolor": INK},
+            "capsize": 2,
+        }
         drawn = axes.bar(places, heights, width=0.86 * width, yerr=errors, label=label, **style)
         axes.bar_label(drawn, fmt="%.1f", fontsize=7, color=INK, padding=2)
     names = [f"{name}\n{entry['num_problems']} problems" for name, entry in entries.items()]

@@ -15,7 +15,7 @@ from nemo_grpo.evaluate.responses import ResponseLog, Resumable
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, joined, read_summary
 from nemo_grpo.progress import TokenMeter
-from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.sampling.requests import Sampler, SamplingParams
 from nemo_grpo.tasks import Task, encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask
 from nemo_grpo.tasks.prompts import check_vocabulary
@@ -114,7 +114,7 @@ class SuiteResult:
 
 
 def run_suite(
-    generator: Generator,
+    generator: Sampler,
     tokenizer: Any,
     benchmarks: Sequence[Benchmark],
     conditions: Conditions,

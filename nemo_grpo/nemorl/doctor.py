@@ -18,7 +18,7 @@ from nemo_grpo.nemorl.hooks import HOOKS, Hook
 from nemo_grpo.nemorl.signatures import misfit
 from nemo_grpo.nemorl.source import Tree
 from nemo_grpo.nemorl.uses import FILES, METRICS_READ, TEXTS, USES, Use
-from nemo_grpo.nemorl.versions import EVERY_RUN, TESTED
+from nemo_grpo.nemorl.versions import EVERY_RUN, SINGLE_CONTROLLER, TESTED
 
 RECORDS = Path(__file__).with_name("interfaces")
 """One description of each version of `TESTED`, written by scripts/record_nemo_rl.py."""
@@ -48,7 +48,10 @@ class Finding(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """Attributes: like: the tested version with the fewest differences.  findings: of every hook and use."""
+    """Attributes: like: the tested version with the fewest differences.  findings: of every hook and use.
+
+    A tested version may do without a single controller: one that does not fit breaks its recipes alone.
+    """
 
     like: str
     findings: tuple[Finding, ...]
@@ -56,7 +59,7 @@ class Diagnosis(NamedTuple):
     @property
     def verdict(self) -> Verdict:
         """``supported`` only for exactly a tested version's interface."""
-        if any(finding.breaks for finding in self.findings):
+        if any(finding.breaks and finding.part != SINGLE_CONTROLLER for finding in self.findings):
             return "broken"
         return "untested" if self.differences else "supported"
 

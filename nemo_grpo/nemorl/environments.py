@@ -63,7 +63,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     Raises: UserError: a file is missing, the task has too few problems, or it cannot run on NeMo-RL.
     """
     own, grpo = run.recipe.nemo_grpo, run.recipe.grpo
-    task = own.task.build()
+    task = run.recipe.task.build()
     if run.has_images:
         check_image_prompt(own.prompt)
     task.train_problem(0, grpo.seed)
@@ -90,7 +90,7 @@ def setup_data(
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
     shared = {
-        "task": own.task.model_dump(mode="json"),
+        "task": recipe.task.model_dump(mode="json"),
         "prompt": own.prompt.model_dump(),
         "own_files": recipe.own_files,
         "max_failed_rewards": own.max_failed_rewards,

@@ -127,7 +127,7 @@ class ObjectiveLoss:
     def prepared(self, next_token_logprobs: Tensor, data: Mapping[str, Any]) -> PreparedBatch:
         """NeMo-RL's rows for the objective: aligned, cleaned under the mask."""
 
-        def aligned(name: str) -> Tensor | None:
+        def aligned(name: str) -> Any:
             return data[name][:, 1:] if name in data else None
 
         # NeMo-RL then scores nothing, and data["prev_logprobs"] is zeros.

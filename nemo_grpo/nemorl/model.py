@@ -25,7 +25,7 @@ def model_config(run: ClusterRun) -> Any:
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    name, trusted = run.recipe.policy.model_name, run.recipe.nemo_grpo.trust_remote_code
+    name, trusted = run.recipe.policy.model_name or "", run.recipe.nemo_grpo.trust_remote_code
     tokenizer = run.recipe.policy.tokenizer.name or name
     try:
         declared, _ = PretrainedConfig.get_config_dict(name)

@@ -58,7 +58,7 @@ def policy_factory(
     def may_learn(data: Mapping[str, Tensor]) -> bool:
         return learns_always or not has_no_gradient(data, config)
 
-    class ExchangingPolicy(stock):  # type: ignore[misc]
+    class ExchangingPolicy(stock):
         """NeMo-RL's policy; its base is known only where NeMo-RL is."""
 
         def __init__(self, *arguments: Any, **named: Any) -> None:

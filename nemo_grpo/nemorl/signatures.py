@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 Parameter = inspect.Parameter
 
@@ -36,7 +37,7 @@ def misfit(parameters: list[str], call: str) -> str:
 
 def _signed(parameters: list[str]) -> Iterator[Parameter]:
     """Words as Python's own parameters."""
-    by = Parameter.POSITIONAL_ONLY if "/" in parameters else Parameter.POSITIONAL_OR_KEYWORD
+    by: Any = Parameter.POSITIONAL_ONLY if "/" in parameters else Parameter.POSITIONAL_OR_KEYWORD
     for word in parameters:
         name, is_optional = word.rstrip("="), word.endswith("=")
         if name == "*":

@@ -153,7 +153,7 @@ def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -
     Args: base: the class.  estimator: None for NeMo-RL's own loss.
     """
 
-    class StreamingPolicy(base):  # type: ignore[misc]
+    class StreamingPolicy(base):
         """A step without gradient is dropped; as in `ExchangingPolicy`, never the first one."""
 
         def train_microbatches_from_meta(self, meta: Any, *arguments: Any, **named: Any) -> Any:

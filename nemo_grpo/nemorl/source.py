@@ -124,9 +124,9 @@ class Tree:
                 for inner in _statements(holder.node.body):
                     if name in _bound(inner):
                         return Found(inner, holder.module)
-                for inner in ast.walk(holder.node):
-                    if _sets_on_self(inner, name):
-                        return Found(inner, holder.module)
+                for node in ast.walk(holder.node):
+                    if _sets_on_self(node, name):
+                        return Found(node, holder.module)
             return None
         inner_nodes = (
             inner

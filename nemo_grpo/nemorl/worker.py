@@ -29,7 +29,7 @@ from nemo_grpo.nemorl.exchange import ENTROPIES
 Process = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
-class EntropyPostProcessor(LogprobsPostProcessor):  # type: ignore[misc]
+class EntropyPostProcessor(LogprobsPostProcessor):
     """NeMo-RL's logprobs, and the entropy of each token's distribution.
 
     Full vocabulary, at temperature 1, nats: [mb, S], index t belongs to token t, index 0 is 0. Vocabulary
@@ -97,7 +97,7 @@ def scale_logits_only(output: Tensor, *arguments: Any, **named: Any) -> Tensor:
     return apply_temperature_scaling(output, *arguments, **named)
 
 
-class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):  # type: ignore[misc]
+class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):
     """NeMo-RL's, with `scale_logits_only`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -121,7 +121,9 @@ def read(checkpoint: Path) -> dict[str, Tensor]:
     stored = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if ".adapter." in name and hasattr(entry, "properties") and not name.startswith("optimizer.")
+        if ".adapter." in name
+        and isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        and not name.startswith("optimizer.")
     }
     dcp.load(stored, storage_reader=reader, no_dist=True)
     return stored

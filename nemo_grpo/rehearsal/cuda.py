@@ -130,7 +130,7 @@ def _move_nowhere() -> None:
         """megatron-core asks for torch.cuda.FloatTensor by name."""
         return kind(self).replace("torch.", "torch.cuda.") if dtype is None else kind(self, dtype, **further)
 
-    torch.Tensor.type = type_of  # type: ignore[method-assign]
+    torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
     # A copy, as pinned memory is one: NeMo-RL frees the original when it moves a policy off the GPU.
     torch.Tensor.pin_memory = lambda self, *_, **__: self.clone()  # type: ignore[method-assign]
 

@@ -91,11 +91,11 @@ def _sums(folder: Path, number: int) -> MathConfig:
     """Solved as every verifier reads it."""
     problems = [sum_problem(index) for index in range(2 * number)]
     shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
-    files = {
-        "train_files": (write_problems(folder / "train.jsonl", shown[:number]),),
-        "validation_files": (write_problems(folder / "validation.jsonl", shown[number:]),),
-    }
-    return MathConfig(form="boxed", **files)
+    return MathConfig(
+        form="boxed",
+        train_files=(write_problems(folder / "train.jsonl", shown[:number]),),
+        validation_files=(write_problems(folder / "validation.jsonl", shown[number:]),),
+    )
 
 
 def prompt_of(recipe: Recipe, nemo_rl: Path) -> Prompt:

@@ -104,7 +104,7 @@ def tokenizer_of(recipe: Recipe, task: RehearsedTask) -> tuple[Any, str]:
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=True), OWN_TOKENIZER
     except (OSError, ValueError):
-        return build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0), MADE_TOKENIZER  # type: ignore[arg-type]
+        return build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0), MADE_TOKENIZER
 
 
 class _Corpus:
@@ -186,7 +186,7 @@ def _encoder_of(recipe: Recipe, task: RehearsedTask) -> tuple[Encoder, str]:
     if not task.config.needs_images:
         tokenizer, origin = tokenizer_of(recipe, task)
         return Encoder(tokenizer, prompt), origin
-    tokenizer = build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0)  # type: ignore[arg-type]
+    tokenizer = build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0)
     return Encoder(tokenizer, prompt, vision.processor_of(tokenizer)), MADE_TOKENIZER
 
 

@@ -77,7 +77,7 @@ def pass_version_check(_module: Any) -> None:
     """See `NEWEST_TRANSFORMERS`; only during the check."""
     import transformers
 
-    transformers.own_version = transformers.__version__
+    vars(transformers)["own_version"] = transformers.__version__
     if os.environ.get(VLLM_PYTHON):
         transformers.__version__ = NEWEST_TRANSFORMERS
 

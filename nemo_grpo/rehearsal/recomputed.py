@@ -191,7 +191,7 @@ def demonstrated(evidence: Recorded, step: int | None) -> Sequences:
 
     recipe = evidence.recipe
     tokenizer = AutoTokenizer.from_pretrained(evidence.rehearsal.model.folder)
-    task = recipe.nemo_grpo.task.build()
+    task = recipe.task.build()
     shown = Demonstrations(recipe, task, tokenizer)
     number = recipe.grpo.num_prompts_per_step
     if step is None:

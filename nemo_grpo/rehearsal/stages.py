@@ -18,11 +18,13 @@ from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.rehearsal.cluster import Cluster, ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, background, warm_command
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
 from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
 from nemo_grpo.rehearsal.progress import Progress, Stuck
+from nemo_grpo.rehearsal.recipe import STOP_AFTER, Ranks
 from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
@@ -48,12 +50,12 @@ class Rehearsal:
     recipe: Recipe
     taught: Recipe
     small: Recipe
-    changes: list[small.Change]
-    layout: small.Ranks
+    changes: list[Change]
+    layout: Ranks
     model: RehearsalModel
     problems: Problems
     seconds: dict[str, float] = field(default_factory=dict)
-    stopped_after: int = small.STOP_AFTER
+    stopped_after: int = STOP_AFTER
     driver: tuple[str, ...] = ("-m", "nemo_grpo.nemorl.run_grpo")
 
     @property

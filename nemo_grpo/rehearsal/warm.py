@@ -96,7 +96,7 @@ class NotYet:
 
     def end(self) -> None:
         """From now on Ray can be imported."""
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         for name in dict.fromkeys(self.asked):
             if name in sys.modules:
                 importlib.reload(sys.modules[name])
@@ -105,7 +105,7 @@ class NotYet:
 def serve(path: str, modules: list[str]) -> list[str]:
     """Import, then serve requests until the parent is gone; returns in every fork, with its arguments."""
     parent, not_yet = os.getppid(), NotYet()
-    sys.meta_path.insert(0, not_yet)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, not_yet)
     try:
         for name in modules:
             importlib.import_module(name)

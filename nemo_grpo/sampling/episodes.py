@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.sampling.generate_distributed import from_first_rank
-from nemo_grpo.sampling.requests import Ended, Generator, Request, Rollout, Turn
+from nemo_grpo.sampling.requests import Ended, Request, Rollout, Sampler, Turn
 from nemo_grpo.tasks import Task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed
 from nemo_grpo.tasks.reserved import reserved_texts
@@ -70,7 +70,7 @@ Heard = Callable[[int, Sequence[tuple[int, Written]]], None]
 
 
 def sample_responses(
-    generator: Generator, tokenizer: Any, task: Task, request: Request, heard: Heard | None = None
+    generator: Sampler, tokenizer: Any, task: Task, request: Request, heard: Heard | None = None
 ) -> list[Response]:
     """The whole responses that are asked for, those to one prompt together.
 
@@ -109,7 +109,7 @@ def _responses(rollout: Rollout, tokenizer: Any) -> list[tuple[Tensor, Tensor, b
 
 
 def _converse(
-    generator: Generator, tokenizer: Any, task: MultiTurnTask, request: Request, heard: Heard
+    generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request, heard: Heard
 ) -> list[Response]:
     """Turn by turn; every call samples the next turn of all responses that are not over."""
     assert not request.known  # equal contexts are told apart by counting

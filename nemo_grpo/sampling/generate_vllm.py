@@ -61,7 +61,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 class VLLMGenerator:
-    """The sampling half of a `Generator`.
+    """A `Sampler`, of weights that stay.
 
     Args:
         model: a folder with config, weights and tokenizer.
@@ -112,7 +112,7 @@ class VLLMGenerator:
             raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
 
     def generate(self, request: Request) -> Rollout:
-        """See `Generator.generate`; bit-identical only on one machine and version, with equal batches.
+        """See `Sampler.generate`; bit-identical only on one machine and version, with equal batches.
 
         Raises: UserError: a prompt and its response are longer than ``max_model_len``; see `check_sampling`.
         """

@@ -199,16 +199,8 @@ class Request:
             )
 
 
-class Generator(Protocol):
-    """Samples responses from weights that it is given."""
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take these weights, named as in the model's Hugging Face checkpoint, for all later calls.
-
-        Raises: ValueError: a weight is missing, unknown, or of another shape; nothing can be generated until
-                a complete set has come.
-        """
-        ...
+class Sampler(Protocol):
+    """Samples responses."""
 
     def generate(self, request: Request) -> Rollout:
         """Sample responses, or with ``request.turn`` one turn of each.
@@ -216,5 +208,17 @@ class Generator(Protocol):
         A response depends on the weights, its prompt, the request's sampling and seed alone (up to float
         noise), not on the other prompts, their order, the batch size or any global random state. The same
         prompt twice in a request gives independent responses.
+        """
+        ...
+
+
+class Generator(Sampler, Protocol):
+    """Samples responses from weights that it is given."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take these weights, named as in the model's Hugging Face checkpoint, for all later calls.
+
+        Raises: ValueError: a weight is missing, unknown, or of another shape; nothing can be generated until
+                a complete set has come.
         """
         ...

@@ -219,7 +219,7 @@ def _parse(line: str, where: str) -> Problem:
     entry = parse_object(line, where)
     entry.setdefault("id", where.rpartition("/")[2])
     for key, kinds, rule in REQUIRED:
-        value = entry.get(key)
+        value: Any = entry.get(key)
         if type(value) in kinds and (value == value and abs(value) != math.inf):
             entry[key] = str(value)
         elif not isinstance(value, str) or not value.strip():

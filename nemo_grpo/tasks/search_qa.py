@@ -148,7 +148,9 @@ class SearchQA:
         """See `MultiTurnTask.observe`; all searches of a call go to the retriever together."""
         calls = [find_call(turn, self.config.max_query_chars) for turn in turns]
         over = [episode.num_turns + 1 >= self.config.max_turns for episode in episodes]
-        queries = [call[1] for call, last in zip(calls, over, strict=True) if _searches(call) and not last]
+        queries = [
+            call[1] for call, last in zip(calls, over, strict=True) if call and _searches(call) and not last
+        ]
         found = iter(self.retriever.search(queries, self.config.top_k) if queries else ())
         observed = []
         for episode, call, last in zip(episodes, calls, over, strict=True):
@@ -216,7 +218,8 @@ def search_format(response: str) -> float:
     Every search is followed directly by its information; one answer, after at most one think block, ends the
     response.
     """
-    names, expected_open, end = [], True, 0
+    names: list[str] = []
+    expected_open, end = True, 0
     for tag in _TAG.finditer(response):
         closing, name = bool(tag[1]), tag[2]
         if closing == expected_open or (closing and name != names[-1]):

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,7 +60,11 @@ def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Trac
 
     Args: folder: the run's.  from_step: last step that stays; -1: the run begins.
     """
-    kinds = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+    kinds: dict[str, Callable[[Recipe, Path, int], Tracker]] = {
+        "tensorboard": TensorBoard,
+        "wandb": WandB,
+        "mlflow": MLflow,
+    }
     for name, kind in kinds.items():
         if _enabled(recipe, name):
             yield _Careful(name, kind(recipe, folder, from_step))

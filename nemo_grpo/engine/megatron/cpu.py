@@ -148,7 +148,7 @@ def _tensors_answer_as_cuda() -> Iterator[None]:
         return type_of(self, dtype, *args, **kwargs)
 
     torch.Tensor.type = as_cuda  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
     try:
         yield
     finally:

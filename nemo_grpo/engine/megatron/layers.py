@@ -114,6 +114,7 @@ class CausalAttention(MegatronModule):
         q, k, v = map(plan.prompts.lay_out, prompts)
         out = [plan.prompts.collect(self._attend(q, k, v))]
         if plan.responses is not None:
+            assert plan.prompt_of is not None
             q, own_k, own_v = map(plan.responses.lay_out, responses)
             k = torch.cat([k.index_select(0, plan.prompt_of), own_k], 1)
             v = torch.cat([v.index_select(0, plan.prompt_of), own_v], 1)

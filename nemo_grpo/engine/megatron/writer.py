@@ -34,7 +34,7 @@ def _write_files(
     transforms: list[Any], _use_msc: bool, _rank: int, buckets: list[Any], results: queue.Queue[Any]
 ) -> None:
     """Write and flush one file per bucket; the results, or what was raised, go into the queue."""
-    written: dict[int, Any] | Exception = {}
+    written: dict[int, Any] = {}
     for number, bucket in enumerate(buckets):
         result: queue.Queue[Any] = queue.Queue()
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
@@ -42,8 +42,8 @@ def _write_files(
         )
         _, outcome = result.get_nowait()
         if isinstance(outcome, Exception):
-            written = outcome
-            break
+            results.put(outcome)
+            return
         written[number] = outcome
     results.put(written)
 

@@ -104,7 +104,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> types.ModuleType:
         module = types.ModuleType(spec.name)
-        module.__path__ = []  # type: ignore[attr-defined]
+        module.__path__ = []
         module.__getattr__ = _any_class  # type: ignore[method-assign]
         return module
 

@@ -53,7 +53,7 @@ class Weights:
         """``config``: a transformers config object for which `unsupported` is None."""
         family = family_for(config.to_dict())
         self.spec = family.spec
-        self._shapes, self._place = family.hf_shapes, {"dtype": dtype, "device": device}
+        self._shapes, self._nowhere = family.hf_shapes, torch.empty(0, dtype=dtype, device=device)
         self.named: dict[str, Tensor] = {}
         self.embedding, self.norm = self._one(EMBEDDING), self._one(NORM)
         if family.tied:
@@ -90,7 +90,7 @@ class Weights:
         yield self.head
 
     def _one(self, name: str) -> Tensor:
-        self.named[name] = torch.empty(self._shapes[name], **self._place)
+        self.named[name] = self._nowhere.new_empty(self._shapes[name])
         return self.named[name]
 
     def _fused(self, names: Any) -> Tensor:
@@ -98,7 +98,7 @@ class Weights:
         names = list(names)
         shapes = [self._shapes[name] for name in names]
         rows = [shape[0] for shape in shapes]
-        whole = torch.empty((sum(rows), *shapes[0][1:]), **self._place)
+        whole = self._nowhere.new_empty((sum(rows), *shapes[0][1:]))
         self.named |= zip(names, whole.split(rows), strict=True)
         return whole
 

@@ -49,12 +49,7 @@ def last_boxed(text: str) -> str | None:
             break
         inner = text[start:end].strip()
         match = _TOKEN.match(inner)
-        whole = (
-            match is not None
-            and match["box"] is not None
-            and _last_box(inner) == (match.end(), len(inner) - 1)
-        )
-        if not whole:
+        if match is None or match["box"] is None or _last_box(inner) != (match.end(), len(inner) - 1):
             return inner
         text, span = inner, (match.end(), len(inner) - 1)
     return None if span is None else text[slice(*span)]

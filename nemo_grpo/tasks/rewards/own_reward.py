@@ -125,4 +125,4 @@ class OwnReward:
         found = json.loads(reply) if reply else {"error": "no value within the limits on time and memory"}
         if "error" in found:
             return [math.nan] * (count or 1), [found["error"]]
-        return found["values"], []
+        return list(found["values"]), []

@@ -197,6 +197,20 @@ def test_a_recipe_gives_prompt_and_settings(model, data, tmp_path):
     assert "Q: 5+5?" in json.loads((tmp_path / "samples-mine.jsonl").read_text().splitlines()[0])["prompt"]
 
 
+def test_a_recipe_with_nemo_rls_data_gives_settings_alone(model, data, tmp_path):
+    stock = ("recipes/cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml", "~nemo_grpo.task", "~nemo_grpo.prompt",
+             "~nemo_grpo.rewards", "++data.train={dataset_name: gsm8k, env_name: math}",
+             "++env.math.num_workers=1", "policy.generation.max_new_tokens=5",
+             "nemo_grpo.evaluation.num_samples=1")  # fmt: skip
+    fixed = ("--model", model, "--recipe", *stock, "--device", "cpu", "--out", tmp_path)
+    with pytest.raises(UserError, match=r"the held-out problems of a recipe's nemo_grpo.task; add"):
+        run(*fixed)
+    run(*fixed, "--benchmarks", data / "mine.jsonl")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["conditions"]["sampling"]["max_new_tokens"] == 5
+    assert summary["benchmarks"]["mine"]["prompt"] == "gpg_7b", "as without a recipe"
+
+
 def test_results_are_not_replaced_under_another_prompt_or_task(model, data, tmp_path):
     fixed = ("--model", model, "--recipe", "recipes/quickstart.yaml", "--benchmarks", data / "mine.jsonl",
              "--k", 1, "--max-tokens", 2, "--device", "cpu", "--out", tmp_path)  # fmt: skip
@@ -299,7 +313,7 @@ def refused(model, data, tmp_path, *arguments):
         (["--benchmarks", "aime24", "--prompt", "gpg_8b"], "did you mean 'gpg_7b'"),
         (["--benchmarks", "aime24", "--task", "knights_knaves"], "reads no files"),
         (["--benchmarks", "aime24", "--task", "vision_math"], "add --generator vllm"),
-        (["--benchmarks", "recipe"], "a recipe's held-out problems; add --recipe"),
+        (["--benchmarks", "recipe"], "held-out problems of a recipe's nemo_grpo.task; add --recipe"),
         (["--benchmarks", "aime24", "--k", "0"], "--k 0 must be at least 1"),
         (["--benchmarks", "aime24", "--top-p", "1.5"], "top_p"),
         (["--benchmarks", "aime24", "--max-tokens", "250"], "max_position_embeddings=256"),

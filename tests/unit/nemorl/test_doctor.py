@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import app
 from nemo_grpo.nemorl import doctor
 from nemo_grpo.nemorl.doctor import diagnose, recorded
-from nemo_grpo.nemorl.versions import ENTROPIES, HEAD, V0_7_0
+from nemo_grpo.nemorl.versions import ENTROPIES, HEAD, SINGLE_CONTROLLER, V0_7_0
 
 SETUP, TRAIN = "nemo_rl.algorithms.grpo:setup", "nemo_rl.algorithms.grpo:grpo_train"
 INTERFACE = "nemo_rl.environments.interfaces:EnvironmentInterface"
@@ -76,6 +76,14 @@ def test_a_change_is_named_and_judged(key, part, change, verdict, how):
     assert len(found.differences) == 1
     assert how in found.differences[0].how
     assert found.differences[0].breaks == (verdict == "broken")
+
+
+def test_a_single_controller_that_does_not_fit_breaks_its_recipes_alone():
+    found = changed("nemo_rl.algorithms.single_controller_utils.setup:setup_single_controller", "returns",
+                    lambda names: [*names, "more"])  # fmt: skip
+    assert found.differences[0].breaks
+    assert found.differences[0].part == SINGLE_CONTROLLER
+    assert found.verdict == "untested"
 
 
 @pytest.mark.parametrize(
