@@ -44,7 +44,7 @@ EMPTY = (
 
 def bound(recipe: Recipe) -> float | None:
     """The largest healthy error of a step; None where rollouts may use older weights."""
-    if recipe.rollouts_are_older:
+    if recipe.rollouts_ahead:
         return None
     return FP8_BOUND if uses_fp8(recipe) else BF16_BOUND
 

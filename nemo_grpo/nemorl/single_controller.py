@@ -14,8 +14,9 @@ import faulthandler
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import TimeoutError as NoAnswer
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -267,22 +268,23 @@ def watched_loop(ping: Callable[[], Any], interval_s: float, stall_timeout_s: fl
     loop, done = asyncio.get_running_loop(), threading.Event()
 
     def watch() -> None:
-        silent = 0.0
+        answered = time.monotonic()
         while not done.wait(interval_s):
-            answer = asyncio.run_coroutine_threadsafe(ping(), loop)
             try:
-                answer.result(interval_s)
-                silent = 0.0
-            except NoAnswer:
-                silent += interval_s
-            if silent > stall_timeout_s and not done.is_set():
-                log.critical(
-                    "the single controller's event loop has not answered for %.0f s "
-                    "(async_rl.stall_watchdog.stall_timeout_s=%g); where it hangs:",
-                    *(silent, stall_timeout_s),
-                )
-                faulthandler.dump_traceback()
-                os._exit(1)
+                asyncio.run_coroutine_threadsafe(ping(), loop).result(interval_s)
+                answered = time.monotonic()
+            except TimeoutError:
+                silent = time.monotonic() - answered
+                if silent > stall_timeout_s and not done.is_set():
+                    log.critical(
+                        "the single controller's event loop has not answered for %.0f s "
+                        "(async_rl.stall_watchdog.stall_timeout_s=%g); where it hangs:",
+                        *(silent, stall_timeout_s),
+                    )
+                    faulthandler.dump_traceback()
+                    os._exit(1)
+            except (RuntimeError, CancelledError):  # the loop has ended
+                return
 
     threading.Thread(target=watch, name="loop watch", daemon=True).start()
     try:

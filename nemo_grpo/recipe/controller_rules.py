@@ -136,7 +136,7 @@ def single_controller_reads_the_keys(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ADVICE)
 def older_rollouts_are_corrected(recipe: Recipe) -> Iterator[str]:
-    if recipe.async_rl is None or not recipe.rollouts_are_older:
+    if recipe.async_rl is None or not recipe.rollouts_ahead:
         return
     if not recipe.loss_fn.use_importance_sampling_correction:
         yield (

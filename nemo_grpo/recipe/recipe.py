@@ -127,12 +127,14 @@ class Recipe(BaseModel):
         return self.async_rl is not None
 
     @property
-    def rollouts_are_older(self) -> bool:
-        """A step's rollouts may be of weights from before it."""
-        if self.async_rl is None:
-            return self.grpo.is_async
-        sampler = self.async_rl.sampler
-        return sampler.name != "in_order" or sampler.max_lookahead_versions > 0
+    def rollouts_ahead(self) -> int:
+        """Steps by which rollouts may run ahead of training; 0: they take turns."""
+        if self.async_rl is not None:
+            sampler = self.async_rl.sampler
+            in_order = sampler.name == "in_order"
+            return sampler.max_lookahead_versions if in_order else sampler.max_staleness_versions
+        ahead = self.grpo.async_grpo
+        return ahead.max_trajectory_age_steps if ahead is not None and ahead.enabled else 0
 
     @property
     def task(self) -> TaskConfig:

@@ -14,7 +14,7 @@ def recipe(num_updates=1, precision="bfloat16", fp8=False, is_async=False):
     policy = Of(
         megatron_cfg=Of(fp8_in_use=fp8), generation=Of(backend="vllm", vllm_cfg=Of(precision=precision))
     )
-    return Of(policy=policy, rollouts_are_older=is_async, num_updates_per_step=num_updates)
+    return Of(policy=policy, rollouts_ahead=int(is_async), num_updates_per_step=num_updates)
 
 
 def logged(recipe, error):

@@ -227,6 +227,32 @@ def test_best_layout_may_give_rollouts_gpus_of_their_own() -> None:
     assert again.step.seconds == pytest.approx(found.forecast.step.seconds)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "ahead"),
+    [
+        ("name: in_order, max_lookahead_versions: 0", 0),
+        ("name: in_order, max_lookahead_versions: 2", 2),
+        ("name: windowed, max_staleness_versions: 3", 3),
+    ],
+)
+def test_rollouts_of_the_single_controller_run_beside_training(sampler, ahead):
+    """As far ahead as its sampler allows; a refit does not wait for them."""
+    recipe = load_recipe(
+        RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml",
+        ["++data_plane.enabled=true", f"++async_rl={{max_buffered_rollouts: 512, sampler: {{{sampler}}}}}",
+         "++async_rl.min_groups_for_streaming_train=1", "grpo.val_period=0", "grpo.val_at_start=false",
+         "grpo.val_at_end=false", "checkpointing.metric_name=null",
+         "policy.generation.vllm_cfg.async_engine=true",
+         "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 4, num_nodes: 1}}"],
+    )  # fmt: skip
+    step, work = forecast_of(recipe, 1000).step, workload_of(recipe, of_mean(1000, 4096))
+    assert (work.trajectory_age, work.waits_for_rollouts) == (ahead, False)
+    both = step.rollout + step.training
+    assert step.seconds == pytest.approx(
+        both if ahead == 0 else max(step.training, step.steady, both / (ahead + 1))
+    )
+
+
 def test_gpus_that_only_sample_are_whole_nodes_or_part_of_one(base: Forecast) -> None:
     def counts(num_nodes: int, rollout: int, *, ahead: bool) -> set[int]:
         start = replace(base.setup, num_nodes=num_nodes, num_rollout_gpus=rollout)
