@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_grpo.cli.rehearse import run_rehearsal
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import recipe as small
@@ -102,6 +103,28 @@ def test_layers_that_are_not_computed_here_are_refused():
     with pytest.raises(UserError, match="the layers of deepseek_v3 are not computed on a CPU here"):
         refuse(recipe, CW_GRPO, WITH_VLLM)
     refuse(load_recipe(CW_GRPO, ["policy.model_name=Qwen/Qwen3-30B-A3B"]), CW_GRPO, WITH_VLLM)
+
+
+CONTROLLED = (
+    *("++data_plane.enabled=true", "++async_rl.max_buffered_rollouts=512", "checkpointing.metric_name=null"),
+    *("policy.generation.vllm_cfg.async_engine=true", "grpo.val_period=0", "grpo.val_at_start=false"),
+    "grpo.val_at_end=false",
+    "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 4, num_nodes: 1}}",
+)
+
+
+@pytest.mark.parametrize(("groups", "chunk"), [(3, 1), (12, small.NUM_PROMPTS)])
+def test_a_single_controller_keeps_its_chunks(groups, chunk, tmp_path):
+    """As small as they come where there are any; else a step is one."""
+    streaming = f"++async_rl.min_groups_for_streaming_train={groups}"
+    recipe, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *CONTROLLED, streaming)
+    assert (groups < recipe.grpo.num_prompts_per_step) == (chunk < rehearsed.grpo.num_prompts_per_step)
+    assert rehearsed.async_rl.min_groups_for_streaming_train == chunk
+
+
+def test_a_folder_that_is_there_is_refused_at_once(tmp_path):
+    with pytest.raises(UserError, match="exists; remove it, or name another"):
+        run_rehearsal(CW_GRPO, [], folder=tmp_path)
 
 
 def test_asynchronous_rollouts_need_vllm():
