@@ -32,7 +32,7 @@ from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
-from nemo_grpo.nemorl.uses import CONTROLLER_ACTOR
+from nemo_grpo.nemorl.uses import CONTROLLER_ACTOR, CONTROLLER_CONFIG
 from nemo_grpo.nemorl.versions import SINGLE_CONTROLLER
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ def set_up(
     """
     compat.require(SINGLE_CONTROLLER)
     config, recipe = run.master_config, run.recipe
+    check(config)
     skip_unused_reference(config)
     estimator = None
     if not recipe.loss_fn.is_stock:
@@ -206,16 +207,13 @@ def set_up(
     def given(*_theirs: Any, **_named: Any) -> Any:
         return data[:2] if recipe.env.should_use_nemo_gym else data
 
-    try:
-        with (
-            hooks.placed("controller policy", lambda _theirs: policy),
-            hooks.placed("controller data", lambda _theirs: given),
-        ):
-            arguments, timing = compat.import_name(f"{hooks.CONTROLLER}:setup_single_controller")(
-                config, tokenizer
-            )
-    except (ValueError, NotImplementedError) as error:
-        raise UserError(f"NeMo-RL's single controller refuses the configuration: {error}") from error
+    with (
+        hooks.placed("controller policy", lambda _theirs: policy),
+        hooks.placed("controller data", lambda _theirs: given),
+    ):
+        arguments, timing = compat.import_name(f"{hooks.CONTROLLER}:setup_single_controller")(
+            config, tokenizer
+        )
     if estimator is not None:
         estimator.step = arguments.save_state.current_step
         arguments = replace(arguments, advantage_estimator=estimator, loss_fn=loss_of(run))
@@ -238,6 +236,20 @@ def set_up(
     record.write = parts.logger.log_batched_dict_as_jsonl
     record.step = arguments.save_state.current_step + 1
     return parts, controller
+
+
+def check(config: Any) -> None:
+    """Let NeMo-RL check its configuration before anything is started.
+
+    Raises: UserError: it refuses it.
+    """
+    validate = compat.import_name(f"{CONTROLLER_CONFIG}:validate_single_controller_config")
+    try:
+        validate(config)
+        if config.data["use_multiple_dataloader"]:
+            raise ValueError("it reads one data loader; set data.use_multiple_dataloader=false")
+    except ValueError as error:
+        raise UserError(f"NeMo-RL's single controller refuses the configuration: {error}") from None
 
 
 def skip_unused_reference(config: Any) -> None:

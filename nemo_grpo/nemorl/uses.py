@@ -131,6 +131,12 @@ USES: tuple[Use, ...] = (
         versions=(HEAD,),
         part=SINGLE_CONTROLLER,
     ),
+    Use(
+        f"{CONTROLLER_CONFIG}:validate_single_controller_config",
+        "(_)",
+        versions=(HEAD,),
+        part=SINGLE_CONTROLLER,
+    ),
     Use(f"{CONTROLLER_CONFIG}:MasterConfig", reads=("async_rl",), versions=(HEAD,), part=SINGLE_CONTROLLER),
     Use(
         f"{CONTROLLER_CONFIG}:WatchdogConfig",

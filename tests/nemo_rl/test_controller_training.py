@@ -259,9 +259,17 @@ def test_an_error_of_a_worker_ends_the_run(tmp_path):
         run.train()
 
 
-def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(tmp_path):
-    with pytest.raises(UserError, match=r"refuses the configuration: .*use_multiple_dataloader"):
-        Controlled(tmp_path, {"variant": "grpo"}, "++data.use_multiple_dataloader=true", controlled(PROMPTS))
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("data.use_multiple_dataloader=true", "reads one data loader"),
+        ("grpo.skip_reference_policy_logprobs_calculation=true", "requires reference_policy_logprobs"),
+    ],
+)
+def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(override, reason, tmp_path):
+    penalized = {"variant": "grpo", "reference_policy_kl_penalty": 0.1}
+    with pytest.raises(UserError, match=f"refuses the configuration: .*{reason}"):
+        Controlled(tmp_path, penalized, f"++{override}", controlled(PROMPTS))
 
 
 LONG = ("grpo.max_num_steps=30", "grpo.max_num_epochs=1")
