@@ -70,22 +70,13 @@ class ChunkEstimator(VariantEstimator):
         self.chunks: list[tuple[int, dict[str, float]]] = []
 
     def compute_advantage(
-        self,
-        prompt_ids: Tensor,
-        rewards: Tensor,
-        mask: Tensor,
-        repeated_batch: Mapping[str, Any] | None = None,
-        logprobs_policy: Tensor | None = None,
-        logprobs_reference: Tensor | None = None,
-        **further: Any,
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, *further: Any, **named: Any
     ) -> Tensor:
         """A chunk's advantages; see `VariantEstimator.compute_advantage`."""
-        if self.scores_nothing and logprobs_policy is None:
-            logprobs_policy = torch.zeros_like(mask)  # as NeMo-RL's other trainers give them
+        if self.scores_nothing:  # as NeMo-RL's other trainers give them
+            named.setdefault("logprobs_policy", torch.zeros_like(mask))
         step = self.step
-        advantages = super().compute_advantage(
-            prompt_ids, rewards, mask, repeated_batch, logprobs_policy, logprobs_reference, **further
-        )
+        advantages = super().compute_advantage(prompt_ids, rewards, mask, *further, **named)
         self.step = step
         self.chunks.append((len(rewards), self.last_metrics))
         found = {"advantages": advantages, "sample_mask": mask.bool().any(1)}
