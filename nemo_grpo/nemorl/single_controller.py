@@ -57,6 +57,8 @@ RECORDED = {
 }
 """Column of the data plane -> its name in ``train_data_stepN.jsonl``, which the other trainers write, too."""
 
+MULTIPLIER = "loss_multiplier"
+
 
 class ChunkEstimator(VariantEstimator):
     """`VariantEstimator` for a step that comes in chunks of whole groups.
@@ -251,7 +253,37 @@ def skip_unused_reference(config: Any) -> None:
 
 def train(controller: Any, config: Any) -> None:
     """Run the controller to its end."""
-    asyncio.run(_watched(controller, config.async_rl.stall_watchdog))
+    with cut_prompts_left_out(controller._rollout_manager):
+        asyncio.run(_watched(controller, config.async_rl.stall_watchdog))
+
+
+@contextmanager
+def cut_prompts_left_out(manager: Any) -> Iterator[None]:
+    """Within the block, responses to a prompt that was cut at its longest length do not train.
+
+    NeMo-RL's data mark it by a loss_multiplier of 0, which its other trainers read.
+
+    Args: manager: NeMo-RL's `RolloutManager`.
+    """
+
+    def keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        async def run_rollout(input_sample: Any) -> Any:
+            record = await theirs(input_sample)
+            record.metadata[MULTIPLIER] = float(input_sample.get(MULTIPLIER, 1.0))
+            return record
+
+        return run_rollout
+
+    def masking(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def record_to_train_batch(record: Any, *arguments: Any, **named: Any) -> Any:
+            batch = theirs(record, *arguments, **named)
+            batch["sample_mask"] = batch["sample_mask"] * record.metadata.get(MULTIPLIER, 1.0)
+            return batch
+
+        return record_to_train_batch
+
+    with hooks.placed("controller rollout", keeping, manager), hooks.placed("controller rows", masking):
+        yield
 
 
 async def _watched(controller: Any, watchdog: Any) -> None:

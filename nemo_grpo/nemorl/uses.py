@@ -127,7 +127,7 @@ USES: tuple[Use, ...] = (
     Use(
         CONTROLLER_ACTOR,
         "(_, _, _)",
-        ("run", "ping", "_logger", "_checkpointer"),
+        ("run", "ping", "_logger", "_checkpointer", "_rollout_manager"),
         versions=(HEAD,),
         part=SINGLE_CONTROLLER,
     ),

@@ -252,6 +252,17 @@ def test_a_step_without_signal_is_no_update(tmp_path, monkeypatch):
     assert (run.logged()["loss"], run.logged()["reward/mean"]) == (0.0, 1.0)
 
 
+def test_responses_to_a_prompt_that_was_cut_do_not_train(tmp_path):
+    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    for cut in run.controller._dataloader.dataset[::PROMPTS]:  # the first of a step, whose rewards differ
+        cut["loss_multiplier"] = 0.0
+    start = run.policy.model.detach().clone()
+    run.train()
+    masks = run.policy.trained[0]["sample_mask"]
+    assert sorted(masks.tolist()) == [0.0] * GENERATIONS + [1.0] * GENERATIONS
+    assert torch.equal(run.policy.model, start), "only the group without signal trains"
+
+
 def test_an_error_of_a_worker_ends_the_run(tmp_path):
     run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
     run.policy.finish_train_step = MagicMock(side_effect=RuntimeError("a worker has died"))
