@@ -121,18 +121,20 @@ def _make_tensors_on_cpu() -> None:
 
 
 def _move_nowhere() -> None:
-    kind = torch.Tensor.type
-    for owner in (torch.Tensor, torch.nn.Module):
-        owner.to = _tohere(owner.to)  # type: ignore[method-assign]
-        owner.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
+    module: Any = torch.nn.Module
+    kind = tensor.type
+    for owner in (tensor, module):
+        owner.to = _tohere(owner.to)
+        owner.cuda = lambda self, *_, **__: self
 
     def type_of(self: Any, dtype: Any = None, **further: Any) -> Any:
         """megatron-core asks for torch.cuda.FloatTensor by name."""
         return kind(self).replace("torch.", "torch.cuda.") if dtype is None else kind(self, dtype, **further)
 
-    torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
+    tensor.type = type_of
     # A copy, as pinned memory is one: NeMo-RL frees the original when it moves a policy off the GPU.
-    torch.Tensor.pin_memory = lambda self, *_, **__: self.clone()  # type: ignore[method-assign]
+    tensor.pin_memory = lambda self, *_, **__: self.clone()
 
 
 def _tohere(move: Callable[..., Any]) -> Callable[..., Any]:

@@ -140,19 +140,20 @@ def _cuda_for_cpu() -> types.ModuleType:
 @contextmanager
 def _tensors_answer_as_cuda() -> Iterator[None]:
     """Within the block ``Tensor.type()`` names CUDA types and ``Tensor.cuda()`` returns the tensor."""
-    type_of = torch.Tensor.type
+    tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
+    type_of = tensor.type
 
     def as_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
             return type_of(self).replace("torch.", "torch.cuda.")
         return type_of(self, dtype, *args, **kwargs)
 
-    torch.Tensor.type = as_cuda  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[method-assign]
+    tensor.type = as_cuda
+    tensor.cuda = lambda self, *_args, **_kwargs: self
     try:
         yield
     finally:
-        del torch.Tensor.type, torch.Tensor.cuda  # both live on the base class
+        del tensor.type, tensor.cuda  # both live on the base class
 
 
 def _wrap_as_cuda(module: types.ModuleType, attribute: str) -> None:

@@ -114,7 +114,7 @@ class AttentionPlan:
         return len(self.prompts.place), 0 if self.responses is None else len(self.responses.place)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """A microbatch as one stream; the inherited ``cu_seqlens_*`` are set in the ``thd`` format only.
 
@@ -128,14 +128,14 @@ class PackedSequences(PackedSeqParams):
         rows, columns: [N] int64, where results go in the microbatch's [B, T] tensors.
     """
 
-    input_ids: Tensor = None  # type: ignore[assignment]  # the base class's fields have defaults
-    positions: Tensor = None  # type: ignore[assignment]
-    own: Tensor = None  # type: ignore[assignment]
+    input_ids: Tensor
+    positions: Tensor
+    own: Tensor = None  # type: ignore[assignment]  # known when the stream is laid out
     attention: AttentionPlan | None = None
-    predicting: Tensor = None  # type: ignore[assignment]
-    targets: Tensor = None  # type: ignore[assignment]
-    rows: Tensor = None  # type: ignore[assignment]
-    columns: Tensor = None  # type: ignore[assignment]
+    predicting: Tensor
+    targets: Tensor
+    rows: Tensor
+    columns: Tensor
 
     def spread(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """[N] results -> [B, T]; 0 elsewhere."""
