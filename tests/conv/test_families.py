@@ -14,6 +14,7 @@ from small_models import YARN, auto_class
 from nemo_grpo import UserError
 from nemo_grpo.families import family_for
 from nemo_grpo.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER
+from nemo_grpo.families.values import checked
 from nemo_grpo.plan.parameters import model_parameters
 
 TINY = {
@@ -329,3 +330,20 @@ def test_every_exported_name_has_its_place_in_vllm(name):
     assert {f"self_attn.{whole}.weight" for whole in joined.values() if "qkv" in whole} <= layers
     assert {"mlp.gate_up_proj.weight", "mlp.experts.w13_weight"} & layers
     assert {"self_attn.o_proj.weight", "input_layernorm.weight"} <= layers
+
+
+@pytest.mark.parametrize(
+    ("key", "fits", "beyond"),
+    [
+        ("attention_dropout", [0, 0.5, 1], [-0.1, 1.5, True]),
+        ("num_hidden_layers", [1, 1000], [0, 1001, 1.0]),
+        ("rope_theta", [1e-9, 10_000], [0, -1.0, "1e6"]),
+        ("max_position_embeddings", [1, 1 << 31], [0, (1 << 31) + 1]),
+    ],
+)
+def test_numbers_of_a_config_have_bounds(key, fits, beyond):
+    for value in fits:
+        assert checked({key: value}, "m") == {key: value}
+    for value in beyond:
+        with pytest.raises(UserError, match=rf"config.json of m: {key}=.* is not .*; download it again"):
+            checked({key: value}, "m")

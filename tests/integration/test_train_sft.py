@@ -78,6 +78,7 @@ def test_losses_are_the_mean_cross_entropy_of_all_response_tokens(sft):
     trainer.train()
     start, step = rows(r.run_dir)
     assert start["validation/val_loss"] == pytest.approx(expected[0], rel=1e-5)
+    assert 0 < start["time/validation"] < 600
     assert step["loss/total"] == pytest.approx(expected[1], rel=1e-5)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, policy, sft
+from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
 from nemo_grpo.nemorl.versions import ENTROPIES, EVERY_RUN, HEAD, STAGES, SUPERVISED, V0_7_0
 from nemo_grpo.recipe import load_recipe
@@ -31,6 +32,24 @@ def install(monkeypatch):
         return found
 
     return with_changes
+
+
+def test_what_setup_returns_is_named_by_place_and_counted():
+    names = compat.Parts._fields
+    assert compat.unpack_setup(names) == compat.Parts(**{name: name for name in names})
+    for wrong in (names[1:], (*names, "more")):
+        with pytest.raises(UserError, match=f"returned {len(wrong)} values where {len(names)} are"):
+            compat.unpack_setup(wrong)
+
+
+def test_a_recipe_for_the_embedded_engine_is_sent_there():
+    with pytest.raises(UserError, match=r"target=embedded: .*quickstart.yaml is for the embedded engine"):
+        load_run(RECIPES / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(("section", "has"), [({}, False), ({"draft": {"enabled": True}}, True)])
+def test_further_losses_are_those_that_nemo_rl_is_told_of(section, has):
+    assert policy.has_further_losses({"policy": section}) == has
 
 
 def test_a_tested_version_is_named(install, caplog):
