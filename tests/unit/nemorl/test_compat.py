@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,6 +12,8 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, policy, sft
 from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
+from nemo_grpo.nemorl.nemo_gym import fix_frames
+from nemo_grpo.nemorl.uses import VIDEO_SETTINGS
 from nemo_grpo.nemorl.versions import ENTROPIES, EVERY_RUN, HEAD, STAGES, SUPERVISED, V0_7_0
 from nemo_grpo.recipe import load_recipe
 
@@ -50,6 +53,16 @@ def test_a_recipe_for_the_embedded_engine_is_sent_there():
 @pytest.mark.parametrize(("section", "has"), [({}, False), ({"draft": {"enabled": True}}, True)])
 def test_further_losses_are_those_that_nemo_rl_is_told_of(section, has):
     assert policy.has_further_losses({"policy": section}) == has
+
+
+@pytest.mark.parametrize("has_videos", [True, False])
+def test_frames_of_a_video_are_nemo_rls_to_fix_where_it_has_videos(has_videos, monkeypatch):
+    asked = []
+    monkeypatch.setattr(compat, "require", lambda _: None)
+    monkeypatch.setattr(compat, "has_name", lambda name: has_videos and name == VIDEO_SETTINGS)
+    monkeypatch.setattr(compat, "import_name", lambda _: lambda *sections: asked.append(sections))
+    fix_frames(SimpleNamespace(policy="policy", data="data"))
+    assert asked == [("policy", "data")] * has_videos
 
 
 def test_a_tested_version_is_named(install, caplog):
