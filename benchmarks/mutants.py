@@ -38,7 +38,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401  # imported once, 
 ROOT = Path(__file__).parents[1]
 COPIED = (
     *("nemo_grpo", "checkpoints_conv", "recipes", "tests", "benchmarks", "slurm", "scripts", "docs"),
-    *("pyproject.toml", "README.md"),
+    *("pyproject.toml", "README.md", "Makefile"),
 )
 SLACK = 60
 """CPU seconds added to three times what the tests need."""

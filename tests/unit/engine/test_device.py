@@ -80,6 +80,11 @@ def test_transformer_engine_is_taken_where_it_can_run(
     assert layers.transformer_impl(dtype) == expected
 
 
+def test_nothing_is_dropped_out():
+    config = transformer_config(SPEC, Layout(), torch.bfloat16)
+    assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
+
+
 def test_a_gpu_without_transformer_engine_is_told_so(gpus, caplog):
     parallel.initialize(Layout(), torch.device("cpu"), 0)
     config = transformer_config(SPEC, Layout(), torch.bfloat16)

@@ -82,6 +82,12 @@ def test_trl_counts_batches_by_process_and_names_losses_otherwise(tmp_path):
     assert found.unknown == {"": ["log_level"]}
 
 
+@pytest.mark.parametrize(("line", "scaled"), [("", True), ("scale_rewards: false\n", False)])
+def test_trl_divides_by_the_groups_deviation_unless_told_otherwise(line, scaled, tmp_path):
+    found = import_recipe(written(tmp_path, TRL.replace("scale_rewards: none\n", line)), num_gpus=4)
+    assert value_of(found.recipe, "loss_fn.normalize_rewards") is scaled
+
+
 def test_verl_nests_counts_prompts_and_switches_its_kl_term(tmp_path):
     found = import_recipe(written(tmp_path, VERL), ["actor_rollout_ref.rollout.n=4"])
     wanted = {

@@ -174,6 +174,14 @@ def test_wrong_values_say_key_value_and_rule(tree: dict[str, Any], override: str
     assert "\n" not in str(raised.value)
 
 
+def test_a_response_may_be_one_token_long(tree: dict[str, Any]) -> None:
+    assert (
+        load_recipe_dict(tree, ["policy.generation.max_new_tokens=1"]).policy.generation.max_new_tokens == 1
+    )
+    with pytest.raises(UserError, match="max_new_tokens=0 must be greater than 0"):
+        load_recipe_dict(tree, ["policy.generation.max_new_tokens=0"])
+
+
 def test_preset_fills_in_the_prompt_and_keys_beside_it_take_precedence(tree: dict[str, Any]) -> None:
     prompt = load_recipe_dict(tree, ["++nemo_grpo.prompt.preset=tr_grpo_math"]).nemo_grpo.prompt
     assert prompt.template.startswith("{question} Let's think step by step")
