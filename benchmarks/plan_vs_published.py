@@ -1,9 +1,9 @@
 """The planner's step times against published ones, each model predicted by constants fitted without it.
 
-    PYTHONPATH=. python benchmarks/plan_vs_published.py             # every row of benchmarks/published/nemo_rl.yaml
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --fit       # the constants of nemo_grpo/plan/efficiency.py
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --errors    # the intervals of nemo_grpo/plan/interval.py
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --blind FILE   # a CSV of benchmarks/published; never fitted
+    PYTHONPATH=. python benchmarks/plan_vs_published.py           # every row of published/nemo_rl.yaml
+    PYTHONPATH=. python benchmarks/plan_vs_published.py --fit     # constants of nemo_grpo/plan/efficiency.py
+    PYTHONPATH=. python benchmarks/plan_vs_published.py --errors  # intervals of nemo_grpo/plan/interval.py
+    PYTHONPATH=. python benchmarks/plan_vs_published.py --blind FILE   # a CSV of published/; never fitted
 
 A fit minimizes the squared logarithm of predicted / published over H100 rows and published phases, and keeps
 the constants near values that are usual for kernels of their kind (`PRIOR`, with `LOOSE` as the standard
