@@ -121,7 +121,7 @@ class WandB:
 
         section = {k: v for k, v in recipe.logger.wandb.items() if not k.startswith("log_")}
         settings = wandb.Settings(init_timeout=INIT_SECONDS, console="off", silent=True)
-        given = {
+        given: dict[str, Any] = {
             "project": "nemo_grpo",
             "name": recipe.nemo_grpo.run_name,
             "id": _kept(folder / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
