@@ -209,9 +209,8 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
 
 def step_ticks(axes: Axes) -> list[float]:
     """Round numbers of steps over the axis, and the last step in place of those that it would touch."""
-    last = max(
-        (float(x.max()) for x in (np.asarray(line.get_xdata()) for line in axes.lines) if x.size), default=0.0
-    )
+    lines = (np.asarray(line.get_xdata()) for line in axes.lines)
+    last = max((float(x.max()) for x in lines if x.size), default=0.0)
     first, _ = axes.get_xlim()
     if last - first < 1:
         return [last]

@@ -69,15 +69,11 @@ class Ask:
         if self.meter is not None:
             self.meter.recalled(sum(response is not None for responses in found for response in responses))
         missing = [place for place, responses in enumerate(found) if None in responses]
-        known = {
-            place: [response for response in responses if response is not None]
-            for place, responses in enumerate(found)
-            if None not in responses
-        }
         if missing:
             fresh = self._sample([asked[p] for p in missing], [found[p] for p in missing], sampling, seed)
-            known |= zip(missing, fresh, strict=True)
-        return [known[place] for place in range(len(asked))]
+            for place, responses in zip(missing, fresh, strict=True):
+                found[place] = [*responses]
+        return [[response for response in responses if response is not None] for responses in found]
 
     def _known(self, question: Question, count: int, greedy: bool) -> list[Written | None]:
         unknown: list[Written | None] = [None] * count

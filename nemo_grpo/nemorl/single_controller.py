@@ -117,7 +117,8 @@ class StepRecord:
         """Write the rows and go on to the next step; returns what the other trainers log of them."""
         rows = {name: _stacked([chunk[name] for chunk in self.chunks]) for name in self.chunks[0]}
         if self.write is not None:
-            self.write({name: column.tolist() for name, column in rows.items()}, self.file)
+            file = f"train_data_step{self.step}.jsonl"
+            self.write({name: column.tolist() for name, column in rows.items()}, file)
         self.chunks = []
         self.step += 1
         means = rows["rewards"].view(-1, self.num_generations).mean(1)
@@ -126,11 +127,6 @@ class StepRecord:
             "mean_gen_tokens_per_sample": [float(rows["token_loss_mask"].sum(1).float().mean())],
             "baseline_reward/pct_mixed": [100 * float(mixed.float().mean())],
         }
-
-    @property
-    def file(self) -> str:
-        """Its name, in NeMo-RL's log folder."""
-        return f"train_data_step{self.step}.jsonl"
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
@@ -192,7 +188,7 @@ def set_up(
         )
     record = StepRecord(
         recipe.grpo.num_generations_per_prompt,
-        scores=not value_of(config, "loss_fn.force_on_policy_ratio", False),
+        scores=not recipe.loss_fn.force_on_policy_ratio,
     )
     extend = partial(streaming, estimator=estimator, record=record)
     policy = policy_factory(run, exchange, refits, extend)

@@ -18,12 +18,8 @@ from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 ON = "async_rl={..}"
 BACKENDS = ("vllm", "sglang")
 STREAMING = "async_rl.min_groups_for_streaming_train"
-LOOKAHEAD = {
-    "in_order": "max_lookahead_versions",
-    "weight_fifo": "max_staleness_versions",
-    "ready_first": "max_staleness_versions",
-}
-"""Samplers for which the rollouts wait for the trainer -> key of the steps that they may run ahead."""
+UNGATED = ("windowed", "custom")
+"""Samplers for which the rollouts do not wait for the trainer, whatever room they need."""
 
 
 @rule(Scope.CLUSTER)
@@ -66,13 +62,11 @@ def single_controller_steps_add_up(recipe: Recipe) -> Iterator[str]:
             f"one update; use all its {recipe.num_sequences_per_step} responses"
         )
     sampler, room = recipe.async_rl.sampler, recipe.async_rl.max_buffered_rollouts
-    if (key := LOOKAHEAD.get(sampler.name)) is None:
-        return
-    needed = prompts * (getattr(sampler, key) + 1)
-    if room < needed:
+    needed = prompts * (sampler.ahead + 1)
+    if sampler.name not in UNGATED and room < needed:
         yield (
-            f"async_rl.max_buffered_rollouts={room}: {sampler.name} with {key}={getattr(sampler, key)} waits "
-            f"for {needed} groups; use at least that"
+            f"async_rl.max_buffered_rollouts={room}: {sampler.name} with {sampler.ahead_key}={sampler.ahead} "
+            f"waits for {needed} groups; use at least that"
         )
 
 

@@ -130,9 +130,7 @@ class Recipe(BaseModel):
     def rollouts_ahead(self) -> int:
         """Steps by which rollouts may run ahead of training; 0: they take turns."""
         if self.async_rl is not None:
-            sampler = self.async_rl.sampler
-            in_order = sampler.name == "in_order"
-            return sampler.max_lookahead_versions if in_order else sampler.max_staleness_versions
+            return self.async_rl.sampler.ahead
         ahead = self.grpo.async_grpo
         return ahead.max_trajectory_age_steps if ahead is not None and ahead.enabled else 0
 

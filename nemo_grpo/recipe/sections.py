@@ -65,6 +65,16 @@ class StalenessSampler(Section):
     max_staleness_versions: int = Field(default=1, ge=0)
     """The others: steps by which a response's policy may be older; 0: none."""
 
+    @property
+    def ahead_key(self) -> str:
+        """Its key of the steps that rollouts may run ahead."""
+        return "max_lookahead_versions" if self.name == "in_order" else "max_staleness_versions"
+
+    @property
+    def ahead(self) -> int:
+        """Those steps; 0: none."""
+        return int(getattr(self, self.ahead_key))
+
 
 class AsyncRL(Section):
     """NeMo-RL's single controller: rollouts and training side by side, over its data plane."""
