@@ -170,6 +170,7 @@ def test_responses_of_all_chunks_are_recorded_for_every_loss():
     assert file == "train_data_step5.jsonl"
     assert "prev_logprobs" not in rows, "nothing was scored"
     assert [len(row) for row in rows["token_ids"]] == [8] * 9, "to the longest"
+    assert rows["token_ids"][3] == [1.0] * 5 + [0.0] * 3
     assert sum(rows["token_loss_mask"][3]) == 3
     assert rows["rewards"] == [1.0, 1.0, 0.0] + [1.0] * 5 + [0.0]
     policy.train_microbatches_from_meta((3, 4))
@@ -206,3 +207,10 @@ def test_a_frozen_event_loop_ends_the_process_and_shows_where(blocked_s, code):
     if code:
         assert "has not answered for" in ended.stderr
         assert "line 11 in run" in ended.stderr, "the line that blocks"
+
+
+def test_groups_that_are_all_wrong_or_all_right_are_not_mixed():
+    record = StepRecord(SIZE, scores=True)
+    chunk = columns(GROUPS * SIZE, 4)
+    record.add(chunk | {"total_reward": torch.tensor([0.0] * SIZE + [1.0, 0.0, 0.0] + [1.0] * 2 * SIZE)})
+    assert record.end_step()["baseline_reward/pct_mixed"] == [25.0]
