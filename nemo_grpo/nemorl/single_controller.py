@@ -186,10 +186,7 @@ def set_up(
             exchange=exchange,
             folds=True,
         )
-    record = StepRecord(
-        recipe.grpo.num_generations_per_prompt,
-        scores=not recipe.loss_fn.force_on_policy_ratio,
-    )
+    record = StepRecord(recipe.grpo.num_generations_per_prompt, scores=recipe.policy_is_scored)
     extend = partial(streaming, estimator=estimator, record=record)
     policy = policy_factory(run, exchange, refits, extend)
 

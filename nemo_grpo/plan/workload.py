@@ -95,7 +95,7 @@ def scoring_passes(recipe: Recipe) -> int:
     """
     variant = recipe.loss_fn
     if recipe.nemo_grpo.target == "cluster":
-        scores = not variant.force_on_policy_ratio or recipe.grpo.seq_logprob_error_threshold is not None
+        scores = recipe.policy_is_scored
     else:
         scores = variant.needs_scores or recipe.num_updates_per_step > 1
     return int(scores) + int(variant.needs_reference)

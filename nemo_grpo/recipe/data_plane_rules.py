@@ -38,7 +38,7 @@ def data_plane_brings_what_the_loss_reads(recipe: Recipe) -> Iterator[str]:
             f"{ON}: {variant.variant} needs the policy's entropies, and NeMo-RL's workers write only "
             "logprobs to the data plane; set it to false"
         )
-    if getattr(variant, "weighting", None) == "random" and variant.force_on_policy_ratio:
+    if getattr(variant, "weighting", None) == "random" and not recipe.policy_is_scored:
         yield (
             f"{ON} with force_on_policy_ratio=true leaves nothing by which loss_fn.weighting=random could "
             "draw for a response: neither its tokens nor its logprobs; set one of them to false"

@@ -135,6 +135,11 @@ class Recipe(BaseModel):
         return ahead.max_trajectory_age_steps if ahead is not None and ahead.enabled else 0
 
     @property
+    def policy_is_scored(self) -> bool:
+        """Whether NeMo-RL computes the policy's logprobs of a step before its updates."""
+        return not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None
+
+    @property
     def task(self) -> TaskConfig:
         """The task.
 

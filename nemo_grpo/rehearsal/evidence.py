@@ -312,7 +312,7 @@ def export(evidence: Evidence) -> str:
     rows = evidence.responses(evidence.resumed_step)
     _refuse(source.name != f"step_{rehearsal.stopped_after}", f"{source}: the stop's checkpoint is gone")
     _refuse(not rows, f"no responses of step {evidence.resumed_step} are recorded")
-    if recipe.loss_fn.force_on_policy_ratio:  # nothing is scored: prev_logprobs are zeros
+    if not recipe.policy_is_scored:  # prev_logprobs are zeros
         logged = evidence.steps[evidence.resumed_step]["train/approx_entropy"]
         found.append(compare_with_entropy(evidence, ours, rows, logged))
     else:
