@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -134,7 +135,7 @@ class _Runner:
             if code == 0:
                 self.ended[name] = Status("finished", 0, seconds)
                 log.info("finished %s", name)
-            elif code == EXIT_INTERRUPTED:
+            elif code in (EXIT_INTERRUPTED, -signal.SIGTERM):  # before it could save: while it started
                 self.ended[name] = Status("interrupted", code, seconds)
             else:
                 error = _last_words(_log_file(self.out, job))

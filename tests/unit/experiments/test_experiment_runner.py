@@ -157,6 +157,14 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
     assert steps == [0, 1, 2, 3]  # it went on from where it stood
 
 
+def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs) -> None:
+    begun = tmp_path / "begun"
+    starting = [sys.executable, "-c", f"open({str(begun)!r}, 'w'); import time; time.sleep(60)"]
+    with stopped_when(begun.exists):
+        ended = run_jobs(jobs, tmp_path / "out", 1, lambda _: starting)
+    assert {name: s.state for name, s in ended.items()} == {"grpo-s0": "interrupted"}
+
+
 def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
