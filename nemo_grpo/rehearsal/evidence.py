@@ -53,7 +53,8 @@ ADVANTAGE_TOLERANCE = 0.02
 LOSS_TOLERANCE = 0.02
 """Largest difference of the loss, relative to the size of its parts: BF16 against float32."""
 NORM_TOLERANCE = 0.05
-"""Largest relative difference of the gradient's norm, BF16 against float32."""
+"""Largest relative difference of the gradient's norm, BF16 against float32, unless transformers' own is
+larger: of a model that had learnt to tell pictures apart they were 3.2 and 6.1, and the worker's 4.8."""
 MOVED = 1e-3
 """Distance of a ratio from 1 that only updates within its step give."""
 SAMPLE_LENGTH = 300
@@ -66,6 +67,14 @@ class Evidence(Recorded):
     def recomputed(self) -> Recomputed:
         """See `recompute`."""
         return recompute(self)
+
+    @cached_property
+    def rounding_of_norm(self) -> float:
+        """How far BF16 alone moves the norm of `recomputed`, where it has one update and no adapters."""
+        if self.recipe.num_updates_per_step > 1 or self.recipe.policy.megatron_cfg.lora_in_use:
+            return 0.0
+        exact, rounded = self.recomputed.gradient_norm, recompute(self, torch.bfloat16).gradient_norm
+        return abs(exact - rounded) if exact is not None and rounded is not None else 0.0
 
 
 @dataclass(frozen=True)
@@ -251,9 +260,11 @@ def _loss_and_norm(evidence: Evidence) -> str:
     _refuse(not off <= LOSS_TOLERANCE, f"{shown}, but {loss:.4f} is logged")
     if again.gradient_norm is None:
         return f"{shown}, its first update's"
-    apart = abs(norm - again.gradient_norm) / (again.largest_norm or 1.0)
+    apart, allowed = abs(norm - again.gradient_norm), NORM_TOLERANCE * (again.largest_norm or 1.0)
     shown += f", norm {again.gradient_norm:.3f}"
-    _refuse(not apart <= NORM_TOLERANCE, f"{shown}, but {norm:.3f} is logged")
+    if not apart <= allowed and (rounding := evidence.rounding_of_norm) > allowed:
+        shown, allowed = f"{shown} (BF16 alone moves it by {rounding:.3f})", rounding
+    _refuse(not apart <= allowed, f"{shown}, but {norm:.3f} is logged")
     return shown
 
 

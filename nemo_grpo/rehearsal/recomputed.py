@@ -85,7 +85,7 @@ def logprobs(
     Returns: each [S - 1], nats.
     """
     images = vision.inputs_of(ids[None], model.config.image_token_id, seen) if seen else {}
-    logits = model(ids[None], **images).logits[0, :-1]
+    logits = model(ids[None], **images).logits[0, :-1].float()
     each = torch.log_softmax(logits, -1)
     sampled = torch.log_softmax(logits / temperature, -1)
     return sampled.gather(1, ids[1:, None])[:, 0], -(each.exp() * each).sum(-1)
@@ -122,9 +122,10 @@ def aligned(rows: Sequence[Row], name: str) -> Tensor:
     return torch.tensor([row[name][0] for row in rows], dtype=torch.float32)[:, 1:]
 
 
-def recompute(evidence: Recorded) -> Recomputed:
+def recompute(evidence: Recorded, dtype: torch.dtype = torch.float32) -> Recomputed:
     """A step that has a gradient, of those whose weights are on disk; the first or a resumed one rather.
 
+    Args:   dtype: of the model's weights and products.
     Raises: Failed: none has, or nothing is recorded of it.
     """
     recipe = evidence.recipe
@@ -141,15 +142,15 @@ def recompute(evidence: Recorded) -> Recomputed:
         elif step > 1 and not evidence.checkpoint_before(step).is_dir():
             tried.append(f"the checkpoint before step {step} is gone")
         else:
-            return _recompute(evidence, step)
+            return _recompute(evidence, step, dtype)
     raise Failed(f"nothing to recompute: {', '.join(tried) or 'no step has a signal'}")
 
 
-def _recompute(evidence: Recorded, step: int) -> Recomputed:
+def _recompute(evidence: Recorded, step: int, dtype: torch.dtype) -> Recomputed:
     recipe, adapted = evidence.recipe, evidence.recipe.policy.megatron_cfg.lora_in_use
     before = evidence.checkpoint_before(step) if step > 1 else None
     folder = evidence.export_of(before) if before else evidence.rehearsal.model.folder
-    model, temperature = load(folder), recipe.policy.generation.temperature
+    model, temperature = load(folder, dtype), recipe.policy.generation.temperature
     objective = recipe.loss_fn.build()
     if evidence.is_supervised:
         rows: list[Row] = []
@@ -161,7 +162,7 @@ def _recompute(evidence: Recorded, step: int) -> Recomputed:
     scored, entropies = all_logprobs(model, sequences, temperature)
     reference = None
     if objective.needs_reference:
-        reference, _ = all_logprobs(load(evidence.rehearsal.model.folder), sequences, temperature)
+        reference, _ = all_logprobs(load(evidence.rehearsal.model.folder, dtype), sequences, temperature)
     batch = _batch(rows, sequences, scored, recipe.grpo.num_generations_per_prompt)
     carried = (
         json.loads((before / CARRIED).read_text()) if before and recipe.loss_fn.carries_statistics else {}

@@ -235,6 +235,20 @@ def test_logged_entropy_stands_for_logprobs_that_were_not_scored(rehearsal_of):
         compare_with_entropy(found, folder / "model", rows, logged)
 
 
+def test_a_gradient_may_differ_by_what_rounding_makes_of_it(rehearsal_of, monkeypatch):
+    rehearsal = rehearsal_of("erpo")
+    metrics(rehearsal, grad_norm=lambda x: 1.1 * x)
+    found = evidence.Evidence(rehearsal)
+    assert found.recomputed.gradient_norm is not None
+    assert 0 < found.rounding_of_norm < 0.05 * found.recomputed.gradient_norm
+    rounding = 0.2 * found.recomputed.gradient_norm
+    monkeypatch.setattr(evidence.Evidence, "rounding_of_norm", rounding)
+    assert f"BF16 alone moves it by {rounding:.3f}" in evidence.update(evidence.Evidence(rehearsal))
+    metrics(rehearsal, grad_norm=lambda x: 1.2 * x)
+    with pytest.raises(Failed, match=r"BF16 alone moves it by .*, but .* is logged"):
+        evidence.update(evidence.Evidence(rehearsal))
+
+
 def test_adapters_that_are_all_zero_prove_nothing(rehearsal_of, monkeypatch):
     rehearsal = rehearsal_of("sft_lora")
     read = comparisons.adapters_of
