@@ -249,6 +249,20 @@ def test_a_gradient_may_differ_by_what_rounding_makes_of_it(rehearsal_of, monkey
         evidence.update(evidence.Evidence(rehearsal))
 
 
+def test_a_refit_may_differ_by_twice_what_rounding_makes_of_it(rehearsal_of, monkeypatch):
+    rehearsal = rehearsal_of("erpo")
+    assert 0 < evidence.Evidence(rehearsal).rounding_of_logprobs < evidence.REFIT_BOUND / 2
+    metrics(rehearsal, mismatch__kl=lambda e: e + 0.0009)
+    monkeypatch.setattr(evidence.Evidence, "rounding_of_logprobs", 0.0005)
+    assert "(bound 0.001; " in evidence.refit(evidence.Evidence(rehearsal))
+    monkeypatch.setattr(evidence, "_error_of_old_weights", lambda _: 0.0009)
+    with pytest.raises(Failed, match="a refit is not tested"):
+        evidence.refit(evidence.Evidence(rehearsal))
+    monkeypatch.setattr(evidence.Evidence, "rounding_of_logprobs", 0.0004)
+    with pytest.raises(Failed, match=r"the bound is 0\.0008"):
+        evidence.refit(evidence.Evidence(rehearsal))
+
+
 def test_adapters_that_are_all_zero_prove_nothing(rehearsal_of, monkeypatch):
     rehearsal = rehearsal_of("sft_lora")
     read = comparisons.adapters_of
