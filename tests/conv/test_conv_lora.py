@@ -54,6 +54,7 @@ def test_merge_equals_merging_in_megatrons_layout(source, checkpoint, adapters, 
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
     assert (tmp_path / "merged" / "chat_template.jinja").exists()
+    assert not (tmp_path / "merged" / "SHA256SUMS").exists()  # only on request
 
 
 def test_progress_is_shown_in_bytes_to_the_end(source, checkpoint, tmp_path, caplog):
@@ -97,6 +98,9 @@ def test_a_model_with_vision_has_no_peft_folder(hf_models, checkpoint, tmp_path)
 
 
 def test_alpha_must_be_known(source, checkpoint, tmp_path):
+    (checkpoint / "iter_0000010" / "run_config.yaml").write_text("peft: [4]\n")
+    with pytest.raises(UserError, match=r"run_config.yaml: peft is not a mapping; restore it"):
+        merge_lora(checkpoint, source, tmp_path / "out")
     (checkpoint / "iter_0000010" / "run_config.yaml").unlink()
     with pytest.raises(UserError, match="give it with --lora-alpha"):
         merge_lora(checkpoint, source, tmp_path / "out")

@@ -7,10 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from nemo_grpo import UserError, shipped
 from nemo_grpo.engine import run_command, setup
+from nemo_grpo.engine.checks import check_fits_the_model
 from nemo_grpo.engine.learning import TrainingState
+from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.recipe import load_recipe
@@ -79,6 +82,23 @@ def test_the_first_rank_says_what_to_know_of_fp8(given, monkeypatch, caplog, fp8
     section = f"policy.megatron_cfg.fp8_cfg={{enabled: true, fp8: {fp8}, fp8_recipe: delayed}}"
     setup.build_policy(recipe("policy.precision=bfloat16", section), "folder", keep_reference=False)
     assert [record.getMessage()[-14:] for record in caplog.records] == ["use fp8=hybrid"] * is_told
+
+
+def test_widths_of_the_model_that_fp8_cannot_have_are_refused(tmp_path):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 400}
+    AutoConfig.for_model("qwen2", hidden_size=40, intermediate_size=64, **sizes).save_pretrained(tmp_path)
+    of_model = f"policy.model_name={tmp_path}", "nemo_grpo.warm_start=null", "policy.precision=bfloat16"
+    check_fits_the_model(recipe(*of_model))
+    fp8 = "policy.megatron_cfg.fp8_cfg={enabled: true, fp8_recipe: tensorwise}"
+    with pytest.raises(UserError, match=r"the model's hidden_size = 40 is not a multiple of 16"):
+        check_fits_the_model(recipe(*of_model, fp8))
+
+
+def test_a_launch_of_another_number_of_ranks_is_refused_before_they_meet(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(parallel, "initialize", Mock(side_effect=AssertionError("the ranks meet")))
+    with pytest.raises(UserError, match=r"are 1 ranks, but 2 were launched; make them agree"):
+        Trainer(recipe(f"nemo_grpo.runs_dir={tmp_path}"))
 
 
 def test_overlong_penalty_is_the_recipes():
