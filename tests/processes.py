@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 500
+PATIENCE = 1000
+"""Seconds before a process counts as hanging: some take 100 CPU seconds, of which a busy machine gives few."""
 
 
 def python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:

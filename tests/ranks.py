@@ -27,7 +27,7 @@ from nemo_grpo.ports import reserved_port
 
 _context = multiprocessing.get_context("fork")
 _server: Connection | None = None
-TIMEOUT = 240
+TIMEOUT = 480
 
 
 def start_server() -> None:

@@ -28,12 +28,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from processes import PATIENCE, ROOT
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-ROOT = Path(__file__).parents[2]
 _aten = torch.ops.aten
 _MAY_UPLOAD = {
     _aten._to_copy.default,
@@ -275,7 +275,7 @@ def run_python(arguments: list[str]) -> Any:
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"LD_PRELOAD": str(libraries[0]), "FAKE_CUDA_GUARD": str(libraries[1])}
     command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

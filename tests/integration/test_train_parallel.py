@@ -79,7 +79,7 @@ def test_the_command_starts_the_ranks_and_sigterm_ends_them_with_a_checkpoint(tr
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_job(training):
     os.kill(ranks_of(training)[1], signal.SIGKILL)
-    said, _ = training.communicate(timeout=240)  # a collective would wait for ten minutes
+    said, _ = training.communicate(timeout=480)  # a collective would wait for ten minutes
     assert training.returncode not in (0, EXIT_INTERRUPTED)
     assert re.search(r"rank \d ended with exit code (-9|1); ending the others", said), said[-2000:]
 
