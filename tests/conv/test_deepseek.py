@@ -14,6 +14,7 @@ from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.summary import summarize
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.logits import compare_logits
@@ -117,6 +118,8 @@ def test_fp8_blocks_are_read_as_bf16(quantized, tmp_path, monkeypatch):
     name = "model.layers.0.mlp.gate_proj.weight"
     assert torch.equal(weights.read(name), expected[name])
     weights.close()
+    stored = {name: dtype.safetensors for name, _, dtype, _ in summarize(folder).tensors}  # as it is
+    assert (stored[name], stored[f"{name}_scale_inv"]) == ("F8_E4M3", "F32")
 
 
 def test_fp8_with_scales_of_other_blocks_is_refused(quantized, tmp_path):

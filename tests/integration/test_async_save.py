@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from toy_policies import assert_equal, hf_model, policy_of, train, weights_of
 
-from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore
+from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.saving import Saver, TrainingAborted
@@ -60,6 +60,7 @@ def test_a_save_behind_training_is_the_moment_it_was_asked_for(tmp_path, source,
     assert saver.store.latest() == tmp_path / "checkpoints/step_000001"
     after = weights_of(policy)
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert (saver.store.latest() / TOKENIZER / "config.json").read_text() == "{}"
     load_policy(policy, saver.store.latest() / WEIGHTS)
     assert_equal(weights_of(policy), before)
     train(policy)  # the optimizer's moments too are of that moment

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_grpo.core.logprobs import IGNORED, logprobs_and_entropy, next_token_logprobs
+from nemo_grpo.core.logprobs import IGNORED, _Shard, logprobs_and_entropy, next_token_logprobs
 
 
 def textbook(logits, targets, temperature=1.0):
@@ -128,6 +130,14 @@ def test_an_ignored_target_has_logprob_0_and_no_gradient():
     assert not logits.grad[1].any()
     assert logits.grad[[0, 2, 3]].any(1).all()
     assert entropy[1] > 0
+
+
+def test_every_token_is_in_one_ranks_columns():
+    ranks = [_Shard(SimpleNamespace(size=lambda: 3, rank=lambda r=r: r), 4, 11) for r in range(3)]
+    found = [rank.local(torch.arange(11)) for rank in ranks]
+    columns, here = (torch.stack(each) for each in zip(*found, strict=True))
+    assert here.int().argmax(0).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert columns[here].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2]
 
 
 @pytest.mark.parametrize(("target", "vocab_size"), [(11, None), (-1, None), (-101, None), (9, 9)])
