@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 1000
-"""Seconds before a process counts as hanging: some take 100 of a processor, which a busy machine gives late."""
+"""Seconds before a process counts as hanging: some need 100 of a processor, and a busy machine gives few."""
 
 
 def python(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
