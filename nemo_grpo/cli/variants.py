@@ -107,8 +107,8 @@ def overview(configs: dict[str, type[VariantConfig]]) -> Table:
     from rich.table import Table
 
     common = _defaults(configs["grpo"])
-    table = Table("variant", show_lines=True)
-    table.add_column("paper", max_width=15, overflow="fold")
+    table = Table("variant", show_lines=True, show_edge=False)
+    table.add_column("paper", max_width=17, overflow="fold")
     table.add_column("needs")
     table.add_column("differs from grpo in", overflow="fold")
     for name, config in configs.items():

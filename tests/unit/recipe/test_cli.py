@@ -109,12 +109,21 @@ def test_diff_shows_changed_added_and_removed_keys(tmp_path: Path) -> None:
 
 def test_variants_lists_all_with_needs() -> None:
     output = runner.invoke(app, ["variants"], env={"COLUMNS": "200"}).output
-    rows = {line.split("│")[1].strip(): line for line in output.splitlines() if "│" in line}
+    cells = [[cell.strip() for cell in line.split("│")] for line in output.splitlines() if "│" in line]
+    rows = {name: others for name, *others in cells}
     assert set(OBJECTIVES) <= set(rows)
-    assert rows["sft"].split("│")[4].strip() == "-"  # no parameters
-    assert rows["erpo"].split("│")[3].strip() == "entropy"
+    assert rows["sft"][2] == "-"  # no parameters
+    assert rows["erpo"][1] == "entropy"
     for optional in ("gpg", "grpo"):
-        assert rows[optional].split("│")[3].strip() == "(reference)"
+        assert rows[optional][1] == "(reference)"
+
+
+def test_variants_breaks_no_word_of_a_paper_and_no_parameter_at_80_columns() -> None:
+    lines = runner.invoke(app, ["variants"], env={"COLUMNS": "80"}).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = {word.strip(" │") for line in lines for word in line.split()}
+    assert {word for config in OBJECTIVES.values() for word in config.paper.split()} <= words
+    assert {"reference_policy_kl_penalty=0.001", "allow_constant_weight=false"} <= words
 
 
 def test_variants_of_one_shows_its_equations_its_departures_and_every_parameter() -> None:
