@@ -152,7 +152,7 @@ def _submit(
             typer.echo(str(submission))
         return
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    _show(submit_experiment(runs, out, slurm, command, baseline))
+    show_results(submit_experiment(runs, out, slurm, command, baseline))
     typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
 
 
@@ -183,12 +183,13 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
 
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
     found, code = run_experiment(runs, out, num_parallel=num_parallel, command=command, baseline=baseline)
-    _show(found)
+    show_results(found)
     typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
     raise typer.Exit(code)
 
 
-def _show(found: Results) -> None:
+def show_results(found: Results) -> None:
+    """Print the tables and what stands below them, as wide as the terminal."""
     from nemo_grpo.cli.console import wide_console
     from nemo_grpo.diagnostics.paired import paired_table
     from nemo_grpo.diagnostics.summary import table
@@ -198,8 +199,8 @@ def _show(found: Results) -> None:
     tables += [paired_table(found.paired, found.baseline)] if found.paired else []
     for head, rows in tables:
         for part in comparison(head, rows, console.width):
-            console.print(part)
-    typer.echo(found.notes())
+            console.print(part, "")
+    console.print(found.notes(), markup=False, highlight=False)
 
 
 def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:

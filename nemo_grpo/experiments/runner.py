@@ -109,6 +109,7 @@ class _Runner:
                 for _ in range(self._new_steps()):
                     advance(self._note())
                 time.sleep(POLL_SECONDS)
+            advance(self._note(), 0)
 
     def _start(self, job: Job) -> None:
         with _log_file(self.out, job).open("wb") as words:
@@ -154,7 +155,8 @@ class _Runner:
 
     def _note(self) -> str:
         runs = self.num_jobs - len(self.waiting) - len(self.running)
-        return f"{runs} of {self.num_jobs} runs ended, running {', '.join(self.running)}"
+        running = f", running {', '.join(self.running)}" if self.running else ""
+        return f"{runs} of {self.num_jobs} runs ended{running}"
 
 
 def _is_finished(job: Job, ended: dict[str, Status]) -> bool:

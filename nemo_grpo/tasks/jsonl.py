@@ -29,6 +29,7 @@ REQUIRED: tuple[tuple[str, tuple[type, ...], str], ...] = (
 )
 """Key, the types besides text, the rule."""
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
+_WORKED = re.compile(r"(|.*\s)####(?!#)([^\n]*)\s*", re.DOTALL)
 STRATA = ("num_people", "task", "level")
 """Metadata whose values a subset of the validation problems represents in proportion."""
 
@@ -240,13 +241,13 @@ def _parse(line: str, where: str) -> Problem:
 
 
 def worked_answer(text: str) -> tuple[str, str] | None:
-    """Solution and final answer of a text in GSM8K's form, ``.. <<1+1=2>> ..`` then ``#### 1,234``.
+    """Solution and final answer of a text in GSM8K's form, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
 
     The calculator's notes and the commas between digits are left out; None for a text in another form.
     """
-    solution, mark, answer = f"\n{text}".rpartition("\n####")
-    if not mark or "\n" in answer.strip():
+    if (found := _WORKED.fullmatch(text)) is None:
         return None
+    solution, answer = found.groups()
     return _CALCULATOR.sub("", solution).strip(), re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nemo_grpo.cli.compare import comparison
+from nemo_grpo.cli.compare import comparison, show_results
 from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.jobs import Job, compare_settings, make_jobs
@@ -99,6 +99,18 @@ def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path,
     longer = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["grpo.max_num_steps=999"]), [0], out)
     run_jobs(longer, out, 1, command(0))
     assert starts(jobs) == [2, 1, 1, 1]
+
+
+def test_the_last_note_counts_every_run_as_ended(tmp_path, jobs, command, monkeypatch) -> None:
+    notes: list[str] = []
+
+    @contextmanager
+    def collected(*_: object) -> Iterator[Callable[..., None]]:
+        yield lambda note="", amount=1: notes.append(note)
+
+    monkeypatch.setattr("nemo_grpo.experiments.runner.progress", collected)
+    run_jobs(jobs[:2], tmp_path / "out", 1, command(0))
+    assert notes[-1] == "2 of 2 runs ended"
 
 
 def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, command) -> None:
@@ -231,6 +243,16 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
         ["setting", "gpg"],
     ]
     assert "\u2026" not in one + two
+
+
+def test_notes_on_a_comparison_break_between_words(tmp_path, jobs, command, monkeypatch, capsys) -> None:
+    out = tmp_path / "out"
+    found = write_results(jobs, run_jobs(jobs, out, 2, command(0)), out, "the command")
+    monkeypatch.setenv("COLUMNS", "60")
+    show_results(found)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 60
+    assert found.notes().split() == printed.split()[-len(found.notes().split()) :]
 
 
 def _printed(tables, width) -> str:

@@ -42,7 +42,10 @@ def test_read_problems_keeps_order_and_metadata_and_skips_blank_lines(tmp_path):
         ("He has 2*600=<<2*600=1200>>1200.\n#### 1,200 \n", "1200", "He has 2*600=1200."),
         ("a\n####-1,5", "-1,5", "a"),  # no thousands
         ("#### 7", "7", ""),
-        ("a #### 3", "a #### 3", None),
+        ("a\n#### 3\nb #### 4", "4", "a\n#### 3\nb"),
+        ("The answer is 1/2 of 6. #### 3", "3", "The answer is 1/2 of 6."),
+        ("a####3", "a####3", None),
+        ("a ##### 3", "a ##### 3", None),
         ("#### 3\nmore", "#### 3\nmore", None),
     ],
 )
