@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LIBRARIES = ("TRL", "verl", "OpenRLHF")
+VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model")
+"""Of verl's files, those whose names no section here has."""
 
 
 class Alias(NamedTuple):
@@ -99,18 +101,30 @@ TABLE = (
 )  # fmt: skip
 
 
-def advice_on(name: str) -> str:
-    """``"; TRL's delta is loss_fn.ratio_clip_c"`` and the remark, for another library's name; else empty."""
+def advice_on(name: str, *, also_same: bool = False) -> str:
+    """``"; TRL's delta is loss_fn.ratio_clip_c"`` and the remark, for another library's name; else empty.
+
+    Args: also_same: for a key with this very name here, too, as it stood in another section.
+    """
     found: dict[Alias, list[str]] = {}
     for alias in TABLE:
         for library, names in zip(LIBRARIES, (alias.trl, alias.verl, alias.openrlhf), strict=True):
-            if name in names.split() and not alias.key.endswith(f".{name}"):
+            if name in names.split() and (also_same or not alias.key.endswith(f".{name}")):
                 found.setdefault(alias, []).append(f"{library}'s")
     parts = [
         f"{' and '.join(libraries)} {name} is {alias.key}" + f" ({alias.remark})" * bool(alias.remark)
         for alias, libraries in found.items()
     ]
     return f"; {', '.join(parts)}" if parts else ""
+
+
+def advice_on_verl(key: str) -> str:
+    """As `advice_on`, for a key below one of verl's sections; else empty."""
+    section, name = key.partition(".")[0], key.rpartition(".")[2]
+    if section not in VERL_SECTIONS:
+        return ""
+    found = "" if section in ("critic", "reward_model") else advice_on(name, also_same=True)
+    return found or "; it is verl's: `nemo-grpo recipe import FILE` says what carries over"
 
 
 def markdown() -> str:

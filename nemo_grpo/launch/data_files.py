@@ -9,9 +9,7 @@ from pathlib import Path
 from nemo_grpo.data import SOURCES
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.rollout_rules import validation_files_hold_the_validation_problems
-from nemo_grpo.tasks import Problem
-from nemo_grpo.tasks.jsonl import FileTaskConfig, problems_here
+from nemo_grpo.tasks.jsonl import FileTaskConfig, listed_problems, not_held_out
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,29 @@ def check_data(recipe: Recipe) -> DataCheck:
     task, missing = recipe.nemo_grpo.task, missing_files(recipe)
     if missing or not isinstance(task, FileTaskConfig):
         return DataCheck(tuple(remedies(missing)), (), "")
-    errors = tuple(validation_files_hold_the_validation_problems(recipe))
     try:
-        trained, held_out = (
-            problems_here(files, with_images=task.needs_images)
-            for files in (task.train_files, task.validation_files)
-        )
+        _draw(recipe)
+        read = {key: listed_problems(task, key) for key in ("train_files", "validation_files")}
     except UserError as error:
-        return DataCheck(errors or (f"nemo_grpo.task.train_files: {error}",), (), "")
-    read = {"train_files": trained, "validation_files": held_out}
-    found = ", ".join(f"{len(some)} problems in {key}" for key, some in read.items() if some is not None)
-    if trained:
-        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(trained)
+        return DataCheck((str(error),), (), "")
+    trained, held_out = read.values()
+    kept = not_held_out(trained, held_out)
+    found = ", ".join(f"{len(some)} problems in {key}" for key, some in read.items() if some)
+    if kept:
+        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(kept)
         found += f": {epochs:.3g} epochs of training"
-    return DataCheck(
-        errors, (*_repeated(recipe, trained or []), *_shared(trained or [], held_out or [])), found
-    )
+    return DataCheck((), (*_repeated(recipe, len(kept)), *_dropped(len(trained), len(kept))), found)
+
+
+def _draw(recipe: Recipe) -> None:
+    """Ask the task for what a run begins with.
+
+    Raises: UserError: as the run.
+    """
+    task, grpo = recipe.task.build(), recipe.grpo
+    task.train_problem(0, grpo.seed)
+    if grpo.validates and grpo.max_val_samples is not None:
+        task.validation_problems(grpo.max_val_samples)
 
 
 def missing_files(recipe: Recipe) -> list[str]:
@@ -76,19 +81,17 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
         )
 
 
-def _shared(trained: list[Problem], held_out: list[Problem]) -> Iterator[str]:
-    known = {(problem.question, str(problem.metadata.get("images"))) for problem in trained}
-    shared = sum((one.question, str(one.metadata.get("images"))) in known for one in held_out)
-    if shared:
+def _dropped(trained: int, kept: int) -> Iterator[str]:
+    if kept < trained:
         yield (
-            f"nemo_grpo.task.validation_files: {shared} of {len(held_out)} questions are among train_files, "
-            "so the accuracy also says what was memorised; hold others out"
+            f"nemo_grpo.task.train_files: {trained - kept} of {trained} problems are in validation_files, "
+            f"too; training leaves them out and has {kept}"
         )
 
 
-def _repeated(recipe: Recipe, trained: list[Problem]) -> Iterator[str]:
-    prompts, available = recipe.grpo.num_prompts_per_step, len(trained)
-    if trained and prompts > available:
+def _repeated(recipe: Recipe, available: int) -> Iterator[str]:
+    prompts = recipe.grpo.num_prompts_per_step
+    if available and prompts > available:
         yield (
             f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {available} problems, so a "
             f"step trains on some of them twice; use {available} or fewer"

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from nemo_grpo.aliases import advice_on
+from nemo_grpo.aliases import advice_on, advice_on_verl
 from nemo_grpo.dotted import leaves, parents
 from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.own import NemoGRPOSection
@@ -117,7 +117,7 @@ def unknown_key_message(key: str, value: Any) -> str:
     parent, _, name = bad.rpartition(".")
     siblings = _names_below(parent)
     where = f"is not a key of {parent}" if parent else "is not a section of a recipe"
-    if other := advice_on(name) or (not parent and advice_on(key.rpartition(".")[2])):
+    if other := advice_on_verl(key) or advice_on(name):
         return f"{key}={shown(value)}: {bad} {where}{other}"
     if not difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         elsewhere = sorted(known for known in known_keys() if known.endswith(f".{name}"))

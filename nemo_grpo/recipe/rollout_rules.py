@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import GENERATION, VLLM
-from nemo_grpo.tasks.jsonl import FileTaskConfig, problems_here
+from nemo_grpo.tasks.base import check_num_validation
+from nemo_grpo.tasks.jsonl import VALIDATION_FILES, FileTaskConfig, listed_problems
 
 
 def samples_with_vllm(recipe: Recipe) -> bool:
@@ -111,18 +113,15 @@ def number_of_validation_problems_is_set(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[str]:
     grpo, task = recipe.grpo, recipe.nemo_grpo.task
-    if not isinstance(task, FileTaskConfig) or not grpo.validates:
+    if not isinstance(task, FileTaskConfig) or not grpo.validates or not task.validation_files:
         return
+    if not all(Path(file).is_file() for file in task.validation_files):
+        return  # `recipe check` names them
     try:
-        problems = problems_here(task.validation_files, with_images=task.needs_images)
+        held_out = listed_problems(task, "validation_files")
+        check_num_validation(grpo.max_val_samples or 0, len(held_out), VALIDATION_FILES)
     except UserError as error:
-        yield f"nemo_grpo.task.validation_files: {error}"
-        return
-    if problems is not None and (grpo.max_val_samples or 0) > (available := len(problems)):
-        yield (
-            f"grpo.max_val_samples={grpo.max_val_samples}: nemo_grpo.task.validation_files has {available} "
-            f"problems; use {available} or fewer"
-        )
+        yield str(error)
 
 
 @rule(Scope.CARE)

@@ -27,10 +27,8 @@ def check_num_validation(wanted: int, available: int, source: str) -> None:
     Raises: UserError: more are wanted than available.
     """
     if wanted > available:
-        raise UserError(
-            f"{wanted} validation problems wanted (grpo.max_val_samples), but {source} has {available}; use "
-            f"{available} or fewer"
-        )
+        remedy = f"use {available} or fewer" if available else "name files that have some"
+        raise UserError(f"grpo.max_val_samples={wanted}: {source} has {available} problems; {remedy}")
 
 
 NOT_FINITE = "not_finite"

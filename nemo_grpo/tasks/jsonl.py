@@ -30,6 +30,7 @@ REQUIRED: tuple[tuple[str, tuple[type, ...], str], ...] = (
 """Key, the types besides text, the rule."""
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 _WORKED = re.compile(r"(|.*\s)####(?!#)([^\n]*)\s*", re.DOTALL)
+VALIDATION_FILES = "nemo_grpo.task.validation_files"
 STRATA = ("num_people", "task", "level")
 """Metadata whose values a subset of the validation problems represents in proportion."""
 
@@ -63,10 +64,8 @@ class FileTask:
     def __init__(self, config: FileTaskConfig) -> None:
         """Raises: UserError: see `read_problems`."""
         self.config: Any = config
-        self.validation = read_problems(config.validation_files, with_images=config.needs_images)
-        held_out = {_normalized(problem) for problem in self.validation}
-        everything = read_problems(config.train_files, with_images=config.needs_images)
-        self.train = [problem for problem in everything if _normalized(problem) not in held_out]
+        self.validation = listed_problems(config, "validation_files")
+        self.train = not_held_out(listed_problems(config, "train_files"), self.validation)
 
     def check_answers(self, read: Callable[[str], object], rule: str) -> None:
         """Refuse a reference that ``read`` gives None for.
@@ -86,13 +85,13 @@ class FileTask:
         if not self.train:
             raise UserError(
                 "nemo_grpo.task.train_files: no training problems; name a JSONL file that holds others "
-                "than nemo_grpo.task.validation_files"
+                f"than {VALIDATION_FILES}"
             )
         epoch, position = divmod(index, len(self.train))
         return self.train[_shuffled(len(self.train), seed, epoch)[position]]
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        check_num_validation(num_problems, len(self.validation), "nemo_grpo.task.validation_files")
+        check_num_validation(num_problems, len(self.validation), VALIDATION_FILES)
         if num_problems == len(self.validation):
             return self.validation  # as in the files
         return [self.validation[index] for index in _stratified(self.validation)[:num_problems]]
@@ -100,6 +99,12 @@ class FileTask:
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The problem's ``metadata["solution"]`` as reasoning, then its answer."""
         return render_response(solution_of(problem), problem.answer)
+
+
+def not_held_out(problems: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
+    """The problems that training keeps: those with other questions than the held-out ones."""
+    questions = set(map(_normalized, held_out))
+    return [problem for problem in problems if _normalized(problem) not in questions]
 
 
 def solution_of(problem: Problem) -> str:
@@ -169,21 +174,28 @@ def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> 
     return list(problems.values())
 
 
-def problems_here(paths: Iterable[str | Path], *, with_images: bool = False) -> list[Problem] | None:
-    """The problems of some JSONL files; None if a file is not on this machine.
+def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
+    """The problems of a task's ``train_files`` or ``validation_files``.
 
-    Raises: UserError: as `read_problems`.
+    Raises: UserError: as `read_problems`; the message begins with the key.
     """
-    files = list(map(Path, paths))
-    if not files or not all(path.is_file() for path in files):
-        return None
-    states = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
-    return list(_read_once(states, with_images))
+    files = [(path, _state(path)) for path in map(Path, getattr(config, key))]
+    try:
+        return list(_read_once(tuple(files), config.needs_images))
+    except UserError as error:
+        raise UserError(f"nemo_grpo.task.{key}: {error}") from error
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """What changes with a file's text; None for a file that is missing."""
+    return ((found := path.stat()).st_mtime_ns, found.st_size) if path.is_file() else None
 
 
 @lru_cache(maxsize=4)  # several rules ask for the same files
-def _read_once(states: tuple[tuple[Path, int, int], ...], with_images: bool) -> tuple[Problem, ...]:
-    return tuple(read_problems([path for path, *_ in states], with_images=with_images))
+def _read_once(
+    files: tuple[tuple[Path, tuple[int, int] | None], ...], with_images: bool
+) -> tuple[Problem, ...]:
+    return tuple(read_problems([path for path, _ in files], with_images=with_images))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -203,14 +215,15 @@ def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
 
     Raises: UserError: it is none; the message begins with ``where``.
     """
+    array = f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValueError) and line.lstrip()[:1] in ("[", b"["):
-            raise UserError(
-                f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
-            ) from error
+            raise UserError(array) from error
         raise UserError(f"{where}: not JSON ({error}); write one object per line") from error
+    if isinstance(entry, list):
+        raise UserError(array)
     if not isinstance(entry, dict):
         raise UserError(f"{where}: {type(entry).__name__} instead of an object; write one object per line")
     return entry
@@ -218,13 +231,15 @@ def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
 
 def _parse(line: str, where: str) -> Problem:
     entry = parse_object(line, where)
+    columns = ", ".join(entry)
     entry.setdefault("id", where.rpartition("/")[2])
     for key, kinds, rule in REQUIRED:
         value: Any = entry.get(key)
         if type(value) in kinds and (value == value and abs(value) != math.inf):
             entry[key] = str(value)
         elif not isinstance(value, str) or not value.strip():
-            given = f"{key}={json.dumps(value)}" if key in entry else f"{key} is missing; it"
+            missing = f"{key} is missing among {columns or 'no keys'}; it"
+            given = f"{key}={json.dumps(value)}" if key in entry else missing
             raise UserError(f"{where}: {given} must be {rule}")
     if "\\u" in line:
         _check_characters(entry, where)
@@ -241,7 +256,7 @@ def _parse(line: str, where: str) -> Problem:
 
 
 def worked_answer(text: str) -> tuple[str, str] | None:
-    """Solution and final answer of a text in GSM8K's form, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
+    """Solution and final answer of GSM8K's form, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
 
     The calculator's notes and the commas between digits are left out; None for a text in another form.
     """

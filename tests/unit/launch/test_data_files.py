@@ -60,9 +60,8 @@ def test_counts_are_compared_with_what_the_recipe_draws():
     assert checked.errors == (
         "grpo.max_val_samples=4: nemo_grpo.task.validation_files has 3 problems; use 3 or fewer",
     )
-    assert checked.notes[0].startswith(
-        "grpo.num_prompts_per_step=16: nemo_grpo.task.train_files has 8 problems"
-    )
+    few = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, "grpo.max_val_samples=3"]))
+    assert few.notes[0].startswith("grpo.num_prompts_per_step=16: nemo_grpo.task.train_files has 8 problems")
     fitting = ["grpo.max_val_samples=3", "grpo.num_prompts_per_step=8"]
     good = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, *fitting]))
     assert good.errors == good.notes == ()
@@ -73,8 +72,31 @@ def test_questions_of_training_in_the_validation_are_noted():
     write("train.jsonl", 8)
     Path("validation.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[2:5]))
     fitting = [*MINE, "grpo.max_val_samples=3", "grpo.num_prompts_per_step=8"]
-    (note,) = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", fitting)).notes
-    assert note.startswith("nemo_grpo.task.validation_files: 3 of 3 questions are among train_files")
+    repeated, dropped = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", fitting)).notes
+    assert "grpo.num_prompts_per_step=8: nemo_grpo.task.train_files has 5 problems" in repeated
+    assert dropped == (
+        "nemo_grpo.task.train_files: 3 of 8 problems are in validation_files, too; "
+        "training leaves them out and has 5"
+    )
+
+
+def test_files_that_a_run_would_refuse_are_refused():
+    write("train.jsonl", 8)
+    write("validation.jsonl", 8)
+    Path("empty.jsonl").touch()
+    for files, said in (
+        ("name: math, train_files: [train.jsonl], validation_files: [train.jsonl]", "no training problems"),
+        ("name: math, train_files: [empty.jsonl], validation_files: [train.jsonl]", "no training problems"),
+        ("name: math, train_files: [], validation_files: [train.jsonl]", "no training problems"),
+        ("name: math, train_files: [train.jsonl], validation_files: []", "name files that have some"),
+        (
+            "name: logic, train_files: [train.jsonl], validation_files: [validation.jsonl]",
+            "gives nobody's role",
+        ),
+    ):
+        changes = ["grpo.max_val_samples=8", f"nemo_grpo.task={{{files}}}"]
+        (error,) = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", changes)).errors
+        assert said in error
 
 
 def test_an_array_in_place_of_lines_is_named():

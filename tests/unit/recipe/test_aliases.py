@@ -47,6 +47,14 @@ def test_the_page_holds_the_table():
         ("++use_vllm=true", "is policy.generation.backend (on a cluster; on this machine nemo_grpo.engine"),
         ("++policy.lora_r=8", "TRL's lora_r is policy.megatron_cfg.peft.dim (with peft.enabled: true)"),
         ("++policy.peft_config={r: 8}", "TRL's peft_config is policy.megatron_cfg.peft ({enabled: true"),
+        ("++actor_rollout_ref.rollout.n=4", "verl's n is grpo.num_generations_per_prompt"),
+        ("++actor_rollout_ref.actor.optim.lr=1", "verl's lr is policy.megatron_cfg.optimizer.lr"),
+        ("++actor_rollout_ref.rollout.top_p=1", "top_p is policy.generation.top_p"),
+        ("++actor_rollout_ref.actor.use_dynamic_bsz=true", "it is verl's: `nemo-grpo recipe import FILE`"),
+        (
+            "++critic.optim.lr=1",
+            "critic is not a section of a recipe; it is verl's: `nemo-grpo recipe import",
+        ),
         ("++max_completion_length=5", "TRL's max_completion_length is policy.generation.max_new_tokens"),
     ],
 )

@@ -58,10 +58,11 @@ def test_an_answer_in_the_form_of_gsm8k_is_read(tmp_path, answer, read, solution
     ("line", "message"),
     [
         ("{", "a.jsonl:2: not JSON"),
-        ("[1]", "a.jsonl:2: list instead of an object"),
+        ("7", "a.jsonl:2: int instead of an object"),
+        ("[1]", r"a.jsonl:2: a JSON array; write one object per line, as `jq -c .\[\]` does"),
         (
             '{"id": "x", "question": "q"}',
-            "a.jsonl:2: answer is missing; it must be a non-empty text or a number",
+            "a.jsonl:2: answer is missing among id, question; it must be a non-empty text or a number",
         ),
         ('{"question": "q", "answer": null}', "a.jsonl:2: answer=null must be a non-empty text or a number"),
         ('{"question": "q", "answer": true}', "answer=true must be a non-empty text or a number"),
@@ -161,7 +162,7 @@ def test_too_few_problems_are_a_user_error(tmp_path):
     task = Config(train_files=[path], validation_files=[path]).build()
     with pytest.raises(UserError, match="no training problems"):
         task.train_problem(0, 0)
-    with pytest.raises(UserError, match="has 1; use 1 or fewer"):
+    with pytest.raises(UserError, match="has 1 problems; use 1 or fewer"):
         task.validation_problems(2)
 
 
