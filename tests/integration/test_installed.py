@@ -118,8 +118,8 @@ def registry(tmp_path_factory):
 def oldest(path):
     """Constraints that hold each of our dependencies at the lower bound of pyproject.toml."""
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    bounds = (re.match(r"([\w-]+)[^>]*>=([\d.]+)", line) for line in lines)
-    path.write_text("".join(f"{bound[1]}=={bound[2]}\n" for bound in bounds if bound))
+    bounds = (re.match(r"([\w-]+)[^>;]*>=([\d.]+)[^;]*(;.*)?", line) for line in lines)
+    path.write_text("".join(f"{found[1]}=={found[2]}{found[3] or ''}\n" for found in bounds if found))
     return path
 
 

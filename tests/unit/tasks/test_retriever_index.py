@@ -59,7 +59,7 @@ def test_a_corpus_is_read_by_number(tmp_path):
     [
         ("", "is empty"),
         ('{"text": "a"}\nnonsense\n', r"c\.jsonl:2: not JSON"),
-        ('{"text": "a"}\n\n[1]\n', r"c\.jsonl:3: list instead"),
+        ('{"text": "a"}\n\n[1]\n', r"c\.jsonl:3: a JSON array"),
         ('{"text": 3}\n', r"c\.jsonl:1: neither"),
         ("[" * 100_000, "not JSON"),
     ],
