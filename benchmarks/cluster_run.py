@@ -5,8 +5,6 @@ model, which must be small enough. The driver of a real job runs in its own Ray;
 replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import shutil

@@ -7,8 +7,6 @@ differ in their number of layers only. The source is sparse; the results are not
     python benchmarks/convert_memory.py [--sizes 1.5 4] [--workers 2] [--family moonlight] [--scratch DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Synthetic model folders of the shapes of Qwen2 and Moonlight for the converter benchmarks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -10,8 +10,6 @@ Megatron-Bridge imports packages that only a GPU host has; empty modules stand i
 model is built by this project's engine in both cases.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.abc
 import importlib.machinery

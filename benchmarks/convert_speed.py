@@ -8,8 +8,6 @@ repetition. Medians with the range; start-up of the processes included; the sour
     python benchmarks/convert_speed.py [--size 3] [--repeat 3] [--no-transformers] [--scratch DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

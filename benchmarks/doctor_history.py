@@ -10,8 +10,6 @@ tables; about two minutes a commit. The third one prints commits to test, one of
 history, drawn with `SEED`.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -9,8 +9,6 @@ Responses are sampled once. Three steps: one update, then two with two updates e
 and the optimizer's state depend on what the updates before have done.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -9,8 +9,6 @@ learning rate of 1e-3 on the same rollout again and again. Compare the rows with
 model drifts is a question for `benchmarks/gpu_policy_update.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ Engine's layers, whose kernels torch computes in the same formats (`tests/integr
 sampler is the engine's own, in BF16. A finished run is not repeated; an interrupted one goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ that load of the machine meets all alike. The models are those of engine_vs_trl.
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/generation_speed.py [--config tiny] [--repetitions 7]
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

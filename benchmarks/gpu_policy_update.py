@@ -15,8 +15,6 @@ activations, norms and the embedding lookup do not count. MFU is that over the t
 rate, for FP8 too, so that the two figures compare.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -6,8 +6,6 @@ with the logits in place, in units of the logits. The gradient, which both sides
     python benchmarks/logprob_memory.py [--tokens 2048] [--vocab 65536] [--dtype bfloat16]
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import subprocess

@@ -7,8 +7,6 @@ one process; the best of the repeats counts. On a CPU time is processor time of 
 processes matter little; on a GPU it is the time until the device has finished.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

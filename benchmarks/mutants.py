@@ -14,8 +14,6 @@ The file is written by coverage.py with ``dynamic_context = test_function`` and,
 ``context = ${PYTEST_CURRENT_TEST-}``.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

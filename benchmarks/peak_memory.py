@@ -6,8 +6,6 @@ memory of the process that started it.
     python benchmarks/peak_memory.py checkpoints_conv inspect DIR
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

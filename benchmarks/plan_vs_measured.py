@@ -8,8 +8,6 @@ policy, the second counts.
     python benchmarks/plan_vs_measured.py [--sizes 256x4 512x8 768x12 quickstart tiny] [--tokens 2048]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -10,8 +10,6 @@ the constants near values that are usual for kernels of their kind (`PRIOR`, wit
 deviation of a constant's logarithm), so that a constant that only one model shows stays usual without it.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

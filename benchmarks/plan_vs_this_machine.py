@@ -10,8 +10,6 @@ takes no part in them, but shares caches and memory. The first step, which warms
     python benchmarks/plan_vs_this_machine.py --fit        # the constants of nemo_grpo/plan/efficiency.py
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

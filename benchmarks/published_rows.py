@@ -10,8 +10,6 @@ as ``vllm``, its ``share`` of memory, ``sequences``, ``eager``; ``fp8``, ``bf16_
 and their ``acceptance``; nodes of a ``segment``. Published seconds are `TIMES`.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

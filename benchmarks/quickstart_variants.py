@@ -5,8 +5,6 @@
 Repeat the command to continue; results are in runs/variants.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ minutes each on two cores. Memory is the largest sum of the processes' own share
 `SAMPLING` seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

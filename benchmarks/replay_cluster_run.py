@@ -7,8 +7,6 @@ a policy that starts from the same weights; in BF16, in BF16 with other microbat
 that do the same part as fast as the embedded engine parts from itself when only its rounding changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

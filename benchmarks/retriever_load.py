@@ -7,8 +7,6 @@ is known. One more client sends nothing but bad requests all the while.
     python benchmarks/retriever_load.py [--passages 100000] [--clients 16] [--requests 100] [--batch 1 16]
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -6,8 +6,6 @@ RUNS holds smollm2-sft-sN, supervised, and smollm2-sN, which continues it by GRP
 with cluster-. Prints a table for each engine: mean and spread of the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

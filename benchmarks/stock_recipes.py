@@ -7,8 +7,6 @@ checks it as `nemo-grpo recipe check` does. Prints how many are accepted, every 
 refused, and the keys that are unknown. Nothing of NeMo-RL is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -7,8 +7,6 @@ without the sampler.
     python benchmarks/update_memory.py .cache/smollm2 [--precision bfloat16] [--responses 32]
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """The model that a training began with: its name on the Hub and its license, from the cards that lie here."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

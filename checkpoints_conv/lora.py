@@ -4,8 +4,6 @@ Megatron adapts a fused layer with one pair A [r, in], B [out, r]: y = W x + (al
 divided like rows of W, so queries, keys and values share A and have a B each; likewise gate and up.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The README.md of a Hugging Face folder: what the model is, as people and the Hub read it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The files by which Megatron-Bridge and NeMo-RL recognise a checkpoint and build its model."""
 
-from __future__ import annotations
-
 import logging
 import struct
 from pathlib import Path

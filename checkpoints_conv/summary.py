@@ -1,7 +1,5 @@
 """What a checkpoint folder holds, from headers and metadata alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Draw docs/overview.svg, the picture of the whole in README: ``python docs/overview.py``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from xml.sax.saxutils import escape
 

@@ -1,7 +1,5 @@
 """What TRL, verl and OpenRLHF call a recipe's keys: for advice on unknown keys, and docs/coming_from.md."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 LIBRARIES = ("TRL", "verl", "OpenRLHF")

@@ -1,7 +1,5 @@
 """Dotted keys such as ``policy.generation.top_p``, in nested mappings, objects, or a mixture of both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The one exception type for mistakes that a user can correct, and what their messages are made of."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

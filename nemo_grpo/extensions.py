@@ -4,8 +4,6 @@ A file is relative to the working directory, as a recipe's data files are. Its t
 (`texts_of`, `receive_files`), so the machines of a cluster need no copy; what it imports must be installed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

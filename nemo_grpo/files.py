@@ -1,7 +1,5 @@
 """Files that a kill or a full disk leaves whole, locks, hashes of files, folders that exist."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Hugging Face model folders: read weights, write an export."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

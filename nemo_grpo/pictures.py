@@ -1,7 +1,5 @@
 """The look of every picture, and figures without pyplot's global state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

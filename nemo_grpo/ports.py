@@ -1,7 +1,5 @@
 """TCP ports for processes on this machine that have to agree on one before any of them listens."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager

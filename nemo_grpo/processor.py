@@ -3,8 +3,6 @@
 A choice by timing could fall differently when a run resumes, and its numbers with it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where long work stands: a bar on a terminal, one plain log line every so often elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Files that come with the package: in a clone beside it, in an installed wheel within it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -6,8 +6,6 @@ The package, which has to be installed (`REQUIREMENTS`; the error says how), hol
 Q4_1; the folder holds their values in float32 (538 MB). A folder that is there is left as it is.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys

@@ -6,8 +6,6 @@ Writes tests/contract/megatron_bridge-<version>.json: of each tiny model (`tests
 Hugging Face tensors make up a Megatron tensor, and what the provider says where `model_section` does.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

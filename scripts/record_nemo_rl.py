@@ -6,8 +6,6 @@ Writes nemo_grpo/nemorl/interfaces/nemo_rl-VERSION.json: names, signatures and d
 code. A version is recorded once `make test-nemo-rl` has passed on it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -7,8 +7,6 @@ source folder, and writes nemo_grpo/recipe/nemo_rl_keys.txt: names alone. ``key.
 keys users choose.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections.abc import Iterable, Iterator

@@ -6,8 +6,6 @@ VENV has Transformer Engine. No GPU is needed, but a C++ compiler is: the models
 tensors (`tests/integration/fake_cuda.py`). Writes tests/contract/transformer_engine-<version>.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

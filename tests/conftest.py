@@ -1,7 +1,5 @@
 """Every module of tests leaves the process as it found it: they pass in any order, and side by side."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

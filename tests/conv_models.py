@@ -1,7 +1,5 @@
 """Small Hugging Face models of every family, with weights that no symmetry hides behind."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from functools import partial

@@ -4,8 +4,6 @@ Ranks are forks of a server, and that is a fork of the test process from before 
 a tenth of a second, with all that the tests import and nothing that a test did (threads, process groups).
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Configurations of tiny models, a family each; a test changes only the sizes that it is about."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers

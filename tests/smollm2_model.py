@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct: its folder, and word problems as its prompts; make targets install its weights."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

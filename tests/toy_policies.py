@@ -1,7 +1,5 @@
 """Small policies on megatron-core, steps to train them on, and what makes two updates the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The wheel, and a folder of packages as pip installs it; the dependencies are this environment's."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Its own policy, worker group and workers, our estimator and loss: what its trainer does with a batch.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

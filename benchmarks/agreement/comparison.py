@@ -1,7 +1,5 @@
 """How far two engines' results of the same steps are apart."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass

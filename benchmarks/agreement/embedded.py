@@ -3,8 +3,6 @@
 FOLDER/cases.pt lists the cases; all have one layout.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What both engines are given (a small model, recorded responses, recipes) and what they give back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """NeMo-RL's Megatron worker that can go back to where it began, so that one start serves every variant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray

@@ -10,8 +10,6 @@ Deviation: the target is every polygon of that label without the pixels to be ig
 takes the first polygon of a file, whatever its label.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

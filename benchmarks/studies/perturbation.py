@@ -15,8 +15,6 @@ separately, so that an effect belongs to one position. What its "controlled trun
 is not printed either.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Sequence

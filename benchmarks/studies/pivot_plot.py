@@ -1,7 +1,5 @@
 """The picture of a perturbation study: entropy along one response, accuracy with tokens kept and replaced."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Results of a perturbation study: accuracies per kind of position, and whether pivots differ."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@
 in memory. The archive is a zip file with ``data.pkl`` (shape and strides) and ``data/0`` (the bytes).
 """
 
-from __future__ import annotations
-
 import collections
 import io
 import math

@@ -1,7 +1,5 @@
 """FP8 matrices with one scale per block, as DeepSeek-V3 is published: ``weight``, ``weight_scale_inv``."""
 
-from __future__ import annotations
-
 from nemo_grpo.core.lazy import Tensor, torch
 
 BLOCK = 128

@@ -1,7 +1,5 @@
 """What lies in a Hugging Face model folder: config, weight files, and everything else."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -5,8 +5,6 @@ byte's lower half comes first. (Open Compute Project, Microscaling Formats, vers
 them to [E, in, out].
 """
 
-from __future__ import annotations
-
 from nemo_grpo.core.lazy import Tensor, torch
 
 BLOCKS, SCALES = "_blocks", "_scales"

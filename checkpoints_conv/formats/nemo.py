@@ -4,8 +4,6 @@ Source: NeMo's ``lightning``: ``io/pl.py`` and ``ckpt_utils.py`` (folders), ``me
 (names below ``module.``) and ``io/mixin.py`` (model.yaml).
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

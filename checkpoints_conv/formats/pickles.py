@@ -4,8 +4,6 @@ Reading a checkpoint must not run what a pickle asks for; and neither reading no
 and torch.distributed, which take seconds to import.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import io

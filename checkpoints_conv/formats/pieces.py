@@ -5,8 +5,6 @@ the next: on the machines where checkpoints are converted, the first touch of fr
 copying into it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """``nemo-grpo``: every command. Heavy imports happen inside the commands, so ``--help`` is quick."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

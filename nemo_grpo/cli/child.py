@@ -4,8 +4,6 @@ The parent holds the other end of this process's standard input. When it dies, h
 ends, and the run is asked once to stop: it saves a checkpoint and ends.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

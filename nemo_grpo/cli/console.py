@@ -1,7 +1,5 @@
 """The console that tables are printed on."""
 
-from __future__ import annotations
-
 import os
 
 from rich.console import Console

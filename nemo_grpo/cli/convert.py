@@ -1,7 +1,5 @@
 """``nemo-grpo convert``, the same as ``python -m checkpoints_conv``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Any

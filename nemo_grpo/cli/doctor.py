@@ -1,7 +1,5 @@
 """``nemo-grpo doctor``: whether this package fits a NeMo-RL tree."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What commands on a trained model share: its folder, its limits, the place of the results."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The planner's tables on a terminal: memory, time, layouts, algorithms, scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """``nemo-grpo rehearse``: a cluster recipe through the real NeMo-RL, on this machine's CPU."""
 
-from __future__ import annotations
-
 import subprocess
 from datetime import datetime
 from pathlib import Path

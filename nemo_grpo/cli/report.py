@@ -1,7 +1,5 @@
 """``nemo-grpo report``: curves and tables of finished or running runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

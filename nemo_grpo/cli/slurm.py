@@ -1,7 +1,5 @@
 """``nemo-grpo slurm``: the job scripts of an installation without a clone."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``nemo-grpo train``."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Group advantages: how much better a response was than its siblings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Checks of tensors' values: an error at once on a CPU, and on a GPU without waiting for the device."""
 
-from __future__ import annotations
-
 from nemo_grpo.core.lazy import Tensor, torch
 
 

@@ -9,8 +9,6 @@ The two differ by kernels, precision (FP8 or BF16 rollouts) and, with asynchrono
     seq-mask-tis   0 for the whole response where its geometric mean of w_it is outside; else w_it untouched
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Per-token estimators of KL(policy || reference) from the sampled token's logprobs."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from nemo_grpo.core.lazy import Tensor, torch

@@ -5,8 +5,6 @@ import. Modules that use torch inside functions only therefore write
 ``from nemo_grpo.core.lazy import Tensor, torch``.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

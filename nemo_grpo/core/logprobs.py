@@ -6,8 +6,6 @@ gradient in the logits' own dtype; fp32 exists only for one chunk at a time. Log
 vocabulary: the ranks exchange four numbers per token in the forward pass and none in the backward pass.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

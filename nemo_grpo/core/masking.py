@@ -1,7 +1,5 @@
 """Zeros where a mask is False, so that NaN, infinity and garbage there have no effect."""
 
-from __future__ import annotations
-
 from nemo_grpo.core.lazy import Tensor, torch
 
 

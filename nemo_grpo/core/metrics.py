@@ -1,7 +1,5 @@
 """Metrics of a whole step as 0-d tensors, so that a step costs one copy to the host."""
 
-from __future__ import annotations
-
 from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor

@@ -5,8 +5,6 @@ hash of the step's seed, its response (`response_ids`, or the scored logprobs of
 position in the response, so any permutation, padding or split of the batch gives every token the same number.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Adjustments of a sequence's reward by its length."""
 
-from __future__ import annotations
-
 from nemo_grpo.core.lazy import Tensor
 
 

@@ -1,7 +1,5 @@
 """Policy surrogates: per-token objectives, to be maximised."""
 
-from __future__ import annotations
-
 from nemo_grpo.core.lazy import Tensor, torch
 
 MAX_LOG_RATIO = 20.0

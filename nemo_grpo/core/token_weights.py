@@ -1,7 +1,5 @@
 """Weights and masks per token, without gradient: covariance kernels and probability shaping."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from nemo_grpo.core.batch import TokenBatch

@@ -3,8 +3,6 @@
 Every function here makes a ``Mapping``: row -> `Entry`, or None for a row that is not a problem at all.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rows through mapping and filters into a JSONL file with its pictures."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Filters of rows. Every rule cites the passage of a paper that asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Puzzles that this package generates: no network needed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Data sets with images that are in no repository as a whole: from a folder that the user puts together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The note beside a data file: what it holds, where that came from, and its hash; checks files against it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Files are read by the ``datasets`` library; nothing that comes with the data is executed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Prepares a data set as one JSONL file and a manifest of its content and source."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The picture of a paired comparison: each setting's difference to the baseline, with its interval."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Does a setting differ from the baseline? Differences paired by seed, with Student's t intervals."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

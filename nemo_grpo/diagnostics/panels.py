@@ -1,7 +1,5 @@
 """The metrics that are drawn. To add one, add a row."""
 
-from __future__ import annotations
-
 from nemo_grpo.diagnostics.plots import Panel, draw_percentiles, draw_validation
 from nemo_grpo.diagnostics.runs import ENTROPY
 from nemo_grpo.diagnostics.token_plots import draw_bins, draw_cumulative

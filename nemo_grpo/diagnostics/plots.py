@@ -1,7 +1,5 @@
 """The curves of a run, or of several groups of runs on common axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

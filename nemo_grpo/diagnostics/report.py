@@ -1,7 +1,5 @@
 """One self-contained HTML file that shows a run or compares several."""
 
-from __future__ import annotations
-
 import base64
 import html
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Runs read back from their folders, and gathered into groups that differ only in their seed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

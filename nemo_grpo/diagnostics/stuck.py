@@ -3,8 +3,6 @@
 Read from the metrics of either engine; shown in the log while it happens, and in reports.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean

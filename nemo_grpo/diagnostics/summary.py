@@ -1,7 +1,5 @@
 """The table of a report: one row per setting, each figure as mean +- sample standard deviation over seeds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

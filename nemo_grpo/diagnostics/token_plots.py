@@ -1,7 +1,5 @@
 """Pictures and tables of diagnostics.jsonl: covariance, gradient by probability, tokens that stand out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

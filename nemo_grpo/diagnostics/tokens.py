@@ -11,8 +11,6 @@ N tokens measured; for GRPO g is |A|. A step of more than `MAX_MEASURED` tokens 
 groups, which bounds time and memory. c has one definition for all variants, so that it compares them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every training prompt is encoded before a run starts, those of the same files and settings once."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable

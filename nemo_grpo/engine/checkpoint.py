@@ -12,8 +12,6 @@ A checkpoint is written under a temporary name, flushed to disk, and renamed. Be
 its files are compared with their hashes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """What the embedded engine refuses before it builds anything: settings it would ignore, unfit layouts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

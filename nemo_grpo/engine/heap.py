@@ -1,7 +1,5 @@
 """Memory that has been freed, back to the system."""
 
-from __future__ import annotations
-
 import ctypes
 
 

@@ -1,7 +1,5 @@
 """Start one process per rank of a run on this machine, and end them together."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

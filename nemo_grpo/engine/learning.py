@@ -1,7 +1,5 @@
 """What a step teaches the policy: score, prepare the objective on whole groups, update."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

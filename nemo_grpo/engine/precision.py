@@ -1,7 +1,5 @@
 """What ``policy.precision: auto`` is on this machine, and a word where BF16 is a poor choice."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

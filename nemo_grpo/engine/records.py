@@ -1,7 +1,5 @@
 """What a step leaves in metrics.jsonl and samples.jsonl."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """What may differ between a run and its continuation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from nemo_grpo.dotted import leaves

@@ -1,7 +1,5 @@
 """What ``nemo-grpo train`` does once the recipe is read."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

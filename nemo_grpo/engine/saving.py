@@ -1,7 +1,5 @@
 """A run's checkpoints as they come, at once or written while training goes on, and its exports."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

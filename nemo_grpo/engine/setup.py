@@ -1,7 +1,5 @@
 """From a recipe to the parts of a run."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Supervised training: the loop of `Trainer` on demonstrations instead of rollouts."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training loop: sample groups, score, prepare the objective, update, log, validate, save."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace

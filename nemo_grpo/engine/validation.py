@@ -1,7 +1,5 @@
 """Validation while training: when, how, and whether it says that the run has reached its goal."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

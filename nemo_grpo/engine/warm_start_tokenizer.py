@@ -1,7 +1,5 @@
 """The tokenizer of a warm-started policy, learnt from what its task writes."""
 
-from __future__ import annotations
-
 import random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

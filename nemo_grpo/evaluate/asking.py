@@ -1,7 +1,5 @@
 """Problems as questions to a generator, and its responses, recalled where they are recorded."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Benchmarks: prepared data sets, JSONL files, a recipe's own held-out problems."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field

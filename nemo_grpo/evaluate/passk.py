@@ -1,7 +1,5 @@
 """Estimators over repeated samples of one problem, and their mean over problems."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter

@@ -1,7 +1,5 @@
 """How papers evaluate: samples, sampling, length and prompt by name, each with its source."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Sample, score, sum up: the same prompt, extraction and reward as in training."""
 
-from __future__ import annotations
-
 import json
 import logging
 import operator

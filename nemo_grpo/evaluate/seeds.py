@@ -1,7 +1,5 @@
 """One evaluation under several seeds: means, and their spread."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

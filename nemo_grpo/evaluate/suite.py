@@ -1,7 +1,5 @@
 """Several benchmarks under one set of conditions: results, their average, files."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence

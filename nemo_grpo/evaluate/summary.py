@@ -1,7 +1,5 @@
 """summary.json of an evaluation: earlier results, checked against and joined with new ones."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

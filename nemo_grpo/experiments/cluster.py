@@ -1,7 +1,5 @@
 """An experiment on Slurm: every run's recipe in a file, submitted as `nemo-grpo launch` submits it."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

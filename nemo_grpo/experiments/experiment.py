@@ -1,7 +1,5 @@
 """An experiment from its plan to its report."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The runs of an experiment, one per setting and seed; all recipes are validated before any run starts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

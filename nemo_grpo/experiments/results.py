@@ -1,7 +1,5 @@
 """Results of an experiment: report.html, its pictures and the forest plot, table.md, results.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

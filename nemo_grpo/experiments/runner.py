@@ -1,7 +1,5 @@
 """Run jobs, several at a time, each in its own process; finished jobs are not repeated."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -14,8 +14,6 @@ sweep:
     seeds: 1
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ To add one, declare it in `plain` or in a module of its own, and list the declar
 converters, planner, embedded engine and decoder all read it from there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a family's file declares, and how a config.json of the family is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

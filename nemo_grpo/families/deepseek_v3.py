@@ -5,8 +5,6 @@ checkpoint has them one by one and stacks only the experts. The heads for multi-
 published checkpoints keep behind the last layer, are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

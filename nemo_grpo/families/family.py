@@ -1,7 +1,5 @@
 """One model's table with its sizes: weights in memory both ways, and the units that converters stream."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

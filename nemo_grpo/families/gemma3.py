@@ -3,8 +3,6 @@
 Its norms scale by 1 + w, which Hugging Face and Megatron-Bridge both store as w.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

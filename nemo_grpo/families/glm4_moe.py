@@ -5,8 +5,6 @@ queries and keys. The heads for multi-token prediction, which published checkpoi
 layer, are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Published checkpoints have the experts in MXFP4, which is read as bf16; exports 
 every model of the family has in common, are Megatron-Bridge's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

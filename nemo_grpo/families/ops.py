@@ -4,8 +4,6 @@
 tensors in memory, and files of which only a few rows are read at a time. The others need their tensors whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

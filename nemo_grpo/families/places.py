@@ -4,8 +4,6 @@
 blocks of its rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, TypeVar

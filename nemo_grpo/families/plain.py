@@ -1,7 +1,5 @@
 """Families whose tensors are Llama's, or differ from them as their declarations say."""
 
-from __future__ import annotations
-
 from nemo_grpo.families.declaration import Declaration
 
 LLAMA = Declaration("LlamaForCausalLM", "llama")

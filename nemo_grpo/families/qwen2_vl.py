@@ -4,8 +4,6 @@ The decoder is Qwen2's. Megatron-Bridge puts the vision tower and its merger int
 builds them: neither stacked nor split over ranks, every tensor under its Hugging Face name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ The others' attention has a gate on its output, made by the queries' projection;
 shared one, gated, too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

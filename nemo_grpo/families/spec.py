@@ -1,7 +1,5 @@
 """What converters, planner, engine and decoder must know of a model: the content of its config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The values of a config.json that are read, checked once before any family reads them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

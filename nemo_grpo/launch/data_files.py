@@ -1,7 +1,5 @@
 """Whether a recipe's files of problems are on this machine, and hold as many problems as it draws."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environment variables that make NCCL and Gloo fail or crawl on a node."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

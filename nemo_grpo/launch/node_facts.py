@@ -4,8 +4,6 @@ Runs as a script on all nodes at once; imports the standard library only, so tha
 broken node. The file's arrival also proves that the folder is shared and writable.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """Whether a job may start: compares its nodes' reports with what the recipe needs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Recipe settings that a job's shell scripts need."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

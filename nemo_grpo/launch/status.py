@@ -1,7 +1,5 @@
 """How a run's jobs stand, from their log folder and from Slurm."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

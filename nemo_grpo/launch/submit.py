@@ -1,7 +1,5 @@
 """From a recipe to a submitted Slurm job."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The planner's verdict in one line, for a submission and for the preflight."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 

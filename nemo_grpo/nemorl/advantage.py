@@ -5,8 +5,6 @@ NeMo-RL's single controller calls it for every chunk of a step's groups, see `si
 The driver is the only place that sees whole groups: the workers get rows in any order and split.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A name that has moved is an error here, before any GPU is allocated; `hooks` and `uses` list them.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from functools import cache

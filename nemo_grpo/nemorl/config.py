@@ -3,8 +3,6 @@
 A recipe with NeMo-RL's own data is complete: only its loss is replaced, if it names a variant.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

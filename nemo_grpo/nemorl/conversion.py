@@ -5,8 +5,6 @@ conversion. A killed one lacks ``run_config.yaml``, which is written last: every
 conversion and fails with "Pretrained run config not found".
 """
 
-from __future__ import annotations
-
 import glob
 import logging
 import os

@@ -4,8 +4,6 @@
 lie in ``interfaces``. Nothing is imported from the tree.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache

@@ -4,8 +4,6 @@ NeMo-RL's trainer sees only a response's total reward. The environment's actor k
 responses that it scores, and the driver takes them when a step is logged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Data that policy, sampling and estimator exchange within a step, in addition to NeMo-RL's arguments."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

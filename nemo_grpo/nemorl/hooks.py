@@ -5,8 +5,6 @@ whole list; `install` and `placed` are the only code that rebinds, and `doctor` 
 NeMo-RL tree.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

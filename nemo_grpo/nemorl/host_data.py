@@ -1,7 +1,5 @@
 """The data sets, processors and environments that a recipe of NeMo-RL's names, set up by NeMo-RL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model that a run starts from: its configuration, and its tokenizer or processor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nemo_grpo.dotted import value_of

@@ -3,8 +3,6 @@
 NeMo-RL's `setup` starts them; what its own driver for them (examples/nemo_gym) does around that stands here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from nemo_grpo.dotted import set_value

@@ -1,7 +1,5 @@
 """One observer of NeMo-RL's logger and one of its checkpoints, shared by all who want to know of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

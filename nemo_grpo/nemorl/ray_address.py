@@ -1,7 +1,5 @@
 """Notices a Ray that is gone before NeMo-RL waits minutes for it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -5,8 +5,6 @@ receiver has failed is blocked in its send: over ZMQ for two minutes, over NCCL 
 The error that follows names neither worker nor reason, both of which the worker has printed.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

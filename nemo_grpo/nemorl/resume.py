@@ -5,8 +5,6 @@ write (Megatron-LM PR 5160). It would warn once and load the weights alone, losi
 weights and the schedule's position. NeMo-RL 7ea279abf asks megatron-core instead.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

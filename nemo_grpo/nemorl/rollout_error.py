@@ -5,8 +5,6 @@ tokens before its update. In synchronous training both use the same weights and 
 kernels. A refit that sends old or wrong weights raises no error, but shows here.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The driver of a Ray cluster. NeMo-RL's trainer runs unchanged with the variant's
 in place of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

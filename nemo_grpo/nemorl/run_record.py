@@ -4,8 +4,6 @@
 may have several rows.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Mapping

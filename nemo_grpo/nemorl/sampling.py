@@ -6,8 +6,6 @@ of its trained responses differ (truncated prompts do not train, nor truncated r
 filtering); `core.resampling` decides when a step is full, for DAPO and for GPG's threshold.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ A function is a list of words, ``["data", "timer=", "*", "mbs=", "**more"]``; a 
 their values, ``(_, *, prefix=_, **)``.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 `signatures` compares arguments.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re

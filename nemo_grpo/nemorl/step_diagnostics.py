@@ -3,8 +3,6 @@
 Runs on the driver, on the step that the estimator has prepared; the loss at its start needs no model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A signal acts like NeMo-RL's own time limit, at which it saves and returns. Its 
 returns after errors, which it only prints, so a return alone does not mean success.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

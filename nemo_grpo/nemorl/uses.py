@@ -3,8 +3,6 @@
 `doctor` compares both with a NeMo-RL tree, `compat.check` with the one that is installed.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from nemo_grpo.nemorl.hooks import (

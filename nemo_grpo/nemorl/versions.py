@@ -1,7 +1,5 @@
 """The versions of NeMo-RL on which the tests run."""
 
-from __future__ import annotations
-
 V0_7_0, HEAD = "0.7.0", "7ea279abf"
 TESTED = {V0_7_0: "the release 0.7.0", HEAD: "the commit 7ea279abf"}
 """The package's version number is no guide: HEAD calls itself 0.6.0."""

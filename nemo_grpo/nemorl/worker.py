@@ -5,8 +5,6 @@ also returns each token's entropy from the forward pass that scores it. Entropie
 same shift as logprobs, so they are right at any TP, CP and PP, packed or not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise

@@ -3,8 +3,6 @@
 It may differ from the driver's: in NeMo-RL's container every kind of worker has its own environment.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is timed, in one object: each formula of a phase takes it, and what its phase adds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from nemo_grpo.families import ModelSpec

@@ -4,8 +4,6 @@ Chan et al., "Collective communication: theory, practice, and experience" (2007)
 time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP, EP, DP, PP.
 """
 
-from __future__ import annotations
-
 from nemo_grpo.plan.case import Case
 
 

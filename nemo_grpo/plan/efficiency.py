@@ -3,8 +3,6 @@
 `benchmarks/plan_vs_published.py --fit` fits them; docs/plan.md shows what error they leave.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

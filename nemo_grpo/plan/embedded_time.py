@@ -5,8 +5,6 @@ bandwidth, and its operations at the least time of one. A prompt is computed onc
 (`sampling.decoder`, `engine.megatron.packing`), and where a step makes one update its forward pass scores.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil
 

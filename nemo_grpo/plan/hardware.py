@@ -1,7 +1,5 @@
 """Kinds of GPU: what one of them computes, holds and moves. More come from a file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path

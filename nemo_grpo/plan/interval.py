@@ -5,8 +5,6 @@ which at least `COVERAGE` of the steps lie between the ends that the steps of th
 recipe's model is new, too; 1 if there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """How long prompts and responses are: a step waits for its longest response, not for the mean one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ vocabulary, L layers, t TP, p PP, c CP, BF16 = 2 bytes. Ranks of a pipeline diff
 and the heaviest stage counts.
 """
 
-from __future__ import annotations
-
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.parameters import (
     Counts,

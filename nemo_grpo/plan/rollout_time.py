@@ -8,8 +8,6 @@ With k drafts a pass computes k + 1 tokens of each sequence, and keeps (1 - a^(k
 draft is accepted with probability a (Leviathan et al., 2211.17192, equation 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Seconds of one step, phase by phase, and what follows from them: throughput, MFU, the run's time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ recomputation once more (Narayanan et al., 2104.04473, appendix). Causal attenti
 matrix. Stages work in 1F1B, whose bubble is (p - 1) microbatches of the slowest stage (same, section 2.2).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 

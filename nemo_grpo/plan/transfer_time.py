@@ -1,7 +1,5 @@
 """Seconds in which weights move: to the rollout engines after an update, and to disk at a checkpoint."""
 
-from __future__ import annotations
-
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.parameters import model_parameters

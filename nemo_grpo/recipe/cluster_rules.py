@@ -4,8 +4,6 @@ They hold for recipes with ``nemo_grpo.target: cluster``; see `registry`. Read f
 0.7.0 and 7ea279abf and of the megatron-core, Megatron-Bridge and vLLM that they pin.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

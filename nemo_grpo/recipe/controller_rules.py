@@ -4,8 +4,6 @@ It reads batches over the data plane, trains on a step's groups in chunks as the
 the other trainers do with rewards and advantages.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

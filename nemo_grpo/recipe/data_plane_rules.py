@@ -4,8 +4,6 @@ Its trainer, ``grpo_train_sync``, gives the driver rewards, masks and logprobs, 
 sample mask in return; no other column of a step reaches the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from nemo_grpo.recipe.recipe import Recipe

@@ -1,7 +1,5 @@
 """Rules about recipes that train on demonstrations (``loss_fn.variant: sft``). See `registry`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from nemo_grpo.recipe.recipe import Recipe

@@ -1,7 +1,5 @@
 """What the embedded engine cannot train, refused because it would otherwise be ignored. See `registry`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The recipe's section ``policy.generation``: the sampler and its GPUs; see `sections`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal
 

@@ -5,8 +5,6 @@ and backend. Without ``loss_fn.variant`` it keeps NeMo-RL's loss and advantages,
 decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 `nemo_grpo.aliases` says which key is which; here stands where a value means something else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A recipe's values that refer to others: ``${grpo.seed}``, ``${.top_p}``, ``${mul:2, ${grpo.seed}}``."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -4,8 +4,6 @@ NeMo-RL accepts unknown keys, so a typo would train with a default. Names are th
 shipped list `nemo_rl_keys.txt` and against our own models.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """From YAML files and overrides to one plain mapping: ``defaults:``, merging, overrides, interpolation."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

@@ -4,8 +4,6 @@ A rule about one section is a method of its class under `section_rule`. Its mess
 section, whose name is put in front.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The recipe's section ``nemo_grpo``: settings that NeMo-RL's config lacks. Unknown keys are errors."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

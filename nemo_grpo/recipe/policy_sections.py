@@ -1,7 +1,5 @@
 """The recipe's section ``policy``: the model, its batches and its backends; see `sections`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The recipe as one validated object; `validation` makes one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -14,8 +14,6 @@ yields one message ``key=value: rule; remedy`` per violation, registered by ``@r
 `tests/contract/test_rules.py` breaks each rule with a recipe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any

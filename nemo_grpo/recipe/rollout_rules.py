@@ -1,7 +1,5 @@
 """Rules about NeMo-RL's rollouts: sampler, GPUs, lengths, draws. See `cluster_rules`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

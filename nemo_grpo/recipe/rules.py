@@ -1,7 +1,5 @@
 """Rules across sections that hold for both engines, and advice. See `registry`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rules about NeMo-RL's checkpoints and exports: when, where, which are kept. See `cluster_rules`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from nemo_grpo.errors import did_you_mean

@@ -5,8 +5,6 @@ used if neither the recipe nor its bases set the key; where only NeMo-RL acts on
 base. A range is what NeMo-RL can work with. What 0 or null means stands in the key's docstring.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

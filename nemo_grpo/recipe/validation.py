@@ -1,7 +1,5 @@
 """From a file or a mapping to a validated recipe, with errors in the recipe's own terms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

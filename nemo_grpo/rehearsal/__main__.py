@@ -1,7 +1,5 @@
 """``python -m nemo_grpo.rehearsal``: what `nemo-grpo rehearse` starts in the environment of NeMo-RL."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -5,8 +5,6 @@ linear_qkv: per group of query heads its queries, then a key, then a value;   li
 output_layer: the vocabulary, padded
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """One setting that a rehearsal changes."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -1,7 +1,5 @@
 """A rehearsal's private Ray: start it, keep its logs if something fails, notice when it is gone."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The export of a rehearsal against what does not come from the converters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ NeMo-RL, Megatron-Bridge and megatron-core name CUDA in hundreds of places, so t
 whereas the embedded engine's `engine.megatron.cpu` patches only what megatron-core sees.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """The processes of a rehearsal: their software, their environment, their end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets

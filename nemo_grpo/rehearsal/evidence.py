@@ -5,8 +5,6 @@ tokens without NeMo-RL: rewards from the grader, logprobs from transformers, adv
 from the variant.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

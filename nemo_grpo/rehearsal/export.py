@@ -3,8 +3,6 @@
 The reference for the converters' result. A separate process, because Bridge needs a rehearsal's hooks.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -5,8 +5,6 @@ set reads in place of those that it downloads; environment, processor and prompt
 to answer as NeMo-RL's environments read answers, so that its groups have signal.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """megatron-core and Megatron-Bridge without CUDA and without Transformer Engine, in a policy's processes."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import queue

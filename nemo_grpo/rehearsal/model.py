@@ -1,7 +1,5 @@
 """A rehearsal's model: the recipe's architecture and family in small, with a tokenizer."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

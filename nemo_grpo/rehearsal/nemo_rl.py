@@ -1,7 +1,5 @@
 """The places of NeMo-RL that talk to NVIDIA's driver, and its choice of interpreters."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

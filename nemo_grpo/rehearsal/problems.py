@@ -1,7 +1,5 @@
 """A rehearsal's problems: the recipe's own if its files exist, else invented ones of the same kind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass

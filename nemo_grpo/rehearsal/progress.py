@@ -3,8 +3,6 @@
 A fixed limit ends a slow run on a busy machine and waits too long for a dead one on a quiet machine.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable

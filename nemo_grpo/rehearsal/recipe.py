@@ -1,7 +1,5 @@
 """A cluster recipe made small enough to rehearse; every key that changes is printed with its reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple

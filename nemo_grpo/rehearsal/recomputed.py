@@ -5,8 +5,6 @@ there, its export. From the recorded tokens and rewards follow the advantages, t
 the norm of its gradient, which a wrong normalisation changes even where Adam hides it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a rehearsal has left behind: metrics, responses, validation, read once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

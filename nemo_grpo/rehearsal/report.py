@@ -1,7 +1,5 @@
 """The report of a rehearsal: its stages, what was real, what was reduced, what it cannot see."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict

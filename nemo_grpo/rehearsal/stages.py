@@ -1,7 +1,5 @@
 """The parts of a rehearsal, in order: preparation, training to a stop, resumed training, export."""
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

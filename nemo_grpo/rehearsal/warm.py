@@ -11,8 +11,6 @@ A fork of the server runs the command with the arguments, environment, folder an
 ARGUMENTS...``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Drawing a token from logits, and random numbers that belong to a response."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """Share generation between the ranks: each samples some of the prompts, all get all responses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar

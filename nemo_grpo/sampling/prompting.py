@@ -1,7 +1,5 @@
 """Problems as prompts that the policy can go on from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of multi-turn tasks: an environment speaks between the turns of a response."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

@@ -4,8 +4,6 @@ A missing id is the file's name and the line's number; an id or an answer may be
 GSM8K's form, a worked solution that ends in ``#### 42``, is read as 42, its solution as metadata.solution.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -7,8 +7,6 @@ knights to heroes or saints, appends a format hint (not Logic-RL's text), number
 against less than 1 ms here) and installs eleven packages.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from functools import cache

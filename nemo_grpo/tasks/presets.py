@@ -1,7 +1,5 @@
 """The papers' prompts by name, for ``nemo_grpo.prompt.preset``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _CONVERSATION = (

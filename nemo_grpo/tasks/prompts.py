@@ -1,7 +1,5 @@
 """From a problem to prompt tokens: the recipe's system text and template, the tokenizer's chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tasks by name; parses the recipe's ``nemo_grpo.task`` section."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

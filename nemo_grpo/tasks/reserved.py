@@ -1,7 +1,5 @@
 """Keeps text from outside free of a tokenizer's marks, so that no passage can imitate them."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reading ``<think>..</think><answer>..</answer>``: linear in the text, nothing is ever executed."""
 
-from __future__ import annotations
-
 import re
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

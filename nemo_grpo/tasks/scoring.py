@@ -1,7 +1,5 @@
 """The reward of a response: the task's components and the user's own functions, weighted by the recipe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

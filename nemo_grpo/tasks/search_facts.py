@@ -5,8 +5,6 @@ that person's friend. Only the passages hold the answer, and no training questio
 validation question starts from.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Demonstrations in place of rollouts: problems to groups of one worked response each."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A polite end: the first signal asks the loop to stop after its step, a second one ends the process."""
 
-from __future__ import annotations
-
 import logging
 import signal
 from collections.abc import Iterator

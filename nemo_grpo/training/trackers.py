@@ -4,8 +4,6 @@ Without a login or a server they write into the run's folder: ``tensorboard/``, 
 A tracker that fails while a run trains is left out from then on; metrics.jsonl has everything.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,7 +1,5 @@
 """The algorithms, one file each; turns a ``loss_fn`` section into an `Objective`."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from typing import Any

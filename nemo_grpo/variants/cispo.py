@@ -14,8 +14,6 @@ Deviation:
 - The dynamic sampling and length penalty that the paper takes from DAPO are keys of `grpo`, off by default.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

@@ -10,8 +10,6 @@ before the loss: `grpo.use_dynamic_sampling`, `grpo.reward_shaping`; `core.resam
 Deviation: draws are bounded (`grpo.dynamic_sampling_max_gen_batches`); then the step trains on what it has.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

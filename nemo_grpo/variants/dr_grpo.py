@@ -8,8 +8,6 @@ Deviation: none. max_response_length is the generation limit, a constant of the 
 response seen.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

@@ -15,8 +15,6 @@ expectation over prompts: `aggregation: group_token_mean`; the authors' language
 default, and their vision code sequence_mean.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

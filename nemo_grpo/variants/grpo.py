@@ -8,8 +8,6 @@ Deviation: token_mean where DeepSeekMath prints `aggregation: sequence_mean`; ER
 mean of each prompt's group, `group_token_mean`.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from nemo_grpo.variants.base import RatioConfig

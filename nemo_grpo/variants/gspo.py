@@ -10,8 +10,6 @@ Acts only with several updates per step, four in section 5.1: in the first one s
 Deviation: none. The paper adds no KL penalty.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

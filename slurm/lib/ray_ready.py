@@ -1,7 +1,5 @@
 """Wait until every Slurm node has registered its GPUs with Ray; name those that have not."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """A variant, a task, a data set and a family, added to a copy of the repository as the documents say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What the documents show works: commands parse, make targets exist, links lead somewhere, Python runs."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

@@ -1,7 +1,5 @@
 """Dependencies point one way: the rules of the house, read from the source."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Every key of NeMo-RL that is read refuses what it cannot be, or says what the value means."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

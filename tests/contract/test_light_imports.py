@@ -1,7 +1,5 @@
 """Loading and checking a recipe is quick: torch and transformers stay out of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

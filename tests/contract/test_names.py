@@ -3,8 +3,6 @@
 Everything else asks what the variant or the task declares, so that adding one is a file and a line.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

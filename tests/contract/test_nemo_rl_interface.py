@@ -3,8 +3,6 @@
 The records are written by scripts/record_nemo_rl.py.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every rule about recipes: shipped ones keep it, a change breaks it, a second change repairs that."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

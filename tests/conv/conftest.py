@@ -1,7 +1,5 @@
 """Models and checkpoints that the converter tests share; made once per session."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 

@@ -1,7 +1,5 @@
 """megatron-core on a few processes: load, save and run real GPT models on the CPU."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state

@@ -1,7 +1,5 @@
 """Every family's table and provider settings are Megatron-Bridge's, as recorded."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

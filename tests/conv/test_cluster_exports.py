@@ -1,7 +1,5 @@
 """`export.at_every_save`: checkpoints laid out as NeMo-RL's, converted beside a training."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command line: what it prints, what it returns."""
 
-from __future__ import annotations
-
 import pytest
 from conv_models import tensors_of
 from typer.testing import CliRunner

@@ -1,7 +1,5 @@
 """LoRA adapters of Megatron: merged, or exported for PEFT."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Tensors that travel in pieces: archives at an offset, blocks joined from chunks, memory, start-up."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Where conversions read and write: links, file systems without locks, other folders of the same model."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

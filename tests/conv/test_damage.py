@@ -1,7 +1,5 @@
 """Damaged and malicious files."""
 
-from __future__ import annotations
-
 import enum
 import errno
 import os

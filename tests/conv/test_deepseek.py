@@ -1,7 +1,5 @@
 """What only DeepSeek-V3's checkpoints have: FP8 blocks, heads behind the last layer, a bias in the router."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables: names, layouts worked out by hand, and what does not fit."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict

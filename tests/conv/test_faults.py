@@ -1,7 +1,5 @@
 """Interruptions and full disks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files that are not what they should be: a message each, no other exception, no hang, bounded memory."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """What only gpt-oss' checkpoints have: 4-bit numbers, a layer's experts in one tensor, [in, out] matrices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conv_models import assert_same_tensors, rewrite, save_model, tensors_of

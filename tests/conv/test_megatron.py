@@ -1,7 +1,5 @@
 """Against the real megatron-core: what it loads from us, and what we read from it."""
 
-from __future__ import annotations
-
 import megatron.core
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The README.md of exports: what a run knows reaches it, folders of the machine do not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

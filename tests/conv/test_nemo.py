@@ -3,8 +3,6 @@
 model.yaml has the keys and the form of NeMo 2.4's `io_dump`.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

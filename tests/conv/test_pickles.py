@@ -1,7 +1,5 @@
 """Pickles that are read in a child first: what the parent holds does not decide."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

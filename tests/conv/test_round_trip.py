@@ -1,7 +1,5 @@
 """Hugging Face -> Megatron -> Hugging Face on disk, and what an export must hold."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Everything here needs a CUDA device; without one each test says so and is skipped."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

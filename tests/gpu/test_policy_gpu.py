@@ -1,7 +1,5 @@
 """The policy on a GPU: as on the CPU in FP32 and BF16; FP8 finite and close; a loss that never waits."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

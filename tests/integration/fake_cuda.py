@@ -10,8 +10,6 @@ GPU goes on with ones for numbers, and is recorded:
     sync     the host waits for all of the device
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

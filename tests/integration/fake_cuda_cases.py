@@ -1,7 +1,5 @@
 """What `test_fake_cuda` runs on a GPU that is not there; each case answers with something that JSON holds."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

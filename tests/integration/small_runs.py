@@ -1,7 +1,5 @@
 """Whole runs of a very small policy: their recipes, what they write, how one resumes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

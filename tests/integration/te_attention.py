@@ -4,8 +4,6 @@ After the C++ and CUDA sources of Transformer Engine 2.12; attention is written 
 of exponentials that the ring of context parallelism needs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from enum import IntEnum

@@ -4,8 +4,6 @@
 It is called by a process without a main module, which every rank would import again.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

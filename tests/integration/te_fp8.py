@@ -5,8 +5,6 @@ and the products of rounded values are summed in float32. What a GPU refuses (a 
 that is no multiple of 16) is refused here.
 """
 
-from __future__ import annotations
-
 import math
 from enum import IntEnum
 from typing import Any

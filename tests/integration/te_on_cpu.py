@@ -5,8 +5,6 @@ Transformer Engine's modules, FP8 recipes and autograd functions as released, an
 of them; what a GPU would compute for them is computed with torch, in the same formats.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

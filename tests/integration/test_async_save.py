@@ -1,7 +1,5 @@
 """Saving while training goes on: the same checkpoint, complete some steps later; failures are told."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

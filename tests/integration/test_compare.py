@@ -1,7 +1,5 @@
 """A comparison of real runs that is killed without warning, and continued."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

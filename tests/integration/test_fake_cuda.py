@@ -1,7 +1,5 @@
 """A rehearsal for the GPU: losses, policy and checkpoints on a CUDA device that is not there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

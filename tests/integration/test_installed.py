@@ -1,7 +1,5 @@
 """Installed from a wheel, far from any clone."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

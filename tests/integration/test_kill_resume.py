@@ -4,8 +4,6 @@ The runs are those of benchmarks/kill_resume.py, in a process of its own: it for
 has computed nothing yet.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

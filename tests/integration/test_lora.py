@@ -1,7 +1,5 @@
 """LoRA: against plain torch on a transformers model, at every layout, through checkpoints and exports."""
 
-from __future__ import annotations
-
 import json
 from functools import cache, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The policy on megatron-core against transformers and plain torch: values, one update, checkpoints."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """docs/own.md, done as it says, with a tiny model as ``model``."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every layout, and packed microbatches, compute what one process computes in padded rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

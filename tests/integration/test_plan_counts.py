@@ -3,8 +3,6 @@
 One process poses as any rank of a world: megatron-core builds its part of the model before it communicates.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

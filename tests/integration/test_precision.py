@@ -1,7 +1,5 @@
 """What a GPU run needs, as far as a CPU can show it: BF16, recompute, fused norms, no host sync."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 from typing import Any

@@ -3,8 +3,6 @@
 SmolLM2-135M-Instruct: 30 layers, 9 heads and 3 groups, tied embeddings of 49,152 tokens, a chat template.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Transformer Engine's layers and FP8 recipes in the engine; torch computes their kernels (`te_on_cpu`)."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

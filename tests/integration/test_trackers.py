@@ -1,7 +1,5 @@
 """wandb and mlflow in their own offline modes; tensorboard's events."""
 
-from __future__ import annotations
-
 import importlib.util
 import sqlite3
 

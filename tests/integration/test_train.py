@@ -1,7 +1,5 @@
 """Whole runs of the embedded engine on a very small policy: what a run leaves behind, resuming, refusals."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

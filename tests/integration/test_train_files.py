@@ -1,7 +1,5 @@
 """Tasks from files, from the recipe to a trained step of the embedded engine."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Whole runs on several ranks: the same training as on one, checkpoints for any layout, one exit for all."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

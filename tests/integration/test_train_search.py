@@ -1,7 +1,5 @@
 """Search-QA on the real engine: what a tool says carries no loss; runs, resumes and ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole supervised runs of the embedded engine: losses, layouts, kill and resume, adapters, model folders."""
 
-from __future__ import annotations
-
 import math
 import signal
 from functools import partial

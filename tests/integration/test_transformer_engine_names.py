@@ -1,7 +1,5 @@
 """Transformer Engine's layers, as recorded, fit the converters' tables and every checkpoint of ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ A separate process, because Bridge needs a rehearsal's hooks. Real: Bridge, its 
 megatron-core. Stand-ins: Transformer Engine's layers and CUDA.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -3,8 +3,6 @@
 Nothing of NeMo-RL's algorithms is replaced: only the Python version it asks for, and devices named cuda.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 megatron-core is the real one. Packages that only a GPU host has are empty modules whose names are classes.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

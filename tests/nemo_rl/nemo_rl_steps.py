@@ -1,7 +1,5 @@
 """A made-up rollout step in NeMo-RL's own container, and a toy model that sees one token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

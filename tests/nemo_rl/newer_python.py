@@ -1,7 +1,5 @@
 """NeMo-RL is for Python 3.12 and newer, whose typed dictionaries pydantic takes: import this first."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

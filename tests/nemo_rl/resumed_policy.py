@@ -4,8 +4,6 @@ A process in a rehearsal's environment. OUTPUT gets, of the third step of both a
 NeMo-RL would by itself: loss, gradient norm, learning rate, weights.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron-Bridge's conversions and ours of the same tiny models: each reads what the other has written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

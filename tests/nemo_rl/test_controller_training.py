@@ -5,8 +5,6 @@ up to a rollout. Stand-ins: rollouts, the workers (a table of logits that is tra
 the data plane (NeMo-RL's reference of it), the transfer of weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 The data plane is NeMo-RL's reference of it, in this process: the TransferQueue is a package of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

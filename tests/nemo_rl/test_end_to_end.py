@@ -4,8 +4,6 @@ Real: NeMo-RL's driver path, Ray, MegatronPolicyWorker, megatron-core, Megatron-
 samples where .venv-vllm is there; NEMO_GRPO_TEST_SAMPLER=1 takes the stand-in all the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ In FP32, so that a difference is one of the formulas: what is left is the order 
 processes of `benchmarks/engines_agree.py`, which has all variants, layouts and BF16.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

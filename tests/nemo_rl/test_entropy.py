@@ -1,7 +1,5 @@
 """Entropies from NeMo-RL's scoring pass: its real post-processor and its real worker method."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recipe's task on NeMo-RL: data for its own collate function, and its own rollout over our turns."""
 
-from __future__ import annotations
-
 import functools
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where NeMo-RL's own worker looks for a conversion, and what it does with one that was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Real: NeMo-RL, Ray, MegatronPolicyWorker. The stand-in samples, since vLLM's ran
 restart. A rehearsal with a checkpoint after every step, without the stop.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Every variant's loss through NeMo-RL's sharding, packing and loss wrappers is the unsharded loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

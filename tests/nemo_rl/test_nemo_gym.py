@@ -1,7 +1,5 @@
 """NeMo-Gym's path through NeMo-RL with a variant, from the data to the update; its servers are made up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """NeMo-RL's `Policy` and `RayWorkerGroup` with real Ray actors that import this package for its loss."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Every cluster recipe through NeMo-RL's own configuration class and the checks of its `setup`."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A weight update that a rollout worker fails, on NeMo-RL's own refit and real Ray actors."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace as Of
 from typing import Any

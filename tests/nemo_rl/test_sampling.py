@@ -1,7 +1,5 @@
 """The replacement of `dynamic_sampling`: NeMo-RL's signature, batches and call, our rule."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Where NeMo-RL's own loss can express a variant, ours is the same number with the same gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recipes of NeMo-RL's own: the configuration that its trainer gets, and its data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """NeMo-RL's own `grpo_train` on a CPU with our loss, estimator, sampling and checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

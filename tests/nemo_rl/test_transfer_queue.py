@@ -4,8 +4,6 @@ Real: NeMo-RL's `grpo_train_sync`, its rollout actor, `TQPolicy` and workers, Ra
 controller and storage actors. As in every rehearsal the sampler, the model, CUDA and NCCL are stand-ins.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_end_to_end import GRPO, ONE, STAND_IN, passed, rehearsed

@@ -1,7 +1,5 @@
 """NeMo-Gym's actor in the tests, which a worker of Ray's imports."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import newer_python  # noqa: F401 - before NeMo-RL

@@ -1,7 +1,5 @@
 """What NeMo-RL's trainer is given in the tests: a policy that really learns, on rollouts that are made up."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

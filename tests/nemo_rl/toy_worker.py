@@ -1,7 +1,5 @@
 """A policy worker on a CPU: NeMo-RL's sharding, packing and loss wrappers around the table of logits."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

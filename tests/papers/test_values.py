@@ -4,8 +4,6 @@ A recipe is a setting (data, batch, schedule, sampling, rewards, prompt) with a 
 source; the values are written here once more, not read from anywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

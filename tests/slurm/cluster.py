@@ -4,8 +4,6 @@ Every node is a network, process, mount and host name space: own address, own /t
 the disk is shared. GPUs are device nodes that do nothing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Jobs of the test cluster."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Slurm on a machine that allows no namespaces: its nodes are daemons beside each other on one address."""
 
-from __future__ import annotations
-
 import socket
 
 from cluster import RESOURCES, Cluster, wait_for

@@ -5,8 +5,6 @@
 Runs in a Python with NeMo-RL's packages, whose transformers reads what is written here.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 In the environment: FOLDER of checkpoints, STEPS, PACE: seconds of a step, FAIL_AT: a step that exits with 3.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The embedded engine under Slurm: a real time limit, and training, conversion and evaluation in a row."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -4,8 +4,6 @@ NeMo-RL's trainer, policy and rollout workers, megatron-core, Megatron-Bridge an
 host has and this machine lacks is replaced as in `nemo-grpo rehearse`, and transformers samples for vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

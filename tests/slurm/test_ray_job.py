@@ -1,7 +1,5 @@
 """slurm/train.sbatch on a real Slurm of several nodes, with a real Ray and a stand-in driver."""
 
-from __future__ import annotations
-
 import importlib.util
 import signal
 import sys

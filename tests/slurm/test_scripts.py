@@ -1,7 +1,5 @@
 """Every script is accepted by Slurm as it is."""
 
-from __future__ import annotations
-
 import pytest
 from cluster import ROOT
 

@@ -1,7 +1,5 @@
 """Installed from a wheel, on Slurm: a shipped recipe by its name, and a comparison as a job."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A warm start's policy, made without megatron-core, which vLLM's environment does not have; vLLM on it."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ group, two moments per parameter) and fails on torch.optim.AdamW's (a step tenso
 stands in for theirs where there are none, so checkpoints are the same with and without a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

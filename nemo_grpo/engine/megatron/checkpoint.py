@@ -1,7 +1,5 @@
 """A policy's state on disk, through megatron-core's own distributed checkpointing."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import logging

@@ -12,8 +12,6 @@ The complete list of what is replaced:
   of the call tensors answer as CUDA tensors would.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -4,8 +4,6 @@ Both are handed to megatron-core through its module specs. The difference that s
 names: Transformer Engine holds each norm within the linear layer that follows it.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

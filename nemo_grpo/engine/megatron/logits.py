@@ -1,7 +1,5 @@
 """Do a Hugging Face model and a Megatron checkpoint compute the same? Logits of both, on a fixed prompt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

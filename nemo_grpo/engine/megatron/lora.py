@@ -12,8 +12,6 @@ fused with the norm before them return its output, for the hook, too. Names, sha
 Megatron-Bridge's: ``<layer>.adapter.linear_in.weight`` is A, ``<layer>.adapter.linear_out.weight`` is B.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which sequences are computed together: by a number of rows, or, packed, by a number of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """From a model's spec to a megatron-core GPT model."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any

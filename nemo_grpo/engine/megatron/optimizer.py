@@ -1,7 +1,5 @@
 """megatron-core's data-parallel wrapper, optimizer and schedule, from the recipe's sections."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Pure functions: what the machine has is an argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

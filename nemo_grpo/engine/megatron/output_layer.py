@@ -8,8 +8,6 @@ except for a part (one long sequence) of more than ``most`` tokens, whose logits
 piece, once the gradient of its logprobs is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

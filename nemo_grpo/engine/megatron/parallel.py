@@ -1,7 +1,5 @@
 """Process groups: which rank holds which part of the model."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

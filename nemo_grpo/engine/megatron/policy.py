@@ -1,7 +1,5 @@
 """`MegatronPolicy`: score sequences, update on an objective, with megatron-core's schedule and optimizer."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """What a policy tells of a step: its scores, and the outcome of an update."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

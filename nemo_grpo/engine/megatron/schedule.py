@@ -1,7 +1,5 @@
 """megatron-core's forward-backward schedule over microbatches: from token ids to logprobs to a loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The model's parameters under their Hugging Face names, at any layout, by the converters' tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ and do not say why one of them failed. Here the files are written by a thread of
 outlive it and tells every failure.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every process of a rehearsal has them: the driver, Ray's workers, vLLM's engine, in up to two environments.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

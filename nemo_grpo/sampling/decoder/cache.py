@@ -5,8 +5,6 @@ rows; shorter prompts leave columns on their left unused. Where a response ends,
 takes its place: a row is copied, not the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

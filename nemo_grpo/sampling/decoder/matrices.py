@@ -4,8 +4,6 @@ Sampling multiplies few rows, and then a product's time is the reading of its we
 anew for every product.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

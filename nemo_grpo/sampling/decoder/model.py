@@ -1,7 +1,5 @@
 """The decoder's forward pass: pre-norm attention with rotary positions, then a gated MLP, per layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts as streams of tokens without padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Rotary position embeddings, with transformers' scaled frequencies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The decoder's weights: fused as the forward pass wants them, reachable under their Hugging Face names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

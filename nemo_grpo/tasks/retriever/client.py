@@ -1,7 +1,5 @@
 """A retriever behind HTTP: a limited number of tries, then an error with the remedy."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

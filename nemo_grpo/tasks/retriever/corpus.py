@@ -1,7 +1,5 @@
 """A corpus: a JSONL file of passages that is read by line number and never held in memory as a whole."""
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Iterator, Sequence

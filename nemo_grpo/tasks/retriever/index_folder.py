@@ -1,7 +1,5 @@
 """An index on disk that is complete and of this corpus, or else rebuilt."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

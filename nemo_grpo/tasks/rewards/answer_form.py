@@ -3,8 +3,6 @@ r"""What math-verify overlooks in an answer that it takes for the reference, bec
 A policy that is paid for ``41 = 42`` or ``42 \text{ (or any number)}`` learns to write such answers.
 """
 
-from __future__ import annotations
-
 import re
 
 _RELATION = re.compile(

@@ -1,7 +1,5 @@
 """Bounding boxes in answers, and how much two of them overlap."""
 
-from __future__ import annotations
-
 import math
 import re
 

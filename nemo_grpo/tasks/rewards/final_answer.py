@@ -5,8 +5,6 @@ the whole response. There the complete ``\boxed{..}`` that closes last counts. A
 box gives its last ``$formula$``, else the text after ``answer is``, else all of its text.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

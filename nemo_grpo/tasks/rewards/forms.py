@@ -1,7 +1,5 @@
 r"""Format rewards: 1 if a response has the form that the prompt asks for, else 0. Linear in the text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

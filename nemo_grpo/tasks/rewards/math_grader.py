@@ -3,8 +3,6 @@
 An answer that takes too much time or memory, or that crashes the worker, is wrong; see `worker_pool`.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

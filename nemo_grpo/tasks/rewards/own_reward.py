@@ -3,8 +3,6 @@
 It runs in a worker process under the limits of the mathematics grader, the same on both engines.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -4,8 +4,6 @@ TR-GRPO Table 5 is that reward; the release is verl/utils/reward_score/kk.py of 
 zhyang2226/AR-Lopti, whose splits TR-GRPO uses.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -6,8 +6,6 @@ much CPU time, even if the parent is gone; memory is limited likewise. Only `own
 package, which brings in torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

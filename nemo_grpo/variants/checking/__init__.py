@@ -5,8 +5,6 @@
 itself; `check_variant` runs all of it.
 """
 
-from __future__ import annotations
-
 from nemo_grpo.variants.checking.runner import CHECKS, Failure, check_variant, try_out
 
 __all__ = ["CHECKS", "Failure", "check_variant", "try_out"]

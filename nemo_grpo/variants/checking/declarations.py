@@ -1,7 +1,5 @@
 """Checks of what a variant's class says of itself: names, shapes, and what the engines may leave out."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Hold what a loss detaches: of that loss the gradient with a stop-gradient is the derivative."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

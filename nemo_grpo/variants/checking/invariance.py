@@ -3,8 +3,6 @@
 The step's current logprobs must be a leaf with gradient, in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

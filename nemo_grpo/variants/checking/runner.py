@@ -1,7 +1,5 @@
 """All checks of one variant, by name, on a few steps."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Small rollout steps of random numbers, and the loss of one of them in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A whole cluster run on this machine: what is prepared, and how its end is told. No Ray, no NeMo-RL."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

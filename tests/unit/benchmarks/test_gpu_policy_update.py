@@ -1,7 +1,5 @@
 """The GPU benchmark's arithmetic by hand, and its loop on a very small shape on the CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """gIoU and cIoU by hand, and a real Segment Anything model of random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The perturbation study: which positions, which replacements, what is compared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

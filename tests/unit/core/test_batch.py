@@ -1,7 +1,5 @@
 """What a TokenBatch refuses, and what a preparation does with missing tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

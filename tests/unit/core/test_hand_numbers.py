@@ -1,7 +1,5 @@
 """Core formulas against numbers worked out by hand, one token or one group at a time."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean, stdev
 

@@ -1,7 +1,5 @@
 """Chunked logprobs and entropies against the textbook, values and gradients."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

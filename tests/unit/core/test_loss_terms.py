@@ -1,7 +1,5 @@
 """Clip and KL: values and derivatives, against numbers by hand and differences."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

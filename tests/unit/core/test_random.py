@@ -1,7 +1,5 @@
 """Draws that belong to a token, against splitmix64 in plain integers."""
 
-from __future__ import annotations
-
 import struct
 from hashlib import sha256
 

@@ -1,7 +1,5 @@
 """Which groups make a step."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Statistics over groups and steps against numbers worked out one by one."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean, pstdev, stdev
 

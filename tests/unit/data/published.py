@@ -1,7 +1,5 @@
 """A few invented rows in each publisher's schema, as files that the ``datasets`` library reads."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A report of runs of both engines: one recorded on NeMo-RL, others as the embedded engine writes them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

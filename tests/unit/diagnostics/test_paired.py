@@ -1,7 +1,5 @@
 """Differences to a baseline: intervals against printed tables and numbers worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 from matplotlib.figure import Figure
 

@@ -1,7 +1,5 @@
 """Runs read back, grouped, drawn and tabled."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

@@ -1,7 +1,5 @@
 """A run that cannot learn says so: in its log, its report, its comparison."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

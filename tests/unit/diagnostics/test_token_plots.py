@@ -1,7 +1,5 @@
 """What a report makes of diagnostics.jsonl, and the report in a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Diagnostics of a step's tokens, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The engine's Adam, its configuration and schedule, against the equations in plain float64."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

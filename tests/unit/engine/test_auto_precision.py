@@ -1,7 +1,5 @@
 """policy.precision=auto: what it becomes on which processor, and that a resumed run keeps it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

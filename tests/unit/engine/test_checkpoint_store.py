@@ -1,7 +1,5 @@
 """Checkpoints and run folders on disks that are shared, full, or have no locks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

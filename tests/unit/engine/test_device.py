@@ -1,7 +1,5 @@
 """Which device a rank takes, and which layers, on hosts that are made up here."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

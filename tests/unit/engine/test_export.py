@@ -1,7 +1,5 @@
 """What is never exported, and models that are not there."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The processes of a run's ranks, which a small program stands for."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From recipe sections to megatron-core's config fields, and what FP8 needs of a machine; no GPU is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """The loss and its gradient by parts, against autograd on all logits in float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any

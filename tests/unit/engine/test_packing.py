@@ -1,7 +1,5 @@
 """Who computes what of a packed microbatch, by the tokens of the rows themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

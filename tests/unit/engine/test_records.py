@@ -1,7 +1,5 @@
 """What a step leaves behind, number by number, and which rows are computed together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

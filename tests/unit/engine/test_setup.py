@@ -1,7 +1,5 @@
 """What a recipe's numbers become on their way into the parts of a run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import Mock
 

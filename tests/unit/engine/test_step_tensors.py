@@ -1,7 +1,5 @@
 """A step's tensors and seeds, number by number: what layouts and resumes share and so cannot show."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

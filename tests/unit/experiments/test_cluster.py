@@ -1,7 +1,5 @@
 """Sweeps on Slurm, with an sbatch that records what it is given."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs run, failed, stopped and continued; stand-ins for training runs keep it fast."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import io

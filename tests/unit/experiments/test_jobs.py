@@ -1,7 +1,5 @@
 """Which runs a comparison or a sweep consists of, and what is refused before any starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

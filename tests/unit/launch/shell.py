@@ -1,7 +1,5 @@
 """The job scripts' pieces in bash, with stubs in place of Slurm's programs."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A recipe's files of problems: looked for and counted before any GPU is asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

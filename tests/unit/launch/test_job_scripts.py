@@ -1,7 +1,5 @@
 """slurm/*.sbatch and pipeline.sh from first line to last. Slurm's programs and Python are stubs."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

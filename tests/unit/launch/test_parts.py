@@ -1,7 +1,5 @@
 """slurm/lib/parts.sh: what is noticed while a job's parts run. srun and scontrol are stubs."""
 
-from __future__ import annotations
-
 import pytest
 from unit.launch.shell import ROOT, bash, write_programs
 

@@ -1,7 +1,5 @@
 """slurm/lib/retry.sh: which ended attempts go back into the queue. Slurm's scontrol is a stub."""
 
-from __future__ import annotations
-
 import pytest
 from unit.launch.shell import ROOT, bash
 

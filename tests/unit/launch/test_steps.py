@@ -1,7 +1,5 @@
 """slurm/lib/job.sh: the srun command of a step. Slurm's programs are stubs."""
 
-from __future__ import annotations
-
 from unit.launch.shell import ROOT, bash
 
 SCRIPT = """

@@ -1,7 +1,5 @@
 """A job's time limit against the plan's step."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 

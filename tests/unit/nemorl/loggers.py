@@ -1,7 +1,5 @@
 """NeMo-RL's logger, as its trainers call it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the driver says of the NeMo-RL that is installed; without NeMo-RL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """Remains of a killed conversion to Megatron are found where NeMo-RL looks, and go when nobody writes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

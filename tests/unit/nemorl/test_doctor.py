@@ -1,7 +1,5 @@
 """The doctor's verdict on changed interfaces, and on a tree; without NeMo-RL."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How the cluster driver ends. NeMo-RL is not needed: it is what the driver finds after it has returned."""
 
-from __future__ import annotations
-
 import json
 import os
 import weakref

@@ -1,7 +1,5 @@
 """The step-level part as NeMo-RL calls it, with plain dictionaries in place of NeMo-RL's batches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Exports beside a training when something fails. A stand-in converts; tests/conv has the real converter."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Rebinding NeMo-RL's names, on modules made up here; and the shared observers."""
 
-from __future__ import annotations
-
 import sys
 import types
 from types import SimpleNamespace

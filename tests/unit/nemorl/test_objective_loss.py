@@ -1,7 +1,5 @@
 """The token loss as NeMo-RL calls it: on [B, S] data, whole, per row, and without NeMo-RL."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

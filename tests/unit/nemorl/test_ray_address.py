@@ -1,7 +1,5 @@
 """RAY_ADDRESS of a cluster that runs, starts late, or is gone."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """When a weight update counts as failed, with a stand-in for the three calls of Ray that decide it."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace as Of
 from typing import Any

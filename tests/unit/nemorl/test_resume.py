@@ -1,7 +1,5 @@
 """A run resumes with the optimizer that its checkpoint holds, or says that there is none."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The warning of rollouts that do not come from the weights that are trained."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace as Of
 
 import pytest

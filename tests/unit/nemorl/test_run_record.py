@@ -1,7 +1,5 @@
 """metrics.jsonl and recipe.resolved.yaml of a run on NeMo-RL, of which the logger alone is needed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the driver hands to NeMo-RL's supervised training, without NeMo-RL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import MagicMock
 

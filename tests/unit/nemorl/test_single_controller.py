@@ -1,7 +1,5 @@
 """What the single controller calls of ours: a step in chunks is the whole step. NeMo-RL is not needed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Reading a tree's definitions and calls by its syntax."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

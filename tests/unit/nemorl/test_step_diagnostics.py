@@ -1,7 +1,5 @@
 """Token diagnostics of a cluster run: those of the same step on the embedded engine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tensors that the driver sends can be read where there is no Megatron."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

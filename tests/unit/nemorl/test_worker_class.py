@@ -1,7 +1,5 @@
 """Which of our workers a recipe needs; the others train with NeMo-RL's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

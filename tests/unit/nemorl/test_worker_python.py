@@ -1,7 +1,5 @@
 """What the Megatron workers' interpreter lacks is said before they start, and only if it is known."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

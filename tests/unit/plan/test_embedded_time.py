@@ -1,7 +1,5 @@
 """The embedded engine's step on a CPU against numbers worked out by hand, and against measured runs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lengths, draws, GPUs from a file, and what the planner makes of a recipe."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Intervals of predictions, from the errors of steps that are known."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

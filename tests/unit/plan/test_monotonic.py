@@ -1,7 +1,5 @@
 """What may never happen, whatever the layout: more bandwidth that slows, more work that is faster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """``nemo-grpo plan`` as a user meets it, and shapes from config files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from inspect import signature

@@ -1,7 +1,5 @@
 """Models with linear attention: counted as transformers builds them, by the kind of each layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The published step times as a regression table: a change of a formula shows here as a larger error."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every formula of a step's time against numbers worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A model, a GPU and constants with which a step's time can be worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from nemo_grpo.families import ModelSpec

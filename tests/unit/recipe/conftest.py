@@ -1,7 +1,5 @@
 """A recipe small enough to see at a glance, and complete."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

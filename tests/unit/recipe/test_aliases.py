@@ -1,7 +1,5 @@
 """Other libraries' names of a recipe's keys: one table for the advice and for the page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The recipes of make cluster-quickstart and make cluster-smollm2 train the same thing on two engines."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

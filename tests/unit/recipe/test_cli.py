@@ -1,7 +1,5 @@
 """``nemo-grpo recipe`` and ``nemo-grpo variants`` as a user meets them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The shipped recipes for NeMo-RL: they are what their names say, and the planner accepts them on H100."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recipes of NeMo-RL's own, with a variant in one more line and without."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from typer.testing import CliRunner

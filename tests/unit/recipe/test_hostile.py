@@ -1,7 +1,5 @@
 """Recipes that no editor writes: a message for each, and neither a traceback nor a long wait."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

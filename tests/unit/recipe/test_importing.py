@@ -1,7 +1,5 @@
 """Configurations of TRL and verl as recipes: the values that mean something else there, and what is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

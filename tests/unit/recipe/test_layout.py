@@ -1,7 +1,5 @@
 """What of a model a layout must divide: one set of rules for the planner and the embedded engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from nemo_grpo.families import ModelSpec

@@ -1,7 +1,5 @@
 """Files, defaults, overrides, interpolation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

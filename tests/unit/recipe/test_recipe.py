@@ -1,7 +1,5 @@
 """Validation as a whole: types, unknown keys, defaults, round trips, and every shipped recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

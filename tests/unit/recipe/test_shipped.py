@@ -1,7 +1,5 @@
 """Shipped recipes by name, and copies of them that work anywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

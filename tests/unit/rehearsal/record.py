@@ -5,8 +5,6 @@
 Writes ``recorded/NAME``; the folder's path is ``FOLDER`` in its files. Checkpoints keep the adapters alone.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

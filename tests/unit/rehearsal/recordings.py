@@ -1,7 +1,5 @@
 """Recorded rehearsals (`record.py`), each in a folder of its own for a test to plant a defect in."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

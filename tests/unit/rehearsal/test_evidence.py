@@ -3,8 +3,6 @@
 Metrics alone; `test_planted.py` has recorded runs with their responses and weights.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

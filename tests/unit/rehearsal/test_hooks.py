@@ -1,7 +1,5 @@
 """The import hooks: they act in a rehearsal alone, and replace what they say."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

@@ -4,8 +4,6 @@ Recorded from real runs of NeMo-RL: metrics, responses, the model, the export, t
 export, equal to ours bit for bit in the recorded run, is a copy of ours.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable

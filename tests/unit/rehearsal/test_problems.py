@@ -1,7 +1,5 @@
 """A rehearsal's problems: made up where its files are missing, with rewarded demonstrations."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rehearsal's Ray that does not come up or ends, and a driver that gets nowhere. No Ray, no NeMo-RL."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

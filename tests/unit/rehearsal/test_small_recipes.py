@@ -1,7 +1,5 @@
 """Every shipped cluster recipe can be made small, and is then a recipe that no rule refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rehearsal's small vision model, its images, and the check that they matter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path

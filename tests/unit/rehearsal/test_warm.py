@@ -1,7 +1,5 @@
 """Warm interpreters: a fork does what the asked-for interpreter would, and ends as it would."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

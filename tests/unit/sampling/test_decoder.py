@@ -1,7 +1,5 @@
 """The decoder against transformers: every family, rope scaling, ragged prompts, and which models it takes."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

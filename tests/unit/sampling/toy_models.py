@@ -1,7 +1,5 @@
 """Small models whose logits are far from uniform, their generators, and what these must give."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The installer on a host without GPU: it joins pieces, and refuses what it cannot work with."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

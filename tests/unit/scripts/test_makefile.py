@@ -1,7 +1,5 @@
 """make on a machine whose environment was made for other Pythons."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

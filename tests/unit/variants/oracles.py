@@ -3,8 +3,6 @@
 A step is a list of groups of responses; a response has lists cur, prev, ref, ent, and its reward r.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable

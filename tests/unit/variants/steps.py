@@ -1,7 +1,5 @@
 """Rollout steps drawn for the tests of variants, and what each variant is tested with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

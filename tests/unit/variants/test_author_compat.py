@@ -1,7 +1,5 @@
 """CW-GRPO's released code, as an option: gradient through the weight, padded normaliser, whole groups."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

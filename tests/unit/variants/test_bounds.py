@@ -1,7 +1,5 @@
 """What a number of ``loss_fn`` may be: the last value that is taken, and one that is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrong losses, each found by the check that is there for it, with a sentence that says how to repair it."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

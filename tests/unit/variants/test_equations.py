@@ -1,7 +1,5 @@
 """Every variant against its equations written as plain loops, on random steps."""
 
-from __future__ import annotations
-
 import oracles
 import pytest
 from hypothesis import assume, given, settings

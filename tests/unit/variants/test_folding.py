@@ -1,7 +1,5 @@
 """Token weights and row factors multiplied into the advantages: the same loss, for every variant that may."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The package's checks (`nemo_grpo.variants.checking`) hold for every variant, on steps of many shapes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers worked out by hand on two groups of two responses of three tokens, and every variant's limits."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The losses of docs/own.md pass `nemo-grpo variants check`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

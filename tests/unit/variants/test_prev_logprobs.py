@@ -1,7 +1,5 @@
 """Which variants decide advantages without the scoring policy's logprobs, and what the loss is on-policy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The supervised objective by hand; its invariances are tested with the variants' (`steps.FURTHER`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ TRL's settings: GSPO ``importance_sampling_level=sequence, loss_type=grpo``; CIS
 ``epsilon_high`` bounds the weight itself.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import assume, given, settings

@@ -4,8 +4,6 @@ It has only what NeMo-RL's `VllmGenerationWorker` and `VllmInternalWorkerExtensi
 the manifest of the weights and the refit are NeMo-RL's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging
