@@ -110,8 +110,7 @@ def verify(
     hf_model: HFModel,
     megatron_checkpoint: Megatron,
     logits: Annotated[
-        bool,
-        typer.Option("--logits", help="Also run both models, in memory, and compare logits."),
+        bool, typer.Option("--logits", help="Also run both models, in memory, and compare logits.")
     ] = False,
     workers: Workers = 2,
 ) -> None:

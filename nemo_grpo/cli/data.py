@@ -33,8 +33,7 @@ def prepare(
         ),
     ] = None,
     generate: Annotated[
-        bool,
-        typer.Option("--generate", help="Generate the problems: kk-3to7, kk-3to7-test. No network."),
+        bool, typer.Option("--generate", help="Generate the problems: kk-3to7, kk-3to7-test. No network.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Prepare again even if up to date.")] = False,
     any_count: Annotated[

@@ -172,8 +172,7 @@ def status(
 
 @app.command(hidden=True)
 def settings(
-    recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
-    overrides: Overrides = None,
+    recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
 ) -> None:
     """Print where the run's folders are, for the shell of a job."""
     from nemo_grpo.launch.settings import shell_settings

@@ -42,8 +42,7 @@ def plan(
     ] = None,
     hardware: Annotated[Path | None, typer.Option(help="YAML file of other GPUs.")] = None,
     lengths: Annotated[
-        str | None,
-        typer.Option(help="Mean tokens of a response, or a run's metrics.jsonl or samples.jsonl."),
+        str | None, typer.Option(help="Mean tokens of a response, or a run's metrics.jsonl or samples.jsonl.")
     ] = None,
     prompt_length: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 128,
     signal: Annotated[float, typer.Option(help="Share of groups whose rewards differ.")] = 0.5,

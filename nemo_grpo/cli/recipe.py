@@ -146,8 +146,7 @@ def _sweep_summary(path: Path, overrides: list[str]) -> str:
 
 @app.command()
 def resolve(
-    path: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
-    overrides: Overrides = None,
+    path: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
 ) -> None:
     """Print a recipe as it will run: bases merged, overrides applied, every default written out.
 

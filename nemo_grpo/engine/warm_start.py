@@ -208,10 +208,7 @@ def schedule(config: WarmStart) -> tuple[MegatronOptimizer, MegatronScheduler]:
     """AdamW; linear warm-up from a fraction of the peak, cosine to a tenth of it."""
     warm_up = min(WARM_UP_STEPS, config.num_steps // 4)
     optimizer = MegatronOptimizer(
-        lr=config.lr,
-        min_lr=FINAL_LR_SHARE * config.lr,
-        adam_beta2=0.98,
-        use_distributed_optimizer=False,
+        lr=config.lr, min_lr=FINAL_LR_SHARE * config.lr, adam_beta2=0.98, use_distributed_optimizer=False
     )
     return optimizer, MegatronScheduler(
         lr_decay_style="cosine",

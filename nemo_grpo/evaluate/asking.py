@@ -82,11 +82,7 @@ class Ask:
         return unknown if None in found and isinstance(self.task, MultiTurnTask) else found
 
     def _sample(
-        self,
-        asked: list[Question],
-        found: list[list[Written | None]],
-        sampling: SamplingParams,
-        seed: int,
+        self, asked: list[Question], found: list[list[Written | None]], sampling: SamplingParams, seed: int
     ) -> list[list[Written]]:
         """What is not found, beside what is."""
         count, flat = len(found[0]), [response for responses in found for response in responses]

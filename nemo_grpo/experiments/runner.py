@@ -48,10 +48,7 @@ def train_command(job: Job) -> list[str]:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
-    out: Path,
-    num_parallel: int = 1,
-    command: Callable[[Job], list[str]] = train_command,
+    jobs: Sequence[Job], out: Path, num_parallel: int = 1, command: Callable[[Job], list[str]] = train_command
 ) -> dict[str, Status]:
     """Run unfinished jobs, ``num_parallel`` at a time, and record in ``out/status.json`` how each ended.
 
@@ -79,11 +76,7 @@ class _Runner:
     """The processes of one call."""
 
     def __init__(
-        self,
-        out: Path,
-        waiting: deque[Job],
-        ended: dict[str, Status],
-        command: Callable[[Job], list[str]],
+        self, out: Path, waiting: deque[Job], ended: dict[str, Status], command: Callable[[Job], list[str]]
     ) -> None:
         self.out, self.waiting, self.ended, self.command = out, waiting, ended, command
         self.running: dict[str, tuple[Job, subprocess.Popen[bytes], float]] = {}

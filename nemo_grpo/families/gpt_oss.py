@@ -79,10 +79,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "add_bias_linear": True,
         "add_qkv_bias": False,  # add_bias_linear has them
-        "activation_func": {
-            "_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
-            "_call_": False,
-        },
+        "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu", "_call_": False},
         "activation_func_clamp_value": _FIXED["swiglu_limit"],
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",

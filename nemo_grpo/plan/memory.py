@@ -6,13 +6,7 @@ and the heaviest stage counts.
 """
 
 from nemo_grpo.families import ModelSpec
-from nemo_grpo.plan.parameters import (
-    Counts,
-    adapter_counts,
-    attention_sizes,
-    model_parameters,
-    stage_counts,
-)
+from nemo_grpo.plan.parameters import Counts, adapter_counts, attention_sizes, model_parameters, stage_counts
 from nemo_grpo.plan.setup import Setup
 
 GIB = 1024**3

@@ -74,10 +74,7 @@ _NAMES = {
         "Qwen/Qwen2.5-32B-Instruct": 32768,
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 131072,
     },
-    "qwen2.5-72b": {
-        "Qwen/Qwen2.5-72B": 131072,
-        "Qwen/Qwen2.5-72B-Instruct": 32768,
-    },
+    "qwen2.5-72b": {"Qwen/Qwen2.5-72B": 131072, "Qwen/Qwen2.5-72B-Instruct": 32768},
     "r1-1.5b": {"deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 131072},
     "qwen3-0.6b": {"Qwen/Qwen3-0.6B": 40960},
     "qwen3-1.7b": {"Qwen/Qwen3-1.7B": 40960},

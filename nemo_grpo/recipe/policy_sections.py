@@ -22,12 +22,7 @@ class Tokenizer(Section):
     """Arguments of the template; null: none."""
 
 
-PACKERS = (
-    "concatenative",
-    "first_fit_decreasing",
-    "first_fit_shuffle",
-    "modified_first_fit_decreasing",
-)
+PACKERS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
 """NeMo-RL's packing algorithms (data/packing/algorithms.py)."""
 
 

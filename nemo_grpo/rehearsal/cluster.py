@@ -100,11 +100,7 @@ class _Again(Exception):
 @contextmanager
 def _started(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
     ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
-    options = {
-        "num-gpus": num_gpus,
-        "num-cpus": 4 * num_gpus + 8,
-        "object-store-memory": 512 << 20,
-    }
+    options = {"num-gpus": num_gpus, "num-cpus": 4 * num_gpus + 8, "object-store-memory": 512 << 20}
     with (
         ExitStack() as held,
         tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch,

@@ -28,7 +28,7 @@ ENVIRONMENTS = ("math", "math_multi_reward")
 PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor")
 KEPT = ("env_name", "processor", "prompt_file", "system_prompt_file")
 PICTURED = {
-    "clevr-cogent": ("MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "MMInstruction/Clevr_CoGenT_ValA"),
+    "clevr-cogent": ("MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "MMInstruction/Clevr_CoGenT_ValA")
 }
 """Data set with images -> what NeMo-RL downloads for training and for validation."""
 

@@ -98,11 +98,7 @@ class Step:
 
 
 def sample_groups(
-    generator: Generator,
-    tokenizer: Any,
-    scorer: Scorer,
-    problems: Sequence[Problem],
-    request: Request,
+    generator: Generator, tokenizer: Any, scorer: Scorer, problems: Sequence[Problem], request: Request
 ) -> list[Group]:
     """Sample the responses that are asked for, to a prompt per problem, and score them.
 

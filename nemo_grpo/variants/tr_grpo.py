@@ -173,7 +173,7 @@ class TRGRPO(RatioConfig):
         if self.weighting != "random":  # the step's metric, of `shape`
             metrics[WEIGHT] = w
         metrics |= ratio_metrics(batch, ratio) | {
-            "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages),
+            "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages)
         }
         return TokenTerms(policy, self._weighted_kl(batch, w), metrics)
 

@@ -29,11 +29,7 @@ from nemo_grpo.families import family_for
 
 pytestmark = pytest.mark.slow
 FUZZ = settings(
-    max_examples=120,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=120, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 SECONDS, MEBIBYTES, MAX_MESSAGE = 20, 700, 10_000
 

@@ -130,10 +130,7 @@ def test_fp32_equals_the_cpu(on_cpu):
 
 def test_bf16_with_local_layers_equals_the_cpu(on_cpu):
     assert_close(
-        trained(torch.bfloat16, LOCAL),
-        on_cpu("trained", torch.bfloat16, LOCAL),
-        logprob=0.05,
-        relative=0.05,
+        trained(torch.bfloat16, LOCAL), on_cpu("trained", torch.bfloat16, LOCAL), logprob=0.05, relative=0.05
     )
 
 

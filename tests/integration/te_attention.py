@@ -71,10 +71,7 @@ class _Call:
         else:
             count = queries[0].shape[1 if self.form == "SBHD" else 0]
         for index in range(count):
-            yield (
-                [self._piece(x, index, 0) for x in queries],
-                [self._piece(x, index, 1) for x in keys],
-            )
+            yield ([self._piece(x, index, 0) for x in queries], [self._piece(x, index, 1) for x in keys])
 
     def _piece(self, x: Tensor, index: int, side: int) -> Tensor:
         """[S, H, D] of one sequence -> [H, S, D]; a view."""

@@ -40,9 +40,7 @@ _NAMED = ("layernorm_fwd", "layernorm_bwd", "rmsnorm_bwd_add")
 """Kernels that are looked up, but not called."""
 
 FP8FwdTensors = IntEnum(
-    "FP8FwdTensors",
-    [f"GEMM{i}_{what}" for i in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")],
-    start=0,
+    "FP8FwdTensors", [f"GEMM{i}_{what}" for i in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")], start=0
 )
 FP8BwdTensors = IntEnum(
     "FP8BwdTensors", [f"GRAD_{what}{i}" for i in (1, 2, 3) for what in ("OUTPUT", "INPUT")], start=0

@@ -11,14 +11,7 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective, Shaped
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
-from nemo_grpo.variants.checking.steps import (
-    SEED,
-    TOKEN_TENSORS,
-    changed,
-    counts,
-    loss_and_gradient,
-    whole,
-)
+from nemo_grpo.variants.checking.steps import SEED, TOKEN_TENSORS, changed, counts, loss_and_gradient, whole
 
 NEAR = 0.8
 """Likeness from which a name counts as a misspelt one."""

@@ -58,11 +58,7 @@ def counts(batch: TokenBatch) -> dict[str, Any]:
 
 
 def loss_and_gradient(
-    objective: Objective,
-    batch: TokenBatch,
-    parts: Sequence[Tensor] | None = None,
-    *,
-    folded: bool = False,
+    objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None, *, folded: bool = False
 ) -> tuple[Tensor, Tensor, PreparedBatch]:
     """Loss summed over ``parts`` (rows; default: all at once), and its gradient in next_token_logprobs.
 

@@ -203,10 +203,7 @@ def test_advantage_is_centred_on_its_group():
     logp = torch.tensor([[-1.0, -2.0]] * 4)
     b = batch(logp.tolist(), groups=[0, 0, 1, 1])
     a, groups = torch.tensor([2.0, 0.0, 5.0, 5.0]), Groups.from_ids(b.group_ids)
-    close(
-        group_covariance(logp, a, b, groups, "response"),
-        [[0.5, -0.5], [-0.5, 0.5], [0, 0], [0, 0]],
-    )
+    close(group_covariance(logp, a, b, groups, "response"), [[0.5, -0.5], [-0.5, 0.5], [0, 0], [0, 0]])
 
 
 @pytest.mark.parametrize("scope", ["group", "batch"])

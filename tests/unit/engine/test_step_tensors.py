@@ -144,9 +144,6 @@ def test_progress_is_standardised_over_the_groups_own_bucket():
     )
     erpo = ERPO(num_buckets=1, beta_progress=1.0, delta=0.5)
     found = erpo.bucketed_progress(batch, Groups.from_ids(batch.group_ids))
-    assert found.tolist() == [
-        pytest.approx([-1 / 1.5, 1 / 1.5]),
-        pytest.approx([-10 / 10.5, 10 / 10.5]),
-    ]
+    assert found.tolist() == [pytest.approx([-1 / 1.5, 1 / 1.5]), pytest.approx([-10 / 10.5, 10 / 10.5])]
     four = torch.ones(1, 4, dtype=torch.bool)
     assert ERPO(num_buckets=2).buckets(four).tolist() == [[0, 1, 1, 1]], "floor(K t / T), at most K - 1"

@@ -51,10 +51,7 @@ def run(folder, body):
         # 50 s until the limit, of which 48 are to spare: it has two
         ((f"SPARE_SECONDS=48; {part('driver', IS_DEAF)}", signal("USR1")), "1 time limit 75"),
         # by hand, and again by Slurm: the driver of this case would not survive a second one
-        (
-            ("SPARE_SECONDS=9", part("driver", LATE), signal("USR1"), signal("USR1", 1)),
-            "0 none 75",
-        ),
+        (("SPARE_SECONDS=9", part("driver", LATE), signal("USR1"), signal("USR1", 1)), "0 none 75"),
         # Slurm does not answer when asked for the limit
         (("scontrol() { :; }", part("driver", LISTENS), signal("USR1")), "0 none 75"),
         ((part("ray-head", "sleep 30"), signal("USR1", ready=False)), "1 time limit 75"),

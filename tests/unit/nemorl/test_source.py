@@ -91,12 +91,7 @@ def test_what_is_not_there_is_not_found(tree, name):
 
 
 def test_kinds_attributes_and_keys(tree):
-    kinds = {
-        "Made": "class",
-        "Made.find": "staticmethod function",
-        "run": "function",
-        "TABLE": "mapping",
-    }
+    kinds = {"Made": "class", "Made.find": "staticmethod function", "run": "function", "TABLE": "mapping"}
     assert {name: source.kind(tree.find(f"pkg.top:{name}")) for name in kinds} == kinds
     assert tree.find("pkg.top:Made.workers") is not None, "set in the base's constructor"
     assert tree.find("pkg.top:Made.LIMIT") is not None

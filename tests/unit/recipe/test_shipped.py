@@ -38,8 +38,7 @@ def test_a_missing_base_names_the_way_to_a_shipped_one(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["quickstart", "quickstart-gpg", "gpg/gpg-qwen2.5-32b-4n8g", "gpg/gpg-qwen2.5-32b-4n8g-fp8"],
+    "name", ["quickstart", "quickstart-gpg", "gpg/gpg-qwen2.5-32b-4n8g", "gpg/gpg-qwen2.5-32b-4n8g-fp8"]
 )
 def test_a_copy_elsewhere_is_the_same_recipe(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

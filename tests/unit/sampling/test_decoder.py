@@ -164,11 +164,7 @@ def test_packed_weights_follow_an_update_and_are_held_once(qwen3: Any, packing: 
     ],
 )
 def test_the_processor_decides_on_packing(
-    processor_words: set[str],
-    dtype: torch.dtype,
-    size: int,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    processor_words: set[str], dtype: torch.dtype, size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(processor, "_words", lambda: frozenset(processor_words))

@@ -74,10 +74,7 @@ def test_an_answer_in_the_form_of_gsm8k_is_read(tmp_path, answer, read, solution
         ('{"id": "p1", "question": "q", "answer": "a"}', "a.jsonl:2: id 'p1' is repeated"),
         ('{"question": "q", "answer": "a\\n####"}', "a.jsonl:2: answer ends in '####' without an answer"),
         ("[" * 100_000, "a.jsonl:2: not JSON"),
-        (
-            r'{"id": "x", "question": "q \ud83d", "answer": "a"}',
-            "ud83d' is half of a character",
-        ),
+        (r'{"id": "x", "question": "q \ud83d", "answer": "a"}', "ud83d' is half of a character"),
         (
             r'{"id": "x", "question": "q", "answer": "a", "metadata": {"answers": ["\udc00"]}}',
             "a lone surrogate",

@@ -162,10 +162,7 @@ def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
 
 @pytest.mark.parametrize(
     ("numbers", "thought", "answer"),
-    [
-        ((17, 26, -9), "17 + 26 = 43, 43 - 9 = 34.", "34"),
-        ((12, -5, 8), "12 - 5 = 7, 7 + 8 = 15.", "15"),
-    ],
+    [((17, 26, -9), "17 + 26 = 43, 43 - 9 = 34.", "34"), ((12, -5, 8), "12 - 5 = 7, 7 + 8 = 15.", "15")],
 )
 def test_demonstration_by_hand(numbers, thought, answer):
     task = parse_task({"name": "word_problems", "form": "think_answer"}).build()

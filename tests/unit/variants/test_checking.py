@@ -89,10 +89,7 @@ WRONG = {
     ),
     "a misspelt attribute of the batch": (
         TERMS + "        return TokenTerms(batch.next_token_logprob * a)",
-        *(
-            "shapes",
-            r"next_token_logprob. \(wrong.py:\d+\); did you mean .next_token_logprobs",
-        ),
+        *("shapes", r"next_token_logprob. \(wrong.py:\d+\); did you mean .next_token_logprobs"),
     ),
     "a misspelt declaration": (
         "    need_prev_logprobs: ClassVar[bool] = True\n",
