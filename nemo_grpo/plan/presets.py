@@ -49,31 +49,16 @@ _VISION = {
 # size -> names on the Hub, each with its max_position_embeddings
 _NAMES = {
     "qwen2.5-0.5b": {"Qwen/Qwen2.5-0.5B": 32768, "Qwen/Qwen2.5-0.5B-Instruct": 32768},
-    "qwen2.5-1.5b": {
-        "Qwen/Qwen2.5-1.5B": 131072,
-        "Qwen/Qwen2.5-1.5B-Instruct": 32768,
-        "Qwen/Qwen2.5-Math-1.5B": 4096,
-        "Qwen/Qwen2.5-Math-1.5B-Instruct": 4096,
-    },
+    "qwen2.5-1.5b": {"Qwen/Qwen2.5-1.5B": 131072, "Qwen/Qwen2.5-1.5B-Instruct": 32768,
+        "Qwen/Qwen2.5-Math-1.5B": 4096, "Qwen/Qwen2.5-Math-1.5B-Instruct": 4096},
     "qwen2.5-3b": {"Qwen/Qwen2.5-3B": 32768, "Qwen/Qwen2.5-3B-Instruct": 32768},
-    "qwen2.5-7b": {
-        "Qwen/Qwen2.5-7B": 131072,
-        "Qwen/Qwen2.5-7B-Instruct": 32768,
-        "Qwen/Qwen2.5-7B-Instruct-1M": 1010000,
-        "Qwen/Qwen2.5-Math-7B": 4096,
-        "Qwen/Qwen2.5-Math-7B-Instruct": 4096,
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 131072,
-    },
-    "qwen2.5-14b": {
-        "Qwen/Qwen2.5-14B": 131072,
-        "Qwen/Qwen2.5-14B-Instruct": 32768,
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": 131072,
-    },
-    "qwen2.5-32b": {
-        "Qwen/Qwen2.5-32B": 131072,
-        "Qwen/Qwen2.5-32B-Instruct": 32768,
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 131072,
-    },
+    "qwen2.5-7b": {"Qwen/Qwen2.5-7B": 131072, "Qwen/Qwen2.5-7B-Instruct": 32768,
+        "Qwen/Qwen2.5-7B-Instruct-1M": 1010000, "Qwen/Qwen2.5-Math-7B": 4096,
+        "Qwen/Qwen2.5-Math-7B-Instruct": 4096, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 131072},
+    "qwen2.5-14b": {"Qwen/Qwen2.5-14B": 131072, "Qwen/Qwen2.5-14B-Instruct": 32768,
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": 131072},
+    "qwen2.5-32b": {"Qwen/Qwen2.5-32B": 131072, "Qwen/Qwen2.5-32B-Instruct": 32768,
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 131072},
     "qwen2.5-72b": {"Qwen/Qwen2.5-72B": 131072, "Qwen/Qwen2.5-72B-Instruct": 32768},
     "r1-1.5b": {"deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 131072},
     "qwen3-0.6b": {"Qwen/Qwen3-0.6B": 40960},
@@ -85,17 +70,14 @@ _NAMES = {
     "qwen3-30b-a3b": {"Qwen/Qwen3-30B-A3B": 40960, "Qwen/Qwen3-30B-A3B-Instruct-2507": 262144},
     "qwen3-235b-a22b": {"Qwen/Qwen3-235B-A22B": 40960, "Qwen/Qwen3-235B-A22B-Instruct-2507": 262144},
     "llama-3.1-8b": {"meta-llama/Llama-3.1-8B": 131072, "meta-llama/Llama-3.1-8B-Instruct": 131072},
-    "llama-3.1-70b": {
-        "meta-llama/Llama-3.1-70B": 131072,
-        "meta-llama/Llama-3.1-70B-Instruct": 131072,
-        "meta-llama/Llama-3.3-70B-Instruct": 131072,
-    },
+    "llama-3.1-70b": {"meta-llama/Llama-3.1-70B": 131072, "meta-llama/Llama-3.1-70B-Instruct": 131072,
+        "meta-llama/Llama-3.3-70B-Instruct": 131072},
     "llama-3.2-1b": {"meta-llama/Llama-3.2-1B": 131072, "meta-llama/Llama-3.2-1B-Instruct": 131072},
     "llama-3.2-3b": {"meta-llama/Llama-3.2-3B": 131072, "meta-llama/Llama-3.2-3B-Instruct": 131072},
     "mistral-7b-v0.3": {"mistralai/Mistral-7B-Instruct-v0.3": 32768},
     "qwen2-vl-2b": {"Qwen/Qwen2-VL-2B": 32768, "Qwen/Qwen2-VL-2B-Instruct": 32768},
     "qwen2.5-vl-3b": {"Qwen/Qwen2.5-VL-3B-Instruct": 128000},
-}
+}  # fmt: skip
 
 
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
