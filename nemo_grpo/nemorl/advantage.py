@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
+from nemo_grpo.recipe import Recipe
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ class VariantEstimator:
         self.exchange = exchange or StepExchange()
         self.diagnostics = diagnostics
         self.last_metrics: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, recipe: Recipe, exchange: StepExchange, **further: Any) -> Self:
+        """The estimator of a recipe.  Args: further: of the constructor."""
+        size, seed = recipe.grpo.num_generations_per_prompt, recipe.grpo.seed
+        return cls(recipe.loss_fn, num_generations=size, seed=seed, exchange=exchange, **further)
 
     def compute_advantage(
         self,

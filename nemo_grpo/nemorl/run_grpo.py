@@ -79,7 +79,6 @@ class Ready(NamedTuple):
     """
 
     parts: Parts
-    loss_fn: Any
     tokenizer: Any
     processor: Any
     environments: list[Any]
@@ -120,7 +119,7 @@ def set_up(run: ClusterRun) -> Ready:
         parts = sft.set_up(run, problems, tokenizer)
         save_side_files(parts.checkpointer, tokenizer, hf_config)
         last = recipe.grpo.max_num_steps
-        return Ready(parts, parts.loss_fn, tokenizer, None, [{}, {}], exports, last, is_supervised=True)
+        return Ready(parts, tokenizer, None, [{}, {}], exports, last, is_supervised=True)
     encoder = processor or tokenizer
     data = set_up_data(run, encoder) if problems is None else setup_data(run, problems, encoder)
     dataset, val_dataset, *environments = data
@@ -143,16 +142,15 @@ def set_up(run: ClusterRun) -> Ready:
     if recipe.env.should_use_nemo_gym:
         environments = nemo_gym.environments(parts)
     last = last_step(run, parts)
-    loss_fn = parts.loss_fn
     if not recipe.loss_fn.is_stock:
         if controller is None:
-            loss_fn = loss_of(run)
+            parts = parts._replace(loss_fn=loss_of(run))
             install(run, exchange, finished_steps(parts), tokenizer)
         resume_carried(recipe.loss_fn, parts.checkpointer, exchange)
         if data_plane_of(config) is not None and recipe.nemo_grpo.engine.diagnostics_period > 0:
             log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
     save_side_files(parts.checkpointer, encoder, hf_config, exchange)
-    return Ready(parts, loss_fn, tokenizer, processor, environments, exports, last, controller=controller)
+    return Ready(parts, tokenizer, processor, environments, exports, last, controller=controller)
 
 
 def train(run: ClusterRun, ready: Ready) -> int:
@@ -209,14 +207,8 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer:
     diagnostics = StepDiagnostics(recipe.run_dir, period, lambda token: str(tokenizer.decode([token])))
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
-        return VariantEstimator(
-            recipe.loss_fn,
-            num_generations=recipe.grpo.num_generations_per_prompt,
-            seed=recipe.grpo.seed,
-            first_step=first_step,
-            exchange=exchange,
-            diagnostics=diagnostics,
-            folds=folds,
+        return VariantEstimator.of(
+            recipe, exchange, first_step=first_step, diagnostics=diagnostics, folds=folds
         )
 
     sample = dynamic_sampling_for(recipe.loss_fn, exchange)
@@ -250,7 +242,7 @@ def run_trainer(ready: Ready) -> None:
         parts.dataloader,
         parts.val_dataloader,
         ready.tokenizer,
-        ready.loss_fn,
+        parts.loss_fn,
         *ready.environments,
         parts.logger,
         parts.checkpointer,

@@ -177,15 +177,7 @@ def set_up(
     config, recipe = run.master_config, run.recipe
     check(config)
     skip_unused_reference(config)
-    estimator = None
-    if not recipe.loss_fn.is_stock:
-        estimator = ChunkEstimator(
-            recipe.loss_fn,
-            num_generations=recipe.grpo.num_generations_per_prompt,
-            seed=recipe.grpo.seed,
-            exchange=exchange,
-            folds=True,
-        )
+    estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, exchange, folds=True)
     record = StepRecord(recipe.grpo.num_generations_per_prompt, scores=recipe.policy_is_scored)
     extend = partial(streaming, estimator=estimator, record=record)
     policy = policy_factory(run, exchange, refits, extend)

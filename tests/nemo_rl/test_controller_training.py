@@ -156,7 +156,7 @@ class Controlled:
         return lambda **named: make(plane=self.plane, **named)
 
     def train(self) -> Any:
-        ready = run_grpo.Ready(self.parts, None, None, None, [{}, {}], None, 0, controller=self.controller)
+        ready = run_grpo.Ready(self.parts, None, None, [{}, {}], None, 0, controller=self.controller)
         with stop_after_step(self.logger) as stop:
             run_grpo.run_trainer(ready)
         return stop

@@ -142,11 +142,8 @@ class PlaneRun(Run):
         with toy, patch("nemo_grpo.nemorl.policy.worker_class", return_value=None):
             make = policy_factory(self.run, self.exchange, MagicMock())
         self.policy = make(plane=self.plane)
-        self.parts = self.parts._replace(policy=self.policy, policy_generation=Generation())
-
-    def ready(self) -> run_grpo.Ready:
-        loss_fn = ObjectiveLoss(self.run.recipe.loss_fn, folded=True)
-        return super().ready()._replace(loss_fn=loss_fn)
+        loss = ObjectiveLoss(self.run.recipe.loss_fn, folded=True)
+        self.parts = self.parts._replace(policy=self.policy, policy_generation=Generation(), loss_fn=loss)
 
     def train(self, rewards: Any = None) -> None:  # type: ignore[override]
         with on_the_plane(self.plane, rewards):

@@ -209,6 +209,7 @@ class Run:
             dataloader=Loader(),
             logger=self.logger,
             checkpointer=self.checkpointer,
+            loss_fn=ObjectiveLoss(self.run.recipe.loss_fn),
             grpo_save_state=make(state),
             master_config=self.run.master_config,
             teacher_worker_groups={},
@@ -219,9 +220,8 @@ class Run:
         """As the driver's `set_up` leaves it."""
         tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
         run_grpo.install(self.run, self.exchange, finished_steps(self.parts), tokenizer)
-        loss_fn = ObjectiveLoss(self.run.recipe.loss_fn)
         last = last_step(self.run, self.parts)
-        return run_grpo.Ready(self.parts, loss_fn, tokenizer, None, [{}, {}], None, last)
+        return run_grpo.Ready(self.parts, tokenizer, None, [{}, {}], None, last)
 
     def train(self) -> list[int]:
         """Returns: the draws of prompts."""

@@ -96,7 +96,7 @@ def trained(monkeypatch):
     def train(parts, how, exports):
         monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
         parts.logger = parts.checkpointer = None
-        return run_grpo.train(RUN, run_grpo.Ready(parts, None, None, None, [], exports, last_step=100))
+        return run_grpo.train(RUN, run_grpo.Ready(parts, None, None, [], exports, last_step=100))
 
     return train, closed
 
