@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
+from nemo_grpo.plan.candidates import nearest_layout
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast, forecast_here
 from nemo_grpo.plan.hardware import THIS, Hardware, hardware_of
 from nemo_grpo.plan.machine import measure_for
-from nemo_grpo.plan.nearest import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import gpu_has_fp8, problems

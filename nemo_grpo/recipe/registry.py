@@ -6,7 +6,7 @@ yields one message ``key=value: rule; remedy`` per violation, registered by ``@r
 - `rules`: across sections, for both engines; and advice
 - `cluster_rules`, `rollout_rules`, `saving_rules`: what NeMo-RL refuses late or does wrongly, for
   ``nemo_grpo.target: cluster``
-- `data_plane_rules`, `controller_rules`: where NeMo-RL trains past its driver, and beside it
+- `controller_rules`: where NeMo-RL trains past its driver, and beside it
 - `demonstration_rules`: supervised training, for both engines
 - `embedded_rules`: what the embedded engine cannot train
 - `nemo_grpo.plan.rules`: what needs the model's shape and the GPU

@@ -12,7 +12,6 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import (  # noqa: F401 - they register
     cluster_rules,
     controller_rules,
-    data_plane_rules,
     demonstration_rules,
     embedded_rules,
     host,

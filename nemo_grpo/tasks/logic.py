@@ -1,9 +1,15 @@
-"""Knights and knaves with 2 to 8 people in Logic-RL's form, graded as its code does (TR-GRPO Table 5)."""
+"""Knights and knaves with 2 to 8 people in Logic-RL's form, graded as its code does (TR-GRPO Table 5).
+
+The release is verl/utils/reward_score/kk.py of Unakar/Logic-RL and of zhyang2226/AR-Lopti, whose splits
+TR-GRPO uses.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
+import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -24,7 +30,6 @@ from nemo_grpo.tasks.logic_puzzles import (
 )
 from nemo_grpo.tasks.response import last_answer, render_response
 from nemo_grpo.tasks.rewards.forms import FORMS, with_opened_think
-from nemo_grpo.tasks.rewards.roles import UNREADABLE, all_right, graded, parse_roles
 
 SPEAKER = "Assistant:"
 """Logic-RL's release grades what follows its first occurrence, in a response too."""
@@ -152,3 +157,56 @@ def _problem(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
         answer="\n".join(answer),
         metadata={"num_people": len(names), "names": names, "statements": statements},
     )
+
+
+Roles = dict[str, bool]
+"""Name in lower case -> is a knight."""
+
+_ROLE = re.compile(
+    r"(?<![\w'-])(?P<name>[^\W\d_][\w'-]{0,40})\s{0,5}(?:\bis\b|[:=]|->|-)\s{0,5}(?:\ban?\b|\bthe\b)?\s{0,5}"
+    r"(?P<role>knight|knave)\b",
+    re.IGNORECASE,
+)
+
+ALL_RIGHT, COMPLETE, UNREADABLE = 2.0, -1.5, -2.0
+"""TR-GRPO Table 5; its "partially correct" is Logic-RL's: everybody has a role, right or not."""
+
+
+def parse_roles(answer: str) -> Roles | None:
+    """Everybody's role, whatever the order and the letters' case: ``Zoey is a knight``, ``ZOEY: knight``.
+
+    Returns: None where nobody has a role or somebody has both.
+    """
+    roles: Roles = {}
+    for match in _ROLE.finditer(answer):
+        is_knight = match["role"].casefold() == "knight"
+        if roles.setdefault(match["name"].casefold(), is_knight) != is_knight:
+            return None
+    return roles or None
+
+
+def all_right(reference: Roles | None, answer: Roles | None) -> bool:
+    """Whether the answer gives everybody of the reference the right role; further people do not matter."""
+    return reference is not None and answer is not None and reference.items() <= answer.items()
+
+
+def graded(reference: Roles, answer: str) -> float:
+    """The answer's reward, read as narrowly as Logic-RL's release reads it.
+
+    2: everybody of the reference is right.  -1.5: everybody has a role, and somebody's is wrong.
+    -2: somebody is not named as ``Zoey is a knight``, or the words knight and knave do not occur once for
+    each person.
+    """
+    lower = answer.lower()
+    if lower.count("knight") + lower.count("knave") != len(reference):
+        return UNREADABLE
+    claims = {name: _claim(name).search(answer) for name in reference}
+    if not all(claims.values()):
+        return UNREADABLE
+    said = {name: claim[1].lower() == "knight" for name, claim in claims.items() if claim}
+    return ALL_RIGHT if said == reference else COMPLETE
+
+
+@cache
+def _claim(name: str) -> re.Pattern[str]:
+    return re.compile(rf"\b{re.escape(name)}\b\s+is\s+a\s+\b(knight|knave)\b", re.IGNORECASE)

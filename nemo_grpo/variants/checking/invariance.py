@@ -3,14 +3,14 @@
 The step's current logprobs must be a leaf with gradient, in float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.variants.base import VariantConfig
-from nemo_grpo.variants.checking.held import Held
 from nemo_grpo.variants.checking.steps import SEED, TOKEN_TENSORS, changed, counts, loss_and_gradient, whole
 
 RTOL, ATOL = 1e-9, 1e-12
@@ -219,3 +219,45 @@ def _compare(one: Any, other: Any, names: tuple[str, str], remedy: str) -> str |
         gradients = f"{one[1][row, column].item():.6g} and {other[1][row, column].item():.6g}"
         return f"{expected} the gradient {gradients} at token {column} of row {row}; {remedy}"
     return None
+
+
+class Held:
+    """Records what ``detach()`` and code under ``no_grad`` give in the first call; later calls get the same.
+
+    Of a loss whose detached values are held, the gradient is the derivative. The calls must take the same way
+    through the code.
+    """
+
+    def __init__(self, *, active: bool = True) -> None:
+        self.active = active
+        self._values: list[Any] | None = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """One call of the loss."""
+        if not self.active:
+            yield
+            return
+        recorded: list[Any] = []
+        earlier = self._values
+
+        from torch.overrides import TorchFunctionMode
+
+        stopping = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+
+        class Mode(TorchFunctionMode):  # a class of torch's, which is imported on first use
+            def __torch_function__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                result = function(*args, **(kwargs or {}))
+                stops = function in stopping or not torch.is_grad_enabled()
+                if not (stops and isinstance(result, torch.Tensor)):
+                    return result
+                place = len(recorded)
+                recorded.append(result.clone())
+                return result if earlier is None else earlier[place].clone()
+
+        with Mode():
+            yield
+        if self._values is None:
+            self._values = recorded

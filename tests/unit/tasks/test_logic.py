@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
+from nemo_grpo.tasks.logic import all_right, graded, parse_roles
 from nemo_grpo.tasks.logic_puzzles import describe, draw_statements, is_true, solutions
-from nemo_grpo.tasks.rewards.roles import all_right, graded, parse_roles
 
 
 def task(**parameters):
