@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 COLOCATED = f"{GENERATION}.colocated"
+POWERS = (1, 2, 4, 8)
+COSTS = {"tensor": 1.0, "pipeline": 1.5, "context": 1.5, "expert": 1.0, "rollout": 0.5, "recompute": 0.5}
+"""What doubling or halving a size counts for; other GPUs than the recipe's count most."""
+NODE_COST = 4.0
+MAX_REFUSED = 12
+"""Candidates that the recipe's own rules refuse before the search gives up."""
 
 
 def candidates(
@@ -99,15 +105,6 @@ def _settings(setup: Setup) -> dict[str, Any]:
         "cluster.num_nodes": setup.num_nodes,
         "cluster.gpus_per_node": setup.gpus_per_node,
     }
-
-
-POWERS = (1, 2, 4, 8)
-COSTS = {"tensor": 1.0, "pipeline": 1.5, "context": 1.5, "expert": 1.0, "rollout": 0.5, "recompute": 0.5}
-"""What doubling or halving a size counts for; other GPUs than the recipe's count most."""
-
-NODE_COST = 4.0
-MAX_REFUSED = 12
-"""Candidates that the recipe's own rules refuse before the search gives up."""
 
 
 def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str, ...] | None:

@@ -34,6 +34,15 @@ from nemo_grpo.tasks.rewards.forms import FORMS, with_opened_think
 SPEAKER = "Assistant:"
 """Logic-RL's release grades what follows its first occurrence, in a response too."""
 People = Annotated[int, Field(ge=2, le=8)]
+Roles = dict[str, bool]
+"""Name in lower case -> is a knight."""
+_ROLE = re.compile(
+    r"(?<![\w'-])(?P<name>[^\W\d_][\w'-]{0,40})\s{0,5}(?:\bis\b|[:=]|->|-)\s{0,5}(?:\ban?\b|\bthe\b)?\s{0,5}"
+    r"(?P<role>knight|knave)\b",
+    re.IGNORECASE,
+)
+ALL_RIGHT, COMPLETE, UNREADABLE = 2.0, -1.5, -2.0
+"""TR-GRPO Table 5; its "partially correct" is Logic-RL's: everybody has a role, right or not."""
 
 
 class LogicConfig(FileTaskConfig):
@@ -157,19 +166,6 @@ def _problem(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
         answer="\n".join(answer),
         metadata={"num_people": len(names), "names": names, "statements": statements},
     )
-
-
-Roles = dict[str, bool]
-"""Name in lower case -> is a knight."""
-
-_ROLE = re.compile(
-    r"(?<![\w'-])(?P<name>[^\W\d_][\w'-]{0,40})\s{0,5}(?:\bis\b|[:=]|->|-)\s{0,5}(?:\ban?\b|\bthe\b)?\s{0,5}"
-    r"(?P<role>knight|knave)\b",
-    re.IGNORECASE,
-)
-
-ALL_RIGHT, COMPLETE, UNREADABLE = 2.0, -1.5, -2.0
-"""TR-GRPO Table 5; its "partially correct" is Logic-RL's: everybody has a role, right or not."""
 
 
 def parse_roles(answer: str) -> Roles | None:
