@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
@@ -27,16 +27,30 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
 
 
-class Tracker(Protocol):
-    """Takes a run's metrics."""
+class Tracker:
+    """Takes a run's metrics; its failure does not end the run."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        """Args: name: for the log.  kind: a `TensorBoard`, `WandB` or `MLflow`."""
+        self.name, self.kind = name, kind
+        self.failed = False
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         """The metrics of one step."""
-        ...
+        self._try(lambda: self.kind.log(row, step))
 
     def close(self) -> None:
         """Write what is left."""
-        ...
+        self._try(self.kind.close)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        if self.failed:
+            return
+        try:
+            work()
+        except Exception as error:
+            self.failed = True
+            log.warning("%s gets no more metrics of this run: %s", self.name, error)
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -58,41 +72,14 @@ def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Trac
 
     Args: folder: the run's.  from_step: last step that stays; -1: the run begins.
     """
-    kinds: dict[str, Callable[[Recipe, Path, int], Tracker]] = {
-        "tensorboard": TensorBoard,
-        "wandb": WandB,
-        "mlflow": MLflow,
-    }
+    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     for name, kind in kinds.items():
         if _enabled(recipe, name):
-            yield _Careful(name, kind(recipe, folder, from_step))
+            yield Tracker(name, kind(recipe, folder, from_step))
 
 
 def _enabled(recipe: Recipe, name: str) -> bool:
     return bool(getattr(recipe.logger, f"{name}_enabled"))
-
-
-class _Careful:
-    """A tracker whose failure does not end the run."""
-
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self.name, self.tracker = name, tracker
-        self.failed = False
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        self._try(lambda: self.tracker.log(row, step))
-
-    def close(self) -> None:
-        self._try(self.tracker.close)
-
-    def _try(self, work: Any) -> None:
-        if self.failed:
-            return
-        try:
-            work()
-        except Exception as error:
-            self.failed = True
-            log.warning("%s gets no more metrics of this run: %s", self.name, error)
 
 
 class TensorBoard:
