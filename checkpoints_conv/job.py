@@ -4,8 +4,6 @@ Next to the output ``NAME`` lies ``.NAME.partial`` with ``data/`` (what will bec
 (one line per finished piece) and ``lock``. NAME appears only by renaming the complete, flushed ``data/``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import flush, flush_tree, hold_lock, make_readable, write_sha256
@@ -88,7 +86,7 @@ class Job:
         if self.resume and not self.partial.exists():
             log.info("nothing to resume for %s; starting from the beginning", self.output)
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         """Create or reopen the partial folder and lock it.
 
         Raises: UserError: another process writes there, or the settings differ from the first attempt's.

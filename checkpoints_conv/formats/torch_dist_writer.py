@@ -1,14 +1,12 @@
 """Writing torch_dist checkpoints chunk by chunk; `torch_dist` describes the format."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from checkpoints_conv.formats.archive import SavedTensor, Section, save, tensor_reference
 from checkpoints_conv.formats.dtypes import Dtype
@@ -36,7 +34,7 @@ class WrittenChunk:
     chunk: Chunk
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> WrittenChunk:
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """The inverse of ``asdict`` after JSON."""
         c = entry["chunk"]
         chunk = Chunk(tuple(c["offsets"]), tuple(c["sizes"]), c["file"], c["start"], c["length"])

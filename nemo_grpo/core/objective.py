@@ -4,10 +4,9 @@ prepare:  rewards, scored logprobs -> advantages [B, T] (+ token weights)      o
 loss:     current logprobs -> - aggregate( policy term - beta KL term )          per microbatch, on any rows
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.aggregation import Aggregation, aggregate, group_mean_factors, metric_shares
@@ -157,7 +156,7 @@ class Objective:
         shares = metric_shares(metrics, counts, global_valid_toks, global_valid_seqs)
         return loss, shares | {"loss/total": loss.detach()}
 
-    def folded(self) -> Objective:
+    def folded(self) -> Self:
         """The objective of `PreparedBatch.folded`: its rows weigh what their advantages say.
 
         group_token_mean:  sum_i f_i sum_t x_it / N  =  sum_it (f_i x_it) / N

@@ -1,9 +1,8 @@
 """Sums, means and z-scores over groups, buckets and whole steps. Accumulated in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.masking import zero_outside
@@ -23,7 +22,7 @@ class Groups:
     num_groups: int
 
     @classmethod
-    def from_ids(cls, group_ids: Tensor) -> Groups:
+    def from_ids(cls, group_ids: Tensor) -> Self:
         """Number arbitrary integer ids densely."""
         ids, index = torch.unique(group_ids, return_inverse=True)
         return cls(index, ids.numel())

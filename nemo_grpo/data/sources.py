@@ -3,10 +3,8 @@
 `Source` explains the table's fields.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from nemo_grpo.data.fields import (
     FieldMapping,
@@ -84,7 +82,7 @@ class Source:
         """All filters in order: question and answer are there, then the set's own."""
         return (complete(), *self.filters)
 
-    def generate(self) -> Source:
+    def generate(self) -> Self:
         """The same data set from `made_here`. Raises: UserError: it has no generator."""
         if self.made_here is None:
             able = ", ".join(source.name for source in TABLE if source.made_here)

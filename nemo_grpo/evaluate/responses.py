@@ -1,14 +1,12 @@
 """Responses on disk as they come, so that a killed evaluation can resume."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import hold_lock
@@ -61,7 +59,7 @@ class ResponseLog:
             self._file.close()
             raise
 
-    def __enter__(self) -> ResponseLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

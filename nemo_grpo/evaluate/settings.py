@@ -1,13 +1,11 @@
 """How an evaluation samples: the command's options, else the recipe's settings, else the defaults."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -49,7 +47,7 @@ class Settings:
     seed: int = 0
 
     @classmethod
-    def of(cls, recipe: Recipe | None, options: dict[str, Any]) -> Settings:
+    def of(cls, recipe: Recipe | None, options: dict[str, Any]) -> Self:
         """``options``: None stands for the recipe's value, or the default."""
         given = {name: value for name, value in options.items() if value is not None}
         settings = cls(**{**({} if recipe is None else _of_recipe(recipe)), **given})

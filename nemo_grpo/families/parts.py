@@ -7,10 +7,9 @@ the leading axis of the tensor before the bracket; one that ends in ``[name]`` a
 order of the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Self
 
 from nemo_grpo.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
 from nemo_grpo.families.spec import ModelSpec
@@ -46,7 +45,7 @@ class Entry:
     layers: Collection[int] | None = None
     keeps_dtype: bool = False
 
-    def within(self, prefix: str) -> Entry:
+    def within(self, prefix: str) -> Self:
         """The same tensor where the decoder is a part of a model."""
         fused, twin = (prefix + name if name else None for name in (self.fused, self.twin))
         return replace(self, megatron=prefix + self.megatron, fused=fused, twin=twin)

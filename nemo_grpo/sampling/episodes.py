@@ -1,10 +1,8 @@
 """Responses: in one go, or in turns between which the task's environment speaks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -51,7 +49,7 @@ class Response:
     scores: dict[str, float] = field(default_factory=dict, kw_only=True)
     reward: float = field(default=0.0, kw_only=True)
 
-    def plus(self, tokens: Tensor, logprobs: Tensor, text: str, *, by_policy: bool) -> Response:
+    def plus(self, tokens: Tensor, logprobs: Tensor, text: str, *, by_policy: bool) -> Self:
         """With what the policy or the environment says next."""
         return replace(
             self,

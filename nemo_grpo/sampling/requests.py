@@ -1,12 +1,10 @@
 """What is asked of a generator, what it returns, and its protocol."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -172,7 +170,7 @@ class Request:
             seen[prompt] += 1
         return before
 
-    def select(self, indices: Sequence[int]) -> Request:
+    def select(self, indices: Sequence[int]) -> Self:
         """The same for some of the prompts; ``heard`` gets the rows of this request."""
         assert not self.known
         turn = self.turn and replace(self.turn, max_new_tokens=[self.limits[index] for index in indices])

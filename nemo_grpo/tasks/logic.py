@@ -4,8 +4,6 @@ The release is verl/utils/reward_score/kk.py of Unakar/Logic-RL and of zhyang222
 TR-GRPO uses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
@@ -68,7 +66,7 @@ class LogicConfig(FileTaskConfig):
     """The prompt ends with ``<think>``, by its response_prefix or by the chat template."""
 
     @model_validator(mode="after")
-    def _has_names_for_everybody(self) -> LogicConfig:
+    def _has_names_for_everybody(self) -> Self:
         most = max(*self.people, *self.validation_people)
         if self.num_names < most:
             raise UserError(

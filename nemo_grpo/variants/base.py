@@ -1,9 +1,7 @@
 """What every variant's configuration shares: strict keys, common names, common pieces of an objective."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -85,7 +83,7 @@ class VariantConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _forced_ratio_needs_no_scored_logprobs(self) -> VariantConfig:
+    def _forced_ratio_needs_no_scored_logprobs(self) -> Self:
         if self.force_on_policy_ratio and not self.is_stock and self.needs_scores:
             raise ValueError(
                 "force_on_policy_ratio=true: the advantages are shaped by the scored logprobs or entropies, "
@@ -94,7 +92,7 @@ class VariantConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _constant_aggregation_has_max_response_length(self) -> VariantConfig:
+    def _constant_aggregation_has_max_response_length(self) -> Self:
         if self.aggregation == "constant" and self.max_response_length is None:
             raise ValueError(
                 "aggregation=constant divides by max_response_length; set it to the longest response"
@@ -102,7 +100,7 @@ class VariantConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _truncation_is_complete(self) -> VariantConfig:
+    def _truncation_is_complete(self) -> Self:
         kind, upper = self.truncated_importance_sampling_type, self.truncated_importance_sampling_ratio
         lower = self.truncated_importance_sampling_ratio_min
         if kind is not None and not self.use_importance_sampling_correction:
@@ -289,7 +287,7 @@ class RatioConfig(GroupRewardConfig, KLConfig):
     )
 
     @model_validator(mode="after")
-    def _clip_is_a_pair(self) -> RatioConfig:
+    def _clip_is_a_pair(self) -> Self:
         if (self.ratio_clip_min is None) != (self.ratio_clip_max is None):
             raise ValueError(
                 f"ratio_clip_min={self.ratio_clip_min}, ratio_clip_max={self.ratio_clip_max}: a clip has two "
@@ -302,7 +300,7 @@ class RatioConfig(GroupRewardConfig, KLConfig):
         return self
 
     @model_validator(mode="after")
-    def _sequence_ratio_is_averaged_per_sequence(self) -> RatioConfig:
+    def _sequence_ratio_is_averaged_per_sequence(self) -> Self:
         if not self.sequence_level_importance_ratios:
             return self
         if self.aggregation != "sequence_mean":

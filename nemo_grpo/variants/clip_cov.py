@@ -9,9 +9,7 @@ Deviation: means and token choice are computed once over the whole step; the aut
 microbatch, which makes the loss depend on the microbatch size.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,7 +38,7 @@ class ClipCov(RatioConfig):
     clip_fraction: float = Field(2e-4, gt=0, le=1, description="r, share of the step's tokens to clip")
 
     @model_validator(mode="after")
-    def _bounds_are_ordered(self) -> ClipCov:
+    def _bounds_are_ordered(self) -> Self:
         if self.covariance_min >= self.covariance_max:
             raise ValueError(
                 f"covariance_min={self.covariance_min} must be below covariance_max={self.covariance_max}; "

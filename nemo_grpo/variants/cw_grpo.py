@@ -19,9 +19,7 @@ Deviation:
   temperature; here both use the same one.)
 """
 
-from __future__ import annotations
-
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -68,7 +66,7 @@ class CWGRPO(RatioConfig):
     )
 
     @model_validator(mode="after")
-    def _author_code_has_no_options(self) -> CWGRPO:
+    def _author_code_has_no_options(self) -> Self:
         changed = {
             name: getattr(self, name)
             for name in ("logprob_centering", "scope", "ratio_clip_min")

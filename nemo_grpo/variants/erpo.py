@@ -30,11 +30,9 @@ Deviation:
 - z-scores with ddof 0, so that Eq. 16 (mean 0, variance 1 over a group's tokens) holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -80,7 +78,7 @@ class ERPO(RatioConfig):
     )
 
     @model_validator(mode="after")
-    def _momentum_has_an_effect(self) -> ERPO:
+    def _momentum_has_an_effect(self) -> Self:
         default = type(self).model_fields["entropy_momentum"].default
         if self.entropy_statistics == "group" and self.entropy_momentum != default:
             raise ValueError(

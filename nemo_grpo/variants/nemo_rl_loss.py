@@ -4,9 +4,7 @@ NeMo-RL builds and computes it; here its keys are checked, and read by rules and
 defaults are those of ``ClippedPGLossConfig`` in NeMo-RL 0.7.0 and 7ea279abf.
 """
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -61,7 +59,7 @@ class NeMoRLLoss(KLConfig):
         return {**section, "aggregation": "token_mean" if by_tokens else "sequence_mean"}
 
     @model_validator(mode="after")
-    def _truncation_is_complete(self) -> NeMoRLLoss:
+    def _truncation_is_complete(self) -> Self:
         return self  # NeMo-RL ignores the bounds of a correction that is off
 
     def build(self) -> Objective:

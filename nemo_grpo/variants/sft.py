@@ -8,9 +8,7 @@ divided by the step's tokens, however they are split over microbatches and ranks
 Deviation: none; the papers state no loss.
 """
 
-from __future__ import annotations
-
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -35,7 +33,7 @@ class SFT(VariantConfig):
     variant: Literal["sft"] = "sft"
 
     @model_validator(mode="after")
-    def _has_no_parameters(self) -> SFT:
+    def _has_no_parameters(self) -> Self:
         for name, field in type(self).model_fields.items():
             if name not in FROM_THE_RECIPE and (value := getattr(self, name)) != field.default:
                 raise ValueError(f"{name}={value}: sft has no parameters; leave it out")

@@ -17,11 +17,9 @@ both stay available.
   such tokens.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -70,7 +68,7 @@ class TRGRPO(RatioConfig):
     )
 
     @model_validator(mode="after")
-    def _bounds(self) -> TRGRPO:
+    def _bounds(self) -> Self:
         if self.lower > self.upper:
             raise ValueError(f"lower={self.lower} must not exceed upper={self.upper}")
         if self.weighting == "reverse" and self.upper >= 2:
@@ -85,7 +83,7 @@ class TRGRPO(RatioConfig):
         return self
 
     @model_validator(mode="after")
-    def _weights_differ_between_tokens(self) -> TRGRPO:
+    def _weights_differ_between_tokens(self) -> Self:
         low, high = self.weight_at(0.0), self.weight_at(1.0)  # monotone in pi, so the ends decide
         if self.weighting in ("probability", "reverse") and low == high and not self.allow_constant_weight:
             raise ValueError(
@@ -97,7 +95,7 @@ class TRGRPO(RatioConfig):
         return self
 
     @model_validator(mode="after")
-    def _inside_weight_stays_within_the_clip(self) -> TRGRPO:
+    def _inside_weight_stays_within_the_clip(self) -> Self:
         if (
             self.weight_placement == "inside"
             and self.ratio_clip_max is not None

@@ -13,10 +13,8 @@ megatron-core's ``thd`` format. Under context parallelism a rank has two slices 
 of each of those sequences, which are padded for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -44,7 +42,7 @@ class PaddedRows:
     place: Tensor
 
     @classmethod
-    def of(cls, lengths: Tensor) -> PaddedRows:
+    def of(cls, lengths: Tensor) -> Self:
         """For rows of these lengths, one after the other."""
         inside = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
         flat = inside.flatten()
@@ -94,9 +92,7 @@ class AttentionPlan:
     bias: Tensor | None = None
 
     @classmethod
-    def shared(
-        cls, prompt_lengths: Tensor, prompt_of: Tensor, lengths: Tensor, dtype: torch.dtype
-    ) -> AttentionPlan:
+    def shared(cls, prompt_lengths: Tensor, prompt_of: Tensor, lengths: Tensor, dtype: torch.dtype) -> Self:
         """For prompts of these lengths, and responses (``lengths`` each, 0 allowed) that follow them."""
         prompts = PaddedRows.of(prompt_lengths)
         if not lengths.any():

@@ -1,13 +1,11 @@
 """BM25 over a corpus, by bm25s; the index is built once and kept on the disk."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.retriever.base import Passage
@@ -28,7 +26,7 @@ class BM25Retriever:
         self.passages, self._index = passages, index
 
     @classmethod
-    def in_memory(cls, passages: Sequence[Passage]) -> BM25Retriever:
+    def in_memory(cls, passages: Sequence[Passage]) -> Self:
         """Over passages in memory; nothing is written.
 
         Raises: UserError: bm25s is not installed.
@@ -36,7 +34,7 @@ class BM25Retriever:
         return cls(passages, _build(passages))
 
     @classmethod
-    def of_file(cls, path: str | Path, cache: str | Path | None = None) -> BM25Retriever:
+    def of_file(cls, path: str | Path, cache: str | Path | None = None) -> Self:
         """Over a JSONL file; the index is read from ``cache``, or built there if the file has changed.
 
         Args:   cache: folder; None: the corpus's path with ``.bm25`` appended.

@@ -1,9 +1,7 @@
 """Broadcasts through a TCPStore."""
 
-from __future__ import annotations
-
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -21,7 +19,7 @@ class Communicator:
         self.store = torch.distributed.TCPStore(host, int(port), nranks, rank == 0, timeout=PATIENCE)
 
     @classmethod
-    def init(cls, nranks: int, rank: int, unique_id: UniqueId) -> Communicator:
+    def init(cls, nranks: int, rank: int, unique_id: UniqueId) -> Self:
         """Join the group."""
         return cls(nranks, rank, unique_id)
 

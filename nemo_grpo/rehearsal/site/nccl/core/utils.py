@@ -1,8 +1,7 @@
 """A group's id is the address of its store."""
 
-from __future__ import annotations
-
 import socket
+from typing import Self
 
 
 class UniqueId:
@@ -12,7 +11,7 @@ class UniqueId:
         self.as_bytes = raw
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> UniqueId:
+    def from_bytes(cls, raw: bytes) -> Self:
         """The id received from another rank."""
         return cls(bytes(raw))
 
