@@ -56,8 +56,10 @@ PANELS: tuple[Panel, ...] = (
         "probability. g is the size of the loss's derivative by the token's log-probability, with every "
         "weight, clip and KL of the variant.", draw=draw_bins, from_zero=True,
         xlabel="probability of the token", of_diagnostics=True),
-    Panel("token_coefficient", "Weight by probability", "mean g", ("probability", "coefficient"),
-        "Mean g by probability: the effect of a variant's token weights, advantages included.",
+    Panel("token_coefficient", "Weight by probability", "mean g",
+        ("probability", "coefficient", "tokens"),
+        "Mean g by probability: the effect of a variant's token weights, advantages included. Without tokens "
+        "there is no mean.",
         draw=draw_bins, from_zero=True, xlabel="probability of the token", of_diagnostics=True),
     Panel("gradient_cv", "Evenness of token gradients", "std / mean over tokens", ("tokens/gradient_cv",),
         "Spread of g (1 - pi) over a step's tokens: large where few tokens dominate the update.",

@@ -13,18 +13,26 @@ MAX_LISTED = 4
 """With more groups than this, tables of tokens are left out."""
 
 
-def group_mean(group: RunGroup, part: str, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+def group_mean(
+    group: RunGroup, part: str, name: str, shares: str = ""
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean of one list of numbers over a run's measured steps; of these means over the runs that have it,
     mean and sample standard deviation (0 for one run). None if none has it.
+
+    Args: shares: the part's list of the tokens' shares that each number is a mean of; a step then counts by
+          its tokens, and numbers that no token stands behind are masked.
     """
-    looks = [
-        [look[part][name] for look in run.diagnostics if name in look.get(part, {})] for run in group.runs
-    ]
-    means = [np.mean(lists, axis=0) for lists in looks if lists]
+    means = []
+    for run in group.runs:
+        if looks := [look for look in run.diagnostics if name in look.get(part, {})]:
+            numbers = [look[part][name] for look in looks]
+            tokens = [look["num_tokens"] * np.array(look[part][shares]) for look in looks] if shares else None
+            means.append(np.ma.average(numbers, axis=0, weights=tokens))
     if not means:
         return None
-    spread = np.std(means, axis=0, ddof=1) if len(means) > 1 else np.zeros_like(means[0])
-    return np.mean(means, axis=0), spread
+    stacked = np.ma.stack(means)
+    spread = stacked.std(axis=0, ddof=1) if len(means) > 1 else np.zeros_like(means[0])
+    return stacked.mean(axis=0), spread
 
 
 def draw_cumulative(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
@@ -40,10 +48,12 @@ def draw_cumulative(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
 
 
 def draw_bins(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """One value per bin of the token's probability, at the bin's middle."""
-    part, name = keys
+    """One value per bin of the token's probability, at the bin's middle.
+
+    Args: keys: part, name, and for a mean over tokens the list of their shares.
+    """
     for index, group in enumerate(groups):
-        if (found := group_mean(group, part, name)) is not None:
+        if (found := group_mean(group, *keys)) is not None:
             middle = (np.arange(len(found[0])) + 0.5) / len(found[0])
             _line(axes, middle, *found, index, len(groups))
     return ""

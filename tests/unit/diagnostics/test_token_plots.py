@@ -76,6 +76,16 @@ def test_looks_are_averaged_within_a_run_and_spread_over_seeds(runs: list[Path])
     assert group_mean(group, "covariance", "nothing") is None
 
 
+def test_a_mean_over_tokens_counts_steps_by_their_tokens_and_nothing_where_there_are_none(runs) -> None:
+    rows = [look(1, 3.0), look(20, 0.0)]
+    rows[0]["probability"]["tokens"] = [0.0, 1.0]
+    rows[1] |= {"num_tokens": 27, "probability": {"tokens": [0.0, 1 / 9], "coefficient": [0.0, 1.0]}}
+    (runs[0] / "diagnostics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    group = group_runs([read_run(runs[0])])[0]
+    mean, _ = group_mean(group, "probability", "coefficient", "tokens")
+    assert mean.tolist() == [None, pytest.approx(2.5)]  # 9 tokens of 3, 3 of 1
+
+
 def test_covariance_table_has_the_papers_form(runs: list[Path]) -> None:
     head, rows = covariance_rows(group_runs([read_run(path) for path in runs]))
     assert head == ["setting", "covariance", "1 %", "100 %"]
