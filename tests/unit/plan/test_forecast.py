@@ -20,6 +20,7 @@ from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
+SMALL = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 SHAPE = PRESETS["Qwen/Qwen2.5-32B"]
 H100 = HARDWARE["h100"]
 
@@ -139,17 +140,19 @@ def test_setup_follows_the_recipes_own_keys() -> None:
     assert (setup.draft_tokens, setup.draft_layers) == (2, 0)
 
 
+AHEAD = [
+    "grpo.async_grpo={enabled: true}",
+    "policy.generation.colocated={enabled: false, resources: {num_nodes: 2, gpus_per_node: 8}}",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "loss_fn.use_importance_sampling_correction=true",
+    "grpo.use_dynamic_sampling=false",
+]
+
+
 def test_refits_wait_for_rollouts_unless_weights_change_in_flight() -> None:
-    ahead = [
-        "grpo.async_grpo={enabled: true}",
-        "policy.generation.colocated={enabled: false, resources: {num_nodes: 2, gpus_per_node: 8}}",
-        "policy.generation.vllm_cfg.async_engine=true",
-        "loss_fn.use_importance_sampling_correction=true",
-        "grpo.use_dynamic_sampling=false",
-    ]
     lengths = of_mean(100, 1000)
-    assert workload_of(load_recipe(LARGE, ahead), lengths).waits_for_rollouts
-    in_flight = load_recipe(LARGE, [*ahead, "grpo.async_grpo.in_flight_weight_updates=true"])
+    assert workload_of(load_recipe(LARGE, AHEAD), lengths).waits_for_rollouts
+    in_flight = load_recipe(LARGE, [*AHEAD, "grpo.async_grpo.in_flight_weight_updates=true"])
     assert not workload_of(in_flight, lengths).waits_for_rollouts
 
 
@@ -334,6 +337,20 @@ def test_bottleneck_is_the_largest_phase(base: Forecast) -> None:
     assert max(phases, key=lambda name: phases[name]) == "tail"
     share = f"{phases['tail'] / base.step.seconds:.0%}"
     assert base.bottleneck.startswith(f"{share} is the longest responses; lower")
+
+
+@pytest.mark.parametrize(("limit", "side"), [(2200, "training side"), (5000, "rollouts")])
+def test_bottleneck_of_two_sides_is_of_the_longer_one(limit: int, side: str) -> None:
+    forecast = forecast_of(load_recipe(LARGE, [*AHEAD, f"policy.generation.max_new_tokens={limit}"]), 400)
+    assert f" of the {side} is " in forecast.bottleneck
+    assert at_scale(forecast, 64).setup.num_rollout_gpus == 2 * forecast.setup.num_rollout_gpus == 32
+
+
+def test_padded_microbatches_have_the_longest_length() -> None:
+    padded = ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=2"]
+    setup = setup_of(recipe := load_recipe(SMALL, [*padded, "policy.logprob_batch_size=3"]))
+    longest = recipe.policy.max_total_sequence_length
+    assert (setup.train_tokens, setup.score_tokens) == (2 * longest, 3 * longest)
 
 
 def test_steps_within_a_time_leave_room_for_a_checkpoint(base: Forecast) -> None:
