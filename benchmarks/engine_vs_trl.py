@@ -1,9 +1,12 @@
 """CPU seconds of a training step: the embedded engine against TRL's GRPOTrainer.
 
 Both sides train the same model folder (a Qwen2) with the same tokenizer, prompts, batch, lengths, sampling,
-loss (GRPO without KL), learning rate and reward function, in float32, on one thread. Each is a process of
-its own; they take turns, a few steps at a time, so that load of the machine meets all alike. A step is
-everything from drawing prompts to updated weights and metrics.
+loss (GRPO without KL), learning rate and reward function, on one thread. Each is a process of its own; they
+take turns, a few steps at a time, so that load of the machine meets all alike. A step is everything from
+drawing prompts to updated weights and metrics.
+
+Both compute in float32, or with `--precision bfloat16` both in bfloat16 with master weights in float32: ours
+in the optimizer, TRL's, as it comes, in the model under autocast.
 
 TRL runs three times, because what it does on a CPU by default is not its best (`HEADS`):
 
@@ -35,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +58,7 @@ class Config:
 
     Attributes: micro_batch_size: sequences per forward and backward pass, on both sides.
                 changes: overrides of the recipe.
+                precision: float32 or bfloat16, on both sides.
     """
 
     num_prompts: int
@@ -64,6 +68,7 @@ class Config:
     steps_per_turn: int
     changes: tuple[str, ...] = ()
     recipe: str = "quickstart"
+    precision: str = "float32"
 
 
 CONFIGS = {
@@ -81,7 +86,6 @@ CONFIGS = {
         *(2, 8, 64, 16, 2),
         (
             f"policy.model_name={ROOT / '.cache/smollm2'}",
-            "policy.precision=float32",
             "cluster.gpus_per_node=1",
         ),
         "smollm2",
@@ -134,6 +138,7 @@ def recipe_of(config: Config, folder: Path) -> Recipe:
         f"policy.train_micro_batch_size={config.micro_batch_size}",
         *(f"{optimizer}.{name}={LEARNING_RATE:.7f}" for name in ("lr", "min_lr")),
         *(f"{scheduler}.lr_decay_style=constant", f"{scheduler}.lr_warmup_iters=0"),
+        f"policy.precision={config.precision}",
         "logger.tensorboard_enabled=false",
         *(f"nemo_grpo.runs_dir={folder}", "nemo_grpo.run_name=ours"),
         *config.changes,
@@ -215,7 +220,8 @@ def run_trl(config: Config, folder: Path, head: str) -> None:
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         max_steps=10**6,
-        **dict.fromkeys(("bf16", "gradient_checkpointing"), False),
+        bf16=config.precision == "bfloat16",
+        gradient_checkpointing=False,
         **dict.fromkeys(("save_strategy", "logging_strategy", "eval_strategy"), "no"),
         report_to="none",
         use_cpu=True,
@@ -267,11 +273,10 @@ def trainer_with(head: str) -> Any:
 
 
 class Side:
-    """A side's process."""
+    """A side's process; ``options`` are the command line's."""
 
-    def __init__(self, python: str, side: str, name: str, folder: Path, profile: bool = False) -> None:
-        command = [python, __file__, "--side", side, "--config", name, "--folder", str(folder)]
-        command += ["--profile"] if profile else []
+    def __init__(self, python: str, side: str, folder: Path, options: Sequence[str]) -> None:
+        command = [python, __file__, "--side", side, "--folder", str(folder), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment["PYTHONPATH"] = str(ROOT) if side == "ours" else ""
         self.log = folder / f"{side}.log"
@@ -325,15 +330,22 @@ def prepare(name: str, folder: Path) -> None:
     (folder / "model.json").write_text(json.dumps(str(source)))
 
 
-def compare(name: str, trl_python: str | None, heads: Sequence[str], repetitions: int, profile: bool) -> None:
+def compare(
+    name: str,
+    config: Config,
+    trl_python: str | None,
+    heads: Sequence[str],
+    repetitions: int,
+    profile: bool,
+) -> None:
     """Measure one configuration and print its lines."""
-    config = CONFIGS[name]
+    options = ["--config", name, "--precision", config.precision]
     with tempfile.TemporaryDirectory(prefix="engine-vs-trl-") as scratch:
         folder = Path(scratch)
         prepare(name, folder)
-        sides = {"ours": Side(sys.executable, "ours", name, folder, profile)}
+        sides = {"ours": Side(sys.executable, "ours", folder, [*options, *["--profile"] * profile])}
         if trl_python:
-            sides |= {head: Side(trl_python, head, name, folder) for head in heads}
+            sides |= {head: Side(trl_python, head, folder, options) for head in heads}
         for _ in range(repetitions):
             for side in sides.values():
                 side.turn(config.steps_per_turn)
@@ -363,20 +375,23 @@ def main() -> None:
     parser.add_argument("--trl-python", help="Python of an environment with TRL; see above")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help="only these of TRL's")
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="also profile our side, which slows it down")
     parser.add_argument("--side", choices=["ours", *HEADS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    configs = {name: replace(config, precision=arguments.precision) for name, config in CONFIGS.items()}
     if arguments.side == "ours":
-        run_ours(CONFIGS[arguments.config], arguments.folder, arguments.profile)
+        run_ours(configs[arguments.config], arguments.folder, arguments.profile)
     elif arguments.side:
-        run_trl(CONFIGS[arguments.config], arguments.folder, arguments.side)
+        run_trl(configs[arguments.config], arguments.folder, arguments.side)
     else:
         if not arguments.trl_python:
             print("TRL's side is skipped: give --trl-python PATH (see --help for how to make it)")
-        for name in [arguments.config] if arguments.config else CONFIGS:
-            compare(name, arguments.trl_python, arguments.heads, arguments.repetitions, arguments.profile)
+        for name in [arguments.config] if arguments.config else configs:
+            measured = arguments.trl_python, arguments.heads, arguments.repetitions, arguments.profile
+            compare(name, configs[name], *measured)
 
 
 if __name__ == "__main__":

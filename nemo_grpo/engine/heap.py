@@ -1,10 +1,25 @@
-"""Memory that has been freed, back to the system."""
+"""The C library's heap (glibc's; others stay as they are): what happens to memory that is freed."""
 
 import ctypes
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_MOST = 2**31 - 1
+
+
+def keep() -> None:
+    """Keep freed memory for the next allocation, instead of giving large blocks back at once.
+
+    A training step allocates the same large blocks again and again; of one that is taken from the system anew
+    each page costs a fault.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _MOST)
+        mallopt(_MMAP_THRESHOLD, _MOST)
+
 
 def give_back() -> None:
-    """Return what the heap keeps of freed memory, where the C library (glibc) can.
+    """Return what the heap keeps of freed memory.
 
     An update frees its activations block by block, and what is still in use between them keeps the heap as
     large as it was. What comes next in blocks of its own (a checkpoint, an export, the sampler's cache) would

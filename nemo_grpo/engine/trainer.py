@@ -54,6 +54,7 @@ class Trainer:
         begun = check(recipe, resume=resume)
         check_ranks(recipe)
         torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
+        heap.keep()
         self.device = setup.choose_device(recipe)
         parallel.initialize(recipe.policy.megatron_cfg.layout, self.device, recipe.grpo.seed)
         leads = parallel.is_rank_zero()

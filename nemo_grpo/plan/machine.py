@@ -127,7 +127,7 @@ def measure(shape: ModelSpec, tokens: int, *, num_threads: int = 1, num_bytes: i
             sampling=sampling,
             backward=4 * rows[-1] * size / best(_backward(layers, rows[-1])),
             memory=_bandwidth(best),
-            attention=_attention(shape, dtype, best),
+            attention=_attention(shape, best),
             cache=_cache(shape, dtype, best),
             operation=_operation(best),
         )
@@ -207,15 +207,15 @@ def _bandwidth(best: _Best) -> float:
     return 3 * a.nbytes / best(lambda: torch.add(a, b, out=c))
 
 
-def _attention(shape: ModelSpec, dtype: torch.dtype, best: _Best) -> float:
-    """Rate of a group's responses' attention to their prompt and themselves, with packing's bias."""
+def _attention(shape: ModelSpec, best: _Best) -> float:
+    """Rate of a group's responses' attention to their prompt and themselves, with packing's bias; in FP32."""
     import torch
 
     rows, own, columns = 8, 64, 128
     heads, groups, width = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    queries = torch.ones(rows, heads, own, width, dtype=dtype)
-    keys = torch.ones(rows, groups, columns, width, dtype=dtype)
-    bias = torch.zeros(rows, 1, own, columns, dtype=dtype)
+    queries = torch.ones(rows, heads, own, width)
+    keys = torch.ones(rows, groups, columns, width)
+    bias = torch.zeros(rows, 1, own, columns)
     attend = torch.nn.functional.scaled_dot_product_attention
     flops = 4 * rows * heads * own * columns * width
     return flops / best(lambda: attend(queries, keys, keys, bias, enable_gqa=True))

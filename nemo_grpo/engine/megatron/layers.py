@@ -58,6 +58,40 @@ class RMSNorm(torch.nn.RMSNorm):
         # finalize_model_grads sums the gradients of marked weights over the tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]."""
+        if x.is_cuda:
+            return super().forward(x)
+        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """u w with u = x / rms(x), on a CPU: torch has no kernel for it, and autograd takes many turns over x.
+
+    The gradient of w is sum g u and that of x (g w - u mean(g w u)) / rms(x), with g that of the result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        unit, of_weight = x * scale, None
+        product = gradient * unit
+        mean = (product @ weight.to(product.dtype))[..., None] / x.shape[-1]
+        if ctx.needs_input_grad[1]:
+            of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        of_x = torch.mul(gradient, weight, out=product).addcmul_(unit, mean, value=-1).mul_(scale)
+        return of_x.to(x.dtype), of_weight, None
+
 
 class CausalAttention(MegatronModule):
     """Causal scaled-dot-product attention by torch's fused kernel, with grouped key and value heads.
@@ -126,10 +160,16 @@ class CausalAttention(MegatronModule):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if mask is not None and q.is_cuda:  # the fused kernel that takes a mask has no grouped heads
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        dtype = q.dtype
+        if (
+            not q.is_cuda and dtype == torch.bfloat16
+        ):  # the kernel's backward pass takes twice FP32's time there
+            q, k, v = q.float(), k.float(), v.float()
+            mask = mask.float() if mask is not None and mask.is_floating_point() else mask
         out = functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).to(dtype)
 
 
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -1,7 +1,9 @@
-"""Freed memory goes back to the system."""
+"""Freed memory is kept for a step's next allocations, and goes back to the system where a step is left."""
 
 import ctypes
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,18 @@ def test_memory_below_a_block_in_use_is_given_back() -> None:
     heap.give_back()
     assert before - resident() > 1000 * BLOCK
     assert blocks == [b"x" * BLOCK]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_a_large_block_that_was_freed_costs_no_page_faults_again() -> None:
+    script = """
+import resource
+from nemo_grpo.engine import heap
+heap.keep()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(b"x") * 2**26
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**26 / 4096 / 10
