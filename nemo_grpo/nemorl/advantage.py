@@ -63,14 +63,16 @@ class VariantEstimator:
         exchange: StepExchange | None = None,
         diagnostics: StepDiagnostics | None = None,
         folds: bool = False,
+        is_scored: bool = True,
     ) -> None:
         """Args: first_step: finished steps of a resumed run, so that random draws continue.
         folds: the advantages carry token weights and row factors (`PreparedBatch.folded`).
+        is_scored: the policy's logprobs are computed (`Recipe.policy_is_scored`), not zeros in their place.
         """
         self.config = config
         self.objective = config.build()
         self.folds = folds
-        self.scores_nothing = config.force_on_policy_ratio
+        self.is_scored = is_scored
         self.num_generations = num_generations
         self.seed = seed
         self.step = first_step
@@ -82,8 +84,14 @@ class VariantEstimator:
     @classmethod
     def of(cls, recipe: Recipe, exchange: StepExchange, **further: Any) -> Self:
         """The estimator of a recipe.  Args: further: of the constructor."""
-        size, seed = recipe.grpo.num_generations_per_prompt, recipe.grpo.seed
-        return cls(recipe.loss_fn, num_generations=size, seed=seed, exchange=exchange, **further)
+        return cls(
+            recipe.loss_fn,
+            num_generations=recipe.grpo.num_generations_per_prompt,
+            seed=recipe.grpo.seed,
+            exchange=exchange,
+            is_scored=recipe.policy_is_scored,
+            **further,
+        )
 
     def compute_advantage(
         self,
@@ -121,7 +129,7 @@ class VariantEstimator:
         metrics = dict(prepared.metrics)
         if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
-        if self.scores_nothing:
+        if not self.is_scored:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_SCORES)}
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))

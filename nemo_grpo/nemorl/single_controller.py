@@ -75,7 +75,7 @@ class ChunkEstimator(VariantEstimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, *further: Any, **named: Any
     ) -> Tensor:
         """A chunk's advantages; see `VariantEstimator.compute_advantage`."""
-        if self.scores_nothing:  # as NeMo-RL's other trainers give them
+        if not self.is_scored:  # as NeMo-RL's other trainers give them
             named.setdefault("logprobs_policy", torch.zeros_like(mask))
         step = self.step
         advantages = super().compute_advantage(prompt_ids, rewards, mask, *further, **named)

@@ -1,5 +1,6 @@
 """The step-level part as NeMo-RL calls it, with plain dictionaries in place of NeMo-RL's batches."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,8 +13,10 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.advantage import VariantEstimator, _tokens, group_ids
 from nemo_grpo.nemorl.checkpoints import CARRIED, resume_carried, save_side_files
 from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).float()
 
@@ -92,6 +95,15 @@ def test_mismatch_is_reported_only_where_the_samplers_logprobs_are_given():
     assert not [name for name in e.last_metrics if name.startswith("mismatch/")], "a 0 would say: no mismatch"
     advantages(e, *rewards, generation_logprobs=torch.full((4, 4), -0.5))
     assert e.last_metrics["mismatch/logprob_abs_mean"] == 0.5
+
+
+@pytest.mark.parametrize("threshold", [None, 2.0])
+def test_metrics_of_scored_logprobs_stay_where_the_threshold_needs_a_scoring_pass(threshold):
+    forced = ["loss_fn.force_on_policy_ratio=true", f"grpo.seq_logprob_error_threshold={threshold or 'null'}"]
+    recipe = load_recipe(RECIPES / "cluster-quickstart.yaml", forced)
+    e = VariantEstimator.of(recipe, StepExchange())
+    advantages(e, 1.0, 0.0, 1.0, 1.0, generation_logprobs=torch.full((4, 4), -0.5))
+    assert ("mismatch/logprob_abs_mean" in e.last_metrics) == (threshold is not None)
 
 
 def test_draws_follow_the_step_and_resume_where_they_were():

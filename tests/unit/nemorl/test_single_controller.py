@@ -40,9 +40,9 @@ def step(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def estimator(section: dict[str, object]) -> ChunkEstimator:
+def estimator(section: dict[str, object], **further: bool) -> ChunkEstimator:
     config = parse_loss_fn(section)
-    return ChunkEstimator(config, num_generations=SIZE, exchange=StepExchange(), folds=True)
+    return ChunkEstimator(config, num_generations=SIZE, exchange=StepExchange(), folds=True, **further)
 
 
 def in_chunks(e: ChunkEstimator, whole: dict[str, torch.Tensor], *groups: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_draws_follow_the_step_and_not_its_chunks():
 
 
 def test_without_scoring_the_logprobs_are_the_policys_own():
-    e = estimator({"variant": "dapo", "force_on_policy_ratio": True})
+    e = estimator({"variant": "dapo"}, is_scored=False)
     given = step()
     del given["logprobs_policy"]
     assert in_chunks(e, given, 4).any()
