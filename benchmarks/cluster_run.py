@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.errors import EXIT_USAGE, UserError, how_ended
 from nemo_grpo.progress import progress
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
@@ -125,7 +125,7 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     if code == -signal.SIGUSR1:
         raise stages.Failed("stopped before the driver handles signals, without a checkpoint; start it again")
     if code not in (0, EXIT_INTERRUPTED):
-        raise stages.Failed(f"{stages.ended(code)}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
+        raise stages.Failed(f"{how_ended(code)}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
     return int(code)
 
 

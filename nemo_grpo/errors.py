@@ -1,6 +1,7 @@
 """The one exception type for mistakes that a user can correct, and what their messages are made of."""
 
 import difflib
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,14 @@ class UserError(ValueError):
 def first_line(error: Exception) -> str:
     """What another library's error says, without its further lines and full stop; else the error's name."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def how_ended(code: int) -> str:
+    """How a process ended, by its return code: ``exit code 1``, or ``killed by SIGTERM``."""
+    if code >= 0:
+        return f"exit code {code}"
+    memory = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{memory}"
 
 
 UNREADABLE = (OSError, ValueError, ArithmeticError, RecursionError, MemoryError)

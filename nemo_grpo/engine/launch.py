@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from nemo_grpo.errors import how_ended
 from nemo_grpo.ports import reserved_port
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, SIGNALS
 
@@ -67,7 +68,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
         if failed_at is None and any(codes):
             failed_at, code = time.monotonic(), next(c for c in codes if c)
             if code != EXIT_INTERRUPTED:
-                log.error("rank %d ended with exit code %d; ending the others", codes.index(code), code)
+                log.error("rank %d ended (%s); ending the others", codes.index(code), how_ended(code))
         if None not in codes or (failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS):
             return code
         time.sleep(0.1)

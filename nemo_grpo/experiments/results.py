@@ -17,7 +17,7 @@ from nemo_grpo.diagnostics.paired import (
 from nemo_grpo.diagnostics.report import PLOTS, write_group_report
 from nemo_grpo.diagnostics.runs import RunGroup, read_run
 from nemo_grpo.diagnostics.summary import markdown, markdown_table, note, records, stuck_runs
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UserError, did_you_mean, how_ended
 from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.runner import Status
 
@@ -120,5 +120,5 @@ def _missing(jobs: Sequence[Job], ended: Mapping[str, Status]) -> dict[str, str]
         if status is None:
             found[job.name] = "not started"
         elif status.state != "finished":
-            found[job.name] = f"{status.state} (exit code {status.exit_code}) {status.error}".rstrip()
+            found[job.name] = f"{status.state} ({how_ended(status.exit_code)}) {status.error}".rstrip()
     return found

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, how_ended
 from nemo_grpo.experiments.jobs import RUNS, Job
 from nemo_grpo.files import hold_lock, write_atomically
 from nemo_grpo.progress import progress
@@ -132,7 +132,7 @@ class _Runner:
             else:
                 error = _last_words(_log_file(self.out, job))
                 self.ended[name] = Status("failed", code, seconds, error)
-                log.error("%s failed with exit code %d: %s", name, code, error)
+                log.error("%s failed (%s): %s", name, how_ended(code), error)
             _write_status(self.out, self.ended)
 
     def _new_steps(self) -> int:

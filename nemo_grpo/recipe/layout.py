@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _KEY = "policy.megatron_cfg"
 
-MOST_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+MOST_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 """That a rank of the embedded engine makes at a time. Products of fewer tokens would be slower."""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
+from nemo_grpo.errors import how_ended
 from nemo_grpo.ports import reserved_port
 from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal.environment import HERE, WARM_MODULES, Stack, background
@@ -70,7 +71,7 @@ class Cluster:
             return None
         said = (self.folder / "ray.log").read_text(encoding="utf-8", errors="replace").strip()
         where = self.folder / "ray.log"
-        return f"Ray ended with exit code {self.process.returncode}; {where}:\n{said[-LAST_BYTES:]}"
+        return f"Ray ended ({how_ended(self.process.returncode)}); {where}:\n{said[-LAST_BYTES:]}"
 
 
 @contextmanager
@@ -126,7 +127,7 @@ def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
     while RAY_IS_UP not in path.read_bytes():
         if process.poll() is not None or time.monotonic() > deadline:
             ended = process.returncode is not None
-            what = f"exit code {process.returncode}" if ended else f"not up after {RAY_PATIENCE:.0f} s"
+            what = how_ended(process.returncode) if ended else f"not up after {RAY_PATIENCE:.0f} s"
             raise _Again(f"{what}; {cause(scratch, path)}")
         time.sleep(0.2)
 

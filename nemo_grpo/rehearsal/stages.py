@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE, json_lines
 from nemo_grpo.engine.checkpoint import CheckpointStore
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.errors import EXIT_USAGE, UserError, how_ended
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal import recipe as small
@@ -135,7 +135,7 @@ def _driver(
     if code == EXIT_USAGE:
         raise UserError(_last_error(path))
     if code != expected:
-        raise Failed(f"{ended(code)} where exit code {expected} was expected; {path}:\n{tail(path)}")
+        raise Failed(f"{how_ended(code)} where exit code {expected} was expected; {path}:\n{tail(path)}")
 
 
 def polls(process: subprocess.Popen[bytes], cluster: Cluster, path: Path) -> Iterator[None]:
@@ -154,11 +154,6 @@ def polls(process: subprocess.Popen[bytes], cluster: Cluster, path: Path) -> Ite
             raise Failed(f"the driver is stuck: {stuck}; {path}:\n{tail(path)}") from None
         yield
         time.sleep(POLL)
-
-
-def ended(code: int) -> str:
-    """How a process ended: ``exit code 1``, or ``killed by SIGKILL``."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def last_step(recipe: Recipe) -> int:
@@ -207,4 +202,4 @@ def run_python(rehearsal: Rehearsal, arguments: list[str], name: str) -> None:
             command, env=rehearsal.stack.environment(rehearsal.folder), stdout=out, stderr=subprocess.STDOUT
         ).returncode
     if code:
-        raise Failed(f"exit code {code}; {path}:\n{tail(path)}")
+        raise Failed(f"{how_ended(code)}; {path}:\n{tail(path)}")

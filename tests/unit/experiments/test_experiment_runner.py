@@ -19,7 +19,7 @@ from rich.console import Console
 
 from nemo_grpo.cli.compare import comparison, show_results
 from nemo_grpo.diagnostics.summary import table
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, how_ended
 from nemo_grpo.experiments.jobs import Job, compare_settings, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
 from nemo_grpo.experiments.runner import Status, run_jobs
@@ -109,6 +109,18 @@ def test_the_last_note_counts_every_run_as_ended(tmp_path, jobs, command, monkey
     monkeypatch.setattr("nemo_grpo.experiments.runner.progress", collected)
     run_jobs(jobs[:2], tmp_path / "out", 1, command(0))
     assert notes[-1] == "2 of 2 runs ended"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (1, "exit code 1"),
+        (-15, "killed by SIGTERM"),
+        (-9, "killed by SIGKILL, as the kernel does where memory"),
+    ],
+)
+def test_end_of_a_process_in_words(code, said) -> None:
+    assert how_ended(code).startswith(said)
 
 
 def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, command) -> None:

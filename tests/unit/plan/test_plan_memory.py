@@ -198,11 +198,11 @@ def test_embedded_engine_by_hand() -> None:
     assert parts["optimizer"] == 8 * TOTAL
     # 10 tokens, 4 layers, FP32: 4 x 8 + 3 x (8 + 4) + 5 x 16, and the heap's share
     assert parts["activations"] == int(1.6 * 10 * 4 * 4 * (32 + 36 + 80))
-    # logits and their gradient of all tokens, and the output matrix's gradient; 4 tokens of a large V
+    # logits and their gradient of all tokens, and the output matrix's gradient; 8 tokens of a large V
     assert parts["logits"] == 100 * (2 * 4 * 10 + 4 * 8)
     assert memory.scoring_bytes(SMALL, setup, 0) == sum(parts.values()) - parts["activations"]
     wide = replace(SMALL, vocab_size=2**22)
-    assert memory.training_bytes(wide, setup, 0)["logits"] == 2**22 * (2 * 4 * 4 + 4 * 8)
+    assert memory.training_bytes(wide, setup, 0)["logits"] == 2**22 * (2 * 4 * 8 + 4 * 8)
     assert memory.training_bytes(SMALL, replace(setup, lora_dim=2), 0)["logits"] == 100 * 2 * 4 * 10
     half = memory.training_bytes(SMALL, replace(setup, precision_bytes=2, keeps_reference=False), 0)
     assert (half["weights"], half["reference"], half["optimizer"]) == (2 * TOTAL, 0, 12 * TOTAL)
