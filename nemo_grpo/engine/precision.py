@@ -28,5 +28,4 @@ def with_precision(recipe: Recipe, device: torch.device, begun: Recipe | None, *
             "policy.precision=bfloat16: this processor has no BF16 instructions; on one like it BF16 "
             "products took 6 to 10 times as long as FP32's: use auto or float32 in a new run"
         )
-    policy = recipe.policy.model_copy(update={"precision": precision})
-    return recipe.model_copy(update={"policy": policy})
+    return recipe.with_precision(precision)

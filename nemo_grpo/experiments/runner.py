@@ -155,7 +155,9 @@ def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
     resolved = job.folder / "recipe.resolved.yaml"
     if job.name not in ended or ended[job.name].state != "finished" or not resolved.is_file():
         return False
-    return resolved.read_text() == job.recipe.to_yaml()
+    asked = job.recipe.policy.precision
+    ran = ("float32", "bfloat16") if asked == "auto" else (asked,)
+    return resolved.read_text() in [job.recipe.with_precision(precision).to_yaml() for precision in ran]
 
 
 def steps_done(job: Job) -> int:

@@ -170,6 +170,10 @@ class Recipe(BaseModel):
         """As `to_dict`, for others to read: texts from the environment stay ``${oc.env:NAME}``."""
         return merge(self.to_dict(), self._from_environment)
 
+    def with_precision(self, precision: str) -> Self:
+        """The recipe of a run that computes in this precision, as where ``auto`` stood."""
+        return self.model_copy(update={"policy": self.policy.model_copy(update={"precision": precision})})
+
     def to_yaml(self) -> str:
         """The resolved recipe; `load_recipe` of such a file gives an equal recipe."""
         return as_text(self.to_dict(), self._from_environment)

@@ -60,7 +60,8 @@ def command(tmp_path: Path) -> Callable[[float], Callable[[Job], list[str]]]:
     def make(seconds: float) -> Callable[[Job], list[str]]:
         def of(job: Job) -> list[str]:
             resolved = tmp_path / f"{job.name}.yaml"
-            resolved.write_text(job.recipe.to_yaml())
+            asked = job.recipe.policy.precision
+            resolved.write_text(job.recipe.with_precision(asked.replace("auto", "bfloat16")).to_yaml())
             return [sys.executable, str(tmp_path / "run.py"), str(job.folder), str(resolved), str(seconds)]
 
         return of
@@ -97,6 +98,16 @@ def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path,
     longer = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["grpo.max_num_steps=999"]), [0], out)
     run_jobs(longer, out, 1, command(0))
     assert starts(jobs) == [2, 1, 1, 1]
+
+
+def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, command) -> None:
+    out = tmp_path / "out"
+    jobs = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["policy.precision=auto"]), [0], out)
+    for _ in range(2):
+        run_jobs(jobs, out, 1, command(0))
+    assert starts(jobs) == [1]
+    run_jobs(make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], out), out, 1, command(0))
+    assert starts(jobs) == [2], "another precision is another recipe"
 
 
 def test_the_last_note_counts_every_run_as_ended(tmp_path, jobs, command, monkeypatch) -> None:
