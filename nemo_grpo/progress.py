@@ -149,7 +149,7 @@ class _Lines:
             self.last_line = now
             rate = (self.done - self.first) / max(now - self.start, 1e-9)
             shown = self.show(self.done, self.total, rate, now - self.start)
-            left = "" if self.metered else f", {(self.total - self.done) / rate:.0f} s left"
+            left = f", {(self.total - self.done) / rate:.0f} s left" if rate and not self.metered else ""
             log.info("%s %s%s%s", self.description, shown, left, f", {note}" if note else "")
 
 

@@ -32,6 +32,15 @@ def test_without_a_terminal_lines_come_now_and_then_and_at_the_end(caplog, monke
     assert out.getvalue() == ""
 
 
+def test_where_nothing_is_done_yet_no_time_is_promised(caplog, monkeypatch):
+    clock = iter([0, 30])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with caplog.at_level(logging.INFO), progress("work", 7, console=console) as advance:
+        advance("0 of 2 runs ended", 0)
+    assert [record.getMessage() for record in caplog.records] == ["work 0/7, 30 s, 0 of 2 runs ended"]
+
+
 def test_on_a_terminal_there_is_a_bar_and_no_line(caplog):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
