@@ -42,4 +42,4 @@ def test_every_rank_knows_its_number_and_where_to_meet(ranks, tmp_path):
 def test_a_rank_that_fails_ends_the_others_and_gives_the_exit_code(ranks, monkeypatch, caplog):
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
     assert ranks('[ "$RANK" = 1 ] && exit 7\nexec sleep 3000', 2) == 7
-    assert "rank 1 ended with exit code 7; ending the others" in caplog.text
+    assert "rank 1 ended (exit code 7); ending the others" in caplog.text
