@@ -330,15 +330,9 @@ def prepare(name: str, folder: Path) -> None:
     (folder / "model.json").write_text(json.dumps(str(source)))
 
 
-def compare(
-    name: str,
-    config: Config,
-    trl_python: str | None,
-    heads: Sequence[str],
-    repetitions: int,
-    profile: bool,
-) -> None:
-    """Measure one configuration and print its lines."""
+def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
+    """Measure one configuration, as the command line asks, and print its lines."""
+    trl_python, heads, profile = arguments.trl_python, arguments.heads, arguments.profile
     options = ["--config", name, "--precision", config.precision]
     with tempfile.TemporaryDirectory(prefix="engine-vs-trl-") as scratch:
         folder = Path(scratch)
@@ -346,12 +340,12 @@ def compare(
         sides = {"ours": Side(sys.executable, "ours", folder, [*options, *["--profile"] * profile])}
         if trl_python:
             sides |= {head: Side(trl_python, head, folder, options) for head in heads}
-        for _ in range(repetitions):
+        for _ in range(arguments.repetitions):
             for side in sides.values():
                 side.turn(config.steps_per_turn)
         for side in sides.values():
             side.end()
-        print(f"{name}: {config}, {repetitions} turns each")
+        print(f"{name}: {config}, {arguments.repetitions} turns each")
         for label, side in sides.items():
             seconds = [result["cpu"] for result in side.results]
             spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
@@ -390,8 +384,7 @@ def main() -> None:
         if not arguments.trl_python:
             print("TRL's side is skipped: give --trl-python PATH (see --help for how to make it)")
         for name in [arguments.config] if arguments.config else configs:
-            measured = arguments.trl_python, arguments.heads, arguments.repetitions, arguments.profile
-            compare(name, configs[name], *measured)
+            compare(name, configs[name], arguments)
 
 
 if __name__ == "__main__":

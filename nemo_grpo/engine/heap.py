@@ -12,10 +12,8 @@ def keep() -> None:
     A training step allocates the same large blocks again and again; of one that is taken from the system anew
     each page costs a fault.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, _MOST)
-        mallopt(_MMAP_THRESHOLD, _MOST)
+    _call("mallopt", _TRIM_THRESHOLD, _MOST)
+    _call("mallopt", _MMAP_THRESHOLD, _MOST)
 
 
 def give_back() -> None:
@@ -25,6 +23,11 @@ def give_back() -> None:
     large as it was. What comes next in blocks of its own (a checkpoint, an export, the sampler's cache) would
     lie on top of it. The next update pays with page faults, so this is for where a step is left.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """A function of the C library, where it has it."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)

@@ -79,9 +79,8 @@ def test_a_dead_rank_ends_the_job(training):
     os.kill(ranks_of(training)[1], signal.SIGKILL)
     said, _ = training.communicate(timeout=480)  # a collective would wait for ten minutes
     assert training.returncode not in (0, EXIT_INTERRUPTED)
-    assert re.search(r"rank \d ended \((killed by SIGKILL.*|exit code 1)\); ending the others", said), said[
-        -2000:
-    ]
+    ended = r"rank \d ended \((killed by SIGKILL.*|exit code 1)\); ending the others"
+    assert re.search(ended, said), said[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,11 @@ def test_rms_norm_in_bf16_rounds_once() -> None:
 
 def test_a_frozen_norm_weight_has_no_gradient() -> None:
     norm, x, gradient = norm_and_input(torch.float32)
+    (of_x,) = torch.autograd.grad(norm(x), x, gradient)
     norm.weight.requires_grad_(False)
     norm(x).backward(gradient)
     assert x.grad is not None
+    assert torch.equal(x.grad, of_x)
     assert norm.weight.grad is None
 
 
