@@ -27,6 +27,8 @@ IMPORT_CPU_SECONDS, IMPORT_SECONDS = 30.0, 300.0
 
 _FILES: dict[str, str] = {}
 """File, as the recipe names it -> its text: all that this process loaded or received."""
+_BROKEN: dict[str, str] = {}
+"""Module of a file -> what its import ended with: it is not waited for again."""
 
 
 def is_reference(name: object) -> bool:
@@ -113,6 +115,8 @@ def _read(file: str, key: str, reference: str) -> str:
 
 
 def _run(text: str, file: str, name: str, what: str) -> None:
+    if name in _BROKEN:
+        raise UserError(f"{what}: {_BROKEN[name]}")
     module = ModuleType(name)
     module.__file__ = file
     sys.modules[name] = module  # before it runs: dataclasses and pydantic look their module up
@@ -122,7 +126,8 @@ def _run(text: str, file: str, name: str, what: str) -> None:
             exec(compile(text, file, "exec"), vars(module))
     except (Exception, SystemExit, ImportTooLong) as error:
         del sys.modules[name]
-        raise UserError(f"{what}: {place_of(error, file)}") from None
+        _BROKEN[name] = place_of(error, file)
+        raise UserError(f"{what}: {_BROKEN[name]}") from None
 
 
 class ImportTooLong(BaseException):

@@ -82,7 +82,7 @@ def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
             try_own_rewards(recipe)
             try_own_loss(recipe)
     except UserError as error:
-        typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}")
+        typer.echo(f"{typer.style('error', fg='red')}  {path}: {str(error).removeprefix(f'{path}: ')}")
         return False
     typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
     for sentence in (*advice(recipe), *data.notes):

@@ -219,6 +219,16 @@ def test_a_wrong_reference_is_one_line(folder, reference, message, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_code_that_fails_is_run_once_until_its_file_changes(folder):
+    (folder / "broken.py").write_text("with open('runs', 'a') as file: file.write('x')\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"broken.py:f: ZeroDivisionError: .* \(broken.py:2\)"):
+            parameters_of("broken.py:f")
+    assert (folder / "runs").read_text() == "x"
+    (folder / "broken.py").write_text("def f(response): return 1")
+    assert parameters_of("broken.py:f") == ("response",)
+
+
 def test_an_import_that_catches_everything_ends_the_process(folder):
     (folder / "defiant.py").write_text(
         "while True:\n    try:\n        for n in iter(int, 1): str(n)\n    except BaseException: pass\n"
