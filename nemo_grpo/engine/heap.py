@@ -3,7 +3,7 @@
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_MOST = 2**31 - 1
+_MOST, _MOST_BEFORE = 2**31 - 1, 2**25  # glibc once refused a larger mmap threshold
 
 
 def keep() -> None:
@@ -13,7 +13,7 @@ def keep() -> None:
     each page costs a fault.
     """
     _call("mallopt", _TRIM_THRESHOLD, _MOST)
-    _call("mallopt", _MMAP_THRESHOLD, _MOST)
+    _call("mallopt", _MMAP_THRESHOLD, _MOST) or _call("mallopt", _MMAP_THRESHOLD, _MOST_BEFORE)
 
 
 def give_back() -> None:
@@ -26,8 +26,7 @@ def give_back() -> None:
     _call("malloc_trim", 0)
 
 
-def _call(name: str, *arguments: int) -> None:
-    """A function of the C library, where it has it."""
+def _call(name: str, *arguments: int) -> int:
+    """What a function of the C library returns; 0 where it has none of this name."""
     function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:
-        function(*arguments)
+    return 0 if function is None else int(function(*arguments))

@@ -10,7 +10,7 @@ from nemo_grpo.recipe import Recipe
 log = logging.getLogger(__name__)
 
 
-def with_precision(recipe: Recipe, device: torch.device, begun: Recipe | None, *, leads: bool) -> Recipe:
+def choose_precision(recipe: Recipe, device: torch.device, begun: Recipe | None, *, leads: bool) -> Recipe:
     """The recipe with a precision in place of ``auto``.
 
     Args: begun: what a run that resumes began with; it keeps its precision.

@@ -22,7 +22,7 @@ from nemo_grpo.engine.checks import check, check_ranks
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
-from nemo_grpo.engine.precision import with_precision
+from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
 from nemo_grpo.errors import UserError
@@ -59,7 +59,7 @@ class Trainer:
         parallel.initialize(recipe.policy.megatron_cfg.layout, self.device, recipe.grpo.seed)
         leads = parallel.is_rank_zero()
         self.run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
-        self.recipe = recipe = with_precision(recipe, self.device, begun, leads=leads)
+        self.recipe = recipe = choose_precision(recipe, self.device, begun, leads=leads)
         if resume:
             self.run.lock()
         self.objective = recipe.loss_fn.build()

@@ -8,7 +8,7 @@ import torch
 from processes import ROOT
 
 from nemo_grpo import processor
-from nemo_grpo.engine.precision import with_precision
+from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
@@ -41,16 +41,16 @@ def on(monkeypatch: pytest.MonkeyPatch):
 )
 def test_auto_is_what_the_machine_has_instructions_for(on, words, device, asked, expected):
     on(words)
-    assert with_precision(recipe_with(asked), device, None, leads=True).policy.precision == expected
+    assert choose_precision(recipe_with(asked), device, None, leads=True).policy.precision == expected
 
 
 def test_a_resumed_run_keeps_its_precision_on_another_processor(on, tmp_path: Path):
     on(WITH)
     recipe, begun = recipe_with("auto"), tmp_path / "recipe.resolved.yaml"
-    begun.write_text(with_precision(recipe, CPU, None, leads=True).to_yaml())
+    begun.write_text(choose_precision(recipe, CPU, None, leads=True).to_yaml())
     on(WITHOUT)
     first = check_same_run(recipe, begun)
-    assert with_precision(recipe, CPU, first, leads=True).policy.precision == "bfloat16"
+    assert choose_precision(recipe, CPU, first, leads=True).policy.precision == "bfloat16"
     with pytest.raises(UserError, match=r"policy\.precision: bfloat16 -> float32"):
         check_same_run(recipe_with("float32"), begun)
 
@@ -59,7 +59,7 @@ def test_a_resumed_run_keeps_its_precision_on_another_processor(on, tmp_path: Pa
 def test_bf16_without_instructions_is_said_once(on, words, num_lines, caplog: pytest.LogCaptureFixture):
     on(words)
     for leads in (True, False):
-        with_precision(recipe_with("bfloat16"), CPU, None, leads=leads)
+        choose_precision(recipe_with("bfloat16"), CPU, None, leads=leads)
     lines = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(lines) == num_lines
     assert all("6 to 10 times as long" in line.getMessage() for line in lines)
@@ -68,5 +68,5 @@ def test_bf16_without_instructions_is_said_once(on, words, num_lines, caplog: py
 def test_the_choice_of_auto_is_printed(on, caplog: pytest.LogCaptureFixture):
     on(WITHOUT)
     with caplog.at_level(logging.INFO):
-        with_precision(recipe_with("auto"), CPU, None, leads=True)
+        choose_precision(recipe_with("auto"), CPU, None, leads=True)
     assert "policy.precision=auto: float32" in caplog.text
