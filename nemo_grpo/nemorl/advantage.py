@@ -120,6 +120,8 @@ class VariantEstimator:
         prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
         self.exchange.carried = prepared.carried
         self.step += 1
+        if prepared.row_factors is not None:
+            self.exchange.num_sequences = int(prepared.batch.sample_mask.sum())
         if self.folds:
             prepared = self._folded(prepared)
         if prepared.token_weights is not None:

@@ -21,6 +21,7 @@ class StepExchange:
             data plane, read by the training that follows.
         train_tensors: [B, S] or [B] tensors that the loss reads in addition to NeMo-RL's; put by the
             estimator, added to the data by the policy's ``train``.
+        num_sequences: rows that the weights of a mean over groups count; put by the estimator, else 0.
         carried: what the variant hands from step to step; kept by the estimator, saved in every checkpoint.
     """
 
@@ -28,6 +29,7 @@ class StepExchange:
     entropies: Tensor | None = None
     has_gradient: bool = True
     train_tensors: dict[str, Tensor] = field(default_factory=dict)
+    num_sequences: int = 0
     carried: dict[str, float] = field(default_factory=dict)
 
     def take_entropies(self) -> Tensor | None:
@@ -39,3 +41,12 @@ class StepExchange:
         """Return this step's tensors for the loss and clear them."""
         taken, self.train_tensors = self.train_tensors, {}
         return taken
+
+    def take_row_scale(self, sample_mask: Tensor) -> float:
+        """What the weights of a mean over groups are multiplied by.
+
+        NeMo-RL divides by all rows of ``sample_mask`` [B]; of those without a token, as its asynchronous
+        rollouts leave where a request fails, the estimator knows nothing.
+        """
+        counted, self.num_sequences = self.num_sequences, 0
+        return float(sample_mask.sum()) / counted if counted else 1.0

@@ -72,8 +72,9 @@ def policy_factory(
             return found
 
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
-            for name, tensor in exchange.take_train_tensors().items():
-                data[name] = tensor
+            data.update(exchange.take_train_tensors())
+            if "row_factors" in data:
+                data["row_factors"] = data["row_factors"] * exchange.take_row_scale(data["sample_mask"])
             return super().train(data, loss_fn, **further, **self.mode(may_learn(data)))
 
         def mode(self, has_gradient: bool) -> dict[str, bool]:
@@ -86,7 +87,8 @@ def policy_factory(
 
         def write_to_dataplane(self, meta: Any, fields: Any) -> None:
             exchange.has_gradient = may_learn(fields)
-            super().write_to_dataplane(meta, fields)
+            scale = exchange.take_row_scale(fields["sample_mask"])
+            super().write_to_dataplane(meta, fields | {"advantages": fields["advantages"] * scale})
 
         def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
             trained = super().train_from_meta(meta, loss_fn, **further, **self.mode(exchange.has_gradient))

@@ -1,8 +1,9 @@
 """Checks by NeMo-RL's own metrics that there are rollouts, and that they come from the trained weights.
 
 ``gen_kl_error`` is the token mean of k3 between the rollout's logprobs and the policy's logprobs of the same
-tokens before its update. In synchronous training both use the same weights and differ only by rounding and
-kernels. A refit that sends old or wrong weights raises no error, but shows here.
+tokens before its update; of several updates in a step NeMo-RL logs the mean. In synchronous training both use
+the same weights and differ only by rounding and kernels. A refit that sends old or wrong weights raises no
+error, but shows here.
 """
 
 import logging
@@ -47,11 +48,6 @@ def bound(recipe: Recipe) -> float | None:
     return FP8_BOUND if uses_fp8(recipe) else BF16_BOUND
 
 
-def per_update(recipe: Recipe, logged: float) -> float:
-    """The error per update; NeMo-RL logs the sum over a step's updates."""
-    return logged / max(recipe.num_updates_per_step, 1)
-
-
 @contextmanager
 def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
     """Within the block, warn of every step without tokens, and of every one above the bound.
@@ -69,7 +65,7 @@ def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
             log.warning(EMPTY, step)
         if limit is None:
             return {}
-        error = per_update(recipe, float(metrics[METRIC]))
+        error = float(metrics[METRIC])
         exceeds = not error <= limit  # nan does
         if exceeds:
             log.warning(WARNING, step, METRIC, error, limit)

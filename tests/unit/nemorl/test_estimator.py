@@ -148,6 +148,20 @@ def test_factors_of_a_mean_over_groups_reach_the_loss():
     torch.testing.assert_close(exchange.take_train_tensors()["row_factors"], expected)
 
 
+def test_a_mean_over_groups_is_one_whether_or_not_a_response_is_empty():
+    """NeMo-RL divides the weighted sum by all rows, also by those without a token."""
+    exchange, mask = StepExchange(), MASK.clone()
+    mask[3] = 0
+    made = estimator(exchange, variant="grpo", aggregation="group_token_mean")
+    advantages(made, 1.0, 0.0, 1.0, 0.0, mask=mask)
+    factors = exchange.take_train_tensors()["row_factors"] * exchange.take_row_scale(torch.ones(4))
+    assert (factors[:, None] * mask[:, 1:]).sum() / 4 == pytest.approx(1.0)
+    assert exchange.take_row_scale(torch.ones(4)) == 1.0  # no step before it
+    advantages(made, 1.0, 0.0, 1.0, 0.0)
+    assert exchange.take_row_scale(torch.ones(4)) == 1.0
+
+
+
 def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving", "entropy_momentum": 0.5}
 
