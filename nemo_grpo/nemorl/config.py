@@ -23,10 +23,21 @@ log = logging.getLogger(__name__)
 
 NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
     "async_rl": (),
+    "checkpointing.ft_save_period": (),
+    "grpo.adv_estimator.reward_weights": (),
+    "grpo.stop_at_validation_metric": (),
+    "grpo.stop_at_validation_threshold": (),
     "grpo.val_num_generations_per_prompt": (1,),
     "grpo.val_start_at": (-1,),
+    "policy.generation.vllm_cfg.is_mx": (False,),
+    "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update": (False,),
     "policy.megatron_cfg.checkpoint.async_save": (False,),
     "policy.megatron_cfg.fine_grained_activation_offloading": (False,),
+    "policy.megatron_cfg.freeze_sound_encoder": (False,),
+    "policy.megatron_cfg.freeze_sound_projection": (False,),
+    "policy.megatron_cfg.freeze_vision_model": (False,),
+    "policy.megatron_cfg.freeze_vision_projection": (False,),
+    "policy.megatron_cfg.moe_aux_loss_coeff": (),
     "policy.megatron_cfg.model_overrides": ({},),
     "policy.megatron_cfg.use_fused_linear_logprobs": (False,),
     "reward_penalties.penalize_duplicated_reasoning": (False,),
@@ -176,6 +187,10 @@ def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
     """
     given = {key: value_of(recipe.to_dict(), key) for key in NOT_IN_0_7_0}
     ignored = [f"{key}={value}" for key, value in given.items() if value not in (None, *NOT_IN_0_7_0[key])]
+    sampling = recipe.policy.generation
+    for name in ("temperature", "top_p", "top_k"):  # it validates as it trains
+        if (value := getattr(sampling, f"val_{name}")) != getattr(sampling, name):
+            ignored.append(f"policy.generation.val_{name}={value}")
     if ignored:
         raise UserError(
             f"{', '.join(ignored)}: NeMo-RL {compat.V0_7_0} does not know this and would run without; leave "

@@ -80,20 +80,23 @@ class ObjectiveLoss:
             kinds = compat.import_name("nemo_rl.algorithms.loss.interfaces:MetricNormalizer")
         except AttributeError:
             return {}
-        table = dict.fromkeys(self._metric_names(), kinds.TOKENS)
+        data, one = self._one_token(), torch.ones(())
+        logprobs = torch.ones(1, 1)
+        table = dict.fromkeys(self(logprobs, data, one, one)[1], kinds.TOKENS)
+        _, metrics = self.objective.token_terms(self.prepared(logprobs, data))
+        of_rows = [STOCK_NAMES.get(name, name) for name, values in metrics.items() if values.dim() == 1]
         if self.config.aggregation != "token_mean":
-            table["loss"] = kinds.SEQUENCES
-        if self.config.truncated_importance_sampling_type == "seq-mask-tis":
-            table["is_oob_ratio"] = kinds.SEQUENCES
+            of_rows.append("loss")
+        table |= dict.fromkeys(of_rows, kinds.SEQUENCES)
         return table | dict.fromkeys(("num_valid_samples", *EXTREMES), kinds.NONE)
 
-    def _metric_names(self) -> list[str]:
-        """Names of this loss's metrics, found by computing it for one token."""
+    @staticmethod
+    def _one_token() -> dict[str, Tensor]:
+        """NeMo-RL's batch of one response with one token."""
         names = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages",
                  "token_mask", "token_weights")  # fmt: skip
         data = {name: torch.ones(1, 2) for name in names}
-        data |= {"sample_mask": torch.ones(1), "row_factors": torch.ones(1)}
-        return list(self(torch.ones(1, 1), data, torch.ones(()), torch.ones(()))[1])
+        return data | {"sample_mask": torch.ones(1), "row_factors": torch.ones(1)}
 
     def __call__(
         self,

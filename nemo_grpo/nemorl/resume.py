@@ -22,7 +22,7 @@ Paths = tuple[Path | None, Path | None]
 
 
 def resume_with_optimizer(recipe: Recipe) -> None:
-    """From now on NeMo-RL's checkpoint manager finds every optimizer that a checkpoint holds.
+    """From now on NeMo-RL's checkpoint manager finds every optimizer that a Megatron checkpoint holds.
 
     A run that saves its optimizer but would resume without one is refused by a UserError from NeMo-RL's
     `setup`: it would silently become a different run.
@@ -30,6 +30,8 @@ def resume_with_optimizer(recipe: Recipe) -> None:
 
     def find(theirs: Callable[..., Paths]) -> Any:
         def get_resume_paths(*arguments: Any, **named: Any) -> Paths:
+            if not recipe.policy.megatron_cfg.enabled:  # a file of its own, which NeMo-RL finds
+                return theirs(*arguments, **named)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # "Optimizer will be freshly initialized"
                 weights, optimizer = theirs(*arguments, **named)

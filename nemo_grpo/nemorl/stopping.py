@@ -21,6 +21,8 @@ from nemo_grpo.training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_si
 log = logging.getLogger(__name__)
 
 LAST_PREFIX = "timing/train"
+ENDLESS = ("grpo.async_grpo.enabled", "data.use_multiple_dataloader")
+"""With these NeMo-RL goes through the data again until grpo.max_num_steps."""
 SEVERAL = "with grpo.use_dynamic_sampling a step takes several batches"
 SPARE = "async_rl.rollout_failure kept prompts in reserve, or dropped some"
 """Why the data may end early without an error; the single controller raises its errors."""
@@ -94,7 +96,7 @@ def last_step(run: ClusterRun, parts: Parts) -> int:
     Raises: UserError: a task's data end earlier, with max_num_epochs.
     """
     grpo, state, config = run.recipe.grpo, parts.grpo_save_state, parts.master_config
-    if value_of(config, "grpo.async_grpo.enabled", False):
+    if any(value_of(config, key, False) for key in ENDLESS):
         return grpo.max_num_steps
     num_epochs, epoch = value_of(config, "grpo.max_num_epochs", 1), int(value_of(state, "current_epoch", 0))
     left = grpo.max_num_steps - finished_steps(parts)

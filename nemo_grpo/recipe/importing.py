@@ -211,6 +211,13 @@ def _kl(given: _Given, value: Any) -> float:
     return float(value) if given.library == "TRL" or given("use_kl_loss", False) else 0.0
 
 
+def _kl_type(given: _Given, value: Any) -> Any:
+    """k1's own derivative pulls nowhere; with the score-function term it is a penalty."""
+    kind = _mapped(KL_TYPES, "estimators of KL")(given, value)
+    score = {"loss_fn.reference_policy_kl_type": kind, "loss_fn.kl_score_function_gradient": True}
+    return score if kind == "k1" else kind
+
+
 def _scaled(_given: _Given, value: Any) -> bool:
     if value == "batch":
         raise NotCarried("rewards are divided by their group's deviation, or not at all")
@@ -264,7 +271,7 @@ CONVERSIONS: dict[str, Callable[[_Given, Any], Any]] = {
     "nemo_grpo.rewards": _not("a component of the task, or a function of your own; see docs/own.md"),
     "loss_fn.variant": _loss,
     "loss_fn.reference_policy_kl_penalty": _kl,
-    "loss_fn.reference_policy_kl_type": _mapped(KL_TYPES, "estimators of KL"),
+    "loss_fn.reference_policy_kl_type": _kl_type,
     "loss_fn.aggregation": _mapped(AGGREGATIONS, "aggregations"),
     "loss_fn.ratio_clip_min": _later,
     "loss_fn.ratio_clip_max": _later,

@@ -236,6 +236,17 @@ class KLConfig(VariantConfig):
         False, description="KL gradient as in NeMo-RL's own loss, with the score-function term"
     )
 
+    @model_validator(mode="after")
+    def _penalty_pulls_to_the_reference(self) -> Self:
+        is_k1 = self.reference_policy_kl_type == "k1" and self.reference_policy_kl_penalty > 0
+        if is_k1 and not self.kl_score_function_gradient:
+            raise ValueError(
+                "reference_policy_kl_type=k1: the derivative of k1 is that of the policy's logprob, whatever "
+                "the reference says, so the penalty would hold nothing back; set "
+                "kl_score_function_gradient=true, as NeMo-RL's own loss has it, or take k2 or k3"
+            )
+        return self
+
     @property
     def needs_reference(self) -> bool:
         """True with a KL penalty, or for the advantages."""

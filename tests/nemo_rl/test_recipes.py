@@ -140,7 +140,8 @@ def said(num_tokens):
         "grpo.val_num_generations_per_prompt=4",
         "++policy.megatron_cfg.checkpoint.async_save=true",
         "++policy.megatron_cfg.model_overrides={first_last_layers_bf16: true}",
-        "++reward_penalties.penalize_empty_final_answer=true",
+        "++checkpointing.ft_save_period=5",
+        "++policy.megatron_cfg.moe_aux_loss_coeff=0.01",
     ],
 )
 def test_keys_that_0_7_0_would_ignore_are_refused_there(override):

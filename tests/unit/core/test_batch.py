@@ -118,7 +118,12 @@ def test_constant_aggregation_needs_its_length():
         ("grpo", {"ratio_clip_c": 0.5}, "greater than 1"),
         ("clip_cov", {"covariance_min": 9.0}, "must be below covariance_max"),
         ("tr_grpo", {"lower": 1.5}, "must not exceed"),
-        ("tr_grpo", {"reference_policy_kl_type": "k1"}, "kl_weighting=inside is defined"),
+        ("tr_grpo", {"reference_policy_kl_type": "k2"}, "kl_weighting=inside is defined"),
+        (
+            "grpo",
+            {"reference_policy_kl_type": "k1", "reference_policy_kl_penalty": 0.1},
+            "set kl_score_function_gradient=true",
+        ),
         ("erpo", {"entropy_momentum": 0.5}, "no effect with entropy_statistics=group; set"),
         ("gpg", {"use_alpha": 0}, "loss_fn.use_alpha=0: .*boolean"),
         ("cw_grpo", {"author_compat": True, "scope": "batch"}, "author_compat=true is the released code"),

@@ -161,7 +161,6 @@ def test_a_mean_over_groups_is_one_whether_or_not_a_response_is_empty():
     assert exchange.take_row_scale(torch.ones(4)) == 1.0
 
 
-
 def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving", "entropy_momentum": 0.5}
 

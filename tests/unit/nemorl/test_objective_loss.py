@@ -1,14 +1,16 @@
 """The token loss as NeMo-RL calls it: on [B, S] data, whole, per row, and without NeMo-RL."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch, global_counts
-from nemo_grpo.nemorl.loss import EXTREMES, build_loss
+from nemo_grpo.nemorl.loss import EXTREMES, ObjectiveLoss, build_loss
 from nemo_grpo.variants import VARIANTS
+from nemo_grpo.variants.base import RatioConfig
 
 NUM_ROWS, LENGTH = 4, 7
 CORRECTION = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.01}
@@ -214,6 +216,18 @@ def test_nemo_rl_is_told_what_each_number_was_divided_by(monkeypatch, setting):
     assert found["loss"] == BY[loss_fn.loss_type]
     assert {name for name in told if told[name] == "NONE"} == {"num_valid_samples", *EXTREMES}
     assert loss_fn.input_type == "LOGPROB"
+
+
+class CountsResponses(RatioConfig):
+    def terms(self, prepared):
+        terms = super().terms(prepared)
+        return replace(terms, metrics=terms.metrics | {"responses": torch.ones(len(prepared.advantages))})
+
+
+def test_an_own_metric_of_a_response_is_divided_by_responses(monkeypatch):
+    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: Names())
+    told = ObjectiveLoss(CountsResponses(variant="own")).metric_normalizations
+    assert (told["responses"], told["probs_ratio"]) == ("SEQUENCES", "TOKENS")
 
 
 def test_loss_travels_to_workers():

@@ -1,6 +1,7 @@
 """A run resumes with the optimizer that its checkpoint holds, or says that there is none."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.distributed import checkpoint as dcp
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import resume
 from nemo_grpo.nemorl.resume import optimizer_of
 
 WEIGHT = "decoder.final_layernorm.weight"
@@ -56,6 +58,24 @@ def test_a_missing_optimizer_is_refused_where_the_recipe_saves_it(tmp_path):
 def test_a_missing_optimizer_is_accepted_where_the_recipe_does_not_save_it(tmp_path, caplog):
     assert optimizer_of(saved(tmp_path, WEIGHT), is_required=False) is None
     assert "optimizer and schedule start from zero" in caplog.text
+
+
+def test_other_backends_keep_nemo_rls_answer_and_its_warning(tmp_path, monkeypatch):
+    """Their optimizer is a file of its own, and their weights are no torch_dist checkpoint."""
+    installed = {}
+    monkeypatch.setattr(resume.hooks, "install", lambda name, wrap: installed.update({name: wrap}))
+    megatron_cfg = SimpleNamespace(enabled=False)
+    checkpointing = SimpleNamespace(save_optimizer=False)
+    resume.resume_with_optimizer(
+        SimpleNamespace(policy=SimpleNamespace(megatron_cfg=megatron_cfg), checkpointing=checkpointing)
+    )
+
+    def theirs(step):
+        warnings.warn("Optimizer will be freshly initialized", UserWarning, stacklevel=2)
+        return step / "policy/weights", None
+
+    with pytest.warns(UserWarning, match="freshly initialized"):
+        assert installed["resume"](theirs).__func__(tmp_path) == (tmp_path / "policy/weights", None)
 
 
 def test_a_run_that_begins_has_none():

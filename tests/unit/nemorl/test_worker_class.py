@@ -1,11 +1,15 @@
-"""Which of our workers a recipe needs; the others train with NeMo-RL's own."""
+"""Which of our workers a recipe needs, and which steps it trains; the others train with NeMo-RL's own."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 
-from nemo_grpo.nemorl.policy import ENTROPY_WORKER, WORKER, worker_class
+from nemo_grpo.nemorl.policy import ENTROPY_WORKER, WORKER, has_no_gradient, worker_class
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.variants import parse_loss_fn
+from nemo_grpo.variants.base import RatioConfig
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 GRPO = "cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g.yaml"
@@ -27,3 +31,14 @@ def test_only_temperature_with_pipeline_parallelism_and_entropies_need_a_worker_
     recipe, overrides, worker
 ):
     assert worker_class(load_recipe(RECIPES / recipe, overrides)) == worker
+
+
+class Bonus(RatioConfig):
+    learns_without_advantages: ClassVar[bool] = True
+
+
+def test_a_loss_that_learns_without_advantages_trains_in_a_step_without_signal():
+    data = {"advantages": torch.zeros(2, 3), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    assert has_no_gradient(data, parse_loss_fn({"variant": "grpo"}))
+    assert not has_no_gradient(data, Bonus(variant="bonus"))
+    assert has_no_gradient(data | {"sample_mask": torch.zeros(2)}, Bonus(variant="bonus"))

@@ -57,6 +57,13 @@ def written(tmp_path: Path, text: str) -> Path:
     return tmp_path / "theirs.yaml"
 
 
+def test_verls_plain_kl_becomes_a_penalty_that_pulls(tmp_path):
+    text = VERL.replace("use_kl_loss: false", "use_kl_loss: true, kl_loss_type: kl".replace(", ", "\n    "))
+    found = import_recipe(written(tmp_path, text))
+    assert found.recipe["loss_fn"]["reference_policy_kl_type"] == "k1"
+    assert found.recipe["loss_fn"]["kl_score_function_gradient"] is True
+
+
 def test_trl_counts_batches_by_process_and_names_losses_otherwise(tmp_path):
     found = import_recipe(written(tmp_path, TRL), num_gpus=4)
     wanted = {
