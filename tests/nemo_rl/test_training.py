@@ -176,7 +176,7 @@ def test_a_run_that_reached_its_goal_is_known(tmp_path):
     stop_at = "grpo.stop_at_validation"
     overrides = (f"{stop_at}_metric=validation/accuracy", f"{stop_at}_threshold=0.5")
     if not places(HOOKS["threshold"]):
-        with pytest.raises(UserError, match="has no early stop"):
+        with pytest.raises(UserError, match="stop_at_validation_metric=validation/accuracy"):
             Run(tmp_path, {"variant": "grpo"}, *overrides)
         return
     config = Run(tmp_path, {"variant": "grpo"}, *overrides).run.master_config.grpo
