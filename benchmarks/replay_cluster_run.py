@@ -103,6 +103,7 @@ def update(
         generation_logprobs=column(rows, "generation_logprobs")[:, 1:],
         token_mask=mask,
         sample_mask=column(rows, "sample_loss_mask").bool(),
+        rewarded=torch.ones(len(rows), dtype=torch.bool),
         rewards=column(rows, "rewards").float(),
         group_ids=torch.arange(len(rows)) // recipe.grpo.num_generations_per_prompt,
     )

@@ -15,7 +15,7 @@ class GroupAdvantages:
     """Per-sequence advantages and the groups behind them.
 
     Attributes:
-        values: [B], the rewards' dtype; exactly 0 without signal and where sample_mask is False.
+        values: [B], the rewards' dtype; exactly 0 without signal and where the reward does not count.
         groups: the row -> group numbering.
         sizes: [B] int64; counting sequences of the row's group.
         has_signal: [B] bool; the row counts and its group's rewards differ.
@@ -48,10 +48,10 @@ def group_advantages(
     Args:    batch: the whole step, cleaned under the mask.
     Returns: `GroupAdvantages`.  Equal rewards within a group give exactly 0, whatever eps.
     """
-    valid, rewards = batch.sample_mask, batch.rewards.double()
+    valid, rewards = batch.in_groups, batch.rewards.double()
     groups = Groups.from_ids(batch.group_ids)
     highest = groups.spread(groups.extreme(rewards, valid, "amax"))
-    has_signal = valid & (highest > groups.spread(groups.extreme(rewards, valid, "amin")))
+    differs = valid & (highest > groups.spread(groups.extreme(rewards, valid, "amin")))
     values = rewards - groups.spread(groups.mean(rewards, valid))
     if leave_one_out:
         values = _leave_one_out(values, rewards, valid, groups, normalization, eps)
@@ -59,8 +59,9 @@ def group_advantages(
         values = values / (groups.spread(groups.std(rewards, valid)) + eps)
     elif normalization == "batch":
         values = values / (row_std(rewards, valid) + eps)
-    values = torch.where(has_signal, values, 0.0).to(batch.rewards.dtype)
-    return GroupAdvantages(values, groups, groups.spread(groups.sum(valid)).long(), has_signal)
+    values = torch.where(differs, values, 0.0).to(batch.rewards.dtype)
+    sizes = groups.spread(groups.sum(batch.sample_mask)).long()
+    return GroupAdvantages(values, groups, sizes, differs & batch.sample_mask)
 
 
 def _leave_one_out(

@@ -25,7 +25,7 @@ _NATS = (
     "entropies",
 )
 _TOKEN_FIELDS = ("token_mask", *_NATS)
-_ROW_FIELDS = ("sample_mask", "rewards", "group_ids", "response_ids", "scored")
+_ROW_FIELDS = ("sample_mask", "rewarded", "rewards", "group_ids", "response_ids", "scored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,11 @@ class TokenBatch:
     Args:
         prev_logprobs: [B, T] float32 or float64, nats; the policy when the rollout was scored, no gradient.
         token_mask: [B, T]; True where a response token counts (prompt, padding and tool output are False).
-        sample_mask: [B]; False removes the sequence from every statistic and from the loss.
+        sample_mask: [B]; False removes the sequence from the loss and from every statistic of its tokens.
         rewards: [B]; the scalar reward of each sequence.
         group_ids: [B] integers; equal for the responses to one prompt.
+        rewarded: [B] bool; True where the reward counts in its group's mean and deviation. Default:
+            ``sample_mask``; overlong filtering leaves responses out of the loss alone.
         next_token_logprobs: [B, T], nats; the current policy, with gradient; the loss needs them.
         generation_logprobs: [B, T], nats; the sampler's own. Default: ``prev_logprobs``.
         reference_policy_logprobs: [B, T], nats; needed by a KL penalty and by ERPO.
@@ -66,6 +68,7 @@ class TokenBatch:
     entropies: Tensor | None = None
     response_ids: Tensor | None = None
     scored: Tensor | None = None
+    rewarded: Tensor | None = None
     carried: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,6 +128,11 @@ class TokenBatch:
         """[B, T] bool: tokens that count."""
         return self.token_mask & self.sample_mask[:, None]
 
+    @property
+    def in_groups(self) -> Tensor:
+        """[B] bool: sequences whose rewards count."""
+        return self.sample_mask if self.rewarded is None else self.rewarded
+
     @cached_property
     def counts(self) -> Tensor:
         """[B, T]: 1 for the tokens that count, else 0; of the logprobs' dtype."""
@@ -157,7 +165,7 @@ class TokenBatch:
         Args: names: fields [B, T] that may hold such; the others are clean.
         """
         mask = self.mask
-        rewards = torch.where(self.sample_mask, self.rewards.to(self.prev_logprobs.dtype), 0.0)
+        rewards = torch.where(self.in_groups, self.rewards.to(self.prev_logprobs.dtype), 0.0)
         clean = copy.copy(self)  # with its masks; shapes stay as they are and need no second check
         vars(clean).update({name: zero_outside(x, mask) for name, x in self._given(*names).items()})
         vars(clean).update(token_mask=mask, rewards=rewards)

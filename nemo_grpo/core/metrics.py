@@ -29,16 +29,16 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
              over the rows that the policy scored.
     """
     mask, scored, valid, rewards = batch.mask, batch.scored_mask, batch.sample_mask, batch.rewards.double()
-    num_valid = valid.sum().clamp(min=1)
-    num_groups = (base.groups.sum(valid) > 0).sum().clamp(min=1)
+    num_valid, rewarded = valid.sum().clamp(min=1), batch.in_groups
+    num_groups = (base.groups.sum(rewarded) > 0).sum().clamp(min=1)
     lengths = mask.sum(1)
     covariance = step_covariance(batch.prev_logprobs, base.per_token(mask), mask)
     drift = batch.prev_logprobs - batch.generation_logprobs
     bounded = drift.clamp(max=MAX_LOG_RATIO)
     metrics = {
-        "reward/mean": rewards.sum() / num_valid,
-        "reward/std": row_std(rewards, valid),
-        "reward/group_std": base.groups.std(rewards, valid).sum() / num_groups,  # GPG Figure 2
+        "reward/mean": rewards.sum() / rewarded.sum().clamp(min=1),
+        "reward/std": row_std(rewards, rewarded),
+        "reward/group_std": base.groups.std(rewards, rewarded).sum() / num_groups,  # GPG Figure 2
         "groups/valid_fraction": base.has_signal.sum() / num_valid,
         "length/mean": lengths.sum() / num_valid,
         "length/max": lengths.max() if lengths.numel() else lengths.sum(),

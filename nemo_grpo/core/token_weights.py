@@ -29,7 +29,7 @@ def group_covariance(
 ) -> Tensor:
     """c_it = (logp_it - mean logp)(A_i - mean_g A)  (CW-GRPO section 2.3); [B, T], 0 off the mask.
 
-    Args: logprobs: [B, T].  advantages: [B], per sequence; its mean is over the group's counting responses.
+    Args: logprobs: [B, T].  advantages: [B], per sequence; its mean is over the group's rewarded responses.
           centring: "response" subtracts each response's own mean logprob, "group" the mean over the group's
               tokens, "none" nothing: an ablation, no covariance.
     """
@@ -40,7 +40,7 @@ def group_covariance(
         centre = torch.zeros_like(advantages)
     else:
         centre = groups.spread(group_token_mean(logprobs, mask, groups))
-    deviation = advantages.double() - groups.spread(groups.mean(advantages, batch.sample_mask))
+    deviation = advantages.double() - groups.spread(groups.mean(advantages, batch.in_groups))
     c = (logprobs - centre[:, None]) * deviation[:, None]
     return torch.where(mask, c, 0.0).to(logprobs.dtype)
 

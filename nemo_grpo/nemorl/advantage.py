@@ -186,6 +186,7 @@ class VariantEstimator:
                 f"{name} needs the policy's entropies, and the policy gave none; train with "
                 "nemo_grpo.nemorl.run_grpo, whose Megatron worker computes them"
             )
+        rewards = rewards.detach().float().cpu()
         return TokenBatch(
             prev_logprobs=_aligned(policy),
             generation_logprobs=_aligned(further.get("generation_logprobs")),
@@ -193,7 +194,8 @@ class VariantEstimator:
             entropies=_aligned(entropies) if self.objective.needs_entropy else None,
             token_mask=_aligned(mask),
             sample_mask=mask.bool().any(1).cpu(),
-            rewards=rewards.detach().float().cpu(),
+            rewarded=rewards.isfinite(),
+            rewards=rewards,
             group_ids=group_ids(prompt_ids, self.num_generations),
         )
 

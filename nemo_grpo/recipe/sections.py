@@ -149,7 +149,7 @@ class GRPOSection(Section):
     reward_scaling: Switch = Field(default_factory=Switch)
     """Map rewards linearly to another interval."""
     overlong_filtering: bool = False
-    """Exclude truncated responses from the loss."""
+    """Exclude truncated responses from the loss; their rewards stay in their group's mean and deviation."""
     normalize_rewards: bool | None = None
     """NeMo-RL's key for loss_fn.normalize_rewards, with which it must agree; null: not given."""
     use_leave_one_out_baseline: bool | None = None

@@ -216,6 +216,7 @@ def _batch(rows: Sequence[Row], sequences: Sequences, scored: Tensor, num_genera
         generation_logprobs=aligned(rows, "generation_logprobs"),
         token_mask=sequences.mask,
         sample_mask=torch.tensor([row["sample_loss_mask"][0] for row in rows]).bool(),
+        rewarded=torch.ones(number, dtype=torch.bool),
         rewards=torch.tensor([reward(row) for row in rows]),
         group_ids=torch.arange(number) // num_generations,
         response_ids=response_ids(_prompt_and_policy_tokens(sequences)),

@@ -28,11 +28,9 @@ class Group:
     responses: list[Response]
 
     def has_signal(self, *, drop_truncated: bool = False) -> bool:
-        """True if the rewards of the responses that train differ: what is masked out can give no gradient.
-
-        DAPO's aim is a step in which every prompt has one, so what overlong filtering drops does not count.
-        """
-        return rewards_differ([r.reward for r in self.responses if not (drop_truncated and r.truncated)])
+        """True if the rewards of the responses differ and one of them trains."""
+        trains = not (drop_truncated and all(response.truncated for response in self.responses))
+        return trains and rewards_differ([response.reward for response in self.responses])
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,7 @@ class Step:
             generation_logprobs=self.generation_logprobs,
             token_mask=self.token_mask,
             sample_mask=self.sample_mask,
+            rewarded=torch.ones_like(self.sample_mask),
             rewards=self.rewards,
             group_ids=self.group_ids,
             response_ids=self.response_ids,
@@ -132,7 +131,7 @@ def assemble(
     column p - 1. What an environment said is context: its columns are False in the mask.
 
     Args: overlong: of response lengths, added to the rewards.
-          drop_truncated: leave truncated responses out of loss and statistics.
+          drop_truncated: leave truncated responses out; their rewards still count in their group.
     """
     flat = [(g, group.prompt, response) for g, group in enumerate(groups) for response in group.responses]
     prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])

@@ -141,7 +141,7 @@ def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, variant):
 
 
 @pytest.mark.parametrize(("filtering", "num_drawn"), [(False, 4), (True, 8)])
-def test_dynamic_sampling_asks_for_signal_in_what_overlong_filtering_leaves(recipe, filtering, num_drawn):
+def test_dynamic_sampling_asks_for_a_response_that_overlong_filtering_leaves(recipe, filtering, num_drawn):
     trainer = Trainer(
         recipe(
             *("loss_fn.variant=dapo", "grpo.use_dynamic_sampling=true"),
@@ -149,8 +149,8 @@ def test_dynamic_sampling_asks_for_signal_in_what_overlong_filtering_leaves(reci
         )
     )
     nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.ones(1, dtype=torch.bool)
-    right, cut = (Response(*nothing, reward == 0, "", scores={}, reward=reward) for reward in (1.0, 0.0))
-    trainer._draw = lambda: [Group(trainer.problems[0], [0], [right, right, cut])] * 4
+    right, wrong = (Response(*nothing, True, "", scores={}, reward=reward) for reward in (1.0, 0.0))
+    trainer._draw = lambda: [Group(trainer.problems[0], [0], [right, right, wrong])] * 4
     kept, drawn = trainer.sample()
     assert (len(kept), len(drawn)) == (4, num_drawn)
 

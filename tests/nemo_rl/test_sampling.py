@@ -125,8 +125,8 @@ def test_a_prompt_that_was_cut_is_no_signal():
 
 
 @pytest.mark.parametrize(("overlong_filtering", "valid"), [(True, [2]), (False, [0, 2])])
-def test_a_response_that_is_left_out_is_no_signal(overlong_filtering, valid):
-    truncated = [True, False, True, True, False, False]
+def test_a_group_of_which_all_is_left_out_is_no_signal(overlong_filtering, valid):
+    truncated = [True, True, True, False, True, False]
     trainer = Trainer(variant="dapo", overlong_filtering=overlong_filtering)
     trainer(draw((0.0, 1.0), (0.0, 0.0), (0.0, 1.0), truncated=truncated))
     assert [group["idx"][0] for group in trainer.cache.valid] == valid

@@ -188,11 +188,10 @@ def test_drawn_groups_are_counted_as_too_easy_too_hard_or_useful() -> None:
     assert signal_shares(drawn) == shares  # a format reward alone gives signal too
 
 
-@pytest.mark.parametrize(("drop_truncated", "of_use"), [(False, 2 / 3), (True, 1 / 3)])
-def test_a_response_that_overlong_filtering_drops_is_no_signal(drop_truncated: bool, of_use: float) -> None:
+@pytest.mark.parametrize(("drop_truncated", "of_use"), [(False, 1.0), (True, 2 / 3)])
+def test_a_group_of_which_overlong_filtering_leaves_nothing_is_no_signal(drop_truncated, of_use) -> None:
     right, wrong, cut = (1, 1), (0, 0), (0, 0, True)
-    # of the first group what is left is all right, of the last nothing is left
-    drawn = [group(cut, right, right), group(wrong, right, cut), group(cut, cut, cut)]
+    drawn = [group(cut, right, right), group(wrong, right, cut), group(cut, cut, (0, 1, True))]
     assert signal_shares(drawn, drop_truncated=drop_truncated)["rollout/with_signal"] == of_use
     step = assemble(drawn, pad_id=0, overlong=None, drop_truncated=drop_truncated)
     batch = step.token_batch(step.generation_logprobs, None, None)

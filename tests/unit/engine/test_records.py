@@ -46,12 +46,12 @@ def test_turns_are_means_over_the_responses_that_have_some():
 
 
 def test_shares_are_of_all_drawn_groups():
-    """Right; wrong; mixed; mixed, but what is right is cut off."""
+    """Right; wrong; mixed; mixed, but all are cut off."""
     drawn = [
         group(response(1.0), response(1.0)),
         group(response(0.0), response(0.0)),
         group(response(1.0), response(0.0)),
-        group(response(1.0, cut=True), response(0.0), response(0.0)),
+        group(*(response(reward, cut=True) for reward in (1.0, 0.0, 0.0))),
     ]
     shares = {"rollout/all_right": 0.25, "rollout/all_wrong": 0.25}
     assert signal_shares(drawn) == shares | {"rollout/with_signal": 0.5}

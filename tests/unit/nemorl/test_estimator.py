@@ -49,12 +49,15 @@ def test_advantages_of_grpo_by_hand():
     assert found.dtype == torch.float32
 
 
-def test_masked_response_does_not_count_in_its_group():
+def test_a_masked_response_counts_in_its_group_and_nowhere_else():
+    """NeMo-RL masks what overlong filtering drops, and compares the others with it all the same."""
     mask = MASK.clone()
     mask[1] = 0  # the only sibling of response 0
-    found = advantages(estimator(variant="gpg"), 1.0, 0.0, 1.0, 0.0, mask=mask)
-    # three sequences count, two of them in a group with signal: alpha = 1.5, A = +-0.5
-    assert found.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.75, 0.75], [0, 0, -0.75, -0.75]]
+    found = advantages(estimator(variant="gpg"), 1.0, 0.0, 1.0, 1.0, mask=mask)
+    # three sequences train, one of them in a group with signal: alpha = 3, A = 0.5
+    assert found.tolist() == [[0, 0, 1.5, 1.5], [0] * 4, [0] * 4, [0] * 4]
+    found = advantages(estimator(variant="gpg"), 1.0, float("nan"), 1.0, 1.0, mask=mask)
+    assert not found.any()  # a masked reward that is no number is left out
 
 
 def test_estimator_equals_the_objective_on_shifted_tensors():
