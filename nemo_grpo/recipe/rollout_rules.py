@@ -205,11 +205,14 @@ def vllm_max_model_len_covers_the_longest_sequence(recipe: Recipe) -> Iterator[s
 def async_grpo_settings_agree(recipe: Recipe) -> Iterator[str]:
     if not recipe.grpo.is_async:
         return
-    key = "grpo.async_grpo.enabled=true"
-    if recipe.grpo.use_dynamic_sampling:
-        yield f"{key} does not work with grpo.use_dynamic_sampling=true; switch one of them off"
-    if recipe.grpo.reward_shaping.enabled:
-        yield f"{key} does not work with grpo.reward_shaping.enabled=true; switch one of them off"
+    key, grpo = "grpo.async_grpo.enabled=true", recipe.grpo
+    unread = {
+        "use_dynamic_sampling": grpo.use_dynamic_sampling,
+        "reward_shaping.enabled": grpo.reward_shaping.enabled,
+        "reward_scaling.enabled": grpo.reward_scaling.enabled,
+    }
+    for setting in (setting for setting, is_on in unread.items() if is_on):
+        yield f"{key} does not work with grpo.{setting}=true; switch one of them off"
     if samples_with_vllm(recipe) and not recipe.policy.generation.vllm_cfg.async_engine:
         yield f"{key} needs {VLLM}.async_engine=true; set it"
     if recipe.policy.generation.colocated.enabled:

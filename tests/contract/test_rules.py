@@ -527,6 +527,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("async_grpo_settings_agree", "cluster",
      "$ASYNC; $CORRECTED; $SHAPING={enabled: true, overlong_buffer_length: 8}", "reward_shaping.enabled=true",
      "$SHAPING.enabled=false"),
+    ("async_grpo_settings_agree", "cluster", "$ASYNC; $CORRECTED; grpo.reward_scaling.enabled=true",
+     "reward_scaling.enabled=true", "grpo.reward_scaling.enabled=false"),
     ("async_grpo_settings_agree", "small long vision", "grpo.async_grpo.enabled=true",
      "async_grpo.enabled=true", "-"),
     ("async_grpo_needs_importance_sampling_correction", "cluster", "$ASYNC", "train on them uncorrected",
