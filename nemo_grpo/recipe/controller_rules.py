@@ -176,6 +176,16 @@ def data_plane_brings_what_the_loss_reads(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.CLUSTER)
+def data_plane_sets_no_advantages_by_message(recipe: Recipe) -> Iterator[str]:
+    """``grpo_train_sync`` raises an error at its start."""
+    if not recipe.uses_data_plane or recipe.has_single_controller:
+        return
+    for key in ("invalid_tool_call_advantage", "malformed_thinking_advantage"):
+        if (value := getattr(recipe.grpo, key)) is not None:
+            yield f"grpo.{key}={value:g} with {PLANE} is not supported by NeMo-RL; set it to null"
+
+
+@rule(Scope.CLUSTER)
 def weighted_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
     if not recipe.uses_data_plane or recipe.loss_fn.aggregation != "group_token_mean":
         return

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
@@ -75,6 +75,27 @@ def nemo_gym_takes_data_as_it_is(recipe: Recipe) -> Iterator[str]:
         )
     if generation.top_k is not None:
         yield f"{GENERATION}.top_k={generation.top_k}: NeMo-RL asks NeMo-Gym for none; use null"
+
+
+@rule(Scope.CLUSTER)
+def penalties_of_nemo_gym_need_its_rollouts(recipe: Recipe) -> Iterator[str]:
+    """No other rollout marks such responses: NeMo-RL refuses at its setup, or after the first rollout."""
+    advantages = ("invalid_tool_call_advantage", "malformed_thinking_advantage")
+    penalties = {f"grpo.{key}": getattr(recipe.grpo, key) for key in advantages}
+    penalties |= {f"reward_penalties.{key}": on for key, on in recipe.reward_penalties.items() if on is True}
+    for key, value in penalties.items():
+        if value is not None and not recipe.env.should_use_nemo_gym:
+            yield f"{key}={as_yaml(value)} needs env.should_use_nemo_gym=true; set it, or leave the key out"
+
+
+@rule(Scope.CLUSTER)
+def data_are_one_set(recipe: Recipe) -> Iterator[str]:
+    if not recipe.data.use_multiple_dataloader:
+        return
+    if recipe.nemo_grpo.task is not None:
+        yield "data.use_multiple_dataloader=true: nemo_grpo.task is a single data set; set it to false"
+    if recipe.has_single_controller:
+        yield "data.use_multiple_dataloader=true: async_rl reads a single data loader; set it to false"
 
 
 @rule(Scope.ADVICE)

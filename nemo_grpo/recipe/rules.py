@@ -153,6 +153,16 @@ def forced_ratio_makes_one_update_per_step(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.ALL)
+def reference_is_scored_for_a_penalty(recipe: Recipe) -> Iterator[str]:
+    penalty = getattr(recipe.loss_fn, "reference_policy_kl_penalty", 0)
+    if recipe.grpo.skip_reference_policy_logprobs_calculation and penalty:
+        yield (
+            "grpo.skip_reference_policy_logprobs_calculation=true, but loss_fn.reference_policy_kl_penalty="
+            f"{penalty:g} needs these logprobs; set one to false or the other to 0"
+        )
+
+
+@rule(Scope.ALL)
 def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
     if recipe.env.should_use_nemo_gym:  # its environments name the metrics
         return

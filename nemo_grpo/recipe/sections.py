@@ -144,6 +144,8 @@ class GRPOSection(Section):
     """Advantage of tokens of an invalid tool call; null: no penalty."""
     malformed_thinking_advantage: float | None = None
     """Advantage of tokens with malformed think tags; null: no penalty."""
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Compute no logprobs of the reference policy; NeMo-RL sets it where no penalty needs them."""
     seq_logprob_error_threshold: float | None = Field(default=None, ge=1)
     """Sequences whose factor between sampling and scoring probabilities is above are masked; null: none."""
     reward_scaling: Switch = Field(default_factory=Switch)
@@ -245,6 +247,8 @@ class Data(Section):
     """Settings of every data set that does not give its own; null: none."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
     """Longest prompt, tokens; null: any."""
+    use_multiple_dataloader: bool = False
+    """Draw from each data set in turn; false: from their union."""
 
 
 class NemoGym(Section):
