@@ -278,6 +278,20 @@ def overlong_penalty_needs_responses_of_one_turn(recipe: Recipe) -> Iterator[str
         )
 
 
+@rule(Scope.CARE)
+def overlong_penalty_stays_in_its_bounds(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL's penalty goes on growing beyond L_max (algorithms/reward_functions.py)."""
+    shaping, longest = recipe.grpo.reward_shaping, recipe.policy.generation.max_new_tokens
+    if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
+        return
+    if shaping.max_response_length < longest:
+        yield (
+            f"grpo.reward_shaping.max_response_length={shaping.max_response_length} is less than "
+            f"policy.generation.max_new_tokens={longest}: NeMo-RL's penalty exceeds overlong_buffer_penalty "
+            "between them; make them equal"
+        )
+
+
 @rule(Scope.CLUSTER)
 def vllm_stops_at_the_end_of_a_turn(recipe: Recipe) -> Iterator[str]:
     stops, task = recipe.policy.generation.stop_strings, recipe.nemo_grpo.task
