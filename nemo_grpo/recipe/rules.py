@@ -62,13 +62,28 @@ def updates_divide_the_step(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def updates_average_whole_groups(recipe: Recipe) -> Iterator[str]:
+    """`core.aggregation.group_mean_factors` supposes as many sequences in every group of a step."""
     batch, group = recipe.policy.train_global_batch_size, recipe.grpo.num_generations_per_prompt
-    if recipe.loss_fn.aggregation == "group_token_mean" and batch % group:
+    if recipe.loss_fn.aggregation != "group_token_mean":
+        return
+    if batch % group:
         yield (
             f"policy.train_global_batch_size={batch} is not a multiple of grpo.num_generations_per_prompt="
             f"{group}, and loss_fn.aggregation=group_token_mean averages whole groups; use a multiple, or "
             "token_mean"
         )
+    updates, whole = recipe.num_updates_per_step, recipe.num_sequences_per_step
+    leaves_out = {
+        "overlong_filtering": recipe.grpo.overlong_filtering or None,
+        "seq_logprob_error_threshold": recipe.grpo.seq_logprob_error_threshold,
+    }
+    for key, value in leaves_out.items():
+        if value is not None and updates > 1:
+            yield (
+                f"grpo.{key}={as_yaml(value)} leaves groups of different sizes, by which "
+                f"loss_fn.aggregation=group_token_mean would weigh the {updates} updates of a step; use "
+                f"policy.train_global_batch_size={whole}, or token_mean"
+            )
 
 
 @rule(Scope.ALL)
