@@ -213,6 +213,30 @@ def sampling_parameters_have_an_effect(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule(Scope.ALL)
+def maximum_draws_are_the_variants(recipe: Recipe) -> Iterator[str]:
+    if recipe.nemo_grpo.task is not None:
+        yield from _unread_maximum(recipe)
+
+
+@rule(Scope.ADVICE)
+def maximum_draws_are_replaced(recipe: Recipe) -> Iterator[str]:
+    if recipe.nemo_grpo.task is None:
+        yield from _unread_maximum(recipe)
+
+
+def _unread_maximum(recipe: Recipe) -> Iterator[str]:
+    """The default is that of NeMo-RL and of the bases: nobody chose it."""
+    g, attempts = recipe.grpo, getattr(recipe.loss_fn, "max_resample_attempts", None)
+    most = g.dynamic_sampling_max_gen_batches
+    is_default = most == type(g).model_fields["dynamic_sampling_max_gen_batches"].default
+    if attempts is not None and g.use_dynamic_sampling and not is_default:
+        yield (
+            f"grpo.dynamic_sampling_max_gen_batches={most}: {recipe.loss_fn.variant} draws up to 1 + "
+            f"loss_fn.max_resample_attempts={attempts} times; set the latter to {most - 1} and leave this out"
+        )
+
+
 @rule(Scope.ADVICE)
 def variant_uses_its_dynamic_sampling(recipe: Recipe) -> Iterator[str]:
     loss = recipe.loss_fn

@@ -129,7 +129,8 @@ class GRPOSection(Section):
     use_dynamic_sampling: bool = False
     """Drop groups of equal rewards and draw more prompts (gpg: until its threshold of valid groups)."""
     dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
-    """Maximum draws of prompts; then the step keeps groups of equal rewards."""
+    """Maximum draws of prompts (gpg: 1 + loss_fn.max_resample_attempts); then the step keeps groups of equal
+    rewards."""
     batch_multiplier: float = Field(default=1.0, gt=0)
     """Prompts of a draw of dynamic sampling, as a multiple of num_prompts_per_step."""
     async_grpo: AsyncGRPO | None = None
