@@ -40,8 +40,13 @@ _PEFT, _FP8 = f"{MEGATRON}.peft", f"{MEGATRON}.fp8_cfg"
 _LORA, _IN_FP8, _PACKED = f"{_PEFT}.enabled", f"{_FP8}.enabled", f"{PACKING}.enabled"
 
 SUPPORTED: dict[str, Supported] = {
+    "async_rl": UNSET,
     "checkpointing.checkpoint_must_save_by": UNSET,
+    "checkpointing.ft_save_period": UNSET,
     "checkpointing.save_optimizer": Supported((True,), "use true"),
+    "data.max_input_seq_length": UNSET,
+    "data.use_multiple_dataloader": OFF,
+    "env.should_use_nemo_gym": OFF,
     "grpo.adv_estimator": UNSET,
     "grpo.advantage_clip_high": UNSET,
     "grpo.advantage_clip_low": UNSET,
@@ -56,12 +61,17 @@ SUPPORTED: dict[str, Supported] = {
     "grpo.val_start_at": Supported((None, -1)),
     "logger.swanlab_enabled": OFF,
     "nemo_grpo.engine.generator": Supported(("auto", "decoder", "hf"), "use auto"),
+    "nemo_grpo.export.at_every_save": OFF,
     "policy.draft.enabled": OFF,
     "policy.dtensor_cfg.enabled": OFF,
     "policy.dynamic_batching.enabled": OFF,
+    "policy.generation.bad_words": Supported((None, [])),
+    "policy.generation.quant_cfg": UNSET,
     "policy.generation.stop_strings": Supported((None, []), "use stop_token_ids"),
     "policy.hf_config_overrides": EMPTY,
     "policy.precision": Supported(("auto", "float32", "bfloat16"), "use auto, float32 or bfloat16"),
+    "policy.pretrained_checkpoint": EMPTY,
+    "policy.quant_cfg": UNSET,
     "policy.tokenizer.chat_template": Supported((None, "default")),
     "policy.tokenizer.chat_template_kwargs": EMPTY,
     "policy.tokenizer.name": Supported((None, ValueOf("policy.model_name")), "use policy.model_name's own"),
@@ -103,6 +113,17 @@ def task_has_no_images(recipe: Recipe) -> Iterator[str]:
     task = recipe.nemo_grpo.task
     if task is not None and task.needs_images:
         yield f"nemo_grpo.task.name={task.name}: {IMAGES}"
+
+
+@rule(Scope.EMBEDDED)
+def turns_are_limited_by_the_task(recipe: Recipe) -> Iterator[str]:
+    """1 is the default: nobody chose it."""
+    turns, task = recipe.grpo.max_rollout_turns, recipe.nemo_grpo.task
+    if task is not None and 1 < turns < task.num_turns:
+        yield (
+            f"grpo.max_rollout_turns={turns}: in the embedded engine a response to {task.name} takes up to "
+            f"{task.num_turns} turns all the same; leave it out, and set the task's own limit"
+        )
 
 
 @rule(Scope.EMBEDDED)

@@ -97,6 +97,10 @@ class Policy(Section):
     has instructions for it, else float32. A resumed run keeps what it began with."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Default of megatron_cfg.optimizer.clip_grad, which is the one in effect; 0: no clipping."""
+    pretrained_checkpoint: dict[str, Any] | None = None
+    """Megatron checkpoint that NeMo-RL starts from, its path and format; null: model_name's weights."""
+    quant_cfg: str | None = None
+    """NeMo-RL's quantization of the policy; null: none."""
     is_vlm: bool = False
     """NeMo-Gym's data has images, so that NeMo-RL takes the model's processor."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)

@@ -199,6 +199,8 @@ class Checkpointing(Section):
     """Folder; null: checkpoints/ in the run's folder."""
     save_period: int = Field(default=10, gt=0)
     """Save every this many steps, and at the end."""
+    ft_save_period: int | None = Field(default=None, gt=0)
+    """Steps between NeMo-RL's additional checkpoints for restarts; null: none."""
     checkpoint_must_save_by: str | None = Field(default=None, pattern=r"^\d+:\d+:\d+:\d+$")
     """NeMo-RL saves and ends after this time, DD:HH:MM:SS; null: no limit."""
     keep_top_k: int | None = Field(default=3, gt=0)

@@ -89,13 +89,16 @@ NAMES = {
     "grpo.adv_estimator.name": "NeMo-RL's formula; one that a variant replaces is refused",
     "logger.log_dir": "a folder",
     "policy.generation.vllm_kwargs.speculative_config.method": "vLLM's name",
+    "policy.generation.quant_cfg": "ModelOpt's name, or a file",
     "policy.model_name": "a folder or a name on the Hub",
+    "policy.quant_cfg": "ModelOpt's name, or a file",
     "policy.sequence_packing.algorithm": "checked where packing is on",
     "policy.tokenizer.chat_template": "Jinja text",
     "policy.tokenizer.name": "a folder or a name on the Hub",
 }
 """Keys whose value is any text."""
 LISTS = {
+    "policy.generation.bad_words": "texts",
     "policy.generation.stop_strings": "texts",
     "policy.generation.vllm_cfg.quantization_ignored_layer_kws": "parts of a model's names",
     "policy.megatron_cfg.peft.exclude_modules": "a model's names",
@@ -131,7 +134,7 @@ ORDINARY: dict[tuple[str, str], str] = {
 
 def test_keys_are_those_that_are_read() -> None:
     """A key that is read by its name in a text, not as an attribute, has no type."""
-    assert set(SUPPORTED) - set(KEYS) == {"nemo_grpo.engine.generator"}
+    assert set(SUPPORTED) - set(KEYS) == {"nemo_grpo.engine.generator", "nemo_grpo.export.at_every_save"}
     assert len(KEYS) > 170
     calls = [
         (path.relative_to(ROOT).as_posix(), ast.unparse(node.args[0]))

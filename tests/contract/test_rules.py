@@ -277,6 +277,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "end_weight_decay=0.1 is not supported", "$SCHEDULER.end_weight_decay=0.5"),
     ("task_has_no_images", "embedded", "nemo_grpo.task={name: vision_counting}", "need the cluster engine",
      "nemo_grpo.task={name: knights_knaves}"),
+    ("turns_are_limited_by_the_task", "embedded", "$SEARCH; grpo.max_rollout_turns=2",
+     "max_rollout_turns=2: .* up to 4 turns all the same", "nemo_grpo.task.max_turns=2"),
     ("selective_recompute_needs_activation_checkpointing", "embedded", "$M.recompute_granularity=selective",
      "acts only with $M.activation_checkpointing=true", "$M.activation_checkpointing=true"),
     ("recompute_modules_are_supported", "embedded", "$M.recompute_modules=[core_atn]",
@@ -731,7 +733,10 @@ UNSUPPORTED: dict[str, str] = {
     "checkpointing.save_optimizer": "false", f"{M}.scheduler.end_weight_decay": "0.9",
     f"{M}.scheduler.start_weight_decay": "0.9", "grpo.reward_shaping.stop_properly_penalty_coef": "0.5",
     "grpo.advantage_clip_high": "1", "grpo.advantage_clip_low": "-1",
-    "reward_penalties": "{penalize_empty_final_answer: true}",
+    "reward_penalties": "{penalize_empty_final_answer: true}", "async_rl": "{}",
+    "checkpointing.ft_save_period": "5", "data.max_input_seq_length": "9",
+    "policy.generation.bad_words": "[x]", "policy.generation.quant_cfg": "x",
+    "policy.pretrained_checkpoint": "{path: x, format: megatron}", "policy.quant_cfg": "x",
 }  # fmt: skip
 """A value that the embedded engine lacks; ``true`` for all other keys."""
 
