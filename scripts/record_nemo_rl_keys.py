@@ -4,16 +4,18 @@
 
 Reads the configuration classes (by syntax; NeMo-RL need not be installed) and the shipped recipes of each
 source folder, and writes nemo_grpo/recipe/nemo_rl_keys.txt: names alone. ``key.*`` stands for a mapping whose
-keys users choose.
+keys users choose, ``key unread`` for a key whose name no Python file of any source folder has.
 """
 
 import argparse
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nemo_grpo.dotted import leaves, parents
 from nemo_grpo.errors import UserError
+from nemo_grpo.recipe.keys import UNREAD
 from nemo_grpo.recipe.loader import load_tree
 
 FILE = Path(__file__).parents[1] / "nemo_grpo" / "recipe" / "nemo_rl_keys.txt"
@@ -29,6 +31,12 @@ TRAINED, SAMPLED = "policy.megatron_cfg.", "policy.generation.mcore_generation_c
 MAPPINGS = {"dict", "Any", "Mapping", "SchedulerMilestones"}
 NOT_LISTED = ("loss_fn", "env")
 """The variants define the first, users the names in the second."""
+HANDED_ON = (
+    *("policy.dtensor_cfg.automodel_kwargs", "policy.generation.vllm_kwargs", "policy.optimizer"),
+    *("policy.scheduler", f"{TRAINED}checkpoint", f"{TRAINED}distributed_data_parallel_config"),
+    *(f"{TRAINED}optimizer", f"{TRAINED}scheduler"),
+)
+"""Sections that go to other libraries as they are."""
 
 Classes = dict[str, ast.ClassDef]
 
@@ -46,6 +54,11 @@ class Source:
             self.classes |= {node.name: node for node in found if node.name != ROOT}
             if path.relative_to(folder / "nemo_rl").as_posix() in ROOTS:
                 self.roots += [node for node in found if node.name == ROOT]
+
+    def words(self) -> set[str]:
+        """Every word of the package and of the scripts that start it."""
+        files = [path for part in ("nemo_rl", "examples") for path in (self.folder / part).rglob("*.py")]
+        return {word for path in files for word in re.findall(r"\w+", path.read_text())}
 
     def keys(self) -> Iterator[str]:
         """Of the classes, then of the recipes."""
@@ -114,13 +127,22 @@ def listed(keys: Iterable[str]) -> list[str]:
     )
 
 
+def marked(keys: Iterable[str], words: set[str]) -> Iterator[str]:
+    """The keys, with a mark at those whose section is read and whose own name is not."""
+    for key in keys:
+        is_read = key.rpartition(".")[2] in words | {"*"} or key.split(".")[0] not in words
+        yield key if is_read or not {*parents(key)}.isdisjoint(HANDED_ON) else f"{key}{UNREAD}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write down the keys of NeMo-RL's recipes.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="source folder of NeMo-RL")
     folders = parser.parse_args().folders
-    keys = [key for folder in folders for key in Source(folder).keys()]  # noqa: SIM118
+    sources = [Source(folder) for folder in folders]
+    keys = [key for source in sources for key in source.keys()]  # noqa: SIM118
+    words = {word for source in sources for word in source.words()}
     versions = " and ".join(folder.name.removeprefix("nemo-rl-") for folder in folders)
-    text = "\n".join([*listed(keys), "env.*"])
+    text = "\n".join([*marked(listed(keys), words), "env.*"])
     FILE.write_text(f"{HEADER.format(versions=versions)}{text}\n")
     print(FILE)
 

@@ -6,7 +6,7 @@ shipped list `nemo_rl_keys.txt` and against our own models.
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, get_args
@@ -36,6 +36,9 @@ FREE_FORM = (
 ANY = ".*"
 """Ends a line of `nemo_rl_keys.txt` about a mapping whose keys users choose."""
 
+UNREAD = " unread"
+"""Ends a line about a key that NeMo-RL's own recipes have and none of its code reads."""
+
 CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
 """Keys that depend on the task, which checks them."""
 
@@ -52,7 +55,13 @@ def _lines() -> frozenset[str]:
 @cache
 def nemo_rl_keys() -> frozenset[str]:
     """Dotted leaf keys of NeMo-RL's sections."""
-    return frozenset(line.removesuffix(ANY) for line in _lines())
+    return frozenset(line.removesuffix(ANY).removesuffix(UNREAD) for line in _lines())
+
+
+@cache
+def unread_keys() -> frozenset[str]:
+    """Those of `nemo_rl_keys` that no code of NeMo-RL reads."""
+    return frozenset(line.removesuffix(UNREAD) for line in _lines() if line.endswith(UNREAD))
 
 
 @cache
@@ -122,6 +131,21 @@ def unknown_key_message(key: str, value: Any) -> str:
         if elsewhere:
             return f"{key}={shown(value)}: {bad} {where}; did you mean {' or '.join(elsewhere[:3])}?"
     return f"{key}={shown(value)}: {bad} {where}{did_you_mean(name, siblings)}"
+
+
+def unread_key_messages(tree: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence for each key that asks for something and that no code of NeMo-RL reads."""
+    for key, value in leaves(tree):
+        if key in unread_keys() and value not in (None, False):
+            yield f"{key}={shown(value)}: no code of NeMo-RL reads this key; {_read_instead(key)}"
+
+
+def _read_instead(key: str) -> str:
+    """A key with the same words, if need be in another order."""
+    words = sorted(key.rpartition(".")[2].split("_"))
+    read = sorted(known_keys() - unread_keys())
+    same = [known for known in read if sorted(known.rpartition(".")[2].split("_")) == words]
+    return f"did you mean {same[0]}?" if same else "remove it"
 
 
 def _is_free(key: str) -> bool:

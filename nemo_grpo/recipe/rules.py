@@ -5,6 +5,7 @@ from pathlib import Path
 
 from checkpoints_conv.formats import nemo
 from nemo_grpo.errors import as_yaml, did_you_mean
+from nemo_grpo.recipe.keys import unread_key_messages
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM, metric_key
@@ -242,6 +243,11 @@ def variant_uses_its_dynamic_sampling(recipe: Recipe) -> Iterator[str]:
     loss = recipe.loss_fn
     if loss.without_dynamic_sampling is not None and not recipe.grpo.use_dynamic_sampling:
         yield f"{loss.variant} without grpo.use_dynamic_sampling=true: {loss.without_dynamic_sampling}"
+
+
+@rule(Scope.ADVICE)
+def keys_are_read(recipe: Recipe) -> Iterator[str]:
+    yield from unread_key_messages(recipe.to_dict())
 
 
 @rule(Scope.ADVICE)

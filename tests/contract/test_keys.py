@@ -15,6 +15,7 @@ from nemo_grpo.dotted import parents, set_value
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe_dict, refuse_unsupported
 from nemo_grpo.recipe.embedded_rules import SUPPORTED
+from nemo_grpo.recipe.keys import nemo_rl_keys, unread_keys
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.megatron_sections import Section
 from nemo_grpo.recipe.recipe import Recipe
@@ -144,6 +145,11 @@ def test_keys_are_those_that_are_read() -> None:
     ]
     assert {path for path, what in calls if re.fullmatch(r"(\w+\.)?recipe(\.\w+)*", what)} == BY_TEXT
     assert [call for call in calls if call[0].startswith("nemo_grpo/plan/")] == [], "nor by a section's name"
+
+
+def test_keys_that_nemo_rl_does_not_read_have_no_type() -> None:
+    assert {"grpo.use_best_at_k", "policy.megatron_cfg.do_not_average_loss"} <= unread_keys() < nemo_rl_keys()
+    assert unread_keys().isdisjoint(KEYS)
 
 
 @pytest.mark.parametrize("kind", VALUES)
