@@ -36,6 +36,7 @@ class Supported:
 
 OFF, UNSET, EMPTY = Supported((None, False)), Supported((None,)), Supported((None, {}))
 _DECAY = Supported((ValueOf(f"{MEGATRON}.optimizer.weight_decay"),), "use optimizer.weight_decay's value")
+_UNFILTERED = "rollouts are scored over all tokens; use {}, and {} to filter validation"
 _PEFT, _FP8 = f"{MEGATRON}.peft", f"{MEGATRON}.fp8_cfg"
 _LORA, _IN_FP8, _PACKED = f"{_PEFT}.enabled", f"{_FP8}.enabled", f"{PACKING}.enabled"
 
@@ -68,6 +69,8 @@ SUPPORTED: dict[str, Supported] = {
     "policy.generation.bad_words": Supported((None, [])),
     "policy.generation.quant_cfg": UNSET,
     "policy.generation.stop_strings": Supported((None, []), "use stop_token_ids"),
+    "policy.generation.top_k": Supported((None,), _UNFILTERED.format("null", "val_top_k")),
+    "policy.generation.top_p": Supported((1.0,), _UNFILTERED.format("1.0", "val_top_p")),
     "policy.hf_config_overrides": EMPTY,
     "policy.precision": Supported(("auto", "float32", "bfloat16"), "use auto, float32 or bfloat16"),
     "policy.pretrained_checkpoint": EMPTY,

@@ -280,6 +280,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "algorithm=concatenative is not supported .* use first_fit_decreasing", "$PACKING.enabled=false"),
     ("settings_are_supported", "embedded", "$OPT.weight_decay=0.5; $SCHEDULER.end_weight_decay=0.1",
      "end_weight_decay=0.1 is not supported", "$SCHEDULER.end_weight_decay=0.5"),
+    ("settings_are_supported", "embedded", "$G.top_p=0.9", "top_p=0.9 is not supported .* use 1.0, and val_t",
+     "$G.top_p=1.0; $G.val_top_p=0.9"),
     ("task_has_no_images", "embedded", "nemo_grpo.task={name: vision_counting}", "need the cluster engine",
      "nemo_grpo.task={name: knights_knaves}"),
     ("turns_are_limited_by_the_task", "embedded", "$SEARCH; grpo.max_rollout_turns=2",
@@ -741,6 +743,7 @@ UNSUPPORTED: dict[str, str] = {
     "reward_penalties": "{penalize_empty_final_answer: true}", "async_rl": "{}",
     "checkpointing.ft_save_period": "5", "data.max_input_seq_length": "9",
     "policy.generation.bad_words": "[x]", "policy.generation.quant_cfg": "x",
+    "policy.generation.top_k": "5", "policy.generation.top_p": "0.9",
     "policy.pretrained_checkpoint": "{path: x, format: megatron}", "policy.quant_cfg": "x",
 }  # fmt: skip
 """A value that the embedded engine lacks; ``true`` for all other keys."""
