@@ -42,7 +42,7 @@ def tensor_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterato
         shape,
         f"{MEGATRON}.tensor_model_parallel_size",
         setup.layout.tensor,
-        most=setup.gpus_per_node,
+        per_node=setup.gpus_per_node,
         embedded=setup.embedded,
     )
 
@@ -50,8 +50,8 @@ def tensor_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterato
 @rule(Scope.SHAPE)
 def rollout_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
     if setup.has_rollouts:
-        key, most = f"{VLLM}.tensor_parallel_size", setup.gpus_per_node
-        yield from width_refusals(shape, key, setup.vllm_tensor, most=most)
+        key, per_node = f"{VLLM}.tensor_parallel_size", setup.gpus_per_node
+        yield from width_refusals(shape, key, setup.vllm_tensor, per_node=per_node)
 
 
 @rule(Scope.SHAPE)

@@ -62,16 +62,16 @@ class Layout:
 
 
 def width_refusals(
-    spec: ModelSpec, key: str, size: int, *, most: int | None = None, embedded: bool = False
+    spec: ModelSpec, key: str, size: int, *, per_node: int | None = None, embedded: bool = False
 ) -> Iterator[str]:
     """Why the tensor-parallel size under this key does not divide the model.
 
-    Args: most: GPUs of a node, which no remedy exceeds.
+    Args: per_node: GPUs of a node, which every remedy divides.
           embedded: as the embedded engine divides a model, with key heads of its own on every rank and a
           padded vocabulary; else ranks may share a key head.
     """
     heads, kv = spec.num_attention_heads, spec.num_key_value_heads
-    sizes = range(1, min(heads, most or heads) + 1)
+    sizes = [n for n in range(1, heads + 1) if per_node is None or not per_node % n]
     fits = [n for n in sizes if not heads % n and (not kv % n or not (embedded or n % kv))]
     if heads % size:
         yield (

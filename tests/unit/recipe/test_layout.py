@@ -1,5 +1,7 @@
 """What of a model a layout must divide: one set of rules for the planner and the embedded engine."""
 
+from dataclasses import replace
+
 import pytest
 
 from nemo_grpo.families import ModelSpec
@@ -24,6 +26,12 @@ SPEC = ModelSpec("tiny", "qwen2", 32, 6, 8, 2, 36, 98, 64, False, 4)
 )
 def test_tensor_parallel_sizes_divide_the_model(size: int, embedded: bool, message: str | None) -> None:
     assert list(width_refusals(SPEC, "TP", size, embedded=embedded)) == ([message] if message else [])
+
+
+def test_a_tensor_parallel_size_that_is_proposed_divides_a_node() -> None:
+    twelve_heads = replace(SPEC, num_attention_heads=12)
+    (message,) = width_refusals(twelve_heads, "TP", 8, per_node=8)
+    assert message == "TP=8 does not divide num_attention_heads=12 of tiny; use 4"  # 6 would not
 
 
 @pytest.mark.parametrize(
