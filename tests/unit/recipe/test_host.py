@@ -117,6 +117,16 @@ def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note():
     assert "loss_fn.kl_input_clamp_value=null" in notes(asked)
 
 
+def test_a_clip_at_nemo_rls_default_counts_as_unset_with_a_note():
+    mine = recipe(variant="dapo")
+    assert (mine.loss_fn.ratio_clip_min, mine.loss_fn.ratio_clip_max) == (0.2, 0.28)
+    assert (
+        "loss_fn.ratio_clip_max=0.2 is NeMo-RL's default and counts as unset, and dapo has 0.28; to train "
+        "with 0.2, write 0.20002"
+    ) in notes(mine)
+    assert recipe(variant="dapo", ratio_clip_max=0.20002).loss_fn.ratio_clip_max == 0.20002
+
+
 def test_keys_of_the_stock_loss_have_the_defaults_of_nemo_rls_class():
     off = (
         *("disable_ppo_ratio", "sequence_level_importance_ratios", "use_kl_in_reward", "use_cispo"),
