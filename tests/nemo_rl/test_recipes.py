@@ -1,6 +1,7 @@
 """Every cluster recipe through NeMo-RL's own configuration class and the checks of its `setup`."""
 
 import inspect
+import os
 import re
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -173,3 +174,9 @@ def test_validation_measures_what_recipes_may_ask_for():
     recipe = load_recipe(ROOT / "recipes/cluster-quickstart.yaml", ["grpo.val_num_generations_per_prompt=2"])
     names = set(validation_metrics(recipe)) - ({"pass_k"} if compat.version() == compat.V0_7_0 else set())
     assert {name for name in names if f'"{name}":' in source or f'val_metrics["{name}"]' in source} == names
+
+
+def test_workers_log_the_mean_over_a_steps_updates():
+    """So `rollout_error` and the rehearsal judge what is logged as it is."""
+    worker = Path(os.environ["NEMO_RL_SRC"], "nemo_rl/models/policy/workers/megatron_policy_worker.py")
+    assert "x[k] / num_global_batches" in worker.read_text()
