@@ -20,7 +20,7 @@ from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER
-from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_side_files, shards
+from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
 from checkpoints_conv.model_card import training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from nemo_grpo.errors import UserError
@@ -97,7 +97,7 @@ def merge_lora(
     settings["max_shard_bytes"] = max_shard_bytes
     with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
         _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
-        copy_side_files(base, job.data, planned[0][1])
+        copy_with_config(base, job.data, planned[0][1])
         write_card(job.data, training_of(reader.folder), base)
         reader.close()
         weights.close()

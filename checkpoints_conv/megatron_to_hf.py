@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, cast, dtype_for, num_bytes_of, tensor_of
-from checkpoints_conv.formats.model_folder import hf_config, side_files
+from checkpoints_conv.formats.model_folder import copy_side_files, hf_config
 from checkpoints_conv.formats.pieces import PIECE_BYTES
 from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
@@ -66,7 +65,7 @@ def megatron_to_hf(
             with shards(job, tensors, max_shard_bytes) as (writer, finished):
                 todo = [place for place in places if not finished.issuperset(place.unit.hf)]
                 _convert_all(todo, reader, writer, job, family.dims, num_workers)
-            copy_side_files(hf_config_folder, job.data, tensors[0][1])
+            copy_with_config(hf_config_folder, job.data, tensors[0][1])
             write_card(job.data, training_of(reader.folder), hf_config_folder)
             job.finish(sha256)
     log.info("%s is a Hugging Face model", output)
@@ -133,12 +132,9 @@ def _data(unit: Unit, block: Block, dims: dict[str, int]) -> Iterator[tuple[int,
         yield number, byte_view(tensor)
 
 
-def copy_side_files(source: Path, target: Path, dtype: Dtype) -> None:
-    """Copy config, generation config, tokenizer and chat template; the config says what the weights are."""
-    names = set()
-    for path in side_files(source):
-        names.add(path.name)
-        shutil.copyfile(path, target / path.name)
+def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
+    """Copy config, generation config, tokenizer and chat templates; the config says what the weights are."""
+    names = copy_side_files(source, target)
     config = hf_config(source)
     config.pop("quantization_config", None)  # of a base in FP8 or the like
     config |= {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}

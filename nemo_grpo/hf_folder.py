@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from checkpoints_conv.formats.model_folder import side_files, weight_files
+from checkpoints_conv.formats.model_folder import copy_side_files, weight_files
 from checkpoints_conv.lora import peft_config
 from checkpoints_conv.model_card import Training, write_card
 from nemo_grpo.errors import UserError, first_line
@@ -128,13 +128,6 @@ def _check_trained(tensors: Mapping[str, Tensor], target: Path) -> None:
             f"{target} is not written: {name} holds NaN or inf, training has diverged; resume an earlier "
             "checkpoint with a lower policy.megatron_cfg.optimizer.lr"
         )
-
-
-def copy_side_files(source: Path, target: Path) -> None:
-    """Copy a model folder without its weights: configs, tokenizer, chat template."""
-    target.mkdir(parents=True, exist_ok=True)
-    for path in side_files(source):
-        shutil.copyfile(path, target / path.name)
 
 
 def export(

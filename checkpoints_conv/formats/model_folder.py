@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,11 +22,14 @@ SIDE_FILES = (
     *("config.json", "generation_config.json", "params.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "chat_template*.json", "*.jinja"),
     *("tokenizer*.json", "tokenizer*.model*", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "*.tiktoken"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model"),
+    *("tiktoken.model", "*.tiktoken"),
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "*reasoning_parser.py"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 """What exports copy from a model's folder."""
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps the chat templates beside the default one, as ``NAME.jinja``."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _DOCUMENTS = ("README.md", ".gitattributes", "SHA256SUMS")
 
@@ -120,18 +124,18 @@ def _depth(value: Any) -> int:
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """What a model folder holds besides weights: configs, tokenizer, chat template, generation config.
+    """What a model folder holds besides weights: configs, tokenizer, chat templates, generation config.
 
     Only files of names that models have; the others are named in the log. They may be secrets.
 
     Raises: UserError: one of them is a link that leaves the folder.
     """
     left_out = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
         if not path.is_file() or path.name.endswith(_WEIGHTS) or path.name in _DOCUMENTS:
             continue
         if not any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES):
-            left_out.append(path.name)
+            left_out.append(str(path.relative_to(folder)))
             continue
         if not _stays_within(path, folder):
             raise UserError(
@@ -143,8 +147,23 @@ def side_files(folder: Path) -> Iterator[Path]:
         log.warning("%s: not copied, since models have no such files: %s", folder, ", ".join(left_out))
 
 
+def copy_side_files(source: Path, target: Path) -> set[str]:
+    """Copy a model folder without its weights. Returns: names of the copied files, relative to the folder.
+
+    Raises: UserError: as in `side_files`.
+    """
+    names = set()
+    for path in side_files(source):
+        name = path.relative_to(source)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / name)
+        names.add(str(name))
+    return names
+
+
 def _stays_within(path: Path, folder: Path) -> bool:
-    """True for a file of the folder itself, and in the Hub's cache, where snapshots are links to blobs."""
+    """True for a file at its own place, and in the Hub's cache, where snapshots are links to blobs."""
     inside = folder.resolve()
-    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
-    return path.resolve().parent in (inside, blobs)
+    own = inside / path.relative_to(folder).parent
+    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else own
+    return path.resolve().parent in (own, blobs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from checkpoints_conv.formats.model_folder import copy_side_files
 from checkpoints_conv.model_card import Training
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron import parallel
@@ -17,7 +18,7 @@ from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
 from nemo_grpo.files import existing_parent
-from nemo_grpo.hf_folder import copy_side_files, export, export_adapter
+from nemo_grpo.hf_folder import export, export_adapter
 from nemo_grpo.training.run_folder import RunFolder
 
 

@@ -15,7 +15,7 @@ from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
-from checkpoints_conv.megatron_to_hf import copy_side_files, megatron_to_hf
+from checkpoints_conv.megatron_to_hf import copy_with_config, megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError, files
 
@@ -121,7 +121,7 @@ def test_missing_tokenizer_is_warned_of(source, tmp_path, caplog, tokenizer):
         file.unlink()
     if tokenizer is not None:
         (model / tokenizer).write_text("{}")
-    copy_side_files(model, target, DTYPES["float32"])
+    copy_with_config(model, target, DTYPES["float32"])
     assert ("has no tokenizer, so the result has none either" in caplog.text) == (tokenizer is None)
     assert (target / "config.json").exists()
 

@@ -14,7 +14,7 @@ from pathlib import Path, PosixPath
 
 import pytest
 import torch
-from conv_models import names_in, save_model
+from conv_models import names_in, save_model, tensors_of
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
@@ -29,6 +29,7 @@ from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.files import check_sha256
+from nemo_grpo.hf_folder import export
 
 
 def test_truncated_safetensors_is_refused(tmp_path):
@@ -321,6 +322,25 @@ def test_only_files_that_models_have_reach_an_export(source, checkpoint, tmp_pat
     assert "chat_template.jinja" in found
     assert not SECRETS.keys() & set(found)
     assert "not copied, since models have no such files: .env, .git-credentials, id_rsa" in caplog.text
+
+
+def test_tiktoken_and_further_chat_templates_reach_an_export(source, checkpoint, tmp_path, caplog):
+    model = shutil.copytree(source, tmp_path / "model")
+    further = {"tiktoken.model": "YQ== 0", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}
+    (model / "additional_chat_templates").mkdir()
+    for name, text in {**further, "additional_chat_templates/notes.txt": "x"}.items():
+        (model / name).write_text(text)
+    converted = megatron_to_hf(checkpoint, model, tmp_path / "converted")
+    export(tensors_of(model).items(), model, tmp_path / "trained", torch.float32, None)
+    for folder in (converted, tmp_path / "trained"):
+        assert {name: (folder / name).read_text() for name in further} == further
+        assert names_in(folder / "additional_chat_templates") == ["tool_use.jinja"]
+    assert "not copied, since models have no such files: additional_chat_templates/notes.txt" in caplog.text
+    (model / "additional_chat_templates" / "other.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(
+        UserError, match=r"other\.jinja is a link to /etc/passwd, outside of the model's folder"
+    ):
+        megatron_to_hf(checkpoint, model, tmp_path / "other")
 
 
 def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(source, checkpoint, tmp_path):
