@@ -6,22 +6,20 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES, Dtype, byte_view, cast, cast_tensor, dtype_for
-from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
+from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
+from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.run_config import write_bridge_files
 from nemo_grpo.errors import UserError
-from nemo_grpo.families import Family, family_for
-from nemo_grpo.families.family import Unit, refuse_untied
-from nemo_grpo.families.parts import HF_OUTPUT
+from nemo_grpo.families import Family
+from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -55,9 +53,7 @@ def hf_to_megatron(
     Raises:  UserError: the model does not fit its config, or the output may not be written. Nothing has been
              created then, or it can be resumed.
     """
-    config = hf_config(hf_model)
-    family = family_for(config)
-    with closing(SafetensorsFolder(hf_model, family.pieces)) as weights:
+    with open_model(hf_model) as (family, weights):
         wanted = dtype_for(dtype)
         conversion = _Conversion(family, weights, wanted, padded_vocab_size)
         settings = {
@@ -81,9 +77,6 @@ class _Conversion:
     ) -> None:
         self.family, self.weights = family, weights
         self.units = list(family.units())
-        family.check_hf(weights.shapes)
-        if family.tied and HF_OUTPUT in weights.tensors:
-            _check_tied(weights, family.hf_embedding)
         self.dtypes = _dtypes(self.units, weights, dtype)
         self.padded_vocab_size = padded_vocab_size
         if padded_vocab_size is not None and padded_vocab_size < family.dims["v"]:
@@ -171,16 +164,6 @@ class _Conversion:
 
 def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
     return {(one.key, one.chunk.offsets) for one in written}
-
-
-def _check_tied(weights: SafetensorsFolder, name: str) -> None:
-    first, second = Buffer(), Buffer()
-    rows, step = weights.shapes[HF_OUTPUT][0], 64
-    for row in range(0, rows, step):
-        count = min(step, rows - row)
-        embedding = weights.read_rows(name, row, count, first)
-        if not same(embedding, weights.read_rows(HF_OUTPUT, row, count, second)):
-            refuse_untied()
 
 
 def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:

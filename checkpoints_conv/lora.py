@@ -7,6 +7,7 @@ divided like rows of W, so queries, keys and values share A and have a B each; l
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,17 +15,16 @@ import torch
 from torch import Tensor
 
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
-from checkpoints_conv.formats.model_folder import hf_config
-from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import Job, run_parallel
 from checkpoints_conv.locate import ADAPTER
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
 from checkpoints_conv.model_card import training_of, write_card
-from checkpoints_conv.run_config import RUN_CONFIG, read_section
+from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
 from nemo_grpo.errors import UserError
-from nemo_grpo.families import Family, family_for
+from nemo_grpo.families import Family
 from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import progress
 
@@ -71,37 +71,35 @@ def merge_lora(
     Returns: ``output``, a Hugging Face folder without adapters.
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
-    family = family_for(hf_config(base))
-    weights = SafetensorsFolder(base, family.pieces)
-    units = list(family.units())
-    family.check_hf(weights.shapes)
-    reader = TorchDistReader(megatron_checkpoint)
-    adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
-    rounded = {name for unit in units if not unit.keeps_dtype for name in unit.hf}
-    planned = [
-        (name, wanted if wanted and name in rounded else weights.tensors[name].dtype, shape)
-        for name, shape in family.hf_shapes.items()
-    ]
+    with (
+        open_model(base) as (family, weights),
+        closing(TorchDistReader(megatron_checkpoint)) as reader,
+    ):
+        adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
+        units = list(family.units())
+        rounded = {name for unit in units if not unit.keeps_dtype for name in unit.hf}
+        planned = [
+            (name, wanted if wanted and name in rounded else weights.tensors[name].dtype, shape)
+            for name, shape in family.hf_shapes.items()
+        ]
 
-    def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
-        bases = [weights.read(name) for name in unit.hf]
-        if unit not in adapters:
-            yield from zip(unit.hf, bases, strict=True)
-            return
-        adapter = adapters[unit]
-        a, parts = adapter.read(reader, family)
-        for name, weight, b in zip(unit.hf, bases, parts, strict=True):
-            yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale / adapter.rank)
+        def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
+            bases = [weights.read(name) for name in unit.hf]
+            if unit not in adapters:
+                yield from zip(unit.hf, bases, strict=True)
+                return
+            adapter = adapters[unit]
+            a, parts = adapter.read(reader, family)
+            for name, weight, b in zip(unit.hf, bases, parts, strict=True):
+                yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale / adapter.rank)
 
-    settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(wanted), "base": str(base.resolve())}
-    settings["max_shard_bytes"] = max_shard_bytes
-    with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
-        _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
-        copy_with_config(base, job.data, planned[0][1])
-        write_card(job.data, training_of(reader.folder), base)
-        reader.close()
-        weights.close()
-        job.finish(sha256)
+        settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(wanted)}
+        settings |= {"base": str(base.resolve()), "max_shard_bytes": max_shard_bytes}
+        with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
+            _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
+            copy_with_config(base, job.data, planned[0][1])
+            write_card(job.data, training_of(reader.folder), base)
+            job.finish(sha256)
     return output
 
 
@@ -123,49 +121,52 @@ def export_adapter(
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
-    family = family_for(hf_config(base))
-    if family.prefix:
-        raise UserError(
-            f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
-        )
-    reader = TorchDistReader(megatron_checkpoint)
-    adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
-    ranks = {adapter.rank for adapter in adapters.values()}
-    if len(ranks) > 1:
-        raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
-    planned: list[Planned] = []
-    for unit, adapter in adapters.items():
-        stored = wanted or reader.keys[f"{adapter.layer}linear_in.weight"].dtype
-        for name, shape in zip(unit.hf, unit.hf_shapes, strict=True):
-            planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
-            planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
+    with (
+        open_model(base) as (family, _weights),
+        closing(TorchDistReader(megatron_checkpoint)) as reader,
+    ):
+        if family.prefix:
+            raise UserError(
+                f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
+            )
+        adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
+        ranks = {adapter.rank for adapter in adapters.values()}
+        if len(ranks) > 1:
+            raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
+        planned: list[Planned] = []
+        for unit, adapter in adapters.items():
+            stored = wanted or reader.keys[f"{adapter.layer}linear_in.weight"].dtype
+            for name, shape in zip(unit.hf, unit.hf_shapes, strict=True):
+                planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
+                planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
 
-    def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
-        a, parts = adapters[unit].read(reader, family)
-        for name, b in zip(unit.hf, parts, strict=True):
-            yield _peft_name(name, "A"), a
-            yield _peft_name(name, "B"), b
+        def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
+            a, parts = adapters[unit].read(reader, family)
+            for name, b in zip(unit.hf, parts, strict=True):
+                yield _peft_name(name, "A"), a
+                yield _peft_name(name, "B"), b
 
-    settings = {"direction": "lora-adapter", "alpha": scale, "dtype": str(wanted)}
-    settings["base"] = str(base.resolve())
-    with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
-        total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
-        _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
-        names = {name for unit in adapters for name in unit.hf}
-        modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
-        config = peft_config(base, ranks.pop(), scale, modules)
-        (job.data / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        write_card(job.data, training_of(reader.folder), base, is_adapter=True)
-        reader.close()
-        job.finish(sha256)
+        settings = {"direction": "lora-adapter", "alpha": scale, "dtype": str(wanted)}
+        settings["base"] = str(base.resolve())
+        with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
+            total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
+            _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
+            names = {name for unit in adapters for name in unit.hf}
+            modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
+            config = peft_config(base, ranks.pop(), scale, modules)
+            (job.data / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+            write_card(job.data, training_of(reader.folder), base, is_adapter=True)
+            job.finish(sha256)
     return output
 
 
 def find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
     """Every adapted unit of a checkpoint, with its adapter.
 
-    Raises: UserError: there is none, or one is on a layer or of a kind that is not supported.
+    Raises: UserError: there is none, one is on a layer or of a kind that is not supported, or run_config.yaml
+            is of another model.
     """
+    check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
     found: dict[Unit, Adapter] = {}
     known: set[str] = set()

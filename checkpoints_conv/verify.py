@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, tensor_of
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import Place, locate
 from nemo_grpo.core.lazy import torch
@@ -50,12 +50,10 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
 
     Raises: UserError: one side does not fit config.json, or a file is damaged or not what SHA256SUMS says.
     """
-    family = family_for(hf_config(hf_model))
     with (
-        closing(SafetensorsFolder(hf_model, family.pieces)) as weights,
+        open_model(hf_model) as (family, weights),
         closing(TorchDistReader(megatron_checkpoint)) as reader,
     ):
-        family.check_hf(weights.shapes)
         places = locate(family, reader)
         result, lock = Comparison(), threading.Lock()
         folders = {hf_model, reader.folder, reader.folder.parent}

@@ -5,12 +5,14 @@ import re
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, save_adapters, tensors_of
+from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, tensors_of
 from typer.testing import CliRunner
 
 from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.cli.convert import app
 from nemo_grpo.families import family_for
@@ -109,3 +111,37 @@ def test_alpha_must_be_known(source, checkpoint, tmp_path):
     args += ["--base", str(source), "--lora-alpha", "16"]
     assert CliRunner().invoke(app, args).exit_code == 0
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 16
+
+
+EXPORTS = pytest.mark.parametrize("export", [merge_lora, export_adapter])
+
+
+@EXPORTS
+def test_the_base_fits_its_config_and_the_checkpoint(export, source, checkpoint, tmp_path):
+    """As `hf_to_megatron` and `megatron_to_hf` have it."""
+    said = "model: {rotary_base: 5.0}\npeft: {alpha: 6}"
+    (checkpoint / "iter_0000010" / "run_config.yaml").write_text(said)
+    with pytest.raises(UserError, match=r"run_config.yaml has rotary_base=5.0, .*rope_theta"):
+        export(checkpoint, source, tmp_path / "out")
+    short = save_model("qwen2", tmp_path / "short")
+    rewrite(short, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(UserError, match=r"do not fit config.json; missing: model.norm.weight"):
+        export(checkpoint, short, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rows", [None, 0, 64, 96, 104])
+def test_a_stored_copy_of_tied_embeddings_is_one(rows, checkpoint, megatron_checkpoints, tmp_path):
+    def store(tensors):
+        tensors["lm_head.weight"] = torch.tensor(1.0) if rows is None else torch.zeros(rows, 32)
+
+    tied = save_model("qwen2-tied", tmp_path / "tied")
+    rewrite(tied, store)
+    for read in (
+        lambda: merge_lora(checkpoint, tied, tmp_path / "out"),
+        lambda: export_adapter(checkpoint, tied, tmp_path / "out"),
+        lambda: hf_to_megatron(tied, tmp_path / "out"),
+        lambda: verify(tied, megatron_checkpoints("qwen2-tied")),
+    ):
+        with pytest.raises(UserError, match="the output layer differs from the embedding"):
+            read()
