@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,16 +49,41 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
     stored = {name: key.shape for name, key in reader.weights.items()}
     if any(ADAPTER in name for name in stored):
         raise UserError(f"{reader.folder} has LoRA adapters; use --lora merge or --lora adapter")
-    names = {unit: _name(unit, stored) for unit in family.units()}
-    missing = {unit.key for unit, name in names.items() if name is None}
-    extra = family.converted(stored) - {name for name in names.values() if name}
-    extra -= {twin for unit in names for twin in unit.twins}
-    if family.tied:
-        extra -= {family.tied_names[1]}
+    names, missing, extra = _match(family, stored)
     refuse_unmatched("Megatron", missing, extra)
-    places = []
+    return _places(family, reader, names)
+
+
+def locate_beside_adapters(family: Family, reader: TorchDistReader) -> tuple[list[Place], set[str]]:
+    """What a checkpoint of adapters holds of the model's own units, and the names of what is neither.
+
+    Raises: UserError: sizes differ from config.json.
+    """
+    stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER not in name}
+    names, _missing, extra = _match(family, stored)
+    return _places(family, reader, names), extra
+
+
+def _match(
+    family: Family, stored: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[Unit, str], set[str], set[str]]:
+    """The key of every unit that is stored, the keys of the others, and keys of no unit."""
+    names, missing = {}, set()
+    for unit in family.units():
+        if name := next((key for key in (*unit.stacked_keys, *unit.layer_keys) if key in stored), None):
+            names[unit] = name
+        else:
+            missing.add(unit.key)
+    extra = family.converted(stored) - set(names.values()) - {twin for unit in names for twin in unit.twins}
+    embedding, output = family.tied_names
+    if family.tied and embedding in stored:
+        extra -= {output}
+    return names, missing, extra
+
+
+def _places(family: Family, reader: TorchDistReader, names: Mapping[Unit, str]) -> list[Place]:
+    places, stored = [], {name: reader.keys[name].shape for name in names.values()}
     for unit, name in names.items():
-        assert name is not None
         _check_shape(unit, name, stored[name])
         index = unit.index if name in unit.stacked_keys else ()
         start = (*index, unit.row, *(0 for _ in unit.shape[1:]))
@@ -67,13 +93,9 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
             raise UserError(
                 f"{name} is stored as {reader.keys[name].dtype}; save the weights in bf16, fp16 or fp32"
             )
-    if family.tied and family.tied_names[1] in stored:
+    if family.tied and reader.weights.keys() >= set(family.tied_names):
         _check_tied(reader, *family.tied_names)
     return places
-
-
-def _name(unit: Unit, stored: dict[str, tuple[int, ...]]) -> str | None:
-    return next((name for name in (*unit.stacked_keys, *unit.layer_keys) if name in stored), None)
 
 
 def _check_tied(reader: TorchDistReader, *names: str) -> None:

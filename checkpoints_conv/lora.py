@@ -7,7 +7,7 @@ divided like rows of W, so queries, keys and values share A and have a B each; l
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import Job, run_parallel
-from checkpoints_conv.locate import ADAPTER
+from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
 from checkpoints_conv.model_card import training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
-from nemo_grpo.errors import UserError
+from checkpoints_conv.verify import gaps_of
+from nemo_grpo.errors import MOST_NAMES, UserError
 from nemo_grpo.families import Family
 from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import progress
@@ -71,12 +73,9 @@ def merge_lora(
     Returns: ``output``, a Hugging Face folder without adapters.
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
-    with (
-        open_model(base) as (family, weights),
-        closing(TorchDistReader(megatron_checkpoint)) as reader,
-    ):
-        adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
-        units = list(family.units())
+    wanted = dtype_for(dtype)
+    with _open(megatron_checkpoint, base, num_workers) as (family, weights, reader, adapters):
+        scale, units = _alpha(reader, alpha), list(family.units())
         rounded = {name for unit in units if not unit.keeps_dtype for name in unit.hf}
         planned = [
             (name, wanted if wanted and name in rounded else weights.tensors[name].dtype, shape)
@@ -121,15 +120,9 @@ def export_adapter(
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
-    with (
-        open_model(base) as (family, _weights),
-        closing(TorchDistReader(megatron_checkpoint)) as reader,
-    ):
-        if family.prefix:
-            raise UserError(
-                f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
-            )
-        adapters, scale, wanted = find_adapters(family, reader), _alpha(reader, alpha), dtype_for(dtype)
+    wanted = dtype_for(dtype)
+    with _open(megatron_checkpoint, base, num_workers, by_peft=True) as (family, _, reader, adapters):
+        scale = _alpha(reader, alpha)
         ranks = {adapter.rank for adapter in adapters.values()}
         if len(ranks) > 1:
             raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
@@ -158,6 +151,52 @@ def export_adapter(
             write_card(job.data, training_of(reader.folder), base, is_adapter=True)
             job.finish(sha256)
     return output
+
+
+@contextmanager
+def _open(
+    megatron_checkpoint: Path, base: Path, num_workers: int, *, by_peft: bool = False
+) -> Iterator[tuple[Family, SafetensorsFolder, TorchDistReader, dict[Unit, Adapter]]]:
+    """Within the block, the base's family and weights, the checkpoint, and its adapters.
+
+    Args:   by_peft: the adapters will be applied by PEFT.
+    Raises: UserError: as `merge_lora`.
+    """
+    with open_model(base) as (family, weights), closing(TorchDistReader(megatron_checkpoint)) as reader:
+        if by_peft and family.prefix:
+            raise UserError(
+                f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
+            )
+        adapters = find_adapters(family, reader)
+        _check_nothing_is_lost(family, weights, reader, num_workers)
+        yield family, weights, reader, adapters
+
+
+def _check_nothing_is_lost(
+    family: Family, weights: SafetensorsFolder, reader: TorchDistReader, num_workers: int
+) -> None:
+    """A checkpoint may hold the frozen base beside the adapters, and nothing else.
+
+    Raises: UserError: a tensor is neither an adapter nor, in its dtype, the base's.
+    """
+    places, lost = locate_beside_adapters(family, reader)
+
+    def compare(place: Place) -> None:
+        if gaps_of(place, family, weights, reader):
+            lost.add(place.name)
+        advance()
+
+    if places and not lost:
+        with progress("compare with --base", len(places)) as advance:
+            run_parallel(places, compare, num_workers)
+    if lost:
+        named = ", ".join(sorted(lost)[:MOST_NAMES])
+        named += f", ... ({len(lost)} in all)" if len(lost) > MOST_NAMES else ""
+        raise UserError(
+            f"{reader.folder} holds what is neither an adapter nor equal to --base {weights.folder}, and "
+            f"--lora would lose it: {named}; give the base that was adapted, or export the checkpoint with "
+            "Megatron-Bridge"
+        )
 
 
 def find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:

@@ -60,7 +60,7 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
         result.num_hashed = sum(check_sha256(folder) for folder in folders)
 
         def compare(place: Place) -> None:
-            _compare(place, family, weights, reader, result, lock)
+            _note(place, gaps_of(place, family, weights, reader), weights, reader, result, lock)
             advance(amount=sum(weights.tensors[name].num_bytes for name in place.unit.hf))
 
         total = sum(weights.tensors[name].num_bytes for name in family.hf_shapes)
@@ -69,18 +69,28 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
     return result
 
 
-def _compare(
+def _note(
     place: Place,
-    family: Family,
+    gaps: list[float],
     weights: SafetensorsFolder,
     reader: TorchDistReader,
     result: Comparison,
     lock: threading.Lock,
 ) -> None:
+    names, dtype = place.unit.hf, reader.keys[place.name].dtype
+    with lock:
+        result.compared |= {whole_name(name) for name in names}
+        result.cast |= {(weights.tensors[name].dtype, dtype) for name in names} - {(dtype, dtype)}
+        if gaps:
+            worst = max(gaps, key=lambda gap: (math.isnan(gap), gap))
+            result.different.update(dict.fromkeys(names, worst))
+
+
+def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: TorchDistReader) -> list[float]:
+    """Largest difference of each piece of a unit whose bits differ after conversion to Megatron's dtype."""
     unit, buffer = place.unit, Buffer()
     stored = [weights.tensors[name].dtype for name in unit.hf]
     with place.open(reader) as block:
-        kinds = {(dtype, block.dtype) for dtype in stored}
         if unit.op.moves_rows:
             found = [
                 _gap(
@@ -94,13 +104,7 @@ def _compare(
         else:
             whole = unit.op.join([weights.read(name) for name in unit.hf], family.dims).contiguous()
             found = [_gap(byte_view(whole), stored[0], block.read(unit.rows), block.dtype)]
-    gaps = [gap for gap in found if gap is not None]
-    with lock:
-        result.compared |= {whole_name(name) for name in unit.hf}
-        result.cast |= {(one, other) for one, other in kinds if one != other}
-        if gaps:
-            worst = max(gaps, key=lambda gap: (math.isnan(gap), gap))
-            result.different.update(dict.fromkeys(unit.hf, worst))
+    return [gap for gap in found if gap is not None]
 
 
 def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> float | None:

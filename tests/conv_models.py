@@ -75,11 +75,12 @@ def write_chunk(writer, key, shape, offsets, tensor):
     return writer.write(key, shape, dtype_for(tensor.dtype), offsets, tuple(tensor.shape), [data])
 
 
-def save_adapters(adapters, folder, rank, alpha, *, stacked=True):
-    """LoRA matrices alone, in the layout of Megatron-Bridge, B in two tensor-parallel chunks.
+def save_adapters(adapters, folder, rank, alpha, *, stacked=True, beside=None):
+    """LoRA matrices in the layout of Megatron-Bridge, B in two tensor-parallel chunks.
 
     Args: adapters: Megatron's layer -> (A of each layer [layers, rank, in], B [layers, out, rank]).
           stacked: as an axis of one key; False: the one layer is a part of the name.
+          beside: what else the checkpoint holds, by its keys.
     Returns: the checkpoint's folder.
     """
     step = folder / "iter_0000010"
@@ -96,6 +97,8 @@ def save_adapters(adapters, folder, rank, alpha, *, stacked=True):
                 if not stacked:
                     shape, at, part = shape[1:], at[1:], part[0]
                 written.append(write_chunk(writer, f"{key}{matrix}.weight", shape, at, part))
+    for key, tensor in (beside or {}).items():
+        written.append(write_chunk(writer, key, tuple(tensor.shape), (0,) * tensor.dim(), tensor))
     writer.finish(written, [], 10)
     (step / "run_config.yaml").write_text(f"model:\n  x: 1\npeft:\n  dim: {rank}\n  alpha: {alpha}\nz: 1\n")
     return folder

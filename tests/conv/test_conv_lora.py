@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conv_models import assert_same_tensors, rewrite, save_adapters, save_model,
 from typer.testing import CliRunner
 
 from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
@@ -113,7 +115,39 @@ def test_alpha_must_be_known(source, checkpoint, tmp_path):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 16
 
 
+def stored_in(folder):
+    """Every weight of a Megatron checkpoint, by its key."""
+    with closing(TorchDistReader(folder)) as reader:
+        return {
+            name: reader.read(name, (0,) * len(key.shape), key.shape) for name, key in reader.weights.items()
+        }
+
+
 EXPORTS = pytest.mark.parametrize("export", [merge_lora, export_adapter])
+
+
+@EXPORTS
+def test_what_was_trained_beside_the_adapters_is_refused(export, source, adapters, tmp_path):
+    norm, unknown = "decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc2.linear_in.weight"
+    for key, tensor in {norm: torch.full((32,), 7.0), unknown: torch.zeros(LAYERS, RANK, 64)}.items():
+        trained = save_adapters(adapters, tmp_path / key, RANK, ALPHA, beside={key: tensor})
+        with pytest.raises(UserError, match=rf"would lose it: {key}; give the base that was adapted, or"):
+            export(trained, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@EXPORTS
+def test_the_frozen_base_beside_the_adapters_is_compared(
+    export, source, adapters, megatron_checkpoints, checkpoint, tmp_path
+):
+    frozen = stored_in(megatron_checkpoints("qwen2"))
+    whole = save_adapters(adapters, tmp_path / "whole", RANK, ALPHA, beside=frozen)
+    alone = export(checkpoint, source, tmp_path / "alone")
+    assert_same_tensors(tensors_of(export(whole, source, tmp_path / "same")), tensors_of(alone))
+    frozen["decoder.layers.mlp.linear_fc2.weight"][2, 31, 63] += 1
+    changed = save_adapters(adapters, tmp_path / "changed", RANK, ALPHA, beside=frozen)
+    with pytest.raises(UserError, match=r"would lose it: decoder.layers.mlp.linear_fc2.weight; give"):
+        export(changed, source, tmp_path / "out")
 
 
 @EXPORTS
