@@ -53,7 +53,7 @@ class Job:
         self.partial = self.output.with_name(f".{self.output.name}.partial")
         self.data = self.partial / "data"
         self.resume, self.force = resume, force
-        self.settings = settings | {"source": _fingerprint(source)}
+        self.settings = settings | {"source": fingerprint(source)}
         self.journal: list[dict[str, Any]] = []
         self.num_recorded = 0
         self._append = threading.Lock()
@@ -245,7 +245,8 @@ def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iter
         future.result()
 
 
-def _fingerprint(source: Path) -> dict[str, Any]:
+def fingerprint(source: Path) -> dict[str, Any]:
+    """What tells a folder's present content from another: its path, and its files' names, sizes and times."""
     files: Iterator[Path] = (path for path in sorted(source.rglob("*")) if path.is_file())
     digest = hashlib.sha256()
     for path in files:

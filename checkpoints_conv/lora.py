@@ -19,7 +19,7 @@ from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_model import open_model
-from checkpoints_conv.job import Job, run_parallel
+from checkpoints_conv.job import Job, fingerprint, run_parallel
 from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
 from checkpoints_conv.model_card import training_of, write_card
@@ -93,7 +93,7 @@ def merge_lora(
                 yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale / adapter.rank)
 
         settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(wanted)}
-        settings |= {"base": str(base.resolve()), "max_shard_bytes": max_shard_bytes}
+        settings |= {"base": fingerprint(base), "max_shard_bytes": max_shard_bytes}
         with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
             _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
             copy_with_config(base, job.data, planned[0][1])
@@ -140,7 +140,7 @@ def export_adapter(
                 yield _peft_name(name, "B"), b
 
         settings = {"direction": "lora-adapter", "alpha": scale, "dtype": str(wanted)}
-        settings["base"] = str(base.resolve())
+        settings |= {"base": fingerprint(base)}
         with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
             total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
             _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)

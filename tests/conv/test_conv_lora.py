@@ -10,6 +10,7 @@ from conv_models import assert_same_tensors, rewrite, save_adapters, save_model,
 from typer.testing import CliRunner
 
 from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import export_adapter, merge_lora
@@ -148,6 +149,18 @@ def test_the_frozen_base_beside_the_adapters_is_compared(
     changed = save_adapters(adapters, tmp_path / "changed", RANK, ALPHA, beside=frozen)
     with pytest.raises(UserError, match=r"would lose it: decoder.layers.mlp.linear_fc2.weight; give"):
         export(changed, source, tmp_path / "out")
+
+
+@EXPORTS
+def test_resumption_with_a_changed_base_is_refused(export, checkpoint, tmp_path, monkeypatch):
+    base = save_model("qwen2", tmp_path / "base")
+    with monkeypatch.context() as patch:
+        patch.setattr(SafetensorsWriter, "write_index", lambda _self: 1 / 0)  # all tensors are written
+        with pytest.raises(ZeroDivisionError):
+            export(checkpoint, base, tmp_path / "out")
+    rewrite(base, lambda tensors: tensors["model.norm.weight"].add_(1))
+    with pytest.raises(UserError, match=r"--resume .*: base changed since the first attempt; use the same"):
+        export(checkpoint, base, tmp_path / "out", resume=True)
 
 
 @EXPORTS
