@@ -60,8 +60,6 @@ class Job:
         self._check(source, also_read)
 
     def _check(self, source: Path, also_read: Sequence[Path]) -> None:
-        if self.output.is_symlink():
-            raise UserError(f"--output {self.output} is a link to {self.output.resolve()}; give that folder")
         inside = self.output.resolve()
         for folder in also_read:
             if inside in (folder.resolve(), *folder.resolve().parents):
@@ -71,13 +69,7 @@ class Job:
         for one, other in ((inside, source.resolve()), (source.resolve(), inside)):
             if one == other or one in other.parents:
                 raise UserError(f"--output {self.output} overlaps the source {source}; choose another folder")
-        if self.output.exists() and not self.force:
-            raise UserError(f"--output {self.output} exists; choose another name, or replace it with --force")
-        if self.output.exists() and not _may_be_replaced(self.output):
-            raise UserError(
-                f"--output {self.output} holds other things than a model or a checkpoint, and --force would "
-                "delete them; choose another name"
-            )
+        self._check_output()
         if self.partial.exists() and not (self.resume or self.force):
             raise UserError(
                 f"{self.output} has an unfinished conversion; finish it with --resume or start over "
@@ -85,6 +77,17 @@ class Job:
             )
         if self.resume and not self.partial.exists():
             log.info("nothing to resume for %s; starting from the beginning", self.output)
+
+    def _check_output(self) -> None:
+        if self.output.is_symlink():
+            raise UserError(f"--output {self.output} is a link to {self.output.resolve()}; give that folder")
+        if self.output.exists() and not self.force:
+            raise UserError(f"--output {self.output} exists; choose another name, or replace it with --force")
+        if self.output.exists() and not _may_be_replaced(self.output):
+            raise UserError(
+                f"--output {self.output} holds other things than a model or a checkpoint, and --force would "
+                "delete them; choose another name"
+            )
 
     def __enter__(self) -> Self:
         """Create or reopen the partial folder and lock it.
@@ -160,12 +163,14 @@ class Job:
     def finish(self, sha256: bool = False) -> None:
         """Flush everything to disk and give the output its name.
 
-        Args: sha256: also write ``SHA256SUMS``.
+        Args:   sha256: also write ``SHA256SUMS``.
+        Raises: UserError: the output has appeared meanwhile and may not be replaced.
         """
         if sha256:
             write_sha256(self.data)
         make_readable(self.data)
         flush_tree(self.data)
+        self._check_output()
         replaced = self.output.with_name(f".{self.output.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if self.output.exists():

@@ -187,6 +187,23 @@ def test_existing_output_is_replaced_only_by_force(direction, tmp_path):
     assert names_in(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_that_appears_meanwhile_is_not_replaced(force, direction, tmp_path, monkeypatch):
+    convert, writer, check = direction
+
+    def appear():
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").write_text("mine")
+
+    fail_after(monkeypatch, writer, 5, appear)
+    with pytest.raises(UserError, match="force" if force else "out exists; choose another name"):
+        convert(tmp_path / "out", force=force)
+    assert names_in(tmp_path / "out") == ["precious"]
+    (tmp_path / "out").rename(tmp_path / "moved")
+    convert(tmp_path / "out", resume=True)
+    check(tmp_path / "out")
+
+
 def test_a_file_is_no_place_and_is_not_replaced(direction, tmp_path):
     convert, _, _ = direction
     (tmp_path / "file").write_text("mine")
