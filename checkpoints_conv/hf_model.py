@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.model_folder import check_no_other_weights, hf_config
 from checkpoints_conv.formats.pieces import Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from nemo_grpo.families import Family, family_for
@@ -16,9 +16,12 @@ from nemo_grpo.families.parts import HF_OUTPUT
 def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
     """Within the block, a model's family and its weights.
 
-    Raises: UserError: the weights do not fit config.json, or a file is damaged.
+    Raises: UserError: the weights do not fit config.json or are not all that transformers loads, or a file is
+            damaged.
     """
-    family = family_for(hf_config(folder))
+    config = hf_config(folder)
+    family = family_for(config)
+    check_no_other_weights(folder, config)
     with closing(SafetensorsFolder(folder, family.pieces)) as weights:
         family.check_hf(weights.shapes)
         if family.tied and HF_OUTPUT in weights.tensors:

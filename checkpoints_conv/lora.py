@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
+from checkpoints_conv.formats.model_folder import ADAPTER_CONFIG
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.formats.torch_dist import TorchDistReader
@@ -147,7 +148,7 @@ def export_adapter(
             names = {name for unit in adapters for name in unit.hf}
             modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
             config = peft_config(base, ranks.pop(), scale, modules)
-            (job.data / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (job.data / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             write_card(job.data, training_of(reader.folder), base, is_adapter=True)
             job.finish(sha256)
     return output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, cast, dtype_for, num_bytes_of, tensor_of
-from checkpoints_conv.formats.model_folder import copy_side_files, hf_config
+from checkpoints_conv.formats.model_folder import WEIGHTS_KEY, copy_side_files, hf_config
 from checkpoints_conv.formats.pieces import PIECE_BYTES
 from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
@@ -137,6 +137,7 @@ def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
     names = copy_side_files(source, target)
     config = hf_config(source)
     config.pop("quantization_config", None)  # of a base in FP8 or the like
+    config.pop(WEIGHTS_KEY, None)  # of the source's files
     config |= {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype.name), indent=2) + "\n")

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS_KEY = "transformers_weights"
+"""The key of config.json by which transformers loads a certain file."""
 _MAX_DEPTH = 20
 _PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)
 SIDE_FILES = (
@@ -84,6 +87,24 @@ def check_weights(folder: Path) -> None:
             "where you trust it, save it with save_pretrained(), and convert that folder"
         )
     raise UserError(f"{folder} holds no *.safetensors; download the model's weights there")
+
+
+def check_no_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder from which transformers loads more, or other weights, than `weight_files`.
+
+    Args:   config: config.json's content.
+    Raises: UserError: an adapter lies beside the model, or config.json names a file of its own.
+    """
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{folder} has {ADAPTER_CONFIG} beside config.json, so transformers adds an adapter to the "
+            "weights; merge it first, or move it away"
+        )
+    if named := config.get(WEIGHTS_KEY):
+        raise UserError(
+            f"{folder / 'config.json'} has {WEIGHTS_KEY}={named!r:.80}, so transformers loads that file "
+            f"alone; move it to a folder of its own as {WHOLE}, with the other files and without the key"
+        )
 
 
 def hf_config(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
 from checkpoints_conv.formats.dtypes import DTYPES
+from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
@@ -124,6 +125,26 @@ def test_missing_tokenizer_is_warned_of(source, tmp_path, caplog, tokenizer):
     copy_with_config(model, target, DTYPES["float32"])
     assert ("has no tokenizer, so the result has none either" in caplog.text) == (tokenizer is None)
     assert (target / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "has adapter_config.json beside config.json.*merge it first, or move it away"),
+        ({"transformers_weights": "other.safetensors"}, "has transformers_weights='other.safetensors', so"),
+    ],
+)
+def test_weights_that_only_transformers_would_load_are_refused(change, message, source, checkpoint, tmp_path):
+    model = shutil.copytree(source, tmp_path / "model")
+    rewrite(model, **change)
+    if not change:
+        (model / "adapter_config.json").write_text("{}")
+    for read in (lambda: hf_to_megatron(model, tmp_path / "out"), lambda: verify(model, checkpoint)):
+        with pytest.raises(UserError, match=message):
+            read()
+    exported = megatron_to_hf(checkpoint, model, tmp_path / "hf")
+    assert not change.keys() & hf_config(exported).keys()
+    assert "adapter_config.json" not in names_in(exported)
 
 
 def test_file_is_no_checkpoint(tmp_path):
