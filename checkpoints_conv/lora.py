@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
-from checkpoints_conv.formats.model_folder import ADAPTER_CONFIG
+from checkpoints_conv.formats.model_folder import ADAPTER_CONFIG, hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.formats.torch_dist import TorchDistReader
@@ -27,7 +27,7 @@ from checkpoints_conv.model_card import training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
 from checkpoints_conv.verify import gaps_of
 from nemo_grpo.errors import MOST_NAMES, UserError
-from nemo_grpo.families import Family
+from nemo_grpo.families import Family, family_for
 from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import progress
 
@@ -58,6 +58,7 @@ def merge_lora(
     base: Path,
     output: Path,
     *,
+    hf_config_folder: Path | None = None,
     alpha: float | None = None,
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -68,14 +69,15 @@ def merge_lora(
 ) -> Path:
     """Add the adapters to a base model: W + (alpha / r) B A, computed in float32 and rounded once.
 
-    Args:    base: Hugging Face folder of the model that was adapted; config and tokenizer come from it too.
+    Args:    base: Hugging Face folder of the model that was adapted.
+             hf_config_folder: config.json, tokenizer and chat templates of the result; None: the base's.
              alpha: of the adapters; None: from the checkpoint's run_config.yaml.
              The others are as in `megatron_to_hf`.
     Returns: ``output``, a Hugging Face folder without adapters.
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
-    wanted = dtype_for(dtype)
-    with _open(megatron_checkpoint, base, num_workers) as (family, weights, reader, adapters):
+    wanted, config_folder = dtype_for(dtype), hf_config_folder or base
+    with _open(megatron_checkpoint, base, config_folder, num_workers) as (family, weights, reader, adapters):
         scale, units = _alpha(reader, alpha), list(family.units())
         rounded = {name for unit in units if not unit.keeps_dtype for name in unit.hf}
         planned = [
@@ -94,10 +96,11 @@ def merge_lora(
                 yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale / adapter.rank)
 
         settings = {"direction": "lora-merge", "alpha": scale, "dtype": str(wanted)}
-        settings |= {"base": fingerprint(base), "max_shard_bytes": max_shard_bytes}
-        with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
+        settings |= {"base": fingerprint(base), "config": hf_config(config_folder)}
+        settings |= {"max_shard_bytes": max_shard_bytes}
+        with Job(output, megatron_checkpoint, settings, resume, force, [base, config_folder]) as job:
             _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
-            copy_with_config(base, job.data, planned[0][1])
+            copy_with_config(config_folder, job.data, planned[0][1])
             write_card(job.data, training_of(reader.folder), base)
             job.finish(sha256)
     return output
@@ -108,6 +111,7 @@ def export_adapter(
     base: Path,
     output: Path,
     *,
+    hf_config_folder: Path | None = None,
     alpha: float | None = None,
     dtype: str | torch.dtype | None = None,
     num_workers: int = 2,
@@ -117,12 +121,14 @@ def export_adapter(
 ) -> Path:
     """Write the adapters as a PEFT folder, which PEFT and vLLM load on top of the base.
 
-    Args:    as in `merge_lora`.
+    Args:    hf_config_folder: its config.json is what run_config.yaml must agree with; None: the base's.
+             The others are as in `merge_lora`.
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
-    wanted = dtype_for(dtype)
-    with _open(megatron_checkpoint, base, num_workers, by_peft=True) as (family, _, reader, adapters):
+    wanted, config_folder = dtype_for(dtype), hf_config_folder or base
+    opened = _open(megatron_checkpoint, base, config_folder, num_workers, by_peft=True)
+    with opened as (family, _weights, reader, adapters):
         scale = _alpha(reader, alpha)
         ranks = {adapter.rank for adapter in adapters.values()}
         if len(ranks) > 1:
@@ -142,7 +148,7 @@ def export_adapter(
 
         settings = {"direction": "lora-adapter", "alpha": scale, "dtype": str(wanted)}
         settings |= {"base": fingerprint(base)}
-        with Job(output, megatron_checkpoint, settings, resume, force, [base]) as job:
+        with Job(output, megatron_checkpoint, settings, resume, force, [base, config_folder]) as job:
             total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
             _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
             names = {name for unit in adapters for name in unit.hf}
@@ -156,7 +162,7 @@ def export_adapter(
 
 @contextmanager
 def _open(
-    megatron_checkpoint: Path, base: Path, num_workers: int, *, by_peft: bool = False
+    megatron_checkpoint: Path, base: Path, config_folder: Path, num_workers: int, *, by_peft: bool = False
 ) -> Iterator[tuple[Family, SafetensorsFolder, TorchDistReader, dict[Unit, Adapter]]]:
     """Within the block, the base's family and weights, the checkpoint, and its adapters.
 
@@ -168,9 +174,34 @@ def _open(
             raise UserError(
                 f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
             )
+        described = family_for(hf_config(config_folder))
+        _check_fits(described, config_folder, family, base)
+        check_run_config(described, reader.folder / RUN_CONFIG)
         adapters = find_adapters(family, reader)
         _check_nothing_is_lost(family, weights, reader, num_workers)
         yield family, weights, reader, adapters
+
+
+def _check_fits(described: Family, folder: Path, family: Family, base: Path) -> None:
+    """Compare a config.json with the base's; the training may have overridden what shapes do not tell.
+
+    Raises: UserError: it is of another architecture or of other sizes.
+    """
+    (found, wanted) = (
+        {
+            "model_type": one.spec.model_type,
+            "num_attention_heads": one.spec.num_attention_heads,
+            "num_key_value_heads": one.spec.num_key_value_heads,
+            **one.hf_shapes,
+        }
+        for one in (described, family)
+    )
+    for name in {**wanted, **found}:
+        if found.get(name) != wanted.get(name):
+            raise UserError(
+                f"--hf-config {folder} is of another model than --base {base}: {name} is {found.get(name)}, "
+                f"not {wanted.get(name)}; give the adapted model's, or leave --hf-config out"
+            )
 
 
 def _check_nothing_is_lost(
@@ -203,10 +234,8 @@ def _check_nothing_is_lost(
 def find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
     """Every adapted unit of a checkpoint, with its adapter.
 
-    Raises: UserError: there is none, one is on a layer or of a kind that is not supported, or run_config.yaml
-            is of another model.
+    Raises: UserError: there is none, or one is on a layer or of a kind that is not supported.
     """
-    check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
     found: dict[Unit, Adapter] = {}
     known: set[str] = set()

@@ -64,8 +64,11 @@ def hf_to_megatron_command(
 @app.command("megatron-to-hf")
 def megatron_to_hf_command(
     megatron_checkpoint: Megatron,
-    hf_config: Annotated[Path, typer.Option(help="Folder with config.json, tokenizer, chat template.")],
     output: Output,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option(help="Folder with config.json, tokenizer, chat template; with --lora, default: --base."),
+    ] = None,
     dtype: Dtype = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB or 500MB.")] = "5GB",
     lora: Annotated[
@@ -91,15 +94,18 @@ def megatron_to_hf_command(
     if (lora is None) != (base is None):
         raise UserError("--lora and --base belong together; give both or neither")
     if lora is None or base is None:
+        if hf_config is None:
+            raise UserError("--hf-config is missing; give the folder with config.json and tokenizer")
         megatron_to_hf(megatron_checkpoint, hf_config, output, max_shard_bytes=shard_bytes, **options)
     else:
         from checkpoints_conv.lora import export_adapter, merge_lora
 
+        options |= {"hf_config_folder": hf_config, "alpha": lora_alpha}
         if lora == "merge":
             options["max_shard_bytes"] = shard_bytes
-            merge_lora(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+            merge_lora(megatron_checkpoint, base, output, **options)
         elif lora == "adapter":
-            export_adapter(megatron_checkpoint, base, output, alpha=lora_alpha, **options)
+            export_adapter(megatron_checkpoint, base, output, **options)
         else:
             raise UserError(f"--lora {lora!r} is unknown{did_you_mean(lora, ('merge', 'adapter'))}")
     typer.echo(str(output))

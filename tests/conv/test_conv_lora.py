@@ -109,6 +109,8 @@ def test_alpha_must_be_known(source, checkpoint, tmp_path):
         merge_lora(checkpoint, source, tmp_path / "out")
     args = ["megatron-to-hf", "--megatron-checkpoint", str(checkpoint), "--hf-config", str(source)]
     args += ["--output", str(tmp_path / "out"), "--lora", "adapter"]
+    result = CliRunner().invoke(app, [*args, "--base", str(source), "--hf-config", "/nonexistent"])
+    assert "/nonexistent has no config.json" in str(result.exception)
     result = CliRunner().invoke(app, args)
     assert "--lora and --base belong together" in str(result.exception)
     args += ["--base", str(source), "--lora-alpha", "16"]
@@ -125,6 +127,37 @@ def stored_in(folder):
 
 
 EXPORTS = pytest.mark.parametrize("export", [merge_lora, export_adapter])
+
+
+def test_a_merged_models_config_and_tokenizer_come_from_hf_config(source, checkpoint, tmp_path):
+    """A run saves its own, with ``hf_config_overrides``."""
+    step = tmp_path / "tokenizer"
+    step.mkdir()
+    overridden = hf_config(source) | {"max_position_embeddings": 77}
+    (step / "config.json").write_text(json.dumps(overridden))
+    (step / "chat_template.jinja").write_text("{{ trained }}")
+    merged = merge_lora(checkpoint, source, tmp_path / "merged", hf_config_folder=step)
+    assert hf_config(merged)["max_position_embeddings"] == 77
+    assert (merged / "chat_template.jinja").read_text() == "{{ trained }}"
+
+
+@EXPORTS
+def test_hf_config_is_of_the_adapted_model(export, source, hf_models, checkpoint, tmp_path):
+    for other, message in (
+        (
+            hf_models("qwen3"),
+            "is qwen3, not qwen2; give the adapted model's, or leave --hf-config out",
+        ),
+        (save_model("qwen2", tmp_path / "wide", intermediate_size=72), r"is \(72, 32\), not \(64, 32\)"),
+        (tmp_path / "absent", "absent has no config.json"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export(checkpoint, source, tmp_path / "out", hf_config_folder=other)
+    said = "model: {rotary_base: 5.0}\npeft: {alpha: 6}"
+    (checkpoint / "iter_0000010" / "run_config.yaml").write_text(said)
+    overridden = hf_config(source) | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    (tmp_path / "config.json").write_text(json.dumps(overridden))
+    export(checkpoint, source, tmp_path / "out", hf_config_folder=tmp_path)
 
 
 @EXPORTS
