@@ -6,7 +6,7 @@ divided like rows of W, so queries, keys and values share A and have a B each; l
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,6 +178,8 @@ def _open(
         _check_fits(described, config_folder, family, base)
         check_run_config(described, reader.folder / RUN_CONFIG)
         adapters = find_adapters(family, reader)
+        if by_peft:
+            _check_peft_applies(family, adapters)
         _check_nothing_is_lost(family, weights, reader, num_workers)
         yield family, weights, reader, adapters
 
@@ -202,6 +204,22 @@ def _check_fits(described: Family, folder: Path, family: Family, base: Path) -> 
                 f"--hf-config {folder} is of another model than --base {base}: {name} is {found.get(name)}, "
                 f"not {wanted.get(name)}; give the adapted model's, or leave --hf-config out"
             )
+
+
+def _check_peft_applies(family: Family, adapters: Iterable[Unit]) -> None:
+    """Refuse adapters that PEFT 0.21 drops in models with experts.
+
+    It takes every ``gate_proj``, ``up_proj`` and ``down_proj`` for the routed experts', also those of dense
+    layers and shared experts, and adapts no router but Qwen3-MoE's.
+
+    Raises: UserError: there are such adapters.
+    """
+    names = [name for unit in adapters for name in unit.hf if ".mlp." in name]
+    if names and family.spec.num_experts and family.spec.model_type != "qwen3_moe":
+        raise UserError(
+            f"--lora adapter: PEFT does not apply adapters below mlp. to {family.spec.model_type}, which has "
+            f"experts ({names[0]}); use --lora merge"
+        )
 
 
 def _check_nothing_is_lost(

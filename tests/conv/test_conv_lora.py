@@ -100,6 +100,31 @@ def test_a_model_with_vision_has_no_peft_folder(hf_models, checkpoint, tmp_path)
         export_adapter(checkpoint, hf_models("qwen2.5-vl"), tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("family", "layer", "shape", "is_applied"),
+    [
+        ("deepseek-v3", "0.mlp.linear_fc2", (32, 64), False),
+        ("deepseek-v3", "3.self_attention.linear_kv_up_proj", (96, 20), True),
+        ("glm-4.5", "2.mlp.shared_experts.linear_fc2", (32, 16), False),
+        ("glm-4.5", "2.mlp.router", (4, 32), False),
+        ("glm-4.5", "2.self_attention.linear_proj", (32, 64), True),
+        ("qwen3-moe", "mlp.router", (4, 32), True),
+        ("gpt-oss", "mlp.router", (4, 32), False),
+    ],
+)
+def test_adapters_that_peft_would_lose_are_refused(family, layer, shape, is_applied, hf_models, tmp_path):
+    """Each was loaded with PEFT 0.21.2: the logits are the merged model's to 1e-5, or not at all."""
+    layers, (rows, columns) = 1 if layer[0].isdigit() else LAYERS, shape
+    pair = {layer: (torch.ones(layers, RANK, columns), torch.ones(layers, rows, RANK))}
+    trained = save_adapters(pair, tmp_path / "lora", RANK, ALPHA, stacked=layers == LAYERS)
+    if is_applied:
+        assert export_adapter(trained, hf_models(family), tmp_path / "out").exists()
+        return
+    with pytest.raises(UserError, match=r"PEFT does not apply adapters below mlp\. .*; use --lora merge"):
+        export_adapter(trained, hf_models(family), tmp_path / "out")
+    merge_lora(trained, hf_models(family), tmp_path / "out")
+
+
 def test_alpha_must_be_known(source, checkpoint, tmp_path):
     (checkpoint / "iter_0000010" / "run_config.yaml").write_text("peft: [4]\n")
     with pytest.raises(UserError, match=r"run_config.yaml: peft is not a mapping; restore it"):
