@@ -10,7 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES, Dtype, byte_view, cast, cast_tensor, dtype_for
+from checkpoints_conv.formats.dtypes import (
+    WEIGHT_DTYPES,
+    Dtype,
+    byte_view,
+    cast,
+    cast_tensor,
+    dtype_for,
+    main_dtype,
+)
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
@@ -63,7 +71,8 @@ def hf_to_megatron(
         }
         with Job(output, hf_model, settings, resume, force) as job:
             conversion.run(job, num_workers)
-            write_bridge_files(job.data, family, next(iter(conversion.dtypes.values())), ITERATION)
+            stored = [(unit.key, conversion.dtypes[unit.key], unit.shape) for unit in conversion.units]
+            write_bridge_files(job.data, family, main_dtype(stored), ITERATION)
             job.finish(sha256)
     log.info("%s is a Megatron checkpoint of %s", output, hf_model)
     return output

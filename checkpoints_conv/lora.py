@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, num_bytes_of
+from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, main_dtype, num_bytes_of
 from checkpoints_conv.formats.model_folder import ADAPTER_CONFIG, hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import Planned
@@ -100,7 +100,7 @@ def merge_lora(
         settings |= {"max_shard_bytes": max_shard_bytes}
         with Job(output, megatron_checkpoint, settings, resume, force, [base, config_folder]) as job:
             _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
-            copy_with_config(config_folder, job.data, planned[0][1])
+            copy_with_config(config_folder, job.data, main_dtype(planned))
             write_card(job.data, training_of(reader.folder), base)
             job.finish(sha256)
     return output

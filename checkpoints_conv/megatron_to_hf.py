@@ -9,7 +9,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.formats.dtypes import Dtype, byte_view, cast, dtype_for, num_bytes_of, tensor_of
+from checkpoints_conv.formats.dtypes import (
+    Dtype,
+    byte_view,
+    cast,
+    dtype_for,
+    main_dtype,
+    num_bytes_of,
+    tensor_of,
+)
 from checkpoints_conv.formats.model_folder import WEIGHTS_KEY, copy_side_files, hf_config
 from checkpoints_conv.formats.pieces import PIECE_BYTES
 from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter
@@ -65,7 +73,7 @@ def megatron_to_hf(
             with shards(job, tensors, max_shard_bytes) as (writer, finished):
                 todo = [place for place in places if not finished.issuperset(place.unit.hf)]
                 _convert_all(todo, reader, writer, job, family.dims, num_workers)
-            copy_with_config(hf_config_folder, job.data, tensors[0][1])
+            copy_with_config(hf_config_folder, job.data, main_dtype(tensors))
             write_card(job.data, training_of(reader.folder), hf_config_folder)
             job.finish(sha256)
     log.info("%s is a Hugging Face model", output)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,14 @@ def tensor_of(data: memoryview | bytearray, dtype: Dtype, shape: Sequence[int] =
 def byte_view(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor, for reading and writing."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def main_dtype(tensors: Iterable[tuple[str, Dtype, Sequence[int]]]) -> Dtype:
+    """The dtype of most bytes, which a config states of a whole model. Args: tensors: name, dtype, shape."""
+    num_bytes: Counter[Dtype] = Counter()
+    for _, dtype, shape in tensors:
+        num_bytes[dtype] += num_bytes_of(dtype, shape)
+    return max(num_bytes, key=num_bytes.__getitem__)
 
 
 def num_bytes_of(dtype: Dtype, shape: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import copy_with_config, megatron_to_hf
+from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError, files
 
@@ -112,6 +113,21 @@ def test_index_of_another_form_is_refused(source, tmp_path, text):
     (base / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match="is not a safetensors index"):
         SafetensorsFolder(base)
+
+
+def test_config_names_the_dtype_of_most_bytes(source, tmp_path):
+    """Embeddings, which come first, in float32 and the layers in bfloat16."""
+
+    def halve(tensors):
+        for name in tensors.keys() - {"model.embed_tokens.weight"}:
+            tensors[name] = tensors[name].bfloat16()
+
+    model = shutil.copytree(source, tmp_path / "model")
+    rewrite(model, halve)
+    hf_to_megatron(model, tmp_path / "megatron")
+    section = read_section(tmp_path / "megatron" / "iter_0000000" / RUN_CONFIG, "model")
+    assert section["params_dtype"]["_target_"] == "torch.bfloat16"
+    assert hf_config(megatron_to_hf(tmp_path / "megatron", model, tmp_path / "hf"))["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
