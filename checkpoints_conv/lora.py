@@ -6,6 +6,7 @@ divided like rows of W, so queries, keys and values share A and have a B each; l
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -276,11 +277,13 @@ def find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter
 
 
 def _alpha(reader: TorchDistReader, given: float | None) -> float:
-    if given is not None:
-        return given
-    alpha = read_section(reader.folder / RUN_CONFIG, "peft").get("alpha")
+    path, name, alpha = reader.folder / RUN_CONFIG, "--lora-alpha", given
+    if given is None:
+        name, alpha = f"{path}: peft.alpha", read_section(path, "peft").get("alpha")
     if alpha is None:
-        raise UserError(f"{reader.folder / RUN_CONFIG} does not say peft.alpha; give it with --lora-alpha")
+        raise UserError(f"{path} does not say peft.alpha; give it with --lora-alpha")
+    if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:  # nor is NaN
+        raise UserError(f"{name} is {alpha!r:.60}, no finite number; give the training's with --lora-alpha")
     return float(alpha)
 
 

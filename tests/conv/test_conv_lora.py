@@ -143,6 +143,15 @@ def test_alpha_must_be_known(source, checkpoint, tmp_path):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 16
 
 
+@pytest.mark.parametrize("alpha", ["[32]", "abc", "{a: 1}", ".nan", "-.inf", "true", "9" * 400])
+def test_alpha_is_a_finite_number(alpha, source, checkpoint, tmp_path):
+    (checkpoint / "iter_0000010" / "run_config.yaml").write_text(f"peft:\n  alpha: {alpha}\n")
+    with pytest.raises(UserError, match=r"peft\.alpha is .*, no finite number; give .* with --lora-alpha"):
+        merge_lora(checkpoint, source, tmp_path / "out")
+    with pytest.raises(UserError, match="lora-alpha is nan, no finite"):
+        merge_lora(checkpoint, source, tmp_path / "out", alpha=float("nan"))
+
+
 def stored_in(folder):
     """Every weight of a Megatron checkpoint, by its key."""
     with closing(TorchDistReader(folder)) as reader:
