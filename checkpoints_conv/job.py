@@ -50,6 +50,8 @@ class Job:
         Raises: UserError: the output or an unfinished conversion exists and neither option allows it.
         """
         self.output = output.absolute()
+        if not self.output.name:
+            raise UserError(f"--output {output} is no folder that can be made; choose another")
         self.partial = self.output.with_name(f".{self.output.name}.partial")
         self.data = self.partial / "data"
         self.resume, self.force = resume, force
@@ -57,7 +59,17 @@ class Job:
         self.journal: list[dict[str, Any]] = []
         self.num_recorded = 0
         self._append = threading.Lock()
-        self._check(source, also_read)
+        with self._can_be_made():
+            self._check(source, also_read)
+
+    @contextlib.contextmanager
+    def _can_be_made(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"--output {self.output} cannot be made ({error.strerror}); choose another folder"
+            ) from error
 
     def _check(self, source: Path, also_read: Sequence[Path]) -> None:
         inside = self.output.resolve()
@@ -94,13 +106,9 @@ class Job:
 
         Raises: UserError: another process writes there, or the settings differ from the first attempt's.
         """
-        try:
+        with self._can_be_made():
             self.partial.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--output {self.output} cannot be made ({error.strerror}); choose another folder"
-            ) from error
-        self._lock = (self.partial / "lock").open("w")
+            self._lock = (self.partial / "lock").open("w")
         try:
             hold_lock(self._lock, f"another process is converting to {self.output}; wait until it is done")
             if not self.resume:

@@ -100,8 +100,8 @@ def merge_lora(
         settings |= {"base": fingerprint(base), "config": hf_config(config_folder)}
         settings |= {"max_shard_bytes": max_shard_bytes}
         with Job(output, megatron_checkpoint, settings, resume, force, [base, config_folder]) as job:
-            _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
             copy_with_config(config_folder, job.data, main_dtype(planned))
+            _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
             write_card(job.data, training_of(reader.folder), base)
             job.finish(sha256)
     return output

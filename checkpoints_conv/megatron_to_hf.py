@@ -70,10 +70,10 @@ def megatron_to_hf(
         }
         with Job(output, megatron_checkpoint, settings, resume, force, [hf_config_folder]) as job:
             tensors = list(_tensors(places, reader, wanted))
+            copy_with_config(hf_config_folder, job.data, main_dtype(tensors))
             with shards(job, tensors, max_shard_bytes) as (writer, finished):
                 todo = [place for place in places if not finished.issuperset(place.unit.hf)]
                 _convert_all(todo, reader, writer, job, family.dims, num_workers)
-            copy_with_config(hf_config_folder, job.data, main_dtype(tensors))
             write_card(job.data, training_of(reader.folder), hf_config_folder)
             job.finish(sha256)
     log.info("%s is a Hugging Face model", output)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -149,7 +150,7 @@ def side_files(folder: Path) -> Iterator[Path]:
 
     Only files of names that models have; the others are named in the log. They may be secrets.
 
-    Raises: UserError: one of them is a link that leaves the folder.
+    Raises: UserError: one of them is a link that leaves the folder, or cannot be read.
     """
     left_out = []
     for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
@@ -163,6 +164,8 @@ def side_files(folder: Path) -> Iterator[Path]:
                 f"{path} is a link to {path.resolve()}, outside of the model's folder; put a copy of the "
                 "file in its place, or remove it"
             )
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path} cannot be read; change its mode, or remove it")
         yield path
     if left_out:
         log.warning("%s: not copied, since models have no such files: %s", folder, ", ".join(left_out))

@@ -46,7 +46,7 @@ def same(one: memoryview, other: memoryview) -> bool:
 def open_all(files: Iterable[Path]) -> dict[Path, int]:
     """Descriptors of files to read, as many as the system allows; 512 ranks leave more than the usual 1024.
 
-    Raises: UserError: its limit is lower.
+    Raises: UserError: its limit is lower, or a file cannot be read.
     """
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -57,7 +57,9 @@ def open_all(files: Iterable[Path]) -> dict[Path, int]:
     except OSError as error:
         close_all(descriptors)
         if error.errno != errno.EMFILE:
-            raise
+            raise UserError(
+                f"{error.filename} cannot be read ({error.strerror}); copy it again, or change its mode"
+            ) from None
         raise UserError(
             f"{len(descriptors)} files are open and more are needed, but the limit is {hard}; raise it with "
             "ulimit -Hn"

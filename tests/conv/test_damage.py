@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoints_conv.formats.pieces import close_all, open_all
+from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import LATEST, TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
@@ -297,6 +298,19 @@ def test_more_files_than_a_process_may_open_by_default(source, checkpoint, monke
     finally:
         monkeypatch.undo()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_files_that_cannot_be_read_are_named_before_weights_are_written(
+    source, checkpoint, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, _mode: path.name != "chat_template.jinja")
+        patch.setattr(SafetensorsWriter, "__init__", lambda *_: 1 / 0)
+        with pytest.raises(UserError, match=r"chat_template.jinja cannot be read; change its mode"):
+            megatron_to_hf(checkpoint, source, tmp_path / "out")
+    assert names_in(tmp_path) == []
+    with pytest.raises(UserError, match=r"0\.distcp cannot be read \(No such file .*\); copy it again"):
+        open_all([tmp_path / "0.distcp"])
 
 
 def num_open_files() -> int:

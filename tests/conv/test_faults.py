@@ -214,6 +214,21 @@ def test_a_file_is_no_place_and_is_not_replaced(direction, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["/", "n" * 250, "n" * 300, "d" * 300 + "/out"])
+def test_a_name_that_cannot_be_made_is_one_message(name, direction, tmp_path):
+    convert, _, _ = direction
+    with pytest.raises(UserError, match=r"^--output .*(is no folder that can|cannot) be made"):
+        convert(tmp_path / name)
+    assert names_in(tmp_path) == []
+
+
+def test_a_lock_that_cannot_be_opened_is_one_message(direction, tmp_path):
+    convert, _, _ = direction
+    (tmp_path / ".out.partial" / "lock").mkdir(parents=True)  # as root, who may open any file
+    with pytest.raises(UserError, match=r"out cannot be made \(Is a directory\); choose another folder"):
+        convert(tmp_path / "out", resume=True)
+
+
 def test_an_empty_folder_is_replaced_by_force(direction, tmp_path):
     convert, _, check = direction
     (tmp_path / "out").mkdir()
