@@ -114,10 +114,11 @@ def hf_config(folder: Path) -> dict[str, Any]:
     Raises: UserError: it is missing or no JSON object.
     """
     path = folder / "config.json"
-    if not path.exists() and (reason := nemo.reason_against(folder)):
-        raise UserError(f"{folder} is {reason}")
-    if not path.exists():
-        raise UserError(f"{folder} has no config.json; give a Hugging Face model folder")
+    with reading(folder, "a model's folder", "check its name and mode"):
+        if not path.exists() and (reason := nemo.reason_against(folder)):
+            raise UserError(f"{folder} is {reason}")
+        if not path.exists():
+            raise UserError(f"{folder} has no config.json; give a Hugging Face model folder")
     return read_config(path)
 
 

@@ -98,8 +98,13 @@ def find_checkpoint(path: Path) -> Path:
     """The torch_dist folder meant by a path: itself, its latest iteration, or the weights of a NeMo-RL
     step or a NeMo 2.0 folder.
 
-    Raises: UserError: there is none, or several and nothing says which is meant.
+    Raises: UserError: there is none, or several and nothing says which is meant, or it cannot be read.
     """
+    with reading(path, "a torch_dist checkpoint", "check its name and mode"):
+        return _find(path)
+
+
+def _find(path: Path) -> Path:
     nemo.refuse_archive(path)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give a Megatron checkpoint")

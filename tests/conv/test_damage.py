@@ -313,6 +313,18 @@ def test_files_that_cannot_be_read_are_named_before_weights_are_written(
         open_all([tmp_path / "0.distcp"])
 
 
+def test_a_place_that_cannot_be_read_is_one_message(source, tmp_path):
+    place = tmp_path / ("n" * 300)
+    for convert in (
+        lambda: megatron_to_hf(place, source, tmp_path / "out"),
+        lambda: hf_to_megatron(place, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            UserError, match=r"cannot be read \(File name too long\); check its name and mode"
+        ):
+            convert()
+
+
 def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
