@@ -1,0 +1,196 @@
+"""The LoRA adapters in a checkpoint, and what is refused of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
+from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.hf_model import open_model
+from checkpoints_conv.job import run_parallel
+from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters
+from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
+from checkpoints_conv.verify import gaps_of
+from nemo_grpo.errors import MOST_NAMES, UserError
+from nemo_grpo.families import Family, family_for
+from nemo_grpo.families.family import Unit
+from nemo_grpo.progress import progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The low-rank update of one unit. Attributes: unit; rank; layer: its key without the last part."""
+
+    unit: Unit
+    rank: int
+    layer: str
+
+    def read(self, reader: TorchDistReader, family: Family) -> tuple[Tensor, list[Tensor]]:
+        """A [r, in], and B [out, r] of every Hugging Face tensor of the unit."""
+        index, ones = self.unit.index, tuple(1 for _ in self.unit.index)
+        columns, rows = self.unit.shape[1], self.unit.shape[0]
+        a = reader.read(f"{self.layer}linear_in.weight", (*index, 0, 0), (*ones, self.rank, columns))
+        b = reader.read(
+            f"{self.layer}linear_out.weight", (*index, self.unit.row, 0), (*ones, rows, self.rank)
+        )
+        heights = [shape[0] for shape in self.unit.hf_shapes]
+        parts = self.unit.op.split(b.reshape(rows, self.rank), heights, family.dims)
+        return a.reshape(self.rank, columns), parts
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A base and its adapters.
+
+    Attributes: family, weights: of the base.  reader: of the checkpoint.  adapters: by the units that they
+                update.  alpha: of all of them.
+    """
+
+    family: Family
+    weights: SafetensorsFolder
+    reader: TorchDistReader
+    adapters: dict[Unit, Adapter]
+    alpha: float
+
+
+@contextmanager
+def open_adapted(
+    megatron_checkpoint: Path,
+    base: Path,
+    config_folder: Path,
+    alpha: float | None,
+    num_workers: int,
+    *,
+    by_peft: bool = False,
+) -> Iterator[Adapted]:
+    """Within the block, a checkpoint's adapters and the base, of which nothing else was trained.
+
+    Args:   config_folder: whose config.json describes the adapted model.
+            alpha: None: from the checkpoint's run_config.yaml.
+            by_peft: PEFT will apply the adapters.
+    Raises: UserError: there are no adapters, they do not fit the base, or something else was trained.
+    """
+    with open_model(base) as (family, weights), closing(TorchDistReader(megatron_checkpoint)) as reader:
+        if by_peft and family.prefix:
+            raise UserError(
+                f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
+            )
+        described = family_for(hf_config(config_folder))
+        _check_fits(described, config_folder, family, base)
+        check_run_config(described, reader.folder / RUN_CONFIG)
+        found = Adapted(family, weights, reader, _find(family, reader), _alpha(reader, alpha))
+        if by_peft:
+            _check_peft_applies(family, found.adapters)
+        _check_nothing_is_lost(family, weights, reader, num_workers)
+        yield found
+
+
+def _check_fits(described: Family, folder: Path, family: Family, base: Path) -> None:
+    """Compare a config.json with the base's; the training may have overridden what shapes do not tell.
+
+    Raises: UserError: it is of another architecture or of other sizes.
+    """
+    (found, wanted) = (
+        {
+            "model_type": one.spec.model_type,
+            "num_attention_heads": one.spec.num_attention_heads,
+            "num_key_value_heads": one.spec.num_key_value_heads,
+            **one.hf_shapes,
+        }
+        for one in (described, family)
+    )
+    for name in {**wanted, **found}:
+        if found.get(name) != wanted.get(name):
+            raise UserError(
+                f"--hf-config {folder} is of another model than --base {base}: {name} is {found.get(name)}, "
+                f"not {wanted.get(name)}; give the adapted model's, or leave --hf-config out"
+            )
+
+
+def _check_peft_applies(family: Family, adapters: Iterable[Unit]) -> None:
+    """Refuse adapters that PEFT 0.21 drops in models with experts.
+
+    It takes every ``gate_proj``, ``up_proj`` and ``down_proj`` for the routed experts', also those of dense
+    layers and shared experts, and adapts no router but Qwen3-MoE's.
+
+    Raises: UserError: there are such adapters.
+    """
+    names = [name for unit in adapters for name in unit.hf if ".mlp." in name]
+    if names and family.spec.num_experts and family.spec.model_type != "qwen3_moe":
+        raise UserError(
+            f"--lora adapter: PEFT does not apply adapters below mlp. to {family.spec.model_type}, which has "
+            f"experts ({names[0]}); use --lora merge"
+        )
+
+
+def _check_nothing_is_lost(
+    family: Family, weights: SafetensorsFolder, reader: TorchDistReader, num_workers: int
+) -> None:
+    """A checkpoint may hold the frozen base beside the adapters, and nothing else.
+
+    Raises: UserError: a tensor is neither an adapter nor, in its dtype, the base's.
+    """
+    places, lost = locate_beside_adapters(family, reader)
+
+    def compare(place: Place) -> None:
+        if gaps_of(place, family, weights, reader):
+            lost.add(place.name)
+        advance()
+
+    if places and not lost:
+        with progress("compare with --base", len(places)) as advance:
+            run_parallel(places, compare, num_workers)
+    if lost:
+        named = ", ".join(sorted(lost)[:MOST_NAMES])
+        named += f", ... ({len(lost)} in all)" if len(lost) > MOST_NAMES else ""
+        raise UserError(
+            f"{reader.folder} holds what is neither an adapter nor equal to --base {weights.folder}, and "
+            f"--lora would lose it: {named}; give the base that was adapted, or export the checkpoint with "
+            "Megatron-Bridge"
+        )
+
+
+def _find(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
+    """Every adapted unit of a checkpoint, with its adapter.
+
+    Raises: UserError: there is none, or one is on a layer or of a kind that is not supported.
+    """
+    stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
+    found: dict[Unit, Adapter] = {}
+    known: set[str] = set()
+    for unit in family.units():
+        layer = unit.key.removesuffix("weight") + ADAPTER.removeprefix(".")
+        names = (f"{layer}linear_in.weight", f"{layer}linear_out.weight")
+        if not (unit.op.moves_rows and stored.keys() >= set(names)):
+            continue
+        known.update(names)
+        rank = stored[names[0]][len(unit.stack)]
+        shapes = ((*unit.stack, rank, unit.shape[1]), (*unit.stack, unit.rows, rank))
+        if tuple(stored[name] for name in names) != shapes:
+            raise UserError(f"{layer}* is {[stored[name] for name in names]}, the base says {list(shapes)}")
+        found[unit] = Adapter(unit, rank, layer)
+    if unknown := sorted(set(stored) - known):
+        raise UserError(f"adapters of a kind that is not supported: {', '.join(unknown)}")
+    if not found:
+        raise UserError(f"{reader.folder} has no LoRA adapters; convert it without --lora")
+    return found
+
+
+def _alpha(reader: TorchDistReader, given: float | None) -> float:
+    path, name, alpha = reader.folder / RUN_CONFIG, "--lora-alpha", given
+    if given is None:
+        name, alpha = f"{path}: peft.alpha", read_section(path, "peft").get("alpha")
+    if alpha is None:
+        raise UserError(f"{path} does not say peft.alpha; give it with --lora-alpha")
+    if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:  # nor is NaN
+        raise UserError(f"{name} is {alpha!r:.60}, no finite number; give the training's with --lora-alpha")
+    return float(alpha)
