@@ -16,7 +16,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from checkpoints_conv.formats.model_folder import copy_side_files, weight_files
+from checkpoints_conv.formats.model_folder import (
+    check_no_other_weights,
+    copy_side_files,
+    hf_config,
+    weight_files,
+)
 from checkpoints_conv.lora import peft_config
 from checkpoints_conv.model_card import Training, write_card
 from nemo_grpo.errors import UserError, first_line
@@ -30,8 +35,8 @@ WRITTEN_BY = {".cache/smollm2": "python -m nemo_grpo.smollm2"}
 def check_model_folder(folder: Path, setting: str) -> None:
     """Refuse a folder from which training cannot start.
 
-    Raises: UserError: no such folder, or config, weights or tokenizer are missing; ``setting`` names the
-            recipe key.
+    Raises: UserError: no such folder, config, weights or tokenizer are missing, or transformers would load
+            other weights; ``setting`` names the recipe key.
     """
     if not folder.is_dir():
         remedy = "download the model and give its local folder"
@@ -48,6 +53,7 @@ def check_model_folder(folder: Path, setting: str) -> None:
     for what, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             raise UserError(f"{setting}={str(folder)!r} has no {what}; save model and tokenizer there")
+    check_no_other_weights(folder, hf_config(folder))
 
 
 def load_config(folder: Path) -> Any:

@@ -36,3 +36,12 @@ def test_a_model_that_is_not_there_is_refused_with_what_makes_it(folder, remedy,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"is not a folder; {remedy}"):
         check_model_folder(Path(folder), "policy.model_name")
+
+
+def test_a_folder_of_which_transformers_loads_more_than_the_model_is_refused(tmp_path):
+    for name, text in (("config.json", "{}"), ("model.safetensors", ""), ("tokenizer.json", "{}")):
+        (tmp_path / name).write_text(text)
+    check_model_folder(tmp_path, "policy.model_name")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="transformers adds an adapter to the weights; merge it first"):
+        check_model_folder(tmp_path, "policy.model_name")
