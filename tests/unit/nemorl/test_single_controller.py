@@ -183,20 +183,20 @@ from nemo_grpo.nemorl.single_controller import watched_loop
 async def ping():
     return {}
 
-async def run(blocked_s):
-    with watched_loop(ping, 0.05, 0.5):
+async def run(blocked_s, limit_s):
+    with watched_loop(ping, 0.05, limit_s):
         await asyncio.sleep(1)
         time.sleep(blocked_s)
 
-asyncio.run(run(BLOCKED))
+asyncio.run(run(SECONDS))
 print("done")
 """
 
 
-@pytest.mark.parametrize(("blocked_s", "code"), [(0.1, 0), (30, 1)])
-def test_a_frozen_event_loop_ends_the_process_and_shows_where(blocked_s, code):
+@pytest.mark.parametrize(("blocked_s", "limit_s", "code"), [(0.1, 30, 0), (30, 0.5, 1)])
+def test_a_frozen_event_loop_ends_the_process_and_shows_where(blocked_s, limit_s, code):
     ended = subprocess.run(
-        [sys.executable, "-c", FROZEN.replace("BLOCKED", str(blocked_s))],
+        [sys.executable, "-c", FROZEN.replace("SECONDS", f"{blocked_s}, {limit_s}")],
         capture_output=True,
         text=True,
         timeout=60,
