@@ -163,7 +163,7 @@ def test_exports_of_adapters_need_their_base_on_this_machine(tmp_path):
     with pytest.raises(UserError, match=r"at_every_save=true merges LoRA.*model_name=.*has no config.json"):
         exports_of(run, known)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (base / name).touch()
+        (base / name).write_text("{}")
     assert exports_of(run, known).lora_base == base
 
 
