@@ -185,7 +185,8 @@ def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
 
     Raises: UserError: key, value, remedy.
     """
-    given = {key: value_of(recipe.to_dict(), key) for key in NOT_IN_0_7_0}
+    tree = recipe.to_dict()
+    given = {key: value_of(tree, key) for key in NOT_IN_0_7_0}
     ignored = [f"{key}={value}" for key, value in given.items() if value not in (None, *NOT_IN_0_7_0[key])]
     sampling = recipe.policy.generation
     for name in ("temperature", "top_p", "top_k"):  # it validates as it trains

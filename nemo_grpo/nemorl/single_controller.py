@@ -224,8 +224,6 @@ def check(config: Any) -> None:
     validate = compat.import_name(f"{CONTROLLER_CONFIG}:validate_single_controller_config")
     try:
         validate(config)
-        if config.data["use_multiple_dataloader"]:
-            raise ValueError("it reads one data loader; set data.use_multiple_dataloader=false")
     except ValueError as error:
         raise UserError(f"NeMo-RL's single controller refuses the configuration: {error}") from None
 

@@ -268,17 +268,27 @@ def test_an_error_of_a_worker_ends_the_run(tmp_path):
         run.train()
 
 
+PENALIZED = {"variant": "grpo", "reference_policy_kl_penalty": 0.1}
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("data.use_multiple_dataloader=true", "reads one data loader"),
-        ("grpo.skip_reference_policy_logprobs_calculation=true", "requires reference_policy_logprobs"),
+        ("data.use_multiple_dataloader=true", "reads a single data loader"),
+        ("grpo.skip_reference_policy_logprobs_calculation=true", "needs these logprobs"),
     ],
 )
-def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(override, reason, tmp_path):
-    penalized = {"variant": "grpo", "reference_policy_kl_penalty": 0.1}
+def test_what_the_controller_cannot_do_is_an_error_of_the_recipe(override, reason, tmp_path):
+    with pytest.raises(UserError, match=reason):
+        Controlled(tmp_path, PENALIZED, f"++{override}", controlled(PROMPTS))
+
+
+def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(tmp_path):
+    config = Controlled(tmp_path, PENALIZED, controlled(PROMPTS)).run.master_config
+    config.grpo.skip_reference_policy_logprobs_calculation = True
+    reason = "requires reference_policy_logprobs"
     with pytest.raises(UserError, match=f"refuses the configuration: .*{reason}"):
-        Controlled(tmp_path, penalized, f"++{override}", controlled(PROMPTS))
+        single_controller.check(config)
 
 
 LONG = ("grpo.max_num_steps=30", "grpo.max_num_epochs=1")

@@ -117,7 +117,7 @@ def test_values_that_depend_on_others_follow_the_recipe():
 RECIPE = ROOT / "recipes/gpg/dapo-qwen2.5-math-7b-zero-6n8g.yaml"
 
 
-@pytest.mark.parametrize(("given", "longest"), [([], 3072), (["max_response_length=2000"], 2000)])
+@pytest.mark.parametrize(("given", "longest"), [([], 3072), (["max_response_length=4000"], 4000)])
 def test_length_penalty_ends_where_responses_do(given, longest):
     settings = ("enabled=true", "overlong_buffer_length=512", *given)
     run = load_run(RECIPE, [f"++grpo.reward_shaping.{setting}" for setting in settings])
