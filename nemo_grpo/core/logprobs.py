@@ -93,17 +93,17 @@ class _Shard:
         self.num_tokens = all_columns if vocab_size is None else min(vocab_size, all_columns)
 
     def scaled(self, logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-        """A chunk of logits in the accumulation dtype, padding at -inf."""
-        z = logits / temperature if logits.dtype == dtype else logits.to(dtype).div_(temperature)
-        if self.num_real < self.columns:
-            z[:, self.num_real :] = -torch.inf
-        return z
+        """A chunk's logits of real tokens in the accumulation dtype; may be a view of ``logits``."""
+        z = logits[:, : self.num_real].to(dtype)
+        z = z if temperature == 1 else z / temperature
+        # Of nothing but -inf there is no softmax, and a shard of a token's logits may be that.
+        return z if self.group is None else z.clamp(min=torch.finfo(dtype).min)
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(column of each target, clamped into this shard; whether it is here)."""
+        """(column of each target, clamped into this shard's real ones; whether it is here)."""
         column = targets - self.first
         here = (column >= 0) & (column < self.columns)
-        return column.clamp(0, self.columns - 1), here
+        return column.clamp(0, max(self.num_real, 1) - 1), here
 
     def reduce(self, x: Tensor, op: Any) -> None:
         if self.group is not None:
@@ -125,24 +125,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32  # of the sums
         column, here = shard.local(targets)
-        highest = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-        # z of the target if it is here, sum exp(z - highest), and for the entropy sum exp(z - highest) z
-        sums = torch.empty(2 + with_entropy, logits.shape[0], dtype=dtype, device=logits.device)
-        for rows in _chunks(logits.shape[0], chunk):
+        chosen = logits.gather(-1, column[:, None])[:, 0].to(dtype) / temperature
+        floor = torch.finfo(dtype).min
+        own_lse = torch.full_like(chosen, floor)  # of this shard's tokens
+        total = torch.ones_like(chosen)  # what softmax's probabilities add up to: its sum is a rough one
+        mean = torch.zeros_like(chosen)  # of z over this shard's tokens, by their probabilities
+        for rows in _chunks(logits.shape[0] if shard.num_real else 0, chunk):
             z = shard.scaled(logits[rows], dtype, temperature)
-            highest[rows] = z.amax(-1).clamp_(min=torch.finfo(dtype).min)
-            sums[0, rows] = torch.where(here[rows], z.gather(-1, column[rows, None])[:, 0], 0.0)
-            weights = (z - highest[rows, None]).exp_()
-            sums[1, rows] = weights.sum(-1)
+            p = z.softmax(-1)
+            total[rows] = p.sum(-1)
+            own_lse[rows] = z.amax(-1) - p.amax(-1).log()
             if with_entropy:  # -inf logits have probability 0 and must add 0, not 0 * inf
-                sums[2, rows] = weights.mul_(z.clamp_(min=torch.finfo(dtype).min)).sum(-1)
-        own_highest = highest.clone()
+                mean[rows] = p.mul_(z.clamp(min=floor)).sum(-1)
+        own_lse += total.log()
+        highest = own_lse.clone()
         shard.reduce(highest, dist.ReduceOp.MAX)
-        sums[1:] *= torch.exp(own_highest - highest)
+        weight = (own_lse - highest).exp_()
+        sums = torch.stack([torch.where(here, chosen, 0.0), weight, weight * mean / total])
         shard.reduce(sums, dist.ReduceOp.SUM)
         lse = highest + sums[1].log()
         entropies = lse - sums[2] / sums[1] if with_entropy else None
-        ctx.save_for_backward(logits, targets, lse, entropies)
+        share = (own_lse - lse).exp_() / total  # of the probability that softmax gives a token here
+        ctx.save_for_backward(logits, targets, lse, share, entropies)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in backward
         return sums[0] - lse, entropies
@@ -154,28 +158,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropies is None:
             return (None,) * 6
-        logits, targets, lse, entropies = ctx.saved_tensors
+        logits, targets, lse, share, entropies = ctx.saved_tensors
         shard: _Shard = ctx.shard
         column, here = shard.local(targets)
-        grad_logprobs = None if grad_logprobs is None else grad_logprobs / ctx.temperature
-        grad_entropies = None if grad_entropies is None else grad_entropies / ctx.temperature
-        gradient = torch.empty_like(logits)
-        for rows in _chunks(logits.shape[0], ctx.chunk):
-            log_p = shard.scaled(logits[rows], lse.dtype, ctx.temperature).sub_(lse[rows, None])
-            if grad_entropies is not None:
-                p = log_p.exp()
-                floor = torch.finfo(lse.dtype).min
-                surprise = log_p.clamp_(min=floor).add_(entropies[rows, None])
-                g = surprise.mul_(p).mul_(-grad_entropies[rows, None])
-                if grad_logprobs is not None:
-                    g.sub_(p.mul_(grad_logprobs[rows, None]))
+        of_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        of_entropies = None if grad_entropies is None else grad_entropies / ctx.temperature
+        at_target, everywhere = torch.where(here, of_logprobs, 0.0), -(share * of_logprobs)
+        gradient = torch.zeros_like(logits) if shard.num_real < shard.columns else torch.empty_like(logits)
+        for rows in _chunks(logits.shape[0] if shard.num_real else 0, ctx.chunk):
+            z = shard.scaled(logits[rows], lse.dtype, ctx.temperature)
+            p = z.softmax(-1)
+            if of_entropies is None:
+                g = p.mul_(everywhere[rows, None])
             else:
-                assert grad_logprobs is not None
-                g = log_p.exp_().mul_(-grad_logprobs[rows, None])
-            if grad_logprobs is not None:
-                at_target = torch.where(here[rows], grad_logprobs[rows], 0.0).to(g.dtype)
-                g.scatter_add_(-1, column[rows, None], at_target[:, None])
-            gradient[rows] = g
+                p.mul_(share[rows, None])
+                surprise = (z - lse[rows, None]).clamp_(min=torch.finfo(lse.dtype).min)
+                g = surprise.add_(entropies[rows, None]).mul_(p).mul_(-of_entropies[rows, None])
+                g.sub_(p.mul_(of_logprobs[rows, None]))
+            g.scatter_add_(-1, column[rows, None], at_target[rows, None])
+            gradient[rows, : shard.num_real] = g
         return gradient, None, None, None, None, None
 
 

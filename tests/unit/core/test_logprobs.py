@@ -1,9 +1,12 @@
 """Chunked logprobs and entropies against the textbook, values and gradients."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,3 +151,51 @@ def test_a_target_that_is_no_token_is_refused_with_its_place(target, vocab_size)
         ValueError, match=rf"targets\[1, 0\] is {target}; a target is 0 to {highest}, or -100"
     ):
         next_token_logprobs(logits, targets, vocab_size=vocab_size)
+
+
+class Ranks:
+    """Threads that stand in for the ranks of a process group."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.barrier, self.given = number, threading.Barrier(number), {}
+
+    def group(self, rank: int) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: self.number, rank=lambda: rank)
+
+    def all_reduce(self, x, op, group):
+        self.given[group.rank()] = x.clone()
+        self.barrier.wait()
+        all_of_them = torch.stack([self.given[rank] for rank in range(self.number)])
+        self.barrier.wait()
+        x.copy_(all_of_them.amax(0) if op == dist.ReduceOp.MAX else all_of_them.sum(0))
+
+    def run(self, work):
+        with ThreadPoolExecutor(self.number) as pool:
+            return list(pool.map(work, range(self.number)))
+
+
+def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_all(monkeypatch):
+    """Four ranks of 3 columns; 7 tokens, so that a rank holds padding alone; one has only -inf of a token."""
+    logits, targets = example(shape=(6,), vocab=12)
+    targets %= 7
+    with torch.no_grad():
+        logits[1, 3:6], logits[2, :6], logits[4, 2] = -torch.inf, -torch.inf, -torch.inf
+    targets[:] = torch.tensor([0, 6, 6, 4, 5, 2])
+    ranks = Ranks(4)
+    monkeypatch.setattr("nemo_grpo.core.logprobs.dist.all_reduce", ranks.all_reduce)
+    weights = torch.linspace(-1, 2, 12, dtype=torch.float64).view(2, 6)
+
+    def work(rank):
+        own = logits.detach()[:, 3 * rank : 3 * rank + 3].clone().requires_grad_()
+        options = {"temperature": 0.7, "chunk_size": 4, "group": ranks.group(rank), "vocab_size": 7}
+        numbers = torch.stack(logprobs_and_entropy(own, targets, **options))
+        return numbers.detach(), torch.autograd.grad((numbers * weights).sum(), own)[0]
+
+    found, gradients = zip(*ranks.run(work), strict=True)
+    whole = logits.detach()[:, :7].clamp(min=-1e30).requires_grad_()
+    expected = torch.stack(textbook(whole, targets, 0.7))
+    (gradient,) = torch.autograd.grad((expected * weights).sum(), whole)
+    for numbers in found:
+        torch.testing.assert_close(numbers, expected.detach())
+    torch.testing.assert_close(torch.cat(gradients, 1)[:, :7], gradient)
+    assert not torch.cat(gradients, 1)[:, 7:].any()
