@@ -23,6 +23,7 @@ def install() -> None:
         optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
         clip_grads.l2_norm_impl = _l2_norm
+        clip_grads.multi_tensor_scale_impl = optimizer.optimizer.multi_tensor_scale_impl = _scale
 
 
 def _l2_norm(
@@ -30,6 +31,15 @@ def _l2_norm(
 ) -> tuple[Tensor, None]:
     """The norm of all tensors together, [1]; megatron-core's own waits for the GPU at every tensor."""
     return torch.stack(torch._foreach_norm(tensors[0])).norm()[None], None
+
+
+def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], factor: float | Tensor) -> None:
+    """The second list becomes the first times a factor; megatron-core's own makes a copy in between."""
+    sources, targets = tensors
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)  # of gradients that are clipped: onto themselves
+        if factor != 1:
+            torch._foreach_mul_(targets, factor)
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):

@@ -84,6 +84,18 @@ def test_norm_is_of_all_tensors_together():
     assert each is None
 
 
+def test_gradients_are_clipped_in_place_and_weights_copied_into_another_dtype():
+    from nemo_grpo.engine.megatron.adam import _scale
+
+    gradients, weights = [torch.tensor([2.0, -4.0]), torch.tensor([[6.0]])], [torch.tensor([1.0, 1 + 2**-9])]
+    places, rounded = [x.data_ptr() for x in gradients], [torch.zeros(2, dtype=torch.bfloat16)]
+    _scale(0, torch.zeros(1), [gradients, gradients], 0.5)
+    assert [x.tolist() for x in gradients] == [[1.0, -2.0], [[3.0]]]
+    assert [x.data_ptr() for x in gradients] == places
+    _scale(0, torch.zeros(1), [weights, rounded], 1.0)
+    assert rounded[0].tolist() == [1.0, 1.0]
+
+
 SECTION = MegatronOptimizer(lr=1.0, min_lr=0.2, weight_decay=0.1)
 
 
@@ -166,7 +178,12 @@ def test_adam_is_installed_where_there_is_no_fused_one(monkeypatch, is_missing):
         monkeypatch.setattr(owner, "Adam", None, raising=False)
     for name in ("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"):
         monkeypatch.setattr(distrib_optimizer, name, False, raising=False)
-    monkeypatch.setattr(clip_grads, "l2_norm_impl", None, raising=False)
+    for owner, name in (
+        (clip_grads, "l2_norm_impl"),
+        (clip_grads, "multi_tensor_scale_impl"),
+        (optimizer.optimizer, "multi_tensor_scale_impl"),
+    ):
+        monkeypatch.setattr(owner, name, None, raising=False)
     module.install()
     assert optimizer.USING_PYTORCH_OPTIMIZER is False
     found = (optimizer.Adam, distrib_optimizer.Adam, clip_grads.l2_norm_impl)
@@ -174,3 +191,5 @@ def test_adam_is_installed_where_there_is_no_fused_one(monkeypatch, is_missing):
         (FusedLayoutAdam, FusedLayoutAdam, module._l2_norm) if is_missing else (None, None, None)
     )
     assert distrib_optimizer.HAVE_APEX_OR_TE is distrib_optimizer.USING_APEX_OPTIMIZER is is_missing
+    scaled = (clip_grads.multi_tensor_scale_impl, optimizer.optimizer.multi_tensor_scale_impl)
+    assert scaled == ((module._scale, module._scale) if is_missing else (None, None))
