@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from nemo_grpo.engine.megatron import adam, cpu
+from nemo_grpo.engine.megatron import adam, cpu, rotary
 from nemo_grpo.recipe.layout import Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -27,6 +27,7 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     """
     cpu.install()
     adam.install()
+    rotary.install()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # megatron-core allocates on the current device
     if parallel_state.model_parallel_is_initialized() and _current_sizes() != layout.sizes:
