@@ -20,39 +20,34 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> t
     scaled = logits.float()
     if sampling.temperature != 1 and not sampling.greedy:
         scaled = scaled / sampling.temperature
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    if sampling.greedy:
-        chosen, tokens = logprobs.max(-1)
-        _check_finite(chosen)
-        return tokens, chosen
-    assert uniforms is not None
-    mass = _filter(logprobs, sampling).exp().cumsum(-1, dtype=torch.float64)
-    _check_finite(mass[:, -1])
-    target = uniforms[:, None] * mass[:, -1:]
-    tokens = torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
-
-
-def _check_finite(values: Tensor) -> None:
-    # A NaN or +inf logit makes all logprobs of its row NaN, and so what is computed from them.
-    if not torch.isfinite(values).all():
+    probabilities = scaled.softmax(-1)
+    total = probabilities.sum(-1)  # not quite 1: softmax's own sum is a rough one
+    if not torch.isfinite(total).all():  # a NaN or +inf logit makes all probabilities of its row NaN
         raise FloatingPointError(
             "the model's logits are not finite: its weights hold NaN or inf, or overflow"
         )
+    if sampling.greedy:
+        tokens = probabilities.argmax(-1)
+    else:
+        assert uniforms is not None
+        mass = _filter(probabilities, sampling).cumsum(-1, dtype=torch.float64)
+        target = uniforms[:, None] * mass[:, -1:]
+        tokens = torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens, (probabilities.gather(-1, tokens[:, None])[:, 0] / total).log_()
 
 
-def _filter(logprobs: Tensor, sampling: SamplingParams) -> Tensor:
-    """Logprobs after top_k and then top_p, renormalised; -inf for tokens that are left out."""
-    if sampling.top_k is not None and sampling.top_k < logprobs.shape[-1]:
-        smallest = logprobs.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logprobs = torch.log_softmax(logprobs.masked_fill(logprobs < smallest, -torch.inf), dim=-1)
+def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
+    """Probabilities [R, V] after top_k and then top_p, not renormalised; 0 for tokens that are left out."""
+    if sampling.top_k is not None and sampling.top_k < probabilities.shape[-1]:
+        smallest = probabilities.topk(sampling.top_k, dim=-1).values[:, -1:]
+        probabilities = probabilities.masked_fill(probabilities < smallest, 0)
     if sampling.top_p < 1:
-        ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
-        mass_before = ordered.exp().cumsum(-1) - ordered.exp()
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.cumsum(-1)
         left_out = torch.zeros_like(order, dtype=torch.bool)
-        left_out.scatter_(-1, order, mass_before >= sampling.top_p)
-        logprobs = torch.log_softmax(logprobs.masked_fill(left_out, -torch.inf), dim=-1)
-    return logprobs
+        left_out.scatter_(-1, order, mass - ordered >= sampling.top_p * mass[:, -1:])
+        probabilities = probabilities.masked_fill(left_out, 0)
+    return probabilities
 
 
 def response_uniforms(request: Request) -> Tensor:
