@@ -1,6 +1,6 @@
-"""Rotary position embeddings where there is no Transformer Engine, in Megatron-core's place for a fused kernel.
+"""Rotary position embeddings without Transformer Engine, where megatron-core asks for a fused kernel.
 
-Megatron-core's plain ones take cosines and sines of the same angles anew in every layer, for queries and for
+megatron-core's plain ones take cosines and sines of the same angles anew in every layer, for queries and for
 keys, and autograd keeps what it needs of each operation.
 """
 
@@ -20,12 +20,13 @@ def install() -> bool:
 
 
 def rotate(heads: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn every head by its token's angles: x cos + swapped(x) sin, where swapped is (-x2, x1) of x's halves.
+    """Turn every head by its token's angles: x cos + (-x2, x1) sin, with x = (x1, x2) in halves.
 
     Args:    heads: [S, B, H, D].  angles: [S, 1, 1, D] radians, equal in both halves.
     Returns: [S, B, H, D] in the dtype of ``heads``.
     """
-    assert not interleaved and angles.shape[-1] == heads.shape[-1], (interleaved, angles.shape, heads.shape)
+    assert not interleaved, "of the embedded engine's families none interleaves"
+    assert angles.shape[-1] == heads.shape[-1], (angles.shape, heads.shape)
     turned: Tensor = _Rotate.apply(heads, *_cos_and_signed_sin(angles, heads.dtype))
     return turned
 
