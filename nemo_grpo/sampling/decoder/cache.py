@@ -18,6 +18,9 @@ from nemo_grpo.sampling.decoder.prompts import PromptRun
 MIN_ROOM = 64
 """Columns for new tokens to begin with; where they are used up, the cache grows by half."""
 
+MOST_CAST = 256
+"""Columns whose 16-bit keys and values a step's attention casts to float32; with 500 it is slower for that."""
+
 
 class KVCache:
     """Keys and values, each [rows, G, columns, D] per layer."""
@@ -49,7 +52,7 @@ class KVCache:
         values = torch.empty(self.num_rows, self._groups, self._width, self._head_size, **self._place)
         if values.dtype != torch.float32:
             return torch.empty_like(values), values
-        # a product of queries and keys, as `_attend_float32` has it, likes each component's columns together
+        # a product of queries and keys, as `_attend` has it, likes each component's columns together
         return torch.empty_like(values.transpose(2, 3), memory_format=torch.contiguous_format).mT, values
 
     def _set_bias(self) -> None:
@@ -107,8 +110,7 @@ class KVCache:
         held_keys, held_values = self._layers[layer]
         held_keys[rows, :, self.columns - 1] = keys
         held_values[rows, :, self.columns - 1] = values
-        attend = _attend_float32 if queries.dtype == torch.float32 else F.scaled_dot_product_attention
-        attended = attend(
+        attended = _attend(
             # the queries of a group see the same keys: they go in as one head's queries
             queries.unflatten(1, (self._groups, -1)),
             held_keys[rows, :, columns],
@@ -140,18 +142,21 @@ class KVCache:
         return attended.flatten(1)
 
 
-def _attend_float32(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """What scaled_dot_product_attention computes, in half its time for a few queries per head.
 
-    Not in lower precision, where it would round the scores.
+    Scores are at least float32. For that 16-bit keys and values are cast, which does not pay where they are many.
 
     Args:    queries: [R, G, q, D].  keys, values: [R, G, columns, D].  bias: [R, G, 1, columns].
     Returns: [R, G, q, D].
     """
-    q, k, v = (x.flatten(0, 1) for x in (queries, keys, values))
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    if queries.dtype != dtype and (queries.is_cuda or keys.shape[2] > MOST_CAST):
+        return F.scaled_dot_product_attention(queries, keys, values, bias)
+    q, k, v = (x.to(dtype).flatten(0, 1) for x in (queries, keys, values))
     scale = queries.shape[-1] ** -0.5
     if bias is None:
         scores = torch.bmm(q, k.mT).mul_(scale)
     else:
-        scores = torch.baddbmm(bias.flatten(0, 1), q, k.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1), v).view_as(queries)
+        scores = torch.baddbmm(bias.to(dtype).flatten(0, 1), q, k.mT, alpha=scale)
+    return torch.bmm(scores.softmax(-1), v).to(queries.dtype).view_as(queries)
