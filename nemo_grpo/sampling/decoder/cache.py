@@ -19,7 +19,7 @@ MIN_ROOM = 64
 """Columns for new tokens to begin with; where they are used up, the cache grows by half."""
 
 MOST_CAST = 256
-"""Columns whose 16-bit keys and values a step's attention casts to float32; with 500 it is slower for that."""
+"""Columns whose 16-bit keys and values attention casts to float32; with 500 it is slower for that."""
 
 
 class KVCache:
@@ -145,7 +145,7 @@ class KVCache:
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """What scaled_dot_product_attention computes, in half its time for a few queries per head.
 
-    Scores are at least float32. For that 16-bit keys and values are cast, which does not pay where they are many.
+    Scores are at least float32. For that 16-bit keys and values are cast, which many do not pay for.
 
     Args:    queries: [R, G, q, D].  keys, values: [R, G, columns, D].  bias: [R, G, 1, columns].
     Returns: [R, G, q, D].
