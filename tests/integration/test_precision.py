@@ -191,7 +191,8 @@ def test_norms_within_linear_layers_load_train_and_gather_the_same(num_ranks, la
     assert not any("input_layernorm" in name or "pre_mlp" in name for name in fused["names"])
     torch.testing.assert_close(fused["scores"], apart["scores"], rtol=1e-6, atol=1e-6)
     assert fused["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-6)
-    torch.testing.assert_close(fused["weights"], apart["weights"], rtol=1e-6, atol=1e-7)
+    # a step of lr / adam_eps = 100 times a small gradient, so 5e-9 of a gradient's norm of 0.05 is allowed
+    torch.testing.assert_close(fused["weights"], apart["weights"], rtol=1e-6, atol=5e-7)
 
 
 def adapters_after_two_updates(layout: Layout, fused: bool) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_grpo.engine.megatron import rotary
 from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl
 from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
 from nemo_grpo.errors import UserError, did_you_mean
@@ -86,8 +85,7 @@ def transformer_config(
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         fields |= overrides
         # In the thd format the plain rotary embedding waits for the GPU in every layer.
-        fuses = fields["transformer_impl"] == "transformer_engine" or rotary.install()
-        fused_rope = {"apply_rope_fusion": fuses}
+        fused_rope = {"apply_rope_fusion": fields["transformer_impl"] == "transformer_engine"}
         return TransformerConfig(**(fused_rope | fields))
 
 

@@ -1,7 +1,7 @@
-"""Rotary position embeddings without Transformer Engine, where megatron-core asks for a fused kernel.
+"""Rotary position embeddings with a backward pass of their own, in the place of megatron-core's plain ones.
 
-megatron-core's plain ones take cosines and sines of the same angles anew in every layer, for queries and for
-keys, and autograd keeps what it needs of each operation.
+Those take cosines and sines of the same angles anew in every layer, for queries and for keys, and autograd
+keeps what it needs of each operation.
 """
 
 import functools
@@ -11,22 +11,24 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
-
-def install() -> bool:
-    """Make megatron-core's ``apply_rope_fusion`` work; True if it uses `rotate` then."""
-    if rope_utils.fused_apply_rotary_pos_emb is None:
-        rope_utils.fused_apply_rotary_pos_emb = rotate
-    return rope_utils.fused_apply_rotary_pos_emb is rotate
+_plain = rope_utils._apply_rotary_pos_emb_bshd
 
 
-def rotate(heads: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+def install() -> None:
+    """Make megatron-core use `rotate` where it would use its plain embeddings; fused kernels stay."""
+    rope_utils._apply_rotary_pos_emb_bshd = rotate
+
+
+def rotate(heads: Tensor, angles: Tensor, *flags: Any, mscale: float = 1.0, **options: Any) -> Tensor:
     """Turn every head by its token's angles: x cos + (-x2, x1) sin, with x = (x1, x2) in halves.
 
     Args:    heads: [S, B, H, D].  angles: [S, 1, 1, D] radians, equal in both halves.
+             flags, mscale, options: megatron-core's own; what they ask for is left to its function.
     Returns: [S, B, H, D] in the dtype of ``heads``.
     """
-    assert not interleaved, "of the embedded engine's families none interleaves"
-    assert angles.shape[-1] == heads.shape[-1], (angles.shape, heads.shape)
+    if any((*flags, *options.values())) or mscale != 1 or angles.shape[-1] != heads.shape[-1]:
+        plain: Tensor = _plain(heads, angles, *flags, mscale=mscale, **options)
+        return plain
     turned: Tensor = _Rotate.apply(heads, *_cos_and_signed_sin(angles, heads.dtype))
     return turned
 

@@ -21,15 +21,22 @@ def heads(dtype: torch.dtype) -> torch.Tensor:
 def test_heads_are_turned_as_megatron_core_turns_them(dtype, tolerance):
     x, gradient = heads(dtype), heads(dtype).detach().flip(0)
     for seed in (0, 1, 0):  # other angles are not taken for those before
-        ours, theirs = rotary.rotate(x, angles(seed)), rope_utils._apply_rotary_pos_emb_bshd(x, angles(seed))
+        ours, theirs = rotary.rotate(x, angles(seed)), rotary._plain(x, angles(seed))
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
         found, expected = (torch.autograd.grad(y, x, gradient)[0] for y in (ours, theirs))
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("theirs", [None, "Transformer Engine's"])
-def test_another_fused_kernel_is_left_in_its_place(monkeypatch, theirs):
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", theirs)
-    assert rotary.install() is (theirs is None)
-    assert rope_utils.fused_apply_rotary_pos_emb == (theirs or rotary.rotate)
+@pytest.mark.parametrize(
+    "options", [{"rotary_interleaved": True}, {"multi_latent_attention": True}, {"mscale": 1.5}, {"width": 4}]
+)
+def test_what_it_does_not_have_is_megatron_cores(options):
+    x, of = heads(torch.float64).detach(), angles(0)[..., : options.pop("width", 8)]
+    assert torch.equal(rotary.rotate(x, of, **options), rotary._plain(x, of, **options))
+
+
+def test_megatron_core_uses_it(monkeypatch):
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", rotary._plain)
+    rotary.install()
+    assert rope_utils._apply_rotary_pos_emb_bshd is rotary.rotate
