@@ -47,7 +47,7 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
         "advantage/abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),
         "covariance/mean": token_mean(covariance, mask),
         "mismatch/logprob_abs_mean": token_mean(drift.abs(), scored),
-        "mismatch/kl": token_mean(bounded.exp() - bounded - 1, scored),
+        "mismatch/kl": token_mean(bounded.expm1() - bounded, scored),
         "logprob/mean": token_mean(batch.prev_logprobs, mask),
     }
     values = percentiles(covariance.masked_select(mask), tuple(COVARIANCE_SHARES.values()))

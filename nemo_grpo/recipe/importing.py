@@ -3,7 +3,7 @@
 `nemo_grpo.aliases` says which key is which; here stands where a value means something else.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ AGGREGATIONS = {
 TOKEN_MEAN = ("bnpo",)
 """TRL's losses that differ from GRPO's in the aggregation alone."""
 VANILLA = ("vanilla", "grpo")
+_TRL_CORRECTION = (
+    "TRL leaves out responses by their ratio to vLLM; loss_fn.use_importance_sampling_correction weights "
+    "tokens, and truncated_importance_sampling_type bounds that"
+)
 
 
 class Imported(NamedTuple):
@@ -100,9 +104,18 @@ def import_recipe(path: Path, overrides: Iterable[str] = (), num_gpus: int = 8) 
             left.append(f"{there}={shown(value)}: {reason}")
     for key, value in _whole(given, path).items():
         set_value(recipe, key, value)
-    if library == "TRL" and not given("loss_type"):
-        left.append("loss_type is not given: the token mean of TRL's newer releases is taken")
+    left.extend(_silent(given) if library == "TRL" else ())
     return Imported(library, recipe, left, unknown)
+
+
+def _silent(given: _Given) -> Iterator[str]:
+    """Defaults of TRL's that have no counterpart."""
+    if not given("loss_type"):
+        yield "loss_type is not given: the token mean of TRL's newer releases is taken"
+    if given("loss_type") == "cispo" and given("epsilon_high", 0) <= 1:
+        yield "epsilon_high is not above 1, and bounds the weight itself in TRL's CISPO; the default is taken"
+    if given("use_vllm") and "vllm_importance_sampling_correction" not in given.values:
+        yield f"vllm_importance_sampling_correction is not given: {_TRL_CORRECTION}"
 
 
 def _names(library: str, flat: Mapping[str, Any], num_gpus: int) -> tuple[_Given, dict[str, tuple[str, Any]]]:
@@ -149,18 +162,22 @@ def _whole(given: _Given, path: Path) -> dict[str, Any]:
 
 
 def _trl(given: _Given) -> dict[str, Any]:
-    """With TRL's defaults. A batch is that of one process, several times accumulated."""
+    """With TRL 1.16's defaults. A batch is that of one process, several times accumulated."""
     size, rows = given("num_generations", 8), given("per_device_train_batch_size", 8) * given.num_gpus
     accumulated = given("gradient_accumulation_steps", 1)
     lower = given("epsilon", 0.2)
+    lowest, upper = lower, given("epsilon_high", lower)
+    if given("loss_type") == "cispo":  # bounds the weight itself, from above alone
+        lowest, upper = 1.0, upper - 1
     return {
         "grpo.num_prompts_per_step": rows * given("steps_per_generation", accumulated) // size,
         "grpo.num_generations_per_prompt": size,
         "policy.train_global_batch_size": rows * accumulated,
         "data.max_input_seq_length": given("max_prompt_length", 512),
-        "policy.generation.max_new_tokens": given("max_completion_length", 256),
-        "loss_fn.ratio_clip_min": lower,
-        "loss_fn.ratio_clip_max": given("epsilon_high", lower),
+        "policy.generation.max_new_tokens": given("max_completion_length", 512),
+        **({"loss_fn.ratio_clip_min": lowest, "loss_fn.ratio_clip_max": upper} if upper > 0 else {}),
+        "loss_fn.advantage_eps": 1e-4,
+        **({} if given("lr_scheduler_type") else {"policy.megatron_cfg.scheduler.lr_decay_style": "linear"}),
         "loss_fn.normalize_rewards": _is_scaled(given("scale_rewards", True)),
         "cluster.gpus_per_node": min(given.num_gpus, 8),
         "cluster.num_nodes": -(-given.num_gpus // 8),
@@ -170,7 +187,7 @@ def _trl(given: _Given) -> dict[str, Any]:
 
 def _verl(given: _Given) -> dict[str, Any]:
     """With verl's defaults. A batch counts prompts."""
-    size, clip = given("n", 1), given("clip_ratio", 0.2)
+    size, clip, vanilla = given("n", 1), given("clip_ratio", 0.2), given("loss_mode", VANILLA[0]) in VANILLA
     return {
         "grpo.num_prompts_per_step": given("train_batch_size", 1024),
         "grpo.num_generations_per_prompt": size,
@@ -179,6 +196,8 @@ def _verl(given: _Given) -> dict[str, Any]:
         "policy.generation.max_new_tokens": given("max_response_length", 512),
         "loss_fn.ratio_clip_min": given("clip_ratio_low", clip),
         "loss_fn.ratio_clip_max": given("clip_ratio_high", clip),
+        **({"loss_fn.ratio_clip_c": given("clip_ratio_c", 3.0)} if vanilla else {}),
+        "policy.megatron_cfg.optimizer.weight_decay": given("weight_decay", 0.01),
     }
 
 
@@ -199,10 +218,11 @@ def _loss(given: _Given, value: Any) -> dict[str, Any]:
     if name in (*TOKEN_MEAN, *VANILLA):
         return {"loss_fn.variant": "grpo", **aggregation}
     if name not in OBJECTIVES:
-        raise NotCarried("advantages here are relative to a group; see `nemo-grpo variants`")
+        raise NotCarried("no loss here, or advantages without groups; see `nemo-grpo variants`")
     length = {}
     if OBJECTIVES[name].model_fields["aggregation"].default == "constant":
-        length = {"loss_fn.max_response_length": given("max_completion_length", given("max_response_length"))}
+        longest = given("max_completion_length", given("max_response_length"))
+        length = {} if longest is None else {"loss_fn.max_response_length": longest}
     return {"loss_fn.variant": name, **length}
 
 
@@ -216,6 +236,17 @@ def _kl_type(given: _Given, value: Any) -> Any:
     kind = _mapped(KL_TYPES, "estimators of KL")(given, value)
     score = {"loss_fn.reference_policy_kl_type": kind, "loss_fn.kl_score_function_gradient": True}
     return score if kind == "k1" else kind
+
+
+def _correction(given: _Given, value: Any) -> dict[str, Any]:
+    """verl bounds the weights of tokens; the switch is TRL's, which also drops whole responses."""
+    if given.library == "TRL":
+        if value:
+            raise NotCarried(_TRL_CORRECTION)
+        return {}
+    prefix = "loss_fn.truncated_importance_sampling"
+    bounds = {f"{prefix}_type": "tis", f"{prefix}_ratio": value}
+    return {"loss_fn.use_importance_sampling_correction": True, **bounds} if value > 0 else {}
 
 
 def _scaled(_given: _Given, value: Any) -> bool:
@@ -276,7 +307,7 @@ CONVERSIONS: dict[str, Callable[[_Given, Any], Any]] = {
     "loss_fn.ratio_clip_min": _later,
     "loss_fn.ratio_clip_max": _later,
     "loss_fn.normalize_rewards": _scaled,
-    "loss_fn.use_importance_sampling_correction": lambda _, value: bool(value),
+    "loss_fn.use_importance_sampling_correction": _correction,
     "loss_fn.sequence_level_importance_ratios": lambda _, value: value == "sequence",
     "policy.generation.backend": lambda _, value: "vllm" if value else {},
     "policy.generation.top_k": _positive,

@@ -362,5 +362,5 @@ def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
     return {
         "ratio/mean": ratio.detach(),
         "ratio/clamped_fraction": moved.abs().gt_(MAX_LOG_RATIO),
-        "kl/previous": bounded.exp().sub_(1).sub_(bounded),
+        "kl/previous": bounded.expm1().sub_(bounded),
     }

@@ -124,8 +124,8 @@ def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
         return torch.zeros_like(logprobs)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     centred = torch.where(mask, logprobs - logprobs.sum(1, keepdim=True) / lengths, 0.0)
-    per_row = advantages.sum(1, keepdim=True) / lengths
-    covariance = centred * torch.where(mask, per_row - per_row.mean(), 0.0)
+    # A_i, whose mean over a whole group is 0
+    covariance = centred * torch.where(mask, advantages.sum(1, keepdim=True) / lengths, 0.0)
     values = covariance[mask]
     sigma = values.std(unbiased=False) + 1e-8
     w = torch.where(mask, torch.exp(-covariance.square() / (2 * sigma.square())), 0.0)

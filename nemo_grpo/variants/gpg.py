@@ -10,7 +10,9 @@ While fewer than `valid_fraction_threshold` of the groups carry signal, more pro
 `core.resampling`, steered by `grpo.use_dynamic_sampling`.
 
 Deviation: Eq. 5 prints the loss but calls it the objective. A step without signal in any group has loss 0
-and is counted (`gpg/no_signal`); Eq. 7 would divide by zero. Eq. 5 prints 1 / sum_i |o_i| inside the
+and is counted (`gpg/no_signal`); Eq. 7 would divide by zero. Algorithm 1 draws until the
+threshold is passed; here, as in the released code, 20 times more at most, and what is missing then are groups
+without signal. Eq. 5 prints 1 / sum_i |o_i| inside the
 expectation over prompts: `aggregation: group_token_mean`; the authors' language code takes token_mean, the
 default, and their vision code sequence_mean.
 """

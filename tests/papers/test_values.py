@@ -84,7 +84,7 @@ L_CW_GRPO = CLIP | CODE | dict(advantage_eps=1e-4)  # section 2.3
 L_COV = (
     CLIP | CODE | dict(advantage_eps=1e-4, clip_fraction=2e-4, covariance_min=1.0, covariance_max=5.0)
 )  # 2505.22617
-L_ERPO_GRPO = CLIP | dict(reference_policy_kl_penalty=0.001)  # Eq. 5, Table 3
+L_ERPO_GRPO = CLIP | dict(reference_policy_kl_penalty=0.001, advantage_eps=1e-4)  # Eq. 5, Table 3; TRL
 # ERPO section 5.1; the last three are not in the paper.
 L_ERPO = L_ERPO_GRPO | dict(gamma=5.0, eta=0.2, beta_progress=0.1, entropy_statistics="group",
                             num_buckets=10, sigma_target=1.0, delta=1e-4)  # fmt: skip
@@ -100,7 +100,7 @@ L_GPG = GPG | dict(
 L_SEEN = L_GPG | dict(valid_fraction_threshold=0.4)  # the vision scripts' min_inverse_alpha
 L_DAPO = CLIP | dict(ratio_clip_max=0.28, draws=True)  # 2503.14476, Eq. 8 and section 4.1
 L_DR = CLIP | dict(aggregation="constant", max_response_length=1024, normalize_rewards=None)  # Table 14
-L_MATH_GRPO = CLIP | CODE  # Eq. 28; beta of open-r1's trainer
+L_MATH_GRPO = CLIP | CODE | dict(advantage_eps=1e-4)  # Eq. 28; the others are open-r1's trainer's
 
 TABLE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     # recipes                                             setting, loss, table

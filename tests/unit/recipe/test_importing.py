@@ -146,3 +146,60 @@ def test_other_files_are_refused(tmp_path, text, message):
 
 def test_every_conversion_is_of_a_key_in_the_table():
     assert set(CONVERSIONS) <= {alias.key for alias in TABLE}
+
+
+CORRECTION = "use_importance_sampling_correction"
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted", "left"),
+    [
+        ("loss_type: cispo\nepsilon_high: 5.0", {"ratio_clip_min": 1.0, "ratio_clip_max": 4.0}, None),
+        ("loss_type: cispo", {"ratio_clip_min": None, "ratio_clip_max": None}, "epsilon_high"),
+        ("loss_type: dapo\nepsilon_high: 0.28", {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}, None),
+        ("loss_type: grpo", {"advantage_eps": 1e-4, "aggregation": "sequence_mean"}, None),
+        ("loss_type: sapo", {"variant": None}, 'loss_type="sapo"'),
+        ("loss_type: grpo\nuse_vllm: true", {CORRECTION: None}, "vllm_importance_sampling_correction is not"),
+        ("loss_type: grpo\nvllm_importance_sampling_correction: true", {CORRECTION: None}, "vllm_importance"),
+        ("loss_type: grpo\nvllm_importance_sampling_correction: false", {CORRECTION: None}, None),
+    ],
+)  # fmt: skip
+def test_losses_of_trl(line, wanted, left, tmp_path):
+    found = import_recipe(written(tmp_path, line))
+    assert {key: value_of(found.recipe, f"loss_fn.{key}") for key in wanted} == wanted
+    assert len(found.left) == (left is not None)
+    assert all(one.startswith(str(left)) for one in found.left)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("loss_type: grpo", {"policy.megatron_cfg.scheduler.lr_decay_style": "linear",
+                             "policy.generation.max_new_tokens": 512}),
+        ("algorithm: {adv_estimator: grpo}", {"loss_fn.ratio_clip_c": 3.0,
+                                              "policy.megatron_cfg.optimizer.weight_decay": 0.01}),
+        ("algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {actor: {tis_imp_ratio_cap: 2.0}}",
+         {"loss_fn.use_importance_sampling_correction": True,
+          "loss_fn.truncated_importance_sampling_type": "tis",
+          "loss_fn.truncated_importance_sampling_ratio": 2.0}),
+    ],
+)  # fmt: skip
+def test_defaults_of_the_library_are_written(text, wanted, tmp_path):
+    found = import_recipe(written(tmp_path, text))
+    assert {key: value_of(found.recipe, key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss_type: dr_grpo\nmax_steps: 9",
+        "algorithm: {adv_estimator: dr_grpo}\ntrainer: {total_training_steps: 9}\n"
+        "actor_rollout_ref: {rollout: {n: 8}}",
+    ],
+)
+def test_a_loss_that_divides_by_the_longest_response_takes_the_limit(text, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    result = CliRunner().invoke(app, ["recipe", "import", str(written(tmp_path, text)), "-o", str(mine)])
+    assert result.exit_code == 0, result.output
+    recipe = load_recipe(mine, ["nemo_grpo.task.name=knights_knaves", "policy.model_name=a"])
+    assert recipe.loss_fn.max_response_length == recipe.policy.generation.max_new_tokens == 512
