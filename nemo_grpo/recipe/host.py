@@ -24,6 +24,8 @@ VISION_PROCESSOR = "vlm_hf_data_processor"
 CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
 """What a recipe leaves at NeMo-RL's defaults, as its bases do, is the variant's own; a clip has two sides."""
 
+KL_PENALTY = "reference_policy_kl_penalty"
+
 
 def keeps_its_data(tree: Mapping[str, Any]) -> bool:
     """True for a recipe whose problems and rewards are NeMo-RL's ``data`` and ``env``."""
@@ -78,6 +80,10 @@ def _replace_loss(loss: Tree, config: Any) -> Iterator[str]:
                 value, field = loss.pop(key), config.model_fields.get(key)
                 if field is not None and field.default != value:
                     yield _unset(key, value, f"{variant} has {as_yaml(field.default)}")
+    field = config.model_fields.get(KL_PENALTY)
+    if field is not None and loss.get(KL_PENALTY) == of_the_stock[KL_PENALTY] != field.default:
+        value, default = as_yaml(loss[KL_PENALTY]), as_yaml(field.default)
+        yield f"loss_fn.{KL_PENALTY}={value} is NeMo-RL's default and kept; {variant}'s default is {default}"
     for key in [key for key in loss if key in of_the_stock and key not in config.model_fields]:
         if loss[key] == of_the_stock[key]:
             del loss[key]

@@ -117,6 +117,16 @@ def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note():
     assert "loss_fn.kl_input_clamp_value=null" in notes(asked)
 
 
+@pytest.mark.parametrize(
+    ("variant", "penalty", "noted"),
+    [("gpg", 0.01, True), ("tr_grpo", 0.01, True), ("gpg", 0.02, False), ("gpg", 0.0, False)],
+)  # fmt: skip
+def test_nemo_rls_kl_penalty_is_kept_with_a_note(variant, penalty, noted):
+    mine = recipe(variant=variant, reference_policy_kl_penalty=penalty)
+    assert mine.loss_fn.reference_policy_kl_penalty == penalty
+    assert ("loss_fn.reference_policy_kl_penalty=0.01 is NeMo-RL's default and kept" in notes(mine)) is noted
+
+
 def test_a_clip_at_nemo_rls_default_counts_as_unset_with_a_note():
     mine = recipe(variant="dapo")
     assert (mine.loss_fn.ratio_clip_min, mine.loss_fn.ratio_clip_max) == (0.2, 0.28)
