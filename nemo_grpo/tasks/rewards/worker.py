@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -98,6 +98,10 @@ def own_function(path: list[str], files: dict[str, str], reference: str) -> Call
 
 def numbers(value: Any, count: int | None) -> list[float]:
     """A function's value, or its ``count`` values."""
+    if isinstance(value, (Mapping, Set, str)):
+        raise TypeError(
+            f"a {type(value).__name__} instead of {'a number' if count is None else 'a list of numbers'}"
+        )
     values = [value] if count is None else list(value)
     if count is not None and len(values) != count:
         raise ValueError(f"{len(values)} values for {count} responses")
