@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.rewards.math_grader import needs_worker
+from nemo_grpo.tasks.rewards.math_grader import verdict_on_texts
 
 MOST_COMPARISONS = 200
 """Maximum pairs of different texts that a vote compares, pairs of integers not counted; 16 answers have 120.
@@ -93,7 +93,7 @@ class _Asked:
         """True if two different texts give the same answer."""
         if self.same is operator.eq:
             return False
-        if not needs_worker(kind, text):
+        if verdict_on_texts(kind, text) is not None:
             return bool(self.same(kind, text))
         verdict = self._verdict(kind, text)
         self.cut_short |= verdict is None

@@ -7,6 +7,7 @@ TR-GRPO uses.
 import hashlib
 import random
 import re
+import unicodedata
 from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -36,9 +37,11 @@ Roles = dict[str, bool]
 """Name in lower case -> is a knight."""
 _ROLE = re.compile(
     r"(?<![\w'-])(?P<name>[^\W\d_][\w'-]{0,40})\s{0,5}(?:\bis\b|[:=]|->|-)\s{0,5}(?:\ban?\b|\bthe\b)?\s{0,5}"
-    r"(?P<role>knight|knave)\b",
+    r"(?P<role>knight|knave)\b(?!'s\b|\s{1,5}or\b)",
     re.IGNORECASE,
 )
+_MARKDOWN = re.compile(r"[*_`]")
+_DENIED = re.compile(r"\b(?:false|untrue|not true|not the case)\s{1,5}that\b", re.IGNORECASE)
 ALL_RIGHT, COMPLETE, UNREADABLE = 2.0, -1.5, -2.0
 """TR-GRPO Table 5; its "partially correct" is Logic-RL's: everybody has a role, right or not."""
 
@@ -167,11 +170,14 @@ def _problem(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
 
 
 def parse_roles(answer: str) -> Roles | None:
-    """Everybody's role, whatever the order and the letters' case: ``Zoey is a knight``, ``ZOEY: knight``.
+    """Everybody's role, in any order, case and Markdown: ``Zoey is a knight``, ``ZOEY: **knight**``.
 
-    Returns: None where nobody has a role or somebody has both.
+    Returns: None where nobody has a role, somebody has both, or a role is called false.
     """
     roles: Roles = {}
+    answer = _MARKDOWN.sub("", unicodedata.normalize("NFC", answer).replace("\u2019", "'"))
+    if _DENIED.search(answer):
+        return None
     for match in _ROLE.finditer(answer):
         is_knight = match["role"].casefold() == "knight"
         if roles.setdefault(match["name"].casefold(), is_knight) != is_knight:

@@ -5,6 +5,7 @@ The same grading serves the mathematical vision task; `docs/tasks.md` says which
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from pathlib import Path
@@ -14,9 +15,11 @@ from pydantic import Field
 
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
-from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
+from nemo_grpo.tasks.rewards.final_answer import MAX_CHARS, MAX_DEPTH, final_answer, normalized
 from nemo_grpo.tasks.rewards.forms import FORMS, Form, demonstrated_form, with_opened_think
 from nemo_grpo.tasks.rewards.math_grader import SHARED
+
+log = logging.getLogger(__name__)
 
 
 class MathConfig(FileTaskConfig):
@@ -80,7 +83,29 @@ class MathematicalAnswers:
         return SHARED.undecided(reference, answer)
 
 
-class Math(MathematicalAnswers, FileTask):
+class MathFiles(MathematicalAnswers, FileTask):
+    """Problems from files, graded as mathematics."""
+
+    def __init__(self, config: FileTaskConfig) -> None:
+        """A warning names the references that no response can give; problems with them are always wrong."""
+        super().__init__(config)
+        lost = [p for p in (*self.train, *self.validation) if not _can_be_given(p.answer)]
+        if lost:
+            log.warning(
+                "%d of %d problems can never be answered correctly, the first is %r: answer=%.60r has a "
+                "brace without its partner, more than %d characters, more than %d levels of brackets, or "
+                "nothing but punctuation; correct the answers or leave the problems out",
+                *(len(lost), len(self.train) + len(self.validation), lost[0].id, lost[0].answer),
+                *(MAX_CHARS, MAX_DEPTH),
+            )
+
+
+def _can_be_given(reference: str) -> bool:
+    answer = final_answer(f"\\boxed{{{reference}}}")
+    return answer is not None and normalized(answer) == normalized(reference) != ""
+
+
+class Math(MathFiles):
     """Mathematical problems with one answer each."""
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:

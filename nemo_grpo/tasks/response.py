@@ -12,10 +12,21 @@ def render_response(reasoning: str, answer: str) -> str:
 
 
 def last_answer(response: str) -> str | None:
-    """The text inside the last complete answer tag, as written; None if there is no such tag."""
-    end = response.rfind("</answer>")
-    start = response.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else response[start + len("<answer>") : end]
+    """The text inside the last complete answer tag that is not empty, as written; None without one."""
+    start = len(response)
+    while (end := response.rfind("</answer>", 0, start)) >= 0:
+        if (start := response.rfind("<answer>", 0, end)) < 0:
+            break
+        if (answer := response[start + len("<answer>") : end]).strip():
+            return answer
+    return None
+
+
+def outside_thinking(response: str) -> str:
+    """The response without its thinking: first ``<think>``, or the beginning, to last ``</think>``."""
+    thought, closed, rest = response.rpartition("</think>")
+    before, opened, _ = thought.partition("<think>")
+    return (before if closed and opened else "") + rest
 
 
 def normalize_answer(answer: str) -> str:

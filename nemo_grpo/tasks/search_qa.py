@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import re
 import string
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -263,9 +264,9 @@ def normalize_open_answer(answer: str) -> str:
     """Lower case, without ASCII punctuation and the articles a, an, the; single spaces.
 
     The order of steps is that of SQuAD's evaluation (1606.05250): case, punctuation, articles, spaces.
-    Deviation: a step that would empty the answer, such as ``A`` or ``+``, is skipped.
+    Deviation: decomposed letters are composed, and a step that would empty ``A`` or ``+`` is skipped.
     """
-    lowered = answer.lower()
+    lowered = unicodedata.normalize("NFC", answer).lower()
     bare = lowered.translate(_NO_PUNCTUATION)
     forms = (" ".join(form.split()) for form in (_ARTICLES.sub(" ", bare), bare, lowered))
     return next(filter(None, forms), "")

@@ -6,12 +6,14 @@ Problems are JSONL with ``metadata.images``, paths relative to the file. Answers
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import FORMAT, Answered, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
-from nemo_grpo.tasks.mathematics import MathematicalAnswers
+from nemo_grpo.tasks.mathematics import MathFiles
 from nemo_grpo.tasks.response import extract_answer, format_reward
 from nemo_grpo.tasks.rewards.boxes import (
     generalized_iou,
@@ -21,8 +23,12 @@ from nemo_grpo.tasks.rewards.boxes import (
 )
 from nemo_grpo.tasks.rewards.forms import Form, with_opened_think
 
-_COUNT = re.compile(r"(?<![\w.,-])\d{1,9}(?:\.0{1,9})?(?![\w,]|\.\d)")
-_LABEL = re.compile(r"[\W_]+")
+_NO_COUNT = "<>\u2264\u2265\u2260\u2248\u00b1"
+_COUNT = re.compile(
+    rf"(?<![\w.,\u2212\u2013{_NO_COUNT}-])(?<![{_NO_COUNT}]\s)\d{{1,9}}(?:\.0{{1,9}})?(?![\w,]|\.\d|\s?%)"
+)
+_SIGN = re.compile(r"(?<=\w)[+#]+(?!\w)|(?<!\w)-(?=\d)|(?<=\d)\.(?=\d)")
+"""What makes another label: ``C++``, ``A+``, ``-5``, ``1.5``."""
 _COLORS = ("red", "green", "blue", "black")
 
 
@@ -112,11 +118,21 @@ class VisionClassificationConfig(VisionConfig):
 
 
 class VisionClassification(_Vision):
-    """Answer: a label; case, spaces, punctuation and underscores do not matter.
+    """Answer: a label; case, spaces, punctuation and underscores do not matter, signs as in ``C++`` do.
 
     Of a problem with ``metadata.choices`` the answer is a letter, (A) for the first; the choice's own words
     count too, as in VisualThinker-R1-Zero's evaluation on CV-Bench.
     """
+
+    def __init__(self, config: VisionClassificationConfig) -> None:
+        """Raises: UserError: choices are not a list of texts."""
+        super().__init__(config)
+        for problem in (*self.train, *self.validation):
+            choices = problem.metadata.get("choices") or []
+            if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+                raise UserError(
+                    f"problem {problem.id!r}: metadata.choices={choices!r} must be a list of texts, (A) first"
+                )
 
     def extract(self, response: str) -> str | None:
         answer = extract_answer(response)
@@ -175,7 +191,7 @@ class VisionMathConfig(VisionConfig):
         return Problem(f"color-sum-{number}", question, str(total), {"images": [image]})
 
 
-class VisionMath(MathematicalAnswers, FileTask):
+class VisionMath(MathFiles):
     """Mathematics about an image (GEOQA), graded as the task math."""
 
 
@@ -194,11 +210,18 @@ def _right_answers(problem: Problem) -> list[str]:
     """The label, and the words of the choice that it is the letter of."""
     label, choices = _label(problem.answer), problem.metadata.get("choices") or []
     number = ord(label) - ord("a") if len(label) == 1 else -1
-    return [label, *([_label(str(choices[number]))] if 0 <= number < len(choices) else [])]
+    return [label, *([_label(choices[number])] if 0 <= number < len(choices) else [])]
 
 
 def _label(answer: str) -> str:
-    return " ".join(_LABEL.sub(" ", answer.casefold()).split())
+    """Its letters, marks, digits and signs, in words; all of the text where there are none."""
+    text = unicodedata.normalize("NFC", answer).casefold()
+    signs = {place for found in _SIGN.finditer(text) for place in range(*found.span())}
+    parts = (
+        character if place in signs or unicodedata.category(character)[0] in "LMN" else " "
+        for place, character in enumerate(text)
+    )
+    return " ".join("".join(parts).split()) or text.strip()
 
 
 def _count(answer: str) -> int | None:

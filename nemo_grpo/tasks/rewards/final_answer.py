@@ -1,14 +1,14 @@
 r"""The final answer of a mathematical response, found in linear time for any text.
 
-Searched in the last complete ``<answer>`` block; without one, after the last ``</think>``; without that, in
-the whole response. There the complete ``\boxed{..}`` that closes last counts. An ``<answer>`` block without a
+Searched outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without one, in
+all of the text. There the complete ``\boxed{..}`` that closes last and is not empty counts. A block without a
 box gives its last ``$formula$``, else the text after ``answer is``, else all of its text.
 """
 
 import re
-import unicodedata
 
-from nemo_grpo.tasks.response import last_answer
+from nemo_grpo.tasks.response import last_answer, outside_thinking
+from nemo_grpo.tasks.rewards.notation import plain
 
 MAX_CHARS = 1000
 """Longer texts are not answers: no reference is nearly as long, and graders would take long."""
@@ -20,25 +20,28 @@ _TOKEN = re.compile(
 )
 _FORMULAS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _SPACING = re.compile(r"\\[!,;: ]|\\q?quad|\\displaystyle|\\left(?![a-z])|\\right(?![a-z])|[\s$~]")
+_SPELLING = {"dfrac": r"\frac", "tfrac": r"\frac", "leq": r"\le", "geq": r"\ge", "ne": r"\neq", "mid": "|"}
+_SPELLINGS = re.compile(rf"\\({'|'.join(_SPELLING)})(?![A-Za-z])")
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}\\]*)\}")
 
 
 def final_answer(response: str) -> str | None:
     """The final answer without its box; None where there is none or it is too long or too deep."""
+    response = outside_thinking(response)
     block = last_answer(response)
-    scope = response.rpartition("</think>")[2] if block is None else block
-    answer = last_boxed(scope)
+    answer = last_boxed(response if block is None else block)
     if answer is None and block is not None and "\\boxed" not in block:
         answer = _last_formula(block)
-    if answer is None or len(answer) > MAX_CHARS or _depth(answer) > MAX_DEPTH:
+    if answer is None or len(answer) > MAX_CHARS:
         return None
-    return _plain_characters(answer).strip().rstrip(".,;:").rstrip() or None
+    answer = plain(answer)
+    return answer if 0 < len(answer) <= MAX_CHARS and _depth(answer) <= MAX_DEPTH else None
 
 
 def last_boxed(text: str) -> str | None:
     r"""Inside of the complete ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no box.
 
-    A box that contains only another box counts as the inner one.
+    Empty boxes do not count; a box that contains only another box counts as the inner one.
     """
     span = _last_box(text)
     while span is not None:
@@ -54,8 +57,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalized(answer: str) -> str:
-    """Equal for answers that differ only in spacing, dollar signs, text wrappers or a final full stop."""
-    answer = _SPACING.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    """Equal for answers that differ only as `plain` says, in spacing, dollar signs or text wrappers."""
+    answer = _SPELLINGS.sub(lambda command: _SPELLING[command[1]], plain(answer))
+    answer = _SPACING.sub("", answer)
     answer = answer.removesuffix(".")
     wrapped = _WRAPPED.fullmatch(answer)
     return answer if wrapped is None else wrapped[1]
@@ -73,7 +77,8 @@ def _last_box(text: str) -> tuple[int, int] | None:
         elif token[0] == "{":
             open_braces.append(None)
         elif token[0] == "}" and open_braces and (start := open_braces.pop()) is not None:
-            found = (start, token.start())
+            end = token.start()
+            found = (start, end) if end - start > MAX_CHARS or text[start:end].strip() else found
     return found
 
 
@@ -81,6 +86,8 @@ def _last_formula(block: str) -> str:
     block = block.replace("\\$", "")
     for opening, closing in _FORMULAS:
         end = block.rfind(closing)
+        while closing == "$" and end >= 0 and block[end + 1 : end + 2].isdigit():  # a price
+            end = block.rfind(closing, 0, end)
         start = block.rfind(opening, 0, max(end, 0))
         if start >= 0 and block[start + len(opening) : end].strip():
             return block[start + len(opening) : end]
@@ -94,12 +101,3 @@ def _depth(answer: str) -> int:
         depth = max(0, depth + (character in "([{") - (character in ")]}"))
         deepest = max(deepest, depth)
     return deepest
-
-
-def _plain_characters(answer: str) -> str:
-    """Decimal digits of other scripts and typographic minus signs as ASCII; superscripts are left alone."""
-    digits = (
-        str(unicodedata.decimal(c)) if not c.isascii() and unicodedata.decimal(c, None) is not None else c
-        for c in answer
-    )
-    return "".join(digits).replace("\u2212", "-").replace("\u2013", "-")

@@ -6,6 +6,7 @@ one that math-verify takes for the reference because it drops part of it: a poli
 """
 
 import logging
+import math
 import re
 import sys
 from collections import OrderedDict
@@ -13,6 +14,7 @@ from itertools import combinations
 from typing import TypeVar
 
 from nemo_grpo.tasks.rewards.final_answer import normalized
+from nemo_grpo.tasks.rewards.notation import plain
 from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -25,8 +27,9 @@ _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _RELATION = re.compile(
-    r"=|\\(?:equiv|approx|simeq|cong|to|implies|iff)(?![A-Za-z])|\\(?:Long|long)?(?:[Ll]eft)?[Rr]ightarrow"
+    r":?=|\\(?:equiv|approx|simeq|cong|to|implies|iff)(?![A-Za-z])|\\(?:Long|long)?(?:[Ll]eft)?[Rr]ightarrow"
 )
+_ASSIGNMENT = re.compile(r"^\s*[A-Za-z]\s*:?=")
 _COMMAND = re.compile(r"\\(?:[dt]?frac|sqrt|times|cdot|div|pi|left|right|[,;:! ])")
 _BASE = re.compile(r"\d_(?:\{(\w+)\}|(\w))")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
@@ -34,9 +37,32 @@ _CONJUNCTION = re.compile(r"\s*,?\s*(?:or|and)\s*")
 _LISTED = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _UNIT = re.compile(r"[\sA-Za-z./^$%\u00b0-]*")
 _HEDGES = {
-    *("about", "all", "almost", "and", "any", "around", "approximately", "but", "either", "except", "if"),
-    *("not", "or", "possibly", "probably", "unless"),
+    *("about", "all", "almost", "and", "any", "around", "approximately", "but", "either", "except", "false"),
+    *(
+        "if",
+        "incorrect",
+        "least",
+        "most",
+        "no",
+        "nope",
+        "not",
+        "or",
+        "possibly",
+        "probably",
+        "unless",
+        "wrong",
+    ),
+    # these make another value of it
+    *("billion", "dozen", "half", "hundred", "million", "minus", "negative", "plus", "thousand", "trillion"),
 }
+_DOTS = re.compile(r"\.\.\.|\u2026|\\[lcv]?dots")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}|\d+(?:\.\d+){2,}")
+"""Also versions and addresses."""
+_RANGE = re.compile(r"\d+-\d+")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)")
+_LETTER = re.compile(r"\(?[A-J]\)?")
+_OPTION = re.compile(r"\(?([A-J])(?:[).:].*)?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:(?:\{,\}|,)\d{3})+(?:\.\d+)?")
 
 
@@ -77,15 +103,19 @@ class MathGrader(WorkerPool):
         one, other = normalized(reference), normalized(answer)
         if one == other:
             return bool(one)
-        if not needs_worker(one, other):
+        pair = reference, answer = plain(reference), plain(answer)
+        if is_qualified(*pair):
             return False
-        pair = (reference, answer)
+        if not _LISTED.search(reference + answer) and (verdict := verdict_on_texts(one, other)) is not None:
+            return verdict
         with self._lock:
             if pair in self._known:
                 return self._known[pair]
-        verdict = False if is_qualified(*pair) else self._ask(*pair)
+        verdict = self._ask(*pair)
         if verdict:
             verdict = self._holds_up(*pair)
+        elif verdict is False and one.endswith("%") != other.endswith("%"):
+            verdict = self._verdict(reference.rstrip("\\%$ "), answer.rstrip("\\%$ "))
         with self._lock:
             _remember(self._known, pair, verdict)
         return verdict
@@ -105,9 +135,27 @@ class MathGrader(WorkerPool):
         return verdict
 
 
-def needs_worker(one: str, other: str) -> bool:
-    """Whether two different normalised answers can be equal as mathematics: two integers cannot."""
-    return not (_INTEGER.fullmatch(one) and _INTEGER.fullmatch(other))
+def verdict_on_texts(reference: str, answer: str) -> bool | None:
+    """The verdict on two different normalised answers that are texts rather than mathematics; else None.
+
+    Words are equal whatever their case, an option such as ``B. 42`` is its letter, and a range or a time may
+    have a unit. Integers, dates and versions are equal only to themselves.
+    """
+    texts = reference, answer
+    if all(map(_WORD.fullmatch, texts)):
+        return reference.casefold() == answer.casefold()
+    if _is_range_or_time(reference):
+        return re.sub(r"\\[A-Za-z]+|[^\d:-]", "", answer) == reference
+    if any(map(_LETTER.fullmatch, texts)) and all(map(_OPTION.fullmatch, texts)):
+        return _OPTION.sub(r"\1", reference) == _OPTION.sub(r"\1", answer)
+    return False if all(map(_INTEGER.fullmatch, texts)) or any(map(_DATE.fullmatch, texts)) else None
+
+
+def _is_range_or_time(text: str) -> bool:
+    """``5-10``, ``10:30``, ``7:05``; a ratio such as ``5:12`` is in its lowest terms."""
+    if (time := _TIME.fullmatch(text)) is None:
+        return _RANGE.fullmatch(text) is not None
+    return time[2][0] == "0" or math.gcd(int(time[1]), int(time[2])) > 1
 
 
 def _remember(cache: OrderedDict[Key, Value], key: Key, value: Value) -> None:
@@ -121,10 +169,12 @@ SHARED = MathGrader()
 
 
 def is_qualified(reference: str, answer: str) -> bool:
-    r"""Whether an answer says more than a value, a conjunction or a unit, in words or by a base.
+    r"""Whether an answer says more than a value, a conjunction or a unit, in words, by dots or by a base.
 
     Words in the reference are for math-verify; so are answers that are words altogether.
     """
+    if _DOTS.search(answer) and not _DOTS.search(reference):
+        return True
     bases = [first or second for first, second in _BASE.findall(answer)]
     if bases and bases != [first or second for first, second in _BASE.findall(reference)]:
         return True
@@ -140,9 +190,9 @@ def is_qualified(reference: str, answer: str) -> bool:
 def claimed_values(reference: str, answer: str) -> list[str]:
     """The links without an unknown of a chain such as ``x = 6/8 = 3/4``: each must be the reference.
 
-    Empty for a reference that is a relation itself, and for a list.
+    Empty for a reference that is a relation, other than ``x = 3/4``, and for a list.
     """
-    links = _RELATION.split(answer)
+    links, reference = _RELATION.split(answer), _ASSIGNMENT.sub("", reference)
     if len(links) == 1 or _RELATION.search(reference) or len(members(answer)) > 1 or _LISTED.search(answer):
         return []
     return [link for link in links if link.strip() and not re.search(r"[A-Za-z]", _COMMAND.sub("", link))]

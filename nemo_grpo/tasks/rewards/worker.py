@@ -7,11 +7,12 @@ package, which brings in torch.
 """
 
 import json
+import math
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,9 +48,10 @@ def mathematics() -> Callable[[str, str], bytes]:
     import logging
 
     logging.disable(logging.CRITICAL)
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
-    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    # Not also ExprExtractionConfig, which takes one number out of a text that is no LaTeX: 43 \sim 42.
+    targets = (LatexExtractionConfig(boxed_match_priority=0),)
 
     def read(text: str) -> Any:
         return parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None)
@@ -57,12 +59,23 @@ def mathematics() -> Callable[[str, str], bytes]:
     def equal(reference: str, answer: str) -> bytes:
         try:
             # Its own limits are alarms, which code in C does not notice: SIGPROF stands in for them.
-            return b"%d" % bool(verify(read(reference), read(answer), timeout_seconds=None))
+            gold = read(reference)
+            same = verify(gold, read(answer), float_rounding=decimals(gold[0]), timeout_seconds=None)
+            return b"%d" % bool(same)
         except (Exception, RecursionError, MemoryError):
             return b"0"
 
     equal("1/2", "0.5")
     return equal
+
+
+def decimals(gold: Any) -> int:
+    """To how many decimals a value is compared: six, and six digits of one that is smaller than 1e-6."""
+    try:
+        size = abs(float(gold))
+    except (TypeError, ValueError):
+        return 6
+    return 6 if size == 0 or size >= 1e-6 else 5 - math.floor(math.log10(size))
 
 
 def own_function(path: list[str], files: dict[str, str], reference: str) -> Callable[..., bytes]:
@@ -85,6 +98,10 @@ def own_function(path: list[str], files: dict[str, str], reference: str) -> Call
 
 def numbers(value: Any, count: int | None) -> list[float]:
     """A function's value, or its ``count`` values."""
+    if isinstance(value, (Mapping, Set, str)):
+        raise TypeError(
+            f"a {type(value).__name__} instead of {'a number' if count is None else 'a list of numbers'}"
+        )
     values = [value] if count is None else list(value)
     if count is not None and len(values) != count:
         raise ValueError(f"{len(values)} values for {count} responses")

@@ -87,10 +87,10 @@ def test_hopeless_answers_are_not_compared_and_the_others_decide_the_vote():
         asked.append((one, other))
         return {one, other} == {"1/2", "0.5"}
 
-    answers = ["bomb", "bang", "boom", "1/2", "0.5", "bomb"]
+    answers = ["9^9", "8^8", "7^7", "1/2", "0.5", "9^9"]
     scores = [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
-    assert majority_at_k(answers, scores, same, {"bomb", "bang", "boom"}) == Majority(0.0, cut_short=True)
-    assert majority_at_k(answers[:5], scores, same, {"bomb", "bang", "boom"}) == Majority(1.0, cut_short=True)
+    assert majority_at_k(answers, scores, same, {"9^9", "8^8", "7^7"}) == Majority(0.0, cut_short=True)
+    assert majority_at_k(answers[:5], scores, same, {"9^9", "8^8", "7^7"}) == Majority(1.0, cut_short=True)
     assert set(asked) == {("1/2", "0.5")}
 
 

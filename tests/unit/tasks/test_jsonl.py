@@ -98,6 +98,14 @@ def test_ids_may_be_missing_and_answers_numbers(tmp_path):
     assert task.score(read_problems([path])[0], r"\boxed{43.0}")["accuracy"] == 1.0
 
 
+def test_references_that_no_response_can_give_are_named(tmp_path, caplog):
+    answers = ["5:", "1" * 1001, "(" * 21 + "1" + ")" * 21, "\\frac{1}{2", "$", "a}b", "10\u201320", 1e-7]
+    rows = [{"question": str(number), "answer": answer} for number, answer in enumerate(answers)]
+    parse_task({"name": "math", "train_files": [write(tmp_path / "a.jsonl", *rows)]}).build()
+    assert "5 of 8 problems can never be answered correctly, the first is 'a.jsonl:2'" in caplog.text
+    assert "more than 1000 characters" in caplog.text
+
+
 def test_missing_or_undecodable_file_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="data prepare"):
         read_problems([tmp_path / "none.jsonl"])

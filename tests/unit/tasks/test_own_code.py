@@ -51,6 +51,8 @@ def fails_on_b(response):
 def infinite(response): return float("inf")
 def text(response): return "1"
 def too_few(responses): return [1.0]
+def by_response(responses): return {float(i): 1.0 for i, _ in enumerate(responses)}
+def in_any_order(responses): return {float(len(response)) for response in responses}
 def for_ever(response):
     while response == "loop":
         pass
@@ -109,9 +111,9 @@ def test_a_failure_is_no_number_and_the_log_says_why(folder, caplog):
     assert "(my_rewards.py:21)" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["text", "too_few", "greedy_for_memory"])
+@pytest.mark.parametrize("name", ["text", "too_few", "by_response", "in_any_order", "greedy_for_memory"])
 def test_what_is_not_a_number_per_response_is_a_failure(folder, name):
-    assert all(map(math.isnan, values(name, ["a", "b"])))
+    assert all(map(math.isnan, values(name, ["a", "bc"])))
 
 
 def test_a_function_beyond_the_time_limit_costs_only_its_response(folder):

@@ -48,6 +48,7 @@ def facts():
     ("answer", "normalized"),
     [
         ("The  Beatles!", "beatles"),
+        ("Beyonce\u0301", "beyonc\u00e9"),
         ("A an THE apple", "apple"),
         ("Theatre", "theatre"),
         ("U.S.A.", "usa"),

@@ -193,7 +193,8 @@ def test_score_reads_the_last_answer_without_regard_to_case_and_space():
         ("</answer><answer>", None),
         ("</answer>", None),
         ("", None),
-        ("<answer></answer>", ""),
+        ("<answer></answer>", None),
+        ("<answer>1</answer><answer> </answer>", "1"),
     ],
 )
 def test_last_answer(text, answer):

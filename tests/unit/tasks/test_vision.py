@@ -108,6 +108,17 @@ def test_a_choice_counts_by_its_letter_or_its_words(given, correct):
         ("golden retriever", "retriever", 0.0),
         ("tulip", "a tulip", 0.0),
         ("tulip", "", 0.0),
+        ("caf\u00e9", "Cafe\u0301", 1.0),
+        ("\u0915\u093f", "\u0915\u0940", 0.0),  # two vowels of Hindi, which are marks
+        ("\u0915\u093f", "\u0915\u093f!", 1.0),
+        ("C++", "c++.", 1.0),
+        ("C++", "C#", 0.0),
+        ("A+", "A", 0.0),
+        ("+", "-", 0.0),
+        ("+", "", 0.0),
+        ("+", "+", 1.0),
+        ("-5", "5", 0.0),
+        ("1.5", "1 5", 0.0),
     ],
 )
 def test_classification_compares_words(answer, given, correct):
@@ -123,6 +134,10 @@ def test_classification_compares_words(answer, given, correct):
         ("07", 1.0),
         ("7.5", 0.0),
         ("-7", 0.0),
+        ("\u22127", 0.0),
+        ("7%", 0.0),
+        ("\u22657", 0.0),
+        ("> 7", 0.0),
         ("3 of 7", 0.0),
         ("1,007", 0.0),
         ("seven", 0.0),
@@ -147,6 +162,16 @@ def test_references_that_cannot_be_scored_are_user_errors(tmp_path, name, answer
     path.write_text(json.dumps(entry))
     with pytest.raises(UserError, match=f"problem 'p': answer='{answer}' is not"):
         parse_task({"name": name, "validation_files": [str(path)]}).build()
+
+
+@pytest.mark.parametrize("choices", [{"A": "blue"}, 5, ["blue", 5]])
+def test_choices_that_are_no_list_of_texts_are_user_errors(tmp_path, choices):
+    (tmp_path / "a.png").write_bytes(b"")
+    metadata = {"images": ["a.png"], "choices": choices}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"id": "p", "question": "q", "answer": "A", "metadata": metadata}))
+    with pytest.raises(UserError, match=r"problem 'p': metadata\.choices=.* must be a list of texts"):
+        parse_task({"name": "vision_classification", "validation_files": [str(path)]}).build()
 
 
 def test_problems_with_images_have_no_text_only_prompt():
