@@ -12,7 +12,7 @@ import torch
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.responses import fingerprint
 from nemo_grpo.evaluate.suite import Conditions
-from nemo_grpo.hf_folder import load_config
+from nemo_grpo.hf_folder import end_tokens, load_config
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
 from nemo_grpo.sampling.generators import build_local, choose
@@ -25,7 +25,7 @@ class Settings:
 
     Attributes:
         k: samples per problem.  max_tokens: longest response.
-        stop_token_ids: beside the tokenizer's end of sequence.
+        stop_token_ids: beside the model's own, `end_tokens`.
         dtype: of the weights; auto: bfloat16 on a GPU, float32 on a CPU.
         batch_size: responses that are sampled together; not for vllm.
         tensor_parallel, cache_gib: of vllm: GPUs; memory of the KV cache.
@@ -65,7 +65,7 @@ class Settings:
             temperature=self.temperature or 1.0,
             greedy=self.temperature == 0,
             top_p=self.top_p,
-            stop_token_ids=(tokenizer.eos_token_id, *self.stop_token_ids),
+            stop_token_ids=(*end_tokens(model, tokenizer), *self.stop_token_ids),
         )
         uses_vllm = self.generator == "vllm"
         device = vllm_device(self.device) if uses_vllm else self.device

@@ -45,6 +45,15 @@ def test_a_recipes_own_problems_are_one_more_benchmark(model, tmp_path):
     assert entry["metrics"]["num_tokens"] <= 7
 
 
+def test_a_response_ends_at_every_end_of_sequence_of_the_models_folder(model, tmp_path):
+    """By generation_config.json here every token is one."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(400)]}))
+    run("--model", folder, *RECIPE, "--out", tmp_path / "out", "--k", 2, "--num-problems", 2, *TASK)
+    metrics = json.loads((tmp_path / "out" / "summary.json").read_text())["benchmarks"]["recipe"]["metrics"]
+    assert (metrics["num_tokens"], metrics["truncated"]) == (1, 0)
+
+
 def samples(out):
     return [json.loads(line) for line in (out / "samples-recipe.jsonl").read_text().splitlines()]
 
