@@ -164,7 +164,7 @@ def sample(recipe: Recipe) -> list[Step]:
             problems,
             Request(prompts, NUM_GENERATIONS, sampling, number),
         )
-        steps.append(assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=True))
+        steps.append(assemble(groups, overlong=None, drop_truncated=True))
     return steps
 
 

@@ -201,7 +201,6 @@ class Trainer:
         clock.lap("time/rollout")
         step = assemble(
             groups,
-            pad_id=self.tokenizer.pad_token_id,
             overlong=setup.overlong_penalty_of(recipe),
             drop_truncated=recipe.grpo.overlong_filtering,
         )

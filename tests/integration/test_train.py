@@ -281,6 +281,19 @@ def test_a_tokenizer_of_a_larger_model_is_refused(recipe, model):
     assert_refused(recipe, model, "put the model's own tokenizer into its folder", template)
 
 
+def test_a_tokenizer_needs_no_padding_token(recipe, model):
+    file = model / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {
+        "pad_token": None,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    file.write_text(json.dumps(settings))
+    source = f"policy.model_name={model}", "nemo_grpo.warm_start=null"
+    trainer = Trainer(recipe(*source, *NO_VALIDATION, "grpo.max_num_steps=1"))
+    assert trainer.tokenizer.pad_token_id is None
+    assert trainer.train()
+
+
 def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="not a writable folder"):

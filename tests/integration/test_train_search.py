@@ -43,7 +43,7 @@ def response(turns, reward):
 
 def a_step():
     group = Group(Problem("x", "?", "A"), PROMPT, [response(TURNS[0], 1.0), response(TURNS[1], -1.0)])
-    return assemble([group], pad_id=0)
+    return assemble([group])
 
 
 def update(model, variant, spoil):
