@@ -35,8 +35,8 @@ def refuse_special_tags(tokenizer: Any, tags: Collection[str]) -> None:
     if hidden := sorted(special_tags(tokenizer, tags)):
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has {', '.join(hidden)} as special tokens, which "
-            'NeMo-RL drops before rewards see a response; set "special": false for them in its files and take '
-            "them off the lists of special tokens, as in Qwen3's, or use the embedded engine"
+            'NeMo-RL drops before rewards see a response; set "special": false for them in its files and '
+            "take them off the lists of special tokens, as in Qwen3's, or use the embedded engine"
         )
 
 
