@@ -64,7 +64,7 @@ def load_config(folder: Path) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"cannot read the model's config in {folder}: {first_line(error)}") from error
 
 

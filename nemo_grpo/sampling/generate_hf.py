@@ -106,7 +106,7 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with no_transformers_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_LOADING)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"cannot load a causal language model from {folder}: {first_line(error)}") from error
     model, report = loaded
     # Transformers fills gaps with random weights and only warns.

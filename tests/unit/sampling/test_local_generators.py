@@ -332,9 +332,15 @@ def test_making_a_generator_leaves_the_global_random_state_alone(kind, model):
 def test_folder_without_a_model_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         HFGenerator(tmp_path / "nothing")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot load a causal language model"):
-        HFGenerator(tmp_path)
+    for config in (
+        "{}",
+        '{"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}',
+    ):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(UserError, match="cannot load a causal language model"):
+            HFGenerator(tmp_path)
+    with pytest.raises(UserError, match=r"cannot read the model's config .*low_freq_factor"):
+        DecoderGenerator(tmp_path)
 
 
 @pytest.mark.parametrize(
