@@ -186,15 +186,19 @@ class Request:
             num_tokens, [one._replace(row=indices[one.row // k] * k + one.row % k) for one in ended]
         )
 
-    def check_context(self, context: int, name: str) -> None:
+    def check_context(self, context: float, name: str, remedy: str = "lower one of them") -> None:
         """Raises: UserError: a prompt and its response are longer than ``context``, which ``name`` is."""
         sizes = ((len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True))
-        prompt, response = max(sizes, key=sum)
-        if prompt + response > context:
-            raise UserError(
-                f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
-                f"and max_new_tokens={response}: lower one of them"
-            )
+        check_fits(*max(sizes, key=sum), context, name, remedy)
+
+
+def check_fits(prompt: int, response: int, context: float, name: str, remedy: str) -> None:
+    """Raises: UserError: so many tokens of a prompt and its response are more than ``context``."""
+    if prompt + response > context:
+        raise UserError(
+            f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
+            f"and max_new_tokens={response}: {remedy}"
+        )
 
 
 class Sampler(Protocol):

@@ -259,6 +259,8 @@ def test_the_default_batch_follows_the_size_of_the_model(tmp_path):
     assert fitting_batch_size(tmp_path, 2048) == (1 << 30) // (46_080 * 2048) == 11
     assert fitting_batch_size(tmp_path, 16) == 256
     assert fitting_batch_size(tmp_path, 1 << 20) == 1
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')  # no attention, no such cache
+    assert fitting_batch_size(tmp_path, 1 << 20) == 256
 
 
 def test_pass_at_any_k_and_the_mean_over_seeds(model, tmp_path):
