@@ -33,6 +33,7 @@ from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.environment import make_ready
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.training.run_folder import RunFolder, versions
@@ -66,6 +67,7 @@ class Trainer:
         own, self.task = recipe.nemo_grpo, recipe.task.build()
         self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
+        from_first_rank(lambda: make_ready(self.task))
         self.source = setup.model_source(recipe, self.task)
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size

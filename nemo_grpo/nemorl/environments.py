@@ -22,7 +22,7 @@ from nemo_grpo.extensions import receive_files
 from nemo_grpo.nemorl import compat, uses
 from nemo_grpo.nemorl.drawn import DrawnScores
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask, tags_of
+from nemo_grpo.tasks.environment import Episode, MultiTurnTask, make_ready, tags_of
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
 from nemo_grpo.tasks.reserved import refuse_special_tags, reserved_texts
 from nemo_grpo.tasks.scoring import Scorer
@@ -69,6 +69,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     task.train_problem(0, grpo.seed)
     with closing(Scorer(task, own.rewards, own.prompt)) as scorer:
         scorer.try_out(grpo.seed)
+    make_ready(task)
     return TaskProblems(task, task.validation_problems(grpo.num_val_problems) if grpo.validates else [])
 
 

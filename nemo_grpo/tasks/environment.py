@@ -65,3 +65,11 @@ class MultiTurnTask(Task, Protocol):
 def tags_of(task: Task) -> tuple[str, ...]:
     """Texts that a task's reward looks for; a tokenizer made for the task keeps them as single tokens."""
     return (*TAGS, *getattr(task, "tags", ()))
+
+
+def make_ready(task: Task) -> None:
+    """Load a task's tool now, which is otherwise loaded when a response first calls it.
+
+    Raises: UserError: it cannot be loaded.
+    """
+    getattr(task, "make_ready", lambda: None)()
