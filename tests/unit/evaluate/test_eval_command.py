@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -52,6 +53,17 @@ def test_a_response_ends_at_every_end_of_sequence_of_the_models_folder(model, tm
     run("--model", folder, *RECIPE, "--out", tmp_path / "out", "--k", 2, "--num-problems", 2, *TASK)
     metrics = json.loads((tmp_path / "out" / "summary.json").read_text())["benchmarks"]["recipe"]["metrics"]
     assert (metrics["num_tokens"], metrics["truncated"]) == (1, 0)
+
+
+def test_one_problem_has_no_error_over_problems(model, tmp_path):
+    few = ["--k", 2, "--num-problems", 1, "--max-tokens", 2]
+    output = run("--model", model, *RECIPE, "--out", tmp_path, *few, *TASK)
+    assert not re.search(r"\d \+- ", output)
+    entry = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["recipe"]
+    assert "accuracy" in entry["metrics"]
+    assert not {name for name in entry["metrics"] if name.endswith("_stderr")}
+    assert entry["standard_errors"].keys() == {"accuracy_runs"}
+    run("--model", model, *RECIPE, "--out", tmp_path / "seeds", *few, "--seeds", "2", *TASK)
 
 
 def samples(out):
@@ -187,6 +199,10 @@ def megatron_checkpoint(model, folder):
         (
             copy(lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
             "PEFT adapter, without its base model; merge them: `nemo-grpo convert .* --lora merge",
+        ),
+        (
+            copy(lambda folder: (folder / "adapter_config.json").write_text("{}")),
+            r"has adapter_config\.json beside config\.json, .*; merge it first, or move it away",
         ),
         (copy(lambda folder: (folder / "model.safetensors").unlink()), "cannot load a causal language model"),
     ],

@@ -406,6 +406,7 @@ def test_a_prompt_that_leaves_no_room_is_a_user_error(generator):
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 1e-40}, r"temperature must be at least 1e-06 .*; got 1e-40; .* \(--temperature 0\)"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
