@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.engine_vs_trl import CONFIGS, ROOT, recipe_of
 from nemo_grpo.engine import setup
-from nemo_grpo.hf_folder import load_tokenizer
+from nemo_grpo.hf_folder import end_tokens, load_tokenizer
 from nemo_grpo.sampling.decoder import matrices
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
@@ -31,7 +31,7 @@ def measure(name: str, repetitions: int) -> None:
     task = recipe.nemo_grpo.task.build()
     source = setup.model_source(recipe, task)
     tokenizer = load_tokenizer(source)
-    sampling = setup.training_sampling(recipe, tokenizer)
+    sampling = setup.training_sampling(recipe, end_tokens(source, tokenizer))
     problems = [task.train_problem(number, 0) for number in range(recipe.grpo.num_prompts_per_step)]
     prompts = [encode_prompt(tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]
     generators = {

@@ -20,6 +20,7 @@ from checkpoints_conv.formats.model_folder import (
     check_no_other_weights,
     copy_side_files,
     hf_config,
+    read_config,
     weight_files,
 )
 from checkpoints_conv.lora import peft_config
@@ -63,7 +64,7 @@ def load_config(folder: Path) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"cannot read the model's config in {folder}: {first_line(error)}") from error
 
 
@@ -78,6 +79,30 @@ def load_tokenizer(folder: Path) -> Any:
         raise UserError(
             f"cannot read the tokenizer in {folder}: {first_line(error)}; save the model's own there again"
         ) from error
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Ids of the tokens that end this model's responses, the tokenizer's end of sequence first.
+
+    The others are ``eos_token_id`` of generation_config.json, else of config.json, at which transformers'
+    ``generate`` stops: a chat model's turns often end in another token than its tokenizer's documents.
+
+    Raises: UserError: ``eos_token_id`` is neither an id nor a list of ids.
+    """
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        config = read_config(folder / name) if (folder / name).is_file() else {}
+        found = {**(config.get("text_config") or {}), **config}.get("eos_token_id")
+        if found is not None:
+            listed = found if isinstance(found, list) else [found]
+            if any(type(one) is not int or one < 0 for one in listed):
+                raise UserError(
+                    f"{folder / name}: eos_token_id={found!r:.80} must be a token's id or a list of ids; "
+                    "correct it"
+                )
+            ids += listed
+            break
+    return tuple(dict.fromkeys(ids))
 
 
 def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ import yaml
 from torch import Tensor
 
 from nemo_grpo.engine import setup
-from nemo_grpo.hf_folder import load_config, load_tokenizer, load_weights
+from nemo_grpo.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
@@ -141,7 +141,7 @@ def sample(recipe: Recipe) -> list[Step]:
     """Groups of some responses each, no two alike."""
     model = Path(recipe.policy.model_name or "")
     tokenizer, task = load_tokenizer(model), recipe.nemo_grpo.task.build()
-    sampling = setup.training_sampling(recipe, tokenizer)
+    sampling = setup.training_sampling(recipe, end_tokens(model, tokenizer))
     generator = setup.build_generator(recipe, model)
     generator.update_weights(load_weights(model).items())
     steps = []
@@ -164,7 +164,7 @@ def sample(recipe: Recipe) -> list[Step]:
             problems,
             Request(prompts, NUM_GENERATIONS, sampling, number),
         )
-        steps.append(assemble(groups, pad_id=tokenizer.pad_token_id, overlong=None, drop_truncated=True))
+        steps.append(assemble(groups, overlong=None, drop_truncated=True))
     return steps
 
 

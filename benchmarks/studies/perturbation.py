@@ -28,6 +28,7 @@ from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, S
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.errors import UserError
 from nemo_grpo.progress import progress
+from nemo_grpo.sampling.episodes import text_reader
 from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.sampling.requests import Request, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
@@ -91,7 +92,7 @@ class Experiment:
             for problem, ids, row, length in zip(
                 part, prompts, rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True
             ):
-                text = self.tokenizer.decode(row[:length], skip_special_tokens=True)
+                (text,) = text_reader(self.tokenizer, self.task)([row[:length]])
                 num_tried += 1
                 if length >= 2 and self.task.score(problem, text)["accuracy"] >= 1:
                     found.append((problem, ids, row[:length]))
@@ -164,7 +165,7 @@ class Experiment:
     def _accuracy(self, item: Solved, prefix: list[int], tails: list[list[int]]) -> float:
         """Mean accuracy of the response so far with each continuation."""
         said = prefix[len(item.prompt) :]
-        texts = self.tokenizer.batch_decode([said + tail for tail in tails], skip_special_tokens=True)
+        texts = text_reader(self.tokenizer, self.task)([said + tail for tail in tails])
         return sum(self.task.score(item.problem, text)["accuracy"] for text in texts) / len(texts)
 
 

@@ -103,7 +103,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
 
     from benchmarks.studies.perturbation import Experiment
     from nemo_grpo.engine import setup
-    from nemo_grpo.hf_folder import load_tokenizer
+    from nemo_grpo.hf_folder import end_tokens, load_tokenizer
     from nemo_grpo.sampling.generators import build_local
     from nemo_grpo.tasks.environment import MultiTurnTask
 
@@ -128,7 +128,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
         recipe.policy.generation_batch_size,
     )
     problems = task.validation_problems(section.evaluation.num_problems)
-    sampling = setup.validation_sampling(recipe, tokenizer)
+    sampling = setup.validation_sampling(recipe, end_tokens(model, tokenizer))
     study = Experiment(generator, tokenizer, task, section.prompt, sampling, settings).study(problems)
     return study, lambda token: str(tokenizer.decode([token]))
 

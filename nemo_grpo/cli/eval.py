@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nemo_grpo.evaluate.protocols import Protocol
     from nemo_grpo.evaluate.settings import Settings
     from nemo_grpo.evaluate.suite import SuiteResult
+    from nemo_grpo.sampling.requests import Sampler
 
 Model = Annotated[Path, typer.Option(help="Hugging Face folder: config, weights, tokenizer.")]
 RecipeOption = Annotated[
@@ -259,6 +260,7 @@ class _Evaluation:
         from nemo_grpo.evaluate.suite import RESPONSES, run_suite
         from nemo_grpo.evaluate.summary import check_summary
         from nemo_grpo.progress import TokenMeter, progress
+        from nemo_grpo.tasks.environment import make_ready
 
         settings, benchmarks = self.settings, self.benchmarks
         conditions = settings.conditions(self.model, self.tokenizer)
@@ -274,9 +276,13 @@ class _Evaluation:
         if not overwrite:
             for seed, folder in folders.items():
                 check_summary(folder, of_seed[seed].to_dict(), benchmarks)
-        generator = LazyGenerator(
-            lambda: settings.build_generator(self.model, conditions, longest, max_images)
-        )
+
+        def build() -> Sampler:
+            for benchmark in benchmarks:
+                make_ready(benchmark.task)
+            return settings.build_generator(self.model, conditions, longest, max_images)
+
+        generator = LazyGenerator(build)
         if not (self.out / RESPONSES).exists():
             generator.load()  # a broken model is reported before anything is created
         num_problems = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)

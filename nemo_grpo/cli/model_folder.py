@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints_conv.formats.model_folder import hf_config
+from checkpoints_conv.formats.model_folder import check_no_other_weights, hf_config
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import existing_parent
 
@@ -34,7 +34,10 @@ def check_place(out: Path) -> None:
 
 
 def tokenizer_of(model: Path) -> Any:
-    """The model's tokenizer.  Raises: UserError: it is missing or has no end-of-sequence token."""
+    """The model's tokenizer.
+
+    Raises: UserError: it is missing or has no end-of-sequence token, or an adapter lies beside the model.
+    """
     from nemo_grpo.hf_folder import load_tokenizer
 
     if not model.is_dir():
@@ -51,6 +54,8 @@ def tokenizer_of(model: Path) -> Any:
     tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in --model {model} has no end-of-sequence token; set eos_token")
+    if (model / "config.json").is_file():
+        check_no_other_weights(model, hf_config(model))
     return tokenizer
 
 

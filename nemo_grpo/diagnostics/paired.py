@@ -12,6 +12,8 @@ from nemo_grpo.diagnostics.runs import Points, RunGroup, RunLog, pass_key
 from nemo_grpo.diagnostics.summary import ACCURACY
 
 CONFIDENCE = 0.95
+ROUNDING = 1e-12
+"""Of equal differences, as a share of them."""
 FINAL, SAME_ROLLOUTS = "final", "final, same rollouts"
 
 PAIRED_NOTE = (
@@ -42,11 +44,15 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """mean -+ t s / sqrt(n), s the sample standard deviation of the differences; None for one seed."""
+        """mean -+ t s / sqrt(n), s the sample standard deviation of the differences.
+
+        None where they do not vary: one seed, or equal ones, as of accuracies on few problems.
+        """
         n = len(self.by_seed)
-        if n < 2:
+        deviation = statistics.stdev(self.by_seed.values()) if n > 1 else 0.0
+        if deviation <= ROUNDING * abs(self.mean):
             return None
-        half = t_quantile(n - 1) * statistics.stdev(self.by_seed.values()) / math.sqrt(n)
+        half = t_quantile(n - 1) * deviation / math.sqrt(n)
         return self.mean - half, self.mean + half
 
     @property
@@ -61,7 +67,7 @@ class Difference:
         return f"{word} at {n} seed{'s' if n > 1 else ''}"
 
     def cell(self, digits: int = 3) -> str:
-        """``+0.041 [+0.012, +0.070]``; the mean alone for one seed."""
+        """``+0.041 [+0.012, +0.070]``; the mean alone without an interval."""
         ends = self.interval
         mean = f"{self.mean:+,.{digits}f}"
         return mean if ends is None else f"{mean} [{ends[0]:+,.{digits}f}, {ends[1]:+,.{digits}f}]"

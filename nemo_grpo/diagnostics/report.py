@@ -36,13 +36,14 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     stands for its runs.
 
     Returns: ``output``.
-    Raises:  UserError: no run is given, a folder is not a run's, or the output cannot be written or is
-                 another file.
+    Raises:  UserError: no run is given, a folder is not a run's, two runs are alike, or the output cannot be
+                 written or is another file.
     """
     folders = [folder for given in run_dirs for folder in run_folders(given)]
     if not folders:
         raise UserError("no run to report on; give the folder of at least one run that made a step")
-    return write_group_report(group_runs([read_run(folder) for folder in dict.fromkeys(folders)]), output)
+    named = {folder.resolve(): folder for folder in reversed(folders)}  # a folder has several names
+    return write_group_report(group_runs([read_run(folder) for folder in reversed(named.values())]), output)
 
 
 def write_group_report(

@@ -186,10 +186,17 @@ def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
 
     A group is labelled by its variant; if several groups share one, also by engine and by the settings
     that differ.
+
+    Raises: UserError: two runs have the same settings and seed; a deviation over seeds needs different ones.
     """
     members: dict[str, list[RunLog]] = {}
     for run in runs:
-        members.setdefault(_identity(run), []).append(run)
+        alike = members.setdefault(_identity(run), [])
+        if twin := next((other for other in alike if other.seed == run.seed), None):
+            raise UserError(
+                f"{twin.path} and {run.path} have the same settings and grpo.seed={run.seed}; leave one out"
+            )
+        alike.append(run)
     groups = list(members.values())
     return [RunGroup(_label(group, groups), tuple(group)) for group in groups]
 

@@ -2,11 +2,10 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,23 +120,23 @@ def build_generator(recipe: Recipe, source: Path) -> Generator:
     return DistributedGenerator(generator) if recipe.world_size > 1 else generator
 
 
-def training_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
-    """How rollouts are sampled; they stop at the tokenizer's end of sequence and the recipe's own tokens."""
+def training_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
+    """How rollouts are sampled; ``ends``: the model's `end_tokens`, beside the recipe's own."""
     generation = recipe.policy.generation
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=generation.top_k,
-        stop_token_ids=(tokenizer.eos_token_id, *(generation.stop_token_ids or ())),
+        stop_token_ids=(*ends, *(generation.stop_token_ids or ())),
     )
 
 
-def validation_sampling(recipe: Recipe, tokenizer: Any) -> SamplingParams:
+def validation_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
     """How validation samples; val_temperature 0 is greedy."""
     generation = recipe.policy.generation
     return replace(
-        training_sampling(recipe, tokenizer),
+        training_sampling(recipe, ends),
         temperature=generation.val_temperature or 1.0,
         top_p=generation.val_top_p,
         top_k=generation.val_top_k,

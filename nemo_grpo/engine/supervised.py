@@ -26,7 +26,7 @@ class SupervisedTrainer(Trainer):
         recipe, state, clock = self.recipe, self.state, Clock()
         first, number = state.next_problem, recipe.grpo.num_prompts_per_step
         groups = [self.demonstrations.training(index) for index in range(first, first + number)]
-        step = assemble(groups, pad_id=self.tokenizer.pad_token_id)
+        step = assemble(groups)
         state.next_problem += number
         prepared = self.objective.prepare(step.token_batch(step.generation_logprobs))
         clock.lap("time/data")
@@ -48,7 +48,7 @@ class SupervisedTrainer(Trainer):
 
     def validate(self) -> dict[str, float]:
         """Mean loss per token of the held-out demonstrations, and what `Trainer` samples."""
-        start, step = time.monotonic(), assemble(self.held_out, pad_id=self.tokenizer.pad_token_id)
+        start, step = time.monotonic(), assemble(self.held_out)
         logprobs = self.learner.score(step, with_entropies=False).logprobs
         loss = -logprobs[step.token_mask].double().mean()
         sampled = super().validate()

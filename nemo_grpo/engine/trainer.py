@@ -26,13 +26,14 @@ from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
 from nemo_grpo.errors import UserError
-from nemo_grpo.hf_folder import load_config, load_tokenizer
+from nemo_grpo.hf_folder import end_tokens, load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.environment import make_ready
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.training.run_folder import RunFolder, versions
@@ -66,12 +67,15 @@ class Trainer:
         own, self.task = recipe.nemo_grpo, recipe.task.build()
         self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
+        from_first_rank(lambda: make_ready(self.task))
         self.source = setup.model_source(recipe, self.task)
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
         self.generator = setup.build_generator(recipe, self.source)
-        self.sampling = setup.training_sampling(recipe, self.tokenizer)
+        ends = end_tokens(self.source, self.tokenizer)
+        self.sampling = setup.training_sampling(recipe, ends)
+        self.validation_sampling = setup.validation_sampling(recipe, ends)
         self.learner = Learner(recipe, self.objective, self.policy)
         self.problems = self.task.validation_problems(recipe.grpo.num_val_problems)
         checkpointing = recipe.checkpointing
@@ -199,7 +203,6 @@ class Trainer:
         clock.lap("time/rollout")
         step = assemble(
             groups,
-            pad_id=self.tokenizer.pad_token_id,
             overlong=setup.overlong_penalty_of(recipe),
             drop_truncated=recipe.grpo.overlong_filtering,
         )
@@ -271,7 +274,8 @@ class Trainer:
         heap.give_back()
         tensors = self.policy.named_tensors()
         return validation.validate(
-            self.recipe, self.generator, tensors, self.tokenizer, self.task, self.problems
+            *(self.recipe, self.generator, tensors, self.tokenizer, self.task, self.problems),
+            self.validation_sampling,
         )
 
     def _save_if_due(self, stopping: bool) -> None:

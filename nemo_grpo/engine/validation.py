@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_grpo.engine import setup
 from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.progress import TokenMeter, progress
 from nemo_grpo.recipe import Recipe
@@ -32,11 +31,12 @@ def validate(
     tokenizer: Any,
     task: Task,
     problems: Sequence[Problem],
+    sampling: SamplingParams,
 ) -> dict[str, float]:
     """Greedy, avg@k and pass@k of these weights on these problems, as ``validation/*``."""
     start = time.monotonic()
     generator.update_weights(named_tensors)
-    k, sampling = recipe.grpo.val_num_generations_per_prompt, setup.validation_sampling(recipe, tokenizer)
+    k = recipe.grpo.val_num_generations_per_prompt
     with _shown(recipe.world_size, len(problems), k, sampling) as meter:
         result = evaluate(
             generator,

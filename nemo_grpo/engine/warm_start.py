@@ -192,7 +192,7 @@ def _trained(
     shown = progress("warm start", config.num_steps) if leads else nullcontext(lambda _note: None)
     with shown as advance:
         for groups in islice(_batches(tokenizer, config, task, prompt), config.num_steps):
-            step = assemble(groups, pad_id=tokenizer.pad_token_id)
+            step = assemble(groups)
             result = policy.update(
                 objective,
                 objective.prepare(step.token_batch(step.generation_logprobs)),

@@ -7,8 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Task
-from nemo_grpo.tasks.environment import MultiTurnTask
-from nemo_grpo.tasks.response import TAGS
+from nemo_grpo.tasks.environment import tags_of
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -30,7 +29,7 @@ NUM_CORPUS_PROBLEMS = 2000
 
 def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE, learnt from training problems and demonstrations; at most ``vocab_size`` tokens."""
-    tags = TAGS + (task.tags if isinstance(task, MultiTurnTask) else ())
+    tags = tags_of(task)
     if vocab_size < 256 + len(tags) + 3:
         raise UserError(
             f"nemo_grpo.warm_start.vocab_size={vocab_size} is too small: 256 bytes and {len(tags) + 3} tags "

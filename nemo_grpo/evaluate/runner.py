@@ -116,7 +116,7 @@ class EvalResult:
         found: dict[str, float] = {}
         for name, values in self._by_problem.items():
             found[name], stderr = mean_and_stderr(values)
-            if name in ("accuracy", "greedy"):
+            if name in ("accuracy", "greedy") and len(values) > 1:
                 found[f"{name}_stderr"] = stderr
         return {
             **found,
@@ -127,10 +127,12 @@ class EvalResult:
         }
 
     def standard_errors(self) -> dict[str, float]:
-        """Standard errors of the metrics, over problems; ``accuracy_runs``: see `stderr_of_runs`."""
+        """Errors of the metrics over two problems or more, and ``accuracy_runs``: see `stderr_of_runs`."""
+        runs = {"accuracy_runs": stderr_of_runs([p.samples.scores for p in self.problems])}
+        if len(self.problems) == 1:
+            return runs
         errors = {name: mean_and_stderr(values)[1] for name, values in self._by_problem.items()}
-        runs = stderr_of_runs([p.samples.scores for p in self.problems])
-        return {"accuracy": errors.pop("accuracy"), "accuracy_runs": runs, **errors}
+        return {"accuracy": errors.pop("accuracy"), **runs, **errors}
 
     @cached_property
     def _by_problem(self) -> dict[str, list[float]]:

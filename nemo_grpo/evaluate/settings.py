@@ -12,11 +12,11 @@ import torch
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.responses import fingerprint
 from nemo_grpo.evaluate.suite import Conditions
-from nemo_grpo.hf_folder import load_config
+from nemo_grpo.hf_folder import end_tokens, load_config
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
 from nemo_grpo.sampling.generators import build_local, choose
-from nemo_grpo.sampling.requests import Request, Rollout, Sampler, SamplingParams
+from nemo_grpo.sampling.requests import Request, Rollout, Sampler, SamplingParams, check_fits
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Settings:
 
     Attributes:
         k: samples per problem.  max_tokens: longest response.
-        stop_token_ids: beside the tokenizer's end of sequence.
+        stop_token_ids: beside the model's own, `end_tokens`.
         dtype: of the weights; auto: bfloat16 on a GPU, float32 on a CPU.
         batch_size: responses that are sampled together; not for vllm.
         tensor_parallel, cache_gib: of vllm: GPUs; memory of the KV cache.
@@ -65,7 +65,7 @@ class Settings:
             temperature=self.temperature or 1.0,
             greedy=self.temperature == 0,
             top_p=self.top_p,
-            stop_token_ids=(tokenizer.eos_token_id, *self.stop_token_ids),
+            stop_token_ids=(*end_tokens(model, tokenizer), *self.stop_token_ids),
         )
         uses_vllm = self.generator == "vllm"
         device = vllm_device(self.device) if uses_vllm else self.device
@@ -99,7 +99,9 @@ class Settings:
         torch.set_num_threads(self.num_threads or torch.get_num_threads())
         device = "cpu" if conditions.device.startswith("cpu") else "cuda"
         dtype = getattr(torch, conditions.dtype)
-        return build_local(conditions.generator, model, dtype, device, self.batch_size)
+        generator = build_local(conditions.generator, model, dtype, device, self.batch_size)
+        check_fits(longest, sampling.max_new_tokens, *generator.context)
+        return generator
 
     def problems_per_call(self, generator: str) -> int:
         """vLLM fills its batches itself; others get one batch at a time."""
@@ -133,6 +135,8 @@ def fitting_batch_size(model: Path, max_tokens: int) -> int:
     A large model then gets few at a time: answers come, and are on disk, early.
     """
     config = load_config(model).get_text_config()  # of a model with images, its decoder's
+    if not hasattr(config, "num_attention_heads"):  # without attention there is no such cache
+        return Settings.batch_size
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_response = 2 * 4 * config.num_hidden_layers * heads * width * max_tokens

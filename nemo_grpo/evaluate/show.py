@@ -121,7 +121,7 @@ def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERROR
     for number, (metric, label) in enumerate(bars.items()):
         places = [place + width * (number - (len(bars) - 1) / 2) for place in range(len(entries))]
         heights = [100 * entry["metrics"][metric] for entry in entries.values()]
-        errors = [100 * entry[spread][metric] for entry in entries.values()]
+        errors = [100 * entry[spread].get(metric, 0.0) for entry in entries.values()]
         style: dict[str, Any] = {
             "color": COLORS[number],
             "error_kw": {"elinewidth": 1.1, "ecolor": INK},

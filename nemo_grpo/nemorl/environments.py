@@ -22,9 +22,9 @@ from nemo_grpo.extensions import receive_files
 from nemo_grpo.nemorl import compat, uses
 from nemo_grpo.nemorl.drawn import DrawnScores
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask
+from nemo_grpo.tasks.environment import Episode, MultiTurnTask, make_ready, tags_of
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
-from nemo_grpo.tasks.reserved import reserved_texts
+from nemo_grpo.tasks.reserved import refuse_special_tags, reserved_texts
 from nemo_grpo.tasks.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     task.train_problem(0, grpo.seed)
     with closing(Scorer(task, own.rewards, own.prompt)) as scorer:
         scorer.try_out(grpo.seed)
+    make_ready(task)
     return TaskProblems(task, task.validation_problems(grpo.num_val_problems) if grpo.validates else [])
 
 
@@ -85,6 +86,8 @@ def setup_data(
     """
     recipe, config = run.recipe, run.master_config
     own, grpo, (task, held_out) = recipe.nemo_grpo, recipe.grpo, problems
+    tokenizer = getattr(encoder, "tokenizer", encoder)
+    refuse_special_tags(tokenizer, tags_of(task))
     encode = prompt_encoder(own.prompt, encoder, run.has_images, config.data["max_input_seq_length"])
     config.data["shuffle"] = False  # a task's training stream is already shuffled
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
@@ -94,7 +97,7 @@ def setup_data(
         "prompt": own.prompt.model_dump(),
         "own_files": recipe.own_files,
         "max_failed_rewards": own.max_failed_rewards,
-        "reserved": list(reserved_texts(getattr(encoder, "tokenizer", encoder))),
+        "reserved": list(reserved_texts(tokenizer)),
     }
     trained, validated = (
         start_environment(shared | {"rewards": dict(weights), "num_generations": size})

@@ -37,7 +37,7 @@ class Setup:
                     0: none, as with n-grams.
                 segment_nodes: that are in one NVLink domain; 0: as it happens.
                 replays_routes: the experts that the rollout chose go to training.
-                stop_token_ids: that end a response beside the tokenizer's own.
+                stop_token_ids: that end a response beside the model's own.
     """
 
     layout: Layout

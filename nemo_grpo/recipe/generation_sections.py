@@ -97,7 +97,7 @@ class Generation(Section):
     stop_strings: list[str] | None = None
     """Texts that end a response; null: none."""
     stop_token_ids: list[NonNegativeInt] | None = None
-    """Token ids that end a response, in addition to the tokenizer's end of sequence; null: none."""
+    """Token ids that end a response, in addition to the model's end of sequence; null: none."""
     bad_words: list[str] | None = None
     """Texts that NeMo-RL's vLLM never samples; null: none."""
     quant_cfg: str | None = None

@@ -215,7 +215,7 @@ def teach(model: Any, lessons: Iterator[Group], encoder: Encoder, num_steps: int
     model.train()
     for _ in range(num_steps):
         groups = list(islice(lessons, batch_size))
-        step = assemble(groups, pad_id=encoder.tokenizer.pad_token_id, overlong=None, drop_truncated=False)
+        step = assemble(groups, overlong=None, drop_truncated=False)
         ids = step.sequences.input_ids
         labels = ids[:, 1:].masked_fill(~step.token_mask, -100)
         logits = model(ids, **encoder.inputs(model, ids, [group.problem for group in groups])).logits

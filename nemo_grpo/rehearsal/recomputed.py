@@ -197,7 +197,7 @@ def demonstrated(evidence: Recorded, step: int | None) -> Sequences:
         groups = [shown.held_out(problem) for problem in task.validation_problems(small.NUM_VALIDATION)]
     else:
         groups = [shown.training(index) for index in range((step - 1) * number, step * number)]
-    made = assemble(groups, pad_id=tokenizer.pad_token_id)
+    made = assemble(groups)
     return Sequences(made.sequences.input_ids, made.sequences.lengths.tolist(), made.token_mask)
 
 

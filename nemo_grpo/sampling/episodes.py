@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Ended, Request, Rollout, Sampler, Turn
 from nemo_grpo.tasks import Task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed
-from nemo_grpo.tasks.reserved import reserved_texts
+from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, tags_of
+from nemo_grpo.tasks.reserved import reserved_texts, special_tags
 
 TAIL_TOKENS = 32
 """Number of last tokens of a turn in which a stop text is looked for."""
@@ -65,6 +66,7 @@ class Response:
 
 
 Heard = Callable[[int, Sequence[tuple[int, Written]]], None]
+TextReader = Callable[[Sequence[list[int]]], list[str]]
 
 
 def sample_responses(
@@ -81,28 +83,48 @@ def sample_responses(
     """
     if isinstance(task, MultiTurnTask):
         return _converse(generator, tokenizer, task, request, heard or (lambda _num_tokens, _ended: None))
+    read = text_reader(tokenizer, task)
     if heard is not None:
-        request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, _read(ended, tokenizer)))
+        request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, _read(ended, read)))
     rollout = generator.generate(request)
     return [
         Response(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
-        for tokens, logprobs, truncated, text in _responses(rollout, tokenizer)
+        for tokens, logprobs, truncated, text in _responses(rollout, read)
     ]
 
 
-def _read(ended: Sequence[Ended], tokenizer: Any) -> list[tuple[int, Written]]:
+def text_reader(tokenizer: Any, task: Task) -> TextReader:
+    """Reads responses [B] of token ids as the task scores them: without special tokens, except its tags.
+
+    A tokenizer may have ``<think>`` as a special token, and the reward looks for it.
+    """
+    kept = special_tags(tokenizer, tags_of(task))
+    if not kept:
+        return partial(tokenizer.batch_decode, skip_special_tokens=True)
+    added = tokenizer.added_tokens_decoder.items()
+    dropped = {number for number, token in added if token.special and token.content not in kept}
+
+    def read(rows: Sequence[list[int]]) -> list[str]:
+        left = [[token for token in row if token not in dropped] for row in rows]
+        return list(tokenizer.batch_decode(left, skip_special_tokens=False))
+
+    return read
+
+
+def _read(ended: Sequence[Ended], read: TextReader) -> list[tuple[int, Written]]:
+    texts = read([tokens for _, tokens, _ in ended]) if ended else []  # transformers reads no rows as one
     return [
-        (row, Written(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), truncated))
-        for row, tokens, truncated in ended
+        (row, Written(text, len(tokens), truncated))
+        for (row, tokens, truncated), text in zip(ended, texts, strict=True)
     ]
 
 
-def _responses(rollout: Rollout, tokenizer: Any) -> list[tuple[Tensor, Tensor, bool, str]]:
+def _responses(rollout: Rollout, read: TextReader) -> list[tuple[Tensor, Tensor, bool, str]]:
     """(tokens, logprobs, truncated, text) of each row."""
     lengths = rollout.lengths.tolist()
     tokens = [row[:n] for row, n in zip(rollout.tokens, lengths, strict=True)]
     logprobs = [row[:n] for row, n in zip(rollout.logprobs, lengths, strict=True)]
-    texts = tokenizer.batch_decode([row.tolist() for row in tokens], skip_special_tokens=True)
+    texts = read([row.tolist() for row in tokens])
     return list(zip(tokens, logprobs, rollout.truncated.tolist(), texts, strict=True))
 
 
@@ -113,7 +135,7 @@ def _converse(
     assert not request.known  # equal contexts are told apart by counting
     request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, []))
     end, limit = StopTexts(task.stop_texts, tokenizer), request.sampling.max_new_tokens
-    reserved = reserved_texts(tokenizer)
+    reserved, read = reserved_texts(tokenizer), text_reader(tokenizer, task)
 
     def observe(episodes: Sequence[Episode], turns: Sequence[str]) -> Sequence[Observed]:
         return task.observe(episodes, turns, reserved)
@@ -124,7 +146,8 @@ def _converse(
     # In the first turn the responses to one prompt share its reading; later on all have their own context.
     going, asked = [*range(len(prompts))], replace(request, turn=Turn(request.limits, end))
     while going:
-        before, going = going, _listen(responses, going, generator.generate(asked), limit, tokenizer, observe)
+        turns = _responses(generator.generate(asked), read)
+        before, going = going, _listen(responses, going, turns, limit, tokenizer, observe)
         going_on = {*going}
         heard(0, [(row, responses[row].written()) for row in before if row not in going_on])
         if going:
@@ -137,14 +160,14 @@ def _converse(
 def _listen(
     responses: list[Response],
     rows: Sequence[int],
-    rollout: Rollout,
+    sampled: Sequence[tuple[Tensor, Tensor, bool, str]],
     limit: int,
     tokenizer: Any,
     observe: Callable[..., Sequence[Observed]],
 ) -> list[int]:
     """Add the rows' turns and what the environment says to them; returns the rows that go on."""
     finished, turns = [], []
-    for row, (tokens, logprobs, truncated, text) in zip(rows, _responses(rollout, tokenizer), strict=True):
+    for row, (tokens, logprobs, truncated, text) in zip(rows, sampled, strict=True):
         said = responses[row].plus(tokens, logprobs, text, by_policy=True)
         responses[row] = replace(said, truncated=truncated)
         if not truncated:

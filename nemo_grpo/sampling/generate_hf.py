@@ -27,9 +27,25 @@ class HFGenerator(LocalGenerator):
     def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
         loaded = _load(model, dtype) if isinstance(model, Path) else _random(model, dtype)
         self._config = loaded.config
+        layers = DynamicCache(config=loaded.config).layers
+        if loaded._is_stateful or not all(hasattr(layer, "batch_select_indices") for layer in layers):
+            raise UserError(
+                f"generator=hf cannot sample from model_type={loaded.config.model_type}: it has recurrent "
+                "layers, whose state several responses to a prompt cannot share; use vllm"
+            )
         self.model: torch.nn.Module = loaded.eval().requires_grad_(False)
         self.model.to(self.device)
         self._complete = isinstance(model, Path)
+
+    @property
+    def context(self) -> tuple[float, str, str]:
+        """See `LocalGenerator.context`; longrope's frequencies follow the longest row of the batch."""
+        limit, name, remedy = super().context
+        rope = getattr(self._config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            name, remedy = "the longrope model's original_max_position_embeddings", f"{remedy}, or use vllm"
+            limit = min(limit, rope["original_max_position_embeddings"])
+        return limit, name, remedy
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
@@ -106,7 +122,7 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with no_transformers_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_LOADING)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"cannot load a causal language model from {folder}: {first_line(error)}") from error
     model, report = loaded
     # Transformers fills gaps with random weights and only warns.

@@ -7,6 +7,7 @@ numbers belong to a response instead of a place in the batch.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -84,6 +85,16 @@ class LocalGenerator(ABC):
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
         """[B, S, V] of whole sequences, one pass; columns behind a sequence's end mean nothing."""
 
+    @property
+    def context(self) -> tuple[float, str, str]:
+        """The most tokens of a prompt with its response, what says so, and the remedy."""
+        limit = getattr(self._config, "max_position_embeddings", None)
+        return (
+            math.inf if limit is None else limit,
+            "the model's max_position_embeddings",
+            "lower one of them",
+        )
+
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See `Generator.update_weights`. Tensors are copied one by one as they come.
@@ -104,9 +115,7 @@ class LocalGenerator(ABC):
         """
         assert not request.images, "images are sampled by vLLM alone"
         assert self._complete, "weights are not complete: update_weights has not been called, or it failed"
-        context = getattr(self._config, "max_position_embeddings", None)
-        if context is not None:
-            request.check_context(context, "the model's max_position_embeddings")
+        request.check_context(*self.context)
         uniforms = None if request.sampling.greedy else response_uniforms(request).to(self.device)
         responses = _Responses(request, self.device)
         # Prompts of like length together: little padding.

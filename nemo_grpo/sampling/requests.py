@@ -12,6 +12,9 @@ from torch import Tensor
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.images import Images
 
+LOWEST_TEMPERATURE = 1e-6
+"""Logits that are divided by less may overflow."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -19,7 +22,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: a response without a stop token is cut here and counts as truncated.
-        temperature: > 0; logits are divided by it.
+        temperature: at least `LOWEST_TEMPERATURE`; logits are divided by it.
         top_p: in (0, 1]; the smallest set of most likely tokens with at least this mass. 1: all.
         top_k: that many most likely tokens, before top_p. None: all.
         stop_token_ids: any of them ends the response and belongs to it; empty: every response is cut.
@@ -36,9 +39,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}")
-        if not 0 < self.temperature < math.inf:
+        if not LOWEST_TEMPERATURE <= self.temperature < math.inf:
             raise UserError(
-                f"temperature must be positive and finite (greedy is its own switch); got {self.temperature}"
+                f"temperature must be at least {LOWEST_TEMPERATURE:g} and finite; got {self.temperature}; "
+                "for the most likely tokens alone sample greedily (--temperature 0)"
             )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1]; got {self.top_p}")
@@ -186,15 +190,19 @@ class Request:
             num_tokens, [one._replace(row=indices[one.row // k] * k + one.row % k) for one in ended]
         )
 
-    def check_context(self, context: int, name: str) -> None:
+    def check_context(self, context: float, name: str, remedy: str = "lower one of them") -> None:
         """Raises: UserError: a prompt and its response are longer than ``context``, which ``name`` is."""
         sizes = ((len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True))
-        prompt, response = max(sizes, key=sum)
-        if prompt + response > context:
-            raise UserError(
-                f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
-                f"and max_new_tokens={response}: lower one of them"
-            )
+        check_fits(*max(sizes, key=sum), context, name, remedy)
+
+
+def check_fits(prompt: int, response: int, context: float, name: str, remedy: str) -> None:
+    """Raises: UserError: so many tokens of a prompt and its response are more than ``context``."""
+    if prompt + response > context:
+        raise UserError(
+            f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
+            f"and max_new_tokens={response}: {remedy}"
+        )
 
 
 class Sampler(Protocol):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from nemo_grpo.tasks.base import Task
+from nemo_grpo.tasks.response import TAGS
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class MultiTurnTask(Task, Protocol):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Additional texts that a tokenizer made for this task keeps as single tokens."""
+        """Tags beside `TAGS`, see `tags_of`."""
         ...
 
     def observe(
@@ -59,3 +60,16 @@ class MultiTurnTask(Task, Protocol):
     def segments(self, response: str) -> list[tuple[str, bool]]:
         """The response cut into (text, written by the policy); joined they are the response again."""
         ...
+
+
+def tags_of(task: Task) -> tuple[str, ...]:
+    """Texts that a task's reward looks for; a tokenizer made for the task keeps them as single tokens."""
+    return (*TAGS, *getattr(task, "tags", ()))
+
+
+def make_ready(task: Task) -> None:
+    """Load a task's tool now, which is otherwise loaded when a response first calls it.
+
+    Raises: UserError: it cannot be loaded.
+    """
+    getattr(task, "make_ready", lambda: None)()

@@ -167,7 +167,10 @@ def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> 
             where = f"{path}:{number}"
             problem = _parse(line, where)
             if problem.id in problems:
-                raise UserError(f"{where}: id {problem.id!r} is repeated; ids must be unique over all files")
+                rule = "ids must be unique over all files"
+                if problem.id == f"{path.name}:{number}":  # as `_parse` calls a line without one
+                    rule = f"it stands for a line without id of a file {path.name}; rename one, or write ids"
+                raise UserError(f"{where}: id {problem.id!r} is repeated; {rule}")
             problems[problem.id] = _with_images(problem, path, where) if with_images else problem
     return list(problems.values())
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UserError, did_you_mean, first_line
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.presets import PRESETS
 
@@ -88,7 +88,7 @@ def encode_prompt(
     Raises: UserError: it has none, or the problem has images and they are not given.
     """
     text, with_special_tokens = _text(tokenizer, prompt, problem, with_images=with_images)
-    return list(tokenizer(text, add_special_tokens=with_special_tokens)["input_ids"])
+    return _open_ended(tokenizer, text, tokenizer(text, add_special_tokens=with_special_tokens)["input_ids"])
 
 
 def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> list[list[int]]:
@@ -96,7 +96,15 @@ def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> 
     texts = [_text(tokenizer, prompt, problem) for problem in problems]
     if not texts:
         return []
-    return list(tokenizer([text for text, _ in texts], add_special_tokens=texts[0][1])["input_ids"])
+    encoded = tokenizer([text for text, _ in texts], add_special_tokens=texts[0][1])["input_ids"]
+    return [_open_ended(tokenizer, text, ids) for (text, _), ids in zip(texts, encoded, strict=True)]
+
+
+def _open_ended(tokenizer: Any, text: str, ids: Sequence[int]) -> list[int]:
+    """Without an end of sequence that the tokenizer has added: the policy continues the text."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    added = end is not None and ids[-1:] == [end] and not text.endswith(tokenizer.eos_token)
+    return list(ids[:-1] if added else ids)
 
 
 def _text(tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False) -> tuple[str, bool]:
@@ -121,7 +129,17 @@ def _chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
             "model's, put chat_template.jinja into its folder, or do without: "
             "nemo_grpo.prompt.use_chat_template=false in a recipe, --prompt tr_grpo_math in eval"
         )
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    from jinja2 import TemplateError  # transformers' own import of it, with the first template
+
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        roles = " and ".join(str(message["role"]) for message in messages)
+        raise UserError(
+            f"the chat template of the tokenizer {tokenizer.name_or_path!r} refuses the messages ({roles}): "
+            f"{first_line(error)}; some take no system message: set nemo_grpo.prompt.system=null and put its "
+            "text into nemo_grpo.prompt.template in a recipe, or use --prompt lighteval in eval"
+        ) from error
     return text
 
 

@@ -2,9 +2,11 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
+
+from nemo_grpo.errors import UserError
 
 
 def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
@@ -17,6 +19,25 @@ def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
     marks = [token.content for token in added if token.special or _like_a_mark(token.content)]
     special = map(str, getattr(tokenizer, "all_special_tokens", ()))
     return tuple(sorted({text for text in (*marks, *special) if text.strip()}))
+
+
+def special_tags(tokenizer: Any, tags: Collection[str]) -> set[str]:
+    """Those of a task's tags that are special tokens of a Hugging Face tokenizer, which decoding may drop."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {token.content for token in added if token.special and token.content in tags}
+
+
+def refuse_special_tags(tokenizer: Any, tags: Collection[str]) -> None:
+    """For an engine whose decoding drops every special token before a response is scored.
+
+    Raises: UserError: one of these tags is special.
+    """
+    if hidden := sorted(special_tags(tokenizer, tags)):
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path!r} has {', '.join(hidden)} as special tokens, which "
+            'NeMo-RL drops before rewards see a response; set "special": false for them in its files and '
+            "take them off the lists of special tokens, as in Qwen3's, or use the embedded engine"
+        )
 
 
 def broken_up(text: str, reserved: Sequence[str]) -> str:

@@ -124,6 +124,10 @@ class SearchQA:
         assert isinstance(self._source, Facts)
         return BM25Retriever.in_memory(self._source.passages())
 
+    def make_ready(self) -> None:
+        """See `nemo_grpo.tasks.environment.make_ready`; a service is asked at the first search."""
+        assert self.retriever is not None
+
     def train_problem(self, index: int, seed: int) -> Problem:
         return self._source.train_problem(index, seed)
 
@@ -236,9 +240,11 @@ def search_format(response: str) -> float:
 
 def _check_answers(problem: Problem) -> None:
     answers = problem.metadata.get("answers", [problem.answer])
-    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
+    texts = isinstance(answers, list) and all(isinstance(answer, str) for answer in answers)
+    if not texts or not any(map(str.strip, answers)):
         raise UserError(
-            f"problem {problem.id!r}: metadata.answers={answers!r} must be a list of accepted answers"
+            f"problem {problem.id!r}: metadata.answers={answers!r} must be a list of accepted answers: "
+            "texts, one of them not empty"
         )
 
 

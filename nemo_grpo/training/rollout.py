@@ -121,14 +121,14 @@ def sample_groups(
 def assemble(
     groups: Sequence[Group],
     *,
-    pad_id: int,
     overlong: Callable[[Tensor], Tensor] | None = None,
     drop_truncated: bool = False,
 ) -> Step:
     """Lay a step's groups out as tensors.
 
     Token column t speaks of input_ids[:, t + 1], so a response that starts at position p is counted from
-    column p - 1. What an environment said is context: its columns are False in the mask.
+    column p - 1. What an environment said is context: its columns are False in the mask. Rows are filled up
+    with token 0, on which nothing depends: many tokenizers have no padding token.
 
     Args: overlong: of response lengths, added to the rewards.
           drop_truncated: leave truncated responses out; their rewards still count in their group.
@@ -137,7 +137,7 @@ def assemble(
     prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
     response_lengths = torch.tensor([len(response.tokens) for _, _, response in flat])
     lengths = prompt_lengths + response_lengths
-    ids = torch.full((len(flat), int(lengths.max())), pad_id)
+    ids = torch.zeros(len(flat), int(lengths.max()), dtype=torch.int64)
     generation_logprobs = torch.zeros(len(flat), ids.shape[1] - 1)
     token_mask = torch.zeros(generation_logprobs.shape, dtype=torch.bool)
     for row, (_, prompt, response) in enumerate(flat):

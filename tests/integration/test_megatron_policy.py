@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from small_models import TRAINED, small_config
+from small_models import LLAMA3_ROPE, TRAINED, small_config
 from toy_policies import (
     SETTINGS,
     assert_equal,
@@ -58,6 +58,23 @@ def test_scores_equal_transformers(reference):
     torch.testing.assert_close(logprobs[inside], expected[0][inside], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies[inside], expected[1][inside], rtol=1e-5, atol=1e-5)
     assert (logprobs[~inside] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"original_max_position_embeddings": 16},
+        {"original_max_position_embeddings": 64, "low_freq_factor": 2.0, "high_freq_factor": 16.0},
+    ],
+)
+def test_rotations_have_the_models_own_scaling(change):
+    """Other numbers than Llama 3.1's."""
+    rope = LLAMA3_ROPE | {"rope_theta": 100.0} | change
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(small_config("llama3-rope", rope_parameters=rope)).float()
+    policy = policy_of(reference)
+    expected = reference.model.rotary_emb.inv_freq
+    torch.testing.assert_close(policy.model.rotary_pos_emb.inv_freq.cpu(), expected, rtol=1e-6, atol=0)
 
 
 def test_packed_sequences_pass_the_model_without_padding(model):

@@ -12,7 +12,6 @@ import sys
 import warnings
 from contextlib import redirect_stderr
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,16 +237,13 @@ def test_what_the_engine_cannot_do_is_refused_before_anything_is_made(recipe, ov
 
 
 def test_validation_filters_as_training_where_nothing_else_is_said(recipe):
-    tokenizer = SimpleNamespace(eos_token_id=0)
-    sampling = validation_sampling(
-        recipe("policy.generation.top_k=5", "policy.generation.top_p=0.9"), tokenizer
-    )
+    sampling = validation_sampling(recipe("policy.generation.top_k=5", "policy.generation.top_p=0.9"), [0])
     assert (sampling.top_k, sampling.top_p) == (5, 0.9)
     own = [f"++policy.generation.val_{key}" for key in ("top_k=9", "top_p=0.7", "temperature=0.5")]
-    sampling = validation_sampling(recipe("policy.generation.temperature=0.9", *own), tokenizer)
+    sampling = validation_sampling(recipe("policy.generation.temperature=0.9", *own), [0])
     assert (sampling.top_k, sampling.top_p, sampling.temperature) == (9, 0.7, 0.5)
     assert not sampling.greedy
-    assert validation_sampling(recipe("++policy.generation.val_temperature=0.0"), tokenizer).greedy
+    assert validation_sampling(recipe("++policy.generation.val_temperature=0.0"), [0]).greedy
 
 
 @pytest.fixture
@@ -283,6 +279,19 @@ def test_a_tokenizer_of_a_larger_model_is_refused(recipe, model):
     tokenizer.save_pretrained(model)
     template = "nemo_grpo.prompt.template='<extra 399>{question}'"
     assert_refused(recipe, model, "put the model's own tokenizer into its folder", template)
+
+
+def test_a_tokenizer_needs_no_padding_token(recipe, model):
+    file = model / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {
+        "pad_token": None,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    file.write_text(json.dumps(settings))
+    source = f"policy.model_name={model}", "nemo_grpo.warm_start=null"
+    trainer = Trainer(recipe(*source, *NO_VALIDATION, "grpo.max_num_steps=1"))
+    assert trainer.tokenizer.pad_token_id is None
+    assert trainer.train()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):

@@ -10,13 +10,15 @@ from ranks import run_ranks
 from small_runs import DP2, arguments, assert_same_rows, lines_of, resumed_exactly, rows, train
 from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
-from nemo_grpo import build_objective
+from nemo_grpo import UserError, build_objective
+from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.episodes import Response, Written
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt
+from nemo_grpo.tasks.jsonl import write_problems
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.training import rollout
@@ -43,7 +45,7 @@ def response(turns, reward):
 
 def a_step():
     group = Group(Problem("x", "?", "A"), PROMPT, [response(TURNS[0], 1.0), response(TURNS[1], -1.0)])
-    return assemble([group], pad_id=0)
+    return assemble([group])
 
 
 def update(model, variant, spoil):
@@ -101,6 +103,17 @@ SMALL = [
     "nemo_grpo.task.hops=[1]",
     "nemo_grpo.warm_start.num_steps=60",
 ]
+
+
+def test_a_corpus_that_is_missing_ends_the_run_before_it_begins(recipe, tmp_path):
+    questions = write_problems(tmp_path / "questions.jsonl", [Problem("1", "Who?", "Bob")])
+    held_out = write_problems(tmp_path / "held-out.jsonl", [Problem("2", "Where?", "There")])
+    files = f"nemo_grpo.task.train_files=[{questions}]", f"nemo_grpo.task.validation_files=[{held_out}]"
+    corpus = f"nemo_grpo.task.corpus={tmp_path}/none.jsonl"
+    made = recipe(*SMALL, *files, corpus, "grpo.max_val_samples=1", of=SEARCH_QA)
+    with pytest.raises(UserError, match=r"none\.jsonl: No such file"):
+        Trainer(made)
+    assert not made.run_dir.exists()
 
 
 def test_a_run_searches_learns_and_resumes_exactly(recipe):

@@ -34,6 +34,8 @@ _NO_FUSIONS = dict.fromkeys(
     False,
 )
 
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 
 def transformer_config(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, **overrides: Any
@@ -158,7 +160,7 @@ class PackableGPTModel(GPTModel):
 
 def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
     """This rank's part of the model, with uninitialised weights."""
-    return PackableGPTModel(
+    model = PackableGPTModel(
         config,
         block_spec(config),
         vocab_size=spec.vocab_size + -spec.vocab_size % config.tensor_model_parallel_size,  # padded
@@ -169,6 +171,10 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
         share_embeddings_and_output_weights=spec.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=spec.rope["rope_theta"],
-        rope_scaling=spec.rope["rope_type"] == "llama3",
-        rope_scaling_factor=spec.rope.get("factor", 1.0),
     )
+    if (
+        spec.rope["rope_type"] == "llama3"
+    ):  # the constructor takes the factor alone, the others are Llama 3.1's
+        embedding, scaling = model.rotary_pos_emb, {name: spec.rope[name] for name in _LLAMA3}
+        embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **scaling)
+    return model

@@ -1,11 +1,12 @@
 """BM25 over a corpus, by bm25s; the index is built once and kept on the disk."""
 
 import logging
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.retriever.base import Passage
@@ -13,6 +14,7 @@ from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
 from nemo_grpo.tasks.retriever.index_folder import index_folder
 
 STOPWORDS = "en"
+_FORM: Final = "NFC"
 
 
 class BM25Retriever:
@@ -41,7 +43,13 @@ class BM25Retriever:
         Raises: UserError: bm25s is not installed, the file holds no corpus, or the folder cannot be written.
         """
         bm25s, corpus = _bm25s(), Corpus(path)
-        key = {"kind": "bm25", "bm25s": bm25s.__version__, "stopwords": STOPWORDS, **corpus.fingerprint}
+        key = {
+            "kind": "bm25",
+            "bm25s": bm25s.__version__,
+            "stopwords": STOPWORDS,
+            "form": _FORM,
+            **corpus.fingerprint,
+        }
         folder = Path(cache) if cache is not None else Path(f"{path}.bm25")
         built = index_folder(folder, key, lambda target: _build(corpus).save(target, show_progress=False))
         return cls(corpus, bm25s.BM25.load(built, mmap=True, show_progress=False))
@@ -66,12 +74,18 @@ class BM25Retriever:
 
 
 def _build(passages: Iterable[Passage]) -> Any:
-    index = _bm25s().BM25()
-    index.index(_words(map(indexed_text, passages), as_ids=True), show_progress=False)
+    index, words = _bm25s().BM25(), _words(map(indexed_text, passages), as_ids=True)
+    if not words.vocab:
+        raise UserError(
+            "the corpus has no word that BM25 could find: its passages hold only English stop words and "
+            "single characters; give a corpus of texts"
+        )
+    index.index(words, show_progress=False)
     return index
 
 
 def _words(texts: Iterable[str], *, as_ids: bool) -> Any:
+    texts = (unicodedata.normalize(_FORM, text) for text in texts)  # an accent is written in two ways
     return _bm25s().tokenize(texts, stopwords=STOPWORDS, return_ids=as_ids, show_progress=False)
 
 

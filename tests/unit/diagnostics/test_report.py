@@ -249,7 +249,20 @@ def test_every_metric_and_many_groups_are_drawn(make_run: MakeRun, tmp_path: Pat
 
 def test_same_folder_given_twice_counts_once(make_run: MakeRun, tmp_path: Path) -> None:
     folder = make_run("a", accuracy(0.5))
-    assert cells(write_report([folder, folder], tmp_path / "r.html").read_text())[1][1] == "0"
+    given = [folder, folder, folder / ".." / "a"]
+    assert cells(write_report(given, tmp_path / "r.html").read_text())[1][1] == "0"
+
+
+def test_two_runs_of_one_seed_are_no_seeds(make_run: MakeRun, tmp_path: Path) -> None:
+    folders = [
+        make_run("a", accuracy(0.5)),
+        make_run("b", accuracy(0.7), seed=1),
+        make_run("c", accuracy(0.6)),
+    ]
+    with pytest.raises(
+        UserError, match=r"/a and .*/c have the same settings and grpo\.seed=0; leave one out"
+    ):
+        write_report(folders, tmp_path / "r.html")
 
 
 def test_a_run_that_was_not_validated_before_its_first_step_has_no_start(

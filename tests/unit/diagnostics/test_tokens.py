@@ -193,7 +193,7 @@ def test_a_group_of_which_overlong_filtering_leaves_nothing_is_no_signal(drop_tr
     right, wrong, cut = (1, 1), (0, 0), (0, 0, True)
     drawn = [group(cut, right, right), group(wrong, right, cut), group(cut, cut, (0, 1, True))]
     assert signal_shares(drawn, drop_truncated=drop_truncated)["rollout/with_signal"] == of_use
-    step = assemble(drawn, pad_id=0, overlong=None, drop_truncated=drop_truncated)
+    step = assemble(drawn, overlong=None, drop_truncated=drop_truncated)
     batch = step.token_batch(step.generation_logprobs, None, None)
     prepared = build_objective("dapo").prepare(batch)
     assert int(prepared.advantages.view(3, 3, -1).any(2).any(1).sum()) == round(3 * of_use)

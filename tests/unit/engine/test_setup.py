@@ -1,5 +1,6 @@
 """What a recipe's numbers become on their way into the parts of a run."""
 
+import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.hf_folder import end_tokens
 from nemo_grpo.recipe import load_recipe
 
 SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -97,6 +99,34 @@ def test_a_launch_of_another_number_of_ranks_is_refused_before_they_meet(tmp_pat
     monkeypatch.setattr(parallel, "initialize", Mock(side_effect=AssertionError("the ranks meet")))
     with pytest.raises(UserError, match=r"are 1 ranks, but 2 were launched; make them agree"):
         Trainer(recipe(f"nemo_grpo.runs_dir={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, {}, (7,)),
+        ({"eos_token_id": [9, 7, 3]}, {"eos_token_id": 5}, (7, 9, 3)),
+        ({"eos_token_id": None}, {"eos_token_id": 5}, (7, 5)),
+        ({}, {"text_config": {"eos_token_id": [4]}}, (7, 4)),
+    ],
+)
+def test_responses_end_where_the_models_folder_says(tmp_path, generation, config, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    ends = end_tokens(tmp_path, SimpleNamespace(eos_token_id=7))
+    assert ends == expected
+    for sampling in (setup.training_sampling, setup.validation_sampling):
+        assert sampling(recipe("policy.generation.stop_token_ids=[2]"), ends).stop_token_ids == (*expected, 2)
+
+
+@pytest.mark.parametrize("eos", ["</s>", [1, None], -1, True, 2.0])
+def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, eos):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(
+        UserError, match=r"config\.json: eos_token_id=.* must be a token's id or a list of ids"
+    ):
+        end_tokens(tmp_path, SimpleNamespace(eos_token_id=7))
 
 
 def test_overlong_penalty_is_the_recipes():

@@ -32,7 +32,7 @@ def step(**options):
     """Prompts of 3 and 1 tokens; responses of 2 and 1, and one of 3 whose middle an environment wrote."""
     first = Group(None, [10, 11, 12], [response([20, 21], reward=1.0), response([22], truncated=True)])  # type: ignore[arg-type]
     second = Group(None, [13], [response([23, 24, 25], [True, False, True], reward=2.0)])  # type: ignore[arg-type]
-    return assemble([first, second], pad_id=0, **options)
+    return assemble([first, second], **options)
 
 
 def test_tokens_logprobs_and_mask_are_aligned():

@@ -124,7 +124,7 @@ def test_loss_is_on_the_response_alone(folder, task):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     groups = next(module._batches(tokenizer, config("unused"), task, PROMPT))
     assert len(groups) == TINY["batch_size"]
-    step = assemble(groups, pad_id=tokenizer.pad_token_id)
+    step = assemble(groups)
     for ids, mask in zip(step.sequences.input_ids, step.token_mask, strict=True):
         assert tokenizer.decode(ids[1:][mask]).startswith("<think>")
         assert tokenizer.decode(ids[1:][mask]).endswith("</answer><|im_end|>")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -43,6 +44,26 @@ def test_a_recipes_own_problems_are_one_more_benchmark(model, tmp_path):
     assert (sampling["max_new_tokens"], sampling["temperature"], sampling["stop_token_ids"]) == (7, 0.5, [2])
     assert [len(sample["completions"]) for sample in samples(tmp_path / "out")] == [3] * 5
     assert entry["metrics"]["num_tokens"] <= 7
+
+
+def test_a_response_ends_at_every_end_of_sequence_of_the_models_folder(model, tmp_path):
+    """By generation_config.json here every token is one."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(400)]}))
+    run("--model", folder, *RECIPE, "--out", tmp_path / "out", "--k", 2, "--num-problems", 2, *TASK)
+    metrics = json.loads((tmp_path / "out" / "summary.json").read_text())["benchmarks"]["recipe"]["metrics"]
+    assert (metrics["num_tokens"], metrics["truncated"]) == (1, 0)
+
+
+def test_one_problem_has_no_error_over_problems(model, tmp_path):
+    few = ["--k", 2, "--num-problems", 1, "--max-tokens", 2]
+    output = run("--model", model, *RECIPE, "--out", tmp_path, *few, *TASK)
+    assert not re.search(r"\d \+- ", output)
+    entry = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["recipe"]
+    assert "accuracy" in entry["metrics"]
+    assert not {name for name in entry["metrics"] if name.endswith("_stderr")}
+    assert entry["standard_errors"].keys() == {"accuracy_runs"}
+    run("--model", model, *RECIPE, "--out", tmp_path / "seeds", *few, "--seeds", "2", *TASK)
 
 
 def samples(out):
@@ -179,6 +200,10 @@ def megatron_checkpoint(model, folder):
             copy(lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
             "PEFT adapter, without its base model; merge them: `nemo-grpo convert .* --lora merge",
         ),
+        (
+            copy(lambda folder: (folder / "adapter_config.json").write_text("{}")),
+            r"has adapter_config\.json beside config\.json, .*; merge it first, or move it away",
+        ),
         (copy(lambda folder: (folder / "model.safetensors").unlink()), "cannot load a causal language model"),
     ],
 )
@@ -250,6 +275,8 @@ def test_the_default_batch_follows_the_size_of_the_model(tmp_path):
     assert fitting_batch_size(tmp_path, 2048) == (1 << 30) // (46_080 * 2048) == 11
     assert fitting_batch_size(tmp_path, 16) == 256
     assert fitting_batch_size(tmp_path, 1 << 20) == 1
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')  # no attention, no such cache
+    assert fitting_batch_size(tmp_path, 1 << 20) == 256
 
 
 def test_pass_at_any_k_and_the_mean_over_seeds(model, tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import json
 import multiprocessing
+import shutil
 
 import pytest
 
@@ -115,5 +116,13 @@ def test_fingerprint_tells_models_apart(tmp_path):
     assert fingerprint(tmp_path) != before
     weights.write_bytes(bytes(20_000_000))
     large = fingerprint(tmp_path)
-    weights.write_bytes(bytes(19_999_999) + b"x")
-    assert fingerprint(tmp_path) != large
+    assert fingerprint(shutil.copytree(tmp_path, tmp_path / "copy")) == large
+    for place in (1_234_567, 9_999_999, 19_999_999):  # one byte anywhere
+        with weights.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        assert fingerprint(tmp_path) != large
+        with weights.open("r+b") as file:
+            file.seek(place)
+            file.write(b"\0")
+    assert fingerprint(tmp_path) == large

@@ -158,7 +158,7 @@ def test_groups_carry_mask_reward_and_episode(task):
     )
     assert [response.reward for response in group.responses] == [-1.0, 1.5]
     assert [response.episode for response in group.responses] == [Episode(2, 1, 0), Episode(1, 0, 0)]
-    step = assemble([group], pad_id=0)
+    step = assemble([group])
     # columns are shifted: the prompt has one token, so column t is token t of the response
     spoken = len(ASK) * [True] + len(TOLD) * [False] + 3 * [True]
     assert step.token_mask[0].tolist() == spoken
@@ -340,5 +340,5 @@ def test_without_an_environment_every_response_token_counts():
         [1, 2],
         [Response(tokens, torch.zeros(2), tokens > 0, False, "", scores={}, reward=float(r)) for r in (0, 1)],
     )
-    step = assemble([group], pad_id=0)
+    step = assemble([group])
     assert step.token_mask.tolist() == [[False, True, True]] * 2

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import SPECIAL, small_config
 from toy_models import full_forward, greedy_of, logprobs_of, make_generator, make_model, responses
+from transformers import AutoConfig
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.draws import draw, response_uniforms
@@ -332,9 +333,15 @@ def test_making_a_generator_leaves_the_global_random_state_alone(kind, model):
 def test_folder_without_a_model_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         HFGenerator(tmp_path / "nothing")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot load a causal language model"):
-        HFGenerator(tmp_path)
+    for config in (
+        "{}",
+        '{"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}',
+    ):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(UserError, match="cannot load a causal language model"):
+            HFGenerator(tmp_path)
+    with pytest.raises(UserError, match=r"cannot read the model's config .*low_freq_factor"):
+        DecoderGenerator(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -361,6 +368,33 @@ def test_damaged_weight_file_is_a_user_error(tmp_path):
         HFGenerator(tmp_path)
 
 
+RECURRENT = {
+    "mamba": {"state_size": 4},
+    "rwkv": {"context_length": 32},
+    "lfm2": {"num_attention_heads": 2, "layer_types": ["conv", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_a_model_with_recurrent_layers_is_left_to_vllm(model_type):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(model_type, **sizes, **RECURRENT[model_type])
+    with pytest.raises(UserError, match=f"model_type={model_type}: it has recurrent layers, .*; use vllm"):
+        HFGenerator(config)
+
+
+def test_longrope_ends_where_a_response_would_depend_on_its_batch():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 1e4}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    more = {"pad_token_id": 0, "max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    config = AutoConfig.for_model("phi3", vocab_size=VOCAB, **sizes, **more, rope_parameters=rope)
+    generator = make_generator(HFGenerator, make_model(config))
+    generator.generate(Request([[1] * 12], 1, SamplingParams(4), 0))
+    message = r"the longrope model's original_max_position_embeddings=16; .* lower one of them, or use vllm"
+    with pytest.raises(UserError, match=message):
+        generator.generate(Request([[1] * 12], 1, SamplingParams(5), 0))
+
+
 def test_a_prompt_that_leaves_no_room_is_a_user_error(generator):
     generator.generate(Request([[1] * 60], 1, SamplingParams(4), 0))
     with pytest.raises(UserError, match=r"max_position_embeddings=64.*61 tokens.*max_new_tokens=4"):
@@ -372,6 +406,7 @@ def test_a_prompt_that_leaves_no_room_is_a_user_error(generator):
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 1e-40}, r"temperature must be at least 1e-06 .*; got 1e-40; .* \(--temperature 0\)"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),

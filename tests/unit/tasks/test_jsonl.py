@@ -106,6 +106,22 @@ def test_references_that_no_response_can_give_are_named(tmp_path, caplog):
     assert "more than 1000 characters" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "'a.jsonl:1' is repeated; it stands for a line without id of a file a.jsonl; rename one"),
+        ({"id": "x"}, "'x' is repeated; ids must be unique over all files"),
+    ],
+)
+def test_a_repeated_id_says_where_it_comes_from(tmp_path, row, message):
+    paths = [tmp_path / folder / "a.jsonl" for folder in "pq"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(json.dumps(row | {"question": "q", "answer": 1}))
+    with pytest.raises(UserError, match=f"q/a.jsonl:1: id {message}"):
+        read_problems(paths)
+
+
 def test_missing_or_undecodable_file_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="data prepare"):
         read_problems([tmp_path / "none.jsonl"])

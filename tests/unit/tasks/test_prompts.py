@@ -1,10 +1,13 @@
 """From problem to prompt tokens."""
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import PRESETS, Problem, Prompt, chat_messages, encode_prompt
-from nemo_grpo.tasks.prompts import check_vocabulary
+from nemo_grpo.tasks.prompts import check_vocabulary, encode_many
 
 PROBLEM = Problem("id", "What is {1}?", "1")
 
@@ -13,16 +16,20 @@ class CharacterTokenizer:
     """One token per character, a beginning of sequence; a chat template that can be read in the tokens."""
 
     name_or_path = "characters"
+    eos_token, eos_token_id = "$", ord("$")
 
-    def __init__(self, chat_template="given"):
-        self.chat_template = chat_template
+    def __init__(self, chat_template="given", ending=""):
+        self.chat_template, self.ending = chat_template, ending
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         assert (tokenize, add_generation_prompt) == (False, True)
         return "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
 
     def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [ord(character) for character in "^" * add_special_tokens + text]}
+        if not isinstance(text, str):
+            return {"input_ids": [self(one, add_special_tokens)["input_ids"] for one in text]}
+        framed = "^" + text + self.ending if add_special_tokens else text
+        return {"input_ids": [ord(character) for character in framed]}
 
 
 def text_of(prompt, tokenizer):
@@ -60,6 +67,31 @@ def test_tokenizer_without_chat_template_is_a_user_error():
 def test_without_chat_template_the_messages_stand_alone():
     prompt = Prompt(system="S", template="Q: {question}", use_chat_template=False, response_prefix="A:")
     assert text_of(prompt, CharacterTokenizer(None)) == "^S\nQ: What is {1}?A:"
+
+
+@pytest.mark.parametrize(
+    ("template", "ending"), [("{question}", ""), ("{question}", "$"), ("{question}$", "")]
+)
+def test_the_tokenizers_own_end_of_sequence_is_not_behind_the_prompt(template, ending):
+    """One that the template has stays."""
+    prompt = Prompt(template=template, use_chat_template=False)
+    tokenizer, expected = (
+        CharacterTokenizer(None, ending),
+        f"^{template}".replace("{question}", "What is {1}?"),
+    )
+    assert text_of(prompt, tokenizer) == expected
+    assert encode_many(tokenizer, prompt, [PROBLEM] * 2) == [list(map(ord, expected))] * 2
+
+
+def test_a_chat_template_that_refuses_the_messages_is_a_user_error():
+    """Gemma's takes no system message."""
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role.') }}{% endif %}?"
+    base = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, chat_template=template)
+    assert encode_prompt(tokenizer, Prompt(), PROBLEM) == [0]
+    refused = r"refuses the messages \(system and user\): No system role; .*prompt\.system=null"
+    with pytest.raises(UserError, match=refused):
+        encode_prompt(tokenizer, Prompt(system="S"), PROBLEM)
 
 
 def test_response_prefix_comes_after_the_generation_prompt():

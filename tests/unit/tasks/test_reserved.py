@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_grpo.tasks.environment import Episode
-from nemo_grpo.tasks.reserved import broken_up, reserved_texts
+from nemo_grpo.errors import UserError
+from nemo_grpo.sampling.episodes import text_reader
+from nemo_grpo.tasks import parse_task
+from nemo_grpo.tasks.environment import Episode, tags_of
+from nemo_grpo.tasks.reserved import broken_up, refuse_special_tags, reserved_texts
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.search_qa import SEARCH_TAGS, SearchQA, SearchQAConfig
 
@@ -124,3 +127,32 @@ def test_words_and_spaces_that_were_added_are_not_reserved():
     assert set(MARKS) <= set(reserved)
     assert not {"transformer", "    "} & set(reserved)
     assert reserved_texts(object()) == ()
+
+
+WRITTEN = "<s><think>1</think><answer>2</answer></s>!"
+
+
+@pytest.mark.parametrize(
+    ("special", "task", "read"),
+    [
+        ((), "math", "<think>1</think><answer>2</answer>"),
+        (("<think>", "</think>", "<answer>", "</answer>"), "math", "<think>1</think><answer>2</answer>"),
+        (("<answer>", "</answer>", "<search>"), "math", "<think>1</think><answer>2</answer>"),
+        (("<answer>", "<search>"), "search_qa", "<search><think>1</think><answer>2</answer>"),
+    ],
+)
+def test_a_tasks_tags_are_read_though_they_are_special_tokens(special, task, read):
+    """Other special tokens vanish, a stop token and a tag of another task among them."""
+    tokenizer, task = make(), parse_task({"name": task}).build()
+    tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken(t, special=True) for t in special]})
+    ids = tokenizer("<search>" * ("<search>" in special) + WRITTEN, add_special_tokens=False)["input_ids"]
+    assert all(tokenizer.convert_tokens_to_ids(text) in ids for text in special)
+    assert [text.replace(" ", "") for text in text_reader(tokenizer, task)([ids, ids])] == [read] * 2
+
+
+def test_an_engine_that_drops_special_tokens_refuses_tags_among_them():
+    tokenizer, tags = make(), tags_of(parse_task({"name": "search_qa"}).build())
+    refuse_special_tags(tokenizer, tags)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<search>", "</think>"]})
+    with pytest.raises(UserError, match=r"has </think>, <search> as special tokens, which NeMo-RL drops"):
+        refuse_special_tags(tokenizer, tags)

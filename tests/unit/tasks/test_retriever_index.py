@@ -85,6 +85,12 @@ def test_bm25_scores_are_lucenes():
     assert [p.score for p in passages] == pytest.approx([fox + jumps, fox], rel=1e-5)
 
 
+def test_bm25_finds_an_accent_in_both_of_its_spellings():
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    retriever = BM25Retriever.in_memory([Passage("0", "", composed), Passage("1", "", decomposed)])
+    assert ids(retriever.search([composed, decomposed], 2)) == [["0", "1"]] * 2
+
+
 def test_equal_scores_keep_the_order_and_unrelated_passages_are_not_returned(corpus, tmp_path):
     retriever = BM25Retriever.of_file(corpus)
     assert ids(retriever.search(["owl", "red", "unicorn", "", "the of and", "?!", "\ud800 owl"], 10)) == [

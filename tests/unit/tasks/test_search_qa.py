@@ -8,7 +8,7 @@ import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed
+from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, make_ready
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.search_qa import (
     SearchQA,
@@ -240,9 +240,29 @@ def test_files_give_problems_and_need_passages(tmp_path):
     (problem,) = task.validation_problems(1)
     assert task.score(problem, "<answer>robert</answer>")["accuracy"] == 1.0
     assert "It was Bob." in task.observe([Episode()], ["<search>bob</search>"])[0].observation
-    questions.write_text(json.dumps(row | {"metadata": {"answers": "Bob"}}) + "\n")
-    with pytest.raises(UserError, match="must be a list of accepted answers"):
-        parse_task(section | {"corpus": str(corpus)}).build()
+    for answers in ("Bob", [], ["", " "], ["Bob", 3]):
+        questions.write_text(json.dumps(row | {"metadata": {"answers": answers}}) + "\n")
+        with pytest.raises(UserError, match="must be a list of accepted answers"):
+            parse_task(section | {"corpus": str(corpus)}).build()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ('{"id": "a"}\n', r"corpus\.jsonl:1: neither"),
+        ('{"text": "The a"}\n{"text": "it"}\n', "no word that BM25 could find"),
+    ],
+)
+def test_a_corpus_that_cannot_be_searched_is_refused_before_the_run(tmp_path, text, message):
+    corpus, row = tmp_path / "corpus.jsonl", {"id": "1", "question": "Who?", "answer": "Bob"}
+    (tmp_path / "nq.jsonl").write_text(json.dumps(row) + "\n")
+    if text is not None:
+        corpus.write_text(text)
+    section = {"name": "search_qa", "train_files": [str(tmp_path / "nq.jsonl")], "corpus": str(corpus)}
+    with pytest.raises(UserError, match=message):
+        make_ready(parse_task(section).build())
+    make_ready(parse_task({"name": "math"}).build())
 
 
 def test_an_address_without_a_scheme_is_refused():
