@@ -93,14 +93,19 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         from_step = -1 if checkpoint is None else self.state.step
+        kept = begun if begun is not None and self._has_ended else recipe  # nothing will be made by another
         self.run.open(
-            recipe.to_yaml(),
+            kept.to_yaml(),
             recipe.own_files,
             from_step=from_step,
             trackers=lambda folder: open_trackers(recipe, folder, from_step),
         )
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
             self.store.remove_leftovers()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
 
     def _set_up_training_data(self) -> None:
         """Encode every training prompt before anything is written, of an endless stream the first ones."""
@@ -163,7 +168,7 @@ class Trainer:
                 )
             stopping, watch = False, Watch(recipe.grpo.max_num_steps)
             with self._progress() as advance:
-                while state.step < recipe.grpo.max_num_steps and not stopping and not state.reached_goal:
+                while not (self._has_ended or stopping):
                     row = self.train_step()
                     self.saver.finish_if_written()
                     stopping = parallel.any_rank(bool(stop), self.device)
@@ -176,7 +181,7 @@ class Trainer:
                     state.reached_goal = validation.reached_goal(recipe.grpo, row)
                     self._save_if_due(stopping)
         self.saver.finish()
-        if stopping and state.step < recipe.grpo.max_num_steps and not state.reached_goal:
+        if stopping and not self._has_ended:
             if recipe.checkpointing.enabled:
                 log.warning("stopped at step %d; add --resume to continue", state.step)
             else:
@@ -278,10 +283,8 @@ class Trainer:
         checkpointing, state = self.recipe.checkpointing, self.state
         limit = self.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
         abort = state.skipped_in_a_row >= limit
-        last = state.step == self.recipe.grpo.max_num_steps or state.reached_goal
-        if checkpointing.enabled and (
-            stopping or abort or last or state.step % checkpointing.save_period == 0
-        ):
+        due = state.step % checkpointing.save_period == 0
+        if checkpointing.enabled and (stopping or abort or self._has_ended or due):
             self.save()
         if abort:
             self.saver.finish()

@@ -14,10 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from nemo_grpo.diagnostics.runs import RECIPE_FILE
+from nemo_grpo.engine.resume import PLACES, check_same_run
 from nemo_grpo.errors import UserError, how_ended
 from nemo_grpo.experiments.jobs import RUNS, Job
 from nemo_grpo.files import hold_lock, write_atomically
 from nemo_grpo.progress import progress
+from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ def run_jobs(
     An unfinished run is resumed from its newest checkpoint. A run that fails does not stop the others. The
     first signal to stop is passed on; every run then saves a checkpoint.
 
-    Args:    command: makes the process of a job; exit codes as of ``nemo-grpo train``.
+    Args:    jobs: that `check_unchanged` accepts.
+             command: makes the process of a job; exit codes as of ``nemo-grpo train``.
     Returns: job's name -> how it ended, in the order of ``jobs``; not those that a signal kept from starting.
     Raises:  UserError: the folder cannot be written, or another process runs jobs in it.
     """
@@ -150,14 +154,33 @@ class _Runner:
         return f"{runs} of {self.num_jobs} runs ended{running}"
 
 
+def check_unchanged(jobs: Sequence[Job]) -> None:
+    """Refuse runs that were trained or validated otherwise before: a mean is of like runs.
+
+    More steps are allowed where learning rate and weight decay do not depend on their number.
+
+    Raises: UserError: naming the run, the keys and both values.
+    """
+    for job in jobs:
+        schedule = job.recipe.policy.megatron_cfg.scheduler
+        constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
+        extends = constant or schedule.lr_decay_iters is not None
+        may_change = (*PLACES, "grpo.max_num_steps") if extends else PLACES
+        check_same_run(job.recipe, job.folder / RECIPE_FILE, may_change, "choose another --out")
+        if (done := steps_done(job)) > job.recipe.grpo.max_num_steps:
+            raise UserError(
+                f"grpo.max_num_steps={job.recipe.grpo.max_num_steps}: {job.folder} has made {done} steps; "
+                "raise it, or choose another --out"
+            )
+
+
 def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
-    """True if the run finished with exactly the current recipe."""
-    resolved = job.folder / "recipe.resolved.yaml"
+    """True if the run finished, and is not to make more steps than it was then."""
+    resolved = job.folder / RECIPE_FILE
     if job.name not in ended or ended[job.name].state != "finished" or not resolved.is_file():
         return False
-    asked = job.recipe.policy.precision
-    ran = ("float32", "bfloat16") if asked == "auto" else (asked,)
-    return resolved.read_text() in [job.recipe.with_precision(precision).to_yaml() for precision in ran]
+    same = resolved.read_text() == job.recipe.to_yaml()
+    return same or load_tree(resolved)["grpo"]["max_num_steps"] >= job.recipe.grpo.max_num_steps
 
 
 def steps_done(job: Job) -> int:

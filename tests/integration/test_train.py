@@ -188,11 +188,14 @@ def test_resume_ends_with_the_same_weights_and_metrics_as_an_unbroken_run(recipe
 
 
 def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_extended(recipe, caplog):
-    Trainer(recipe("grpo.max_num_steps=2")).train()
+    first = Trainer(recipe("grpo.max_num_steps=2"))
+    first.train()
+    settings = first.run.recipe.read_text()
     with warnings.catch_warnings(record=True) as warned, caplog.at_level("INFO"):
         warnings.simplefilter("always", FutureWarning)
         assert Trainer(recipe("grpo.max_num_steps=1"), resume=True).train()
     assert "at step 2, grpo.max_num_steps=1: nothing is left to train" in caplog.text
+    assert first.run.recipe.read_text() == settings
     assert [str(one.message) for one in warned] == []
     longer = Trainer(recipe("grpo.max_num_steps=3"), resume=True)
     assert longer.state.step == 2

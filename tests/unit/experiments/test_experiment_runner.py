@@ -20,9 +20,10 @@ from rich.console import Console
 from nemo_grpo.cli.compare import comparison, show_results
 from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.errors import UserError, how_ended
+from nemo_grpo.experiments.experiment import run_experiment
 from nemo_grpo.experiments.jobs import Job, compare_settings, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
-from nemo_grpo.experiments.runner import Status, run_jobs
+from nemo_grpo.experiments.runner import Status, check_unchanged, run_jobs
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
@@ -105,9 +106,54 @@ def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, comm
     jobs = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["policy.precision=auto"]), [0], out)
     for _ in range(2):
         run_jobs(jobs, out, 1, command(0))
+        check_unchanged(jobs)
     assert starts(jobs) == [1]
-    run_jobs(make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], out), out, 1, command(0))
-    assert starts(jobs) == [2], "another precision is another recipe"
+    with pytest.raises(
+        UserError, match=r"policy\.precision: bfloat16 -> float32; undo that, or choose another"
+    ):
+        check_unchanged(make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], out))
+
+
+CONSTANT = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            [],
+            ["policy.generation.val_temperature=5"],
+            r"policy\.generation\.val_temperature: 1\.0 -> 5\.0; undo",
+        ),
+        ([], ["grpo.val_num_generations_per_prompt=2"], r"grpo\.val_num_generations_per_prompt: 8 -> 2"),
+        ([], ["grpo.max_val_samples=8"], r"grpo\.max_val_samples: 256 -> 8"),
+        ([], ["grpo.max_num_steps=4"], r"grpo\.max_num_steps: 160 -> 4"),
+        ([], ["grpo.max_num_steps=999"], r"grpo\.max_num_steps: 160 -> 999"),  # the learning rate would jump
+        (
+            [CONSTANT],
+            [CONSTANT, "grpo.max_num_steps=2"],
+            r"grpo\.max_num_steps=2: .* has made 3 steps; raise it, or",
+        ),
+        ([CONSTANT], [CONSTANT, "grpo.max_num_steps=999"], None),
+        ([], ["logger.tensorboard_enabled=false", "policy.train_micro_batch_size=8"], None),
+    ],
+)
+def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, before, now, said) -> None:
+    out = tmp_path / "out"
+
+    def jobs(overrides: list[str]) -> list[Job]:
+        return make_jobs(compare_settings(QUICKSTART, ["grpo"], overrides), [0], out)
+
+    run_jobs(jobs(before), out, 1, command(0))
+    kept = (out / "runs/grpo-s0/recipe.resolved.yaml").read_text()
+    if said:
+        with pytest.raises(UserError, match=said):
+            run_experiment(jobs(now), out, num_parallel=1, command="x")
+        assert (out / "runs/grpo-s0/recipe.resolved.yaml").read_text() == kept
+        return
+    check_unchanged(jobs(now))
+    run_jobs(jobs(now), out, 1, command(0))
+    assert starts(jobs(now)) == [2 if "grpo.max_num_steps=999" in now else 1]
 
 
 def test_the_last_note_counts_every_run_as_ended(tmp_path, jobs, command, monkeypatch) -> None:
