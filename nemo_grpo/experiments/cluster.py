@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_grpo.diagnostics.runs import read_run
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.results import Results, write_results
@@ -83,14 +84,21 @@ def submit_experiment(
             numbers[job.name] = submit(prepared[job.name])
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
             log.info("job %s: %s", numbers[job.name], job.name)
-        steps = {job.name: (steps_done(job), job.recipe.grpo.max_num_steps) for job in jobs}
-        finished = {name: Status("finished", 0, 0.0) for name, (done, last) in steps.items() if done >= last}
+        finished = {job.name: Status("finished", 0, 0.0) for job in jobs if _has_ended(job)}
         missing = {
-            name: f"job {numbers[name]}, step {done} of {last}"
-            for name, (done, last) in steps.items()
-            if name not in finished
+            job.name: f"job {numbers[job.name]}, step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
+            for job in jobs
+            if job.name not in finished
         }
         return write_results(jobs, finished, out, command, missing, baseline)
+
+
+def _has_ended(job: Job) -> bool:
+    """True if the metrics reach the last step, or the goal that ends a run before it."""
+    done, grpo = steps_done(job), job.recipe.grpo
+    if done >= grpo.max_num_steps:
+        return True
+    return done > 0 and any(grpo.is_goal(row) for row in read_run(job.folder).rows.values())
 
 
 def _check_unchanged(job: Job, out: Path, numbers: Mapping[str, str]) -> None:

@@ -113,7 +113,8 @@ def make_jobs(
              validated differently are always refused, unless a sweep varies just that.
              prefix: of the runs' names, which are the jobs' on a cluster.
     Raises:  UserError: no seed or setting, a recipe that is not valid (naming the setting), runs that would
-             share a folder, different starts or validations, or an override of what every job sets itself (`OWN_KEYS`).
+             share a folder, different starts or validations, or an override of what every job sets itself
+             (`OWN_KEYS`).
     """
     for key, remedy in OWN_KEYS.items():
         if any(key == override_key(override) for setting in settings for override in setting.overrides):

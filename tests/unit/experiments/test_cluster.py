@@ -56,20 +56,21 @@ def test_each_run_is_submitted_once_with_its_whole_recipe(tmp_path, sbatch):
 def test_repeating_the_command_collects_the_runs_that_are_done(tmp_path, sbatch):
     out = tmp_path / "out"
     sbatch.write_text("\n" * 5)
-    what = ["--out", out, "grpo.max_num_steps=2"]
+    goal = ("metric=val:accuracy", "threshold=0.7")  # as "reverse" has it after its first step
+    what = ["--out", out, "grpo.max_num_steps=2", *(f"++grpo.stop_at_validation_{part}" for part in goal)]
     assert sweep(*what).exit_code == 0
-    for way, steps in (("equal", 2), ("random", 1)):
+    for way, steps, accuracy in (("equal", 2, 0.5), ("random", 1, 0.25), ("reverse", 1, 0.75)):
         folder = out / "runs" / f"tr_grpo-weighting-weighting={way}-s0"
         folder.mkdir(parents=True)
         (folder / "recipe.resolved.yaml").write_text((out / "recipes" / f"{folder.name}.yaml").read_text())
-        rows = [{"step": step, "validation/accuracy": step / 4} for step in range(steps + 1)]
+        rows = [{"step": step, "validation/accuracy": accuracy * step / steps} for step in range(steps + 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     calls = sbatch.read_text()
     output = sweep(*what).output
     assert sbatch.read_text() == calls  # nothing is submitted again
     results = json.loads((out / "results.json").read_text())
-    assert [setting["setting"] for setting in results["settings"]] == ["weighting=equal"]
-    assert results["settings"][0]["final"]["values"] == [0.5]
+    assert [setting["setting"] for setting in results["settings"]] == ["weighting=equal", "weighting=reverse"]
+    assert [setting["final"]["values"] for setting in results["settings"]] == [[0.5], [0.75]]
     assert "weighting=random-s0: job 47, step 1 of 2" in output
     assert (out / "report.html").is_file()
 
