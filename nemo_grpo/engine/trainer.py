@@ -1,13 +1,15 @@
 """The training loop: sample groups, score, prepare the objective, update, log, validate, save."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from checkpoints_conv.model_card import Training
 from nemo_grpo.core.batch import PreparedBatch
@@ -25,7 +27,7 @@ from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
@@ -33,13 +35,17 @@ from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
-from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.tasks.retriever import RetrieverError
+from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.training.run_folder import RunFolder, versions
 from nemo_grpo.training.signals import stop_on_signals
 from nemo_grpo.training.trackers import open_trackers
 
 log = logging.getLogger(__name__)
+
+ON_EVERY_RANK = (RewardsFailed, RetrieverError, UserError)
+"""What the first rank finds for all (`from_first_rank`), or all find alike."""
 
 
 class Trainer:
@@ -87,13 +93,16 @@ class Trainer:
         self.saver = Saver(self.store, self.policy, self.source, behind)
         self.state = TrainingState()
         self.validated: dict[str, float] = {}
+        self.saved = 0  # the step of the newest checkpoint
+        self.unlogged: dict[str, Any] = {}  # what metrics.jsonl lacks of the last step
         self._encode(self.problems)  # a problem that cannot be used ends the run now, not at its turn
         self._set_up_training_data()
         checkpoint = self.store.newest_whole() if resume else None
         if checkpoint is not None:
             self._restore(checkpoint)
         from_step = -1 if checkpoint is None else self.state.step
-        kept = begun if begun is not None and self._has_ended else recipe  # nothing will be made by another
+        # A recipe by which nothing is made any more is not the run's.
+        kept = begun if begun and self._has_ended and not self.unlogged else recipe
         self.run.open(
             kept.to_yaml(),
             recipe.own_files,
@@ -130,6 +139,7 @@ class Trainer:
         goal = validation.reached_goal(self.recipe.grpo, info["metrics"])
         state = TrainingState(**info["state"])
         self.state = replace(state, reached_goal=goal, skipped_in_a_row=0)
+        self.validated, self.saved, self.unlogged = info["metrics"], state.step, info.get("unlogged", {})
         log.info("resuming from %s", checkpoint)
 
     # ------------------------------------------------------------------ the loop
@@ -139,8 +149,9 @@ class Trainer:
 
         Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved if
                  the recipe has any.
-        Raises:  TrainingAborted: the loss or gradient of too many steps in a row was not finite (a checkpoint
-                 was saved), or the trained weights are not.
+        Raises:  TrainingAborted: the loss or gradient of too many steps in a row was not finite, or the run's
+                 folder cannot be written (a checkpoint was saved); or the trained weights are not finite.
+                 RewardsFailed, RetrieverError: a checkpoint was saved.
         """
         try:
             finished = self._train()
@@ -158,8 +169,8 @@ class Trainer:
     def _train(self) -> bool:
         recipe, state = self.recipe, self.state
         with stop_on_signals() as stop:
-            if state.step == 0 and recipe.grpo.val_at_start:
-                self.run.append_metrics({"step": 0} | self.validate())
+            if self.unlogged or (state.step == 0 and recipe.grpo.val_at_start):
+                self._log(self.unlogged or {"step": 0})
             if state.step >= recipe.grpo.max_num_steps:
                 log.info(
                     "at step %d, grpo.max_num_steps=%d: nothing is left to train; raise it to go on",
@@ -171,16 +182,16 @@ class Trainer:
                 while not (self._has_ended or stopping):
                     row = self.train_step()
                     self.saver.finish_if_written()
-                    stopping = parallel.any_rank(bool(stop), self.device)
-                    self.validated = self.validate() if validation.is_due(recipe.grpo, state.step) else {}
-                    row |= self.validated
-                    self.run.append_metrics(row)
+                    self.validated = {}
+                    self._log(row)
                     advance(note(row))
                     for sentence in watch(row):
                         log.warning("%s", sentence)
-                    state.reached_goal = validation.reached_goal(recipe.grpo, row)
+                    stopping = parallel.any_rank(bool(stop) or self.run.failure is not None, self.device)
                     self._save_if_due(stopping)
         self.saver.finish()
+        if failure := from_first_rank(lambda: self.run.failure):
+            raise TrainingAborted(f"{failure}; make room, then --resume continues from step {self.saved}")
         if stopping and not self._has_ended:
             if recipe.checkpointing.enabled:
                 log.warning("stopped at step %d; add --resume to continue", state.step)
@@ -188,6 +199,37 @@ class Trainer:
                 log.error("stopped at step %d without a checkpoint: checkpointing.enabled=false", state.step)
             return False
         return True
+
+    def _log(self, row: dict[str, Any]) -> None:
+        """Validate if that is due, and write a step's metrics; a checkpoint keeps an unwritten row."""
+        grpo, step = self.recipe.grpo, self.state.step
+        self.unlogged = row
+        if not self.validated and (validation.is_due(grpo, step) if step else grpo.val_at_start):
+            with self._saving_first():
+                self.validated = self.validate()
+        row |= self.validated
+        self.run.append_metrics(row)
+        self.unlogged = row if self.run.failure else {}
+        self.state.reached_goal = step > 0 and validation.reached_goal(grpo, row)
+
+    @contextmanager
+    def _saving_first(self) -> Iterator[None]:
+        """Before an error in here ends the run, save the steps that were made.
+
+        Of several ranks all must fail, since a save waits for every one. A policy whose logits are not finite
+        is not worth saving.
+        """
+        position = self.state.next_problem
+        try:
+            yield
+        except Exception as error:
+            self.state.next_problem = position
+            alike = self.recipe.world_size == 1 or isinstance(error, ON_EVERY_RANK)
+            saves = alike and not isinstance(error, FloatingPointError) and self.recipe.checkpointing.enabled
+            if saves and self.state.step > self.saved:
+                self.save()
+                self.saver.finish()
+            raise
 
     def _progress(self) -> AbstractContextManager[Advance]:
         name = f"{self.recipe.loss_fn.variant} {self.recipe.nemo_grpo.run_name}"
@@ -200,7 +242,8 @@ class Trainer:
         recipe, state = self.recipe, self.state
         clock = Clock()
         self.generator.update_weights(self.policy.named_tensors())
-        groups, drawn = self.sample()
+        with self._saving_first():
+            groups, drawn = self.sample()
         clock.lap("time/rollout")
         step = assemble(
             groups,
@@ -283,8 +326,10 @@ class Trainer:
         checkpointing, state = self.recipe.checkpointing, self.state
         limit = self.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
         abort = state.skipped_in_a_row >= limit
-        due = state.step % checkpointing.save_period == 0
-        if checkpointing.enabled and (stopping or abort or self._has_ended or due):
+        last = state.step == self.recipe.grpo.max_num_steps or state.reached_goal
+        if checkpointing.enabled and (
+            stopping or abort or last or state.step % checkpointing.save_period == 0
+        ):
             self.save()
         if abort:
             self.saver.finish()
@@ -297,7 +342,9 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this moment; with async_save it is complete some steps later."""
         heap.give_back()
-        self.saver.save(self.state.step, {"state": asdict(self.state), "metrics": self.validated})
+        info = {"state": asdict(self.state), "metrics": self.validated, "unlogged": self.unlogged}
+        self.saver.save(self.state.step, info)
+        self.saved = self.state.step
 
     def finish(self) -> None:
         """Export the model and, with LoRA, its adapters."""
@@ -309,4 +356,9 @@ class Trainer:
                 export_policy(self.policy, self.source, self.run, dtype, training)
             except UserError as error:
                 raise TrainingAborted(str(error)) from None
+            except (OSError, SafetensorError) as error:
+                raise TrainingAborted(
+                    f"{self.run.hf} cannot be written ({first_line(error)}); make room, then --resume "
+                    "exports again"
+                ) from error
         parallel.barrier()

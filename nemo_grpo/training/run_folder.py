@@ -44,7 +44,10 @@ PACKAGES = (
 
 
 class RunFolder:
-    """A run's folder; nothing is written before `open`, and nothing by a process that does not lead."""
+    """A run's folder; nothing is written before `open`, and nothing by a process that does not lead.
+
+    Attributes: failure: why a row could not be appended; none is from then on, and the run should end.
+    """
 
     def __init__(
         self, path: Path, *, checkpoints: Path | None = None, leads: bool = True, resume: bool = False
@@ -60,6 +63,7 @@ class RunFolder:
         self.hf = path / "hf"
         self.hf_adapter = path / "hf-adapter"
         self.recipe = path / RECIPE_FILE
+        self.failure: str | None = None
         self._trackers: list[Tracker] = []
         self._locks: dict[Path, int] = {}
 
@@ -147,7 +151,7 @@ class RunFolder:
         """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
         if not self.leads:
             return
-        _append(self.metrics, row)
+        self._append(self.metrics, row)
         numbers = {name: value for name, value in row.items() if name != "step"}
         for tracker in self._trackers:
             tracker.log(numbers, row["step"])
@@ -163,13 +167,22 @@ class RunFolder:
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add responses to samples.jsonl."""
-        for row in rows if self.leads else []:
-            _append(self.samples, row)
+        for row in rows:
+            self._append(self.samples, row)
 
     def append_diagnostics(self, row: dict[str, Any]) -> None:
         """Add one step's object to diagnostics.jsonl."""
-        if self.leads:
-            _append(self.diagnostics, row)
+        self._append(self.diagnostics, row)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        if not self.leads or self.failure:
+            return
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        except OSError as error:
+            self.failure = f"{path} cannot be written ({error.strerror or error})"
+            log.error("%s; the run ends after this step", self.failure)
 
 
 def _locked(folder: Path) -> int:
@@ -208,11 +221,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -12,11 +12,13 @@ import sys
 import warnings
 from contextlib import redirect_stderr
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small_runs import (
     NO_VALIDATION,
@@ -44,7 +46,10 @@ from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.retriever import RetrieverError
+from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 from nemo_grpo.training.rollout import Group
+from nemo_grpo.training.run_folder import RunFolder
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 PROMISED = {
@@ -485,6 +490,63 @@ def test_a_save_under_way_outlives_an_error_of_the_next_step(recipe, monkeypatch
     with pytest.raises(RuntimeError, match="retriever"):
         trainer.train()
     assert trainer.store.latest().name == "step_000001"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, cache):
+    """The weights after four steps that nothing has stopped."""
+    return train(arguments(tmp_path_factory.mktemp("unbroken"), cache, "run"))
+
+
+def gone(error):
+    def fail(*_):
+        raise error("the server is gone")
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("broken", "attribute", "value", "error", "saved"),
+    [
+        (Scorer, "__call__", gone(RewardsFailed), RewardsFailed, 1),
+        (Trainer, "validate", gone(RetrieverError), RetrieverError, 2),
+        (RunFolder, "metrics", Path("/dev/full"), TrainingAborted, 2),
+    ],
+)
+def test_what_fails_outside_a_run_costs_it_no_step(
+    recipe, unbroken, monkeypatch, broken, attribute, value, error, saved
+):
+    trainer = Trainer(recipe("checkpointing.save_period=100"))
+    step = trainer.train_step
+
+    def second_fails():
+        if trainer.state.step == 1:
+            owner = trainer.run if broken is RunFolder else broken
+            monkeypatch.setattr(owner, attribute, value)
+        return step()
+
+    trainer.train_step = second_fails
+    with pytest.raises(error, match=r"gone|No space left on device\); make room, then --resume .* step 2"):
+        trainer.train()
+    monkeypatch.undo()
+    assert trainer.store.latest().name == f"step_00000{saved}"
+    resumed = Trainer(trainer.recipe, resume=True)
+    resumed.train()
+    assert_equal(weights_of(resumed.policy), unbroken)
+    logged = {row["step"]: "validation/accuracy" in row for row in rows(resumed.run.path)}
+    assert logged == {0: True, 1: False, 2: True, 3: False, 4: True}
+    assert len(rows(resumed.run.path)) == 5
+
+
+def test_an_export_that_finds_no_room_is_one_line(recipe, monkeypatch):
+    def full(*_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("nemo_grpo.engine.trainer.export_policy", full)
+    with pytest.raises(
+        TrainingAborted, match=r"/hf cannot be written \(I/O error: No space .* then --resume"
+    ):
+        Trainer(recipe("grpo.max_num_steps=1", *NO_VALIDATION)).train()
 
 
 def test_killed_before_the_first_checkpoint_starts_over_with_clean_rows(recipe):
