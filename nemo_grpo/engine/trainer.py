@@ -40,7 +40,7 @@ from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.training.run_folder import RunFolder, versions
 from nemo_grpo.training.signals import stop_on_signals
-from nemo_grpo.training.trackers import open_trackers
+from nemo_grpo.training.trackers import Ended, open_trackers
 
 log = logging.getLogger(__name__)
 
@@ -153,14 +153,16 @@ class Trainer:
                  folder cannot be written (a checkpoint was saved); or the trained weights are not finite.
                  RewardsFailed, RetrieverError: a checkpoint was saved.
         """
+        ended: Ended = "FAILED"
         try:
             finished = self._train()
+            ended = "FINISHED" if finished else "KILLED"
         except Exception:
             if self.recipe.world_size == 1:  # of several ranks the others may never come to it
                 self.saver.finish()
             raise
         finally:
-            self.run.close()
+            self.run.close(ended)
             self.scorer.close()
         if finished:
             self.finish()

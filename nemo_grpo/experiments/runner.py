@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 STATUS = "status.json"
 LOGS = "logs"
 POLL_SECONDS = 0.5
+ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Codes of a run, and of the launcher of its ranks, that had nothing to save yet."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class _Runner:
             if code == 0:
                 self.ended[name] = Status("finished", 0, seconds)
                 log.info("finished %s", name)
-            elif code in (EXIT_INTERRUPTED, -signal.SIGTERM):  # before it could save: while it started
+            elif code in (EXIT_INTERRUPTED, *ENDED_BY_SIGTERM):
                 self.ended[name] = Status("interrupted", code, seconds)
             else:
                 error = _last_words(_log_file(self.out, job))

@@ -24,7 +24,7 @@ from nemo_grpo.errors import UNREADABLE, UserError
 from nemo_grpo.files import existing_parent, hold_lock, write_atomically
 
 if TYPE_CHECKING:
-    from nemo_grpo.training.trackers import Tracker
+    from nemo_grpo.training.trackers import Ended, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -156,10 +156,10 @@ class RunFolder:
         for tracker in self._trackers:
             tracker.log(numbers, row["step"])
 
-    def close(self) -> None:
+    def close(self, ended: Ended = "FAILED") -> None:
         """Flush and close the trackers, and give the folder free."""
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(ended)
         self._trackers = []
         for descriptor in self._locks.values():
             os.close(descriptor)

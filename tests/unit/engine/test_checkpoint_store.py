@@ -171,6 +171,15 @@ def test_damaged_checkpoint_is_set_aside_for_the_newest_whole_one(tmp_path, capl
     assert CheckpointStore(tmp_path / "empty").newest_whole() is None
 
 
+def test_checkpoint_of_a_step_can_be_damaged_again(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    for _ in range(3):
+        flip_a_bit(save(store, 2) / "weights")
+        assert store.newest_whole() == tmp_path / "step_000001"
+    assert [name.partition(".")[0] for name in names_in(tmp_path)[:3]] == ["damaged_step_000002"] * 3
+
+
 def test_run_without_a_whole_checkpoint_is_refused_and_left_alone(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):

@@ -236,9 +236,13 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
     assert steps == [0, 1, 2, 3]  # it went on from where it stood
 
 
-def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs) -> None:
+@pytest.mark.parametrize(
+    "handler", ["", "signal.signal(15, lambda *_: sys.exit(143)); "]
+)  # as a launcher ends
+def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs, handler) -> None:
     begun = tmp_path / "begun"
-    starting = [sys.executable, "-c", f"open({str(begun)!r}, 'w'); import time; time.sleep(60)"]
+    lines = f"import signal, sys, time; {handler}open({str(begun)!r}, 'w'); time.sleep(60)"
+    starting = [sys.executable, "-c", lines]
     with stopped_when(begun.exists):
         ended = run_jobs(jobs, tmp_path / "out", 1, lambda _: starting)
     assert {name: s.state for name, s in ended.items()} == {"grpo-s0": "interrupted"}
