@@ -10,6 +10,7 @@ from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
+from nemo_grpo.launch.data_files import DataCheck, check_data
 from nemo_grpo.recipe import load_recipe
 
 SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
@@ -18,6 +19,7 @@ SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """A command of that name on PATH: it writes its arguments to a file and refuses the third job."""
+    monkeypatch.setattr("nemo_grpo.experiments.cluster.check_data", lambda _recipe: DataCheck((), (), ""))
     folder, calls = tmp_path / "bin", tmp_path / "bin/calls"
     refuses = '[ "$n" != 3 ] || { echo "too many jobs" >&2; exit 1; }'
     sbatch = f'echo "$*" >> {calls}\nn=$(wc -l < {calls})\n{refuses}\necho "4$n;cluster"'
@@ -97,6 +99,9 @@ def test_a_damaged_record_stops_the_submission(tmp_path, sbatch):
         (["nemo_grpo.target=embedded"], "equal: .*--target cluster needs a cluster recipe"),
         (["policy.generation.vllm_cfg.gpu_memory_utilization=0.05"], "equal: "),
         (["--sbatch", "qos"], "must be name=value"),
+        (["--time", "banana"], "--time=banana: Slurm reads"),
+        (["--time", "00:01:00"], r"equal: .*not one of each fits"),
+        (["--sbatch", "time=04:00:00"], "--sbatch time=04:00:00: .* --time"),
         (["--target", "embedded", "--time", "1"], "--time is for jobs on Slurm"),
     ],
 )
@@ -106,6 +111,21 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, sbatch,
     assert re.search(message, str(done.exception))
     assert not (tmp_path / "out").exists()
     assert not sbatch.exists()
+
+
+def test_missing_data_are_refused_before_anything_is_written_but_not_for_what_is_submitted(tmp_path, sbatch):
+    sbatch.write_text("\n" * 5)
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as missing:
+        missing.setattr("nemo_grpo.experiments.cluster.check_data", check_data)
+        done = sweep("--out", out)
+        assert re.search(r"equal: .* missing in .*`nemo-grpo data prepare", str(done.exception))
+        assert not out.exists()
+        assert sweep("--out", out, "--dry-run").exit_code == 0
+    assert sweep("--out", out).exit_code == 0
+    with pytest.MonkeyPatch.context() as missing:
+        missing.setattr("nemo_grpo.experiments.cluster.check_data", check_data)
+        assert sweep("--out", out).exit_code == 0
 
 
 def test_dry_run_prints_the_commands_and_writes_nothing(tmp_path, sbatch):
