@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nemo_grpo.dotted import leaves
 from nemo_grpo.engine.checkpoint import CheckpointStore
+from nemo_grpo.engine.inputs import check_inputs, data_files
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.training.run_folder import own_copy
@@ -44,20 +45,22 @@ MAY_CHANGE = (
     "policy.megatron_cfg.scheduler.lr_decay_iters",
 )
 """What else `train --resume` may change: how long a run trains, and how it is validated."""
+ANOTHER_RUN = "start another nemo_grpo.run_name"
 
 
 def check_same_run(
     recipe: Recipe,
     resolved: Path,
     may_change: tuple[str, ...] = MAY_CHANGE,
-    remedy: str = "start another nemo_grpo.run_name",
+    remedy: str = ANOTHER_RUN,
 ) -> Recipe | None:
     """Refuse to continue a run with a recipe that computes something else.
 
     Args:    resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
              may_change: keys, or beginnings of keys.  remedy: other than undoing the change.
     Returns: what it holds.
-    Raises:  UserError: naming the keys with both values; or the checkpoints are where the run does not look.
+    Raises:  UserError: naming the keys with both values, or the file of data or own code that has changed; or
+             the checkpoints are where the run does not look.
     """
     if not resolved.exists():
         return None
@@ -82,6 +85,7 @@ def check_same_run(
                 f"another {name} than {resolved.parent} was trained with, which {copy} holds; undo the "
                 f"change, or {remedy}"
             )
+    check_inputs(resolved.parent, data_files(recipe), remedy)
     left = CheckpointStore(first.checkpoint_dir).latest()
     if left is not None and CheckpointStore(recipe.checkpoint_dir).latest() is None:
         raise UserError(

@@ -21,11 +21,13 @@ from nemo_grpo.engine import heap, setup, validation
 from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check, check_ranks
+from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
+from nemo_grpo.engine.resume import ANOTHER_RUN
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.hf_folder import load_config, load_tokenizer
@@ -73,6 +75,8 @@ class Trainer:
         self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
+        if resume:
+            from_first_rank(self._check_model)
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
@@ -110,7 +114,16 @@ class Trainer:
             trackers=lambda folder: open_trackers(recipe, folder, from_step),
         )
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
+            keep_inputs(self.run.path, data_files(recipe) | model_files(self.source))
             self.store.remove_leftovers()
+
+    def _check_model(self) -> None:
+        """Refuse another model than the run began with, as far as a resumed run still uses it."""
+        recipe = self.recipe
+        weights = self.objective.needs_reference or recipe.policy.megatron_cfg.lora_in_use is not None
+        # A warm start that is made again has the same tokenizer, and a config that tells its versions.
+        files = model_files(self.source, side=recipe.policy.model_name is not None, weights=weights)
+        check_inputs(self.run.path, files, ANOTHER_RUN)
 
     @property
     def _has_ended(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_grpo.diagnostics.runs import RECIPE_FILE
+from nemo_grpo.engine.inputs import check_inputs, model_files
 from nemo_grpo.engine.resume import PLACES, check_same_run
 from nemo_grpo.errors import UserError, how_ended
 from nemo_grpo.experiments.jobs import RUNS, Job
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 STATUS = "status.json"
 LOGS = "logs"
 POLL_SECONDS = 0.5
+ANOTHER_OUT = "choose another --out"
 ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Codes of a run, and of the launcher of its ranks, that had nothing to save yet."""
 
@@ -161,18 +163,20 @@ def check_unchanged(jobs: Sequence[Job]) -> None:
 
     More steps are allowed where learning rate and weight decay do not depend on their number.
 
-    Raises: UserError: naming the run, the keys and both values.
+    Raises: UserError: naming the run, and the keys with both values or the file that has changed.
     """
     for job in jobs:
         schedule = job.recipe.policy.megatron_cfg.scheduler
         constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
         extends = constant or schedule.lr_decay_iters is not None
         may_change = (*PLACES, "grpo.max_num_steps") if extends else PLACES
-        check_same_run(job.recipe, job.folder / RECIPE_FILE, may_change, "choose another --out")
+        check_same_run(job.recipe, job.folder / RECIPE_FILE, may_change, ANOTHER_OUT)
+        if job.recipe.policy.model_name is not None:
+            check_inputs(job.folder, model_files(Path(job.recipe.policy.model_name)), ANOTHER_OUT)
         if (done := steps_done(job)) > job.recipe.grpo.max_num_steps:
             raise UserError(
                 f"grpo.max_num_steps={job.recipe.grpo.max_num_steps}: {job.folder} has made {done} steps; "
-                "raise it, or choose another --out"
+                f"raise it, or {ANOTHER_OUT}"
             )
 
 

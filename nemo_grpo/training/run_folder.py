@@ -1,7 +1,7 @@
 """``runs/<name>/``: everything that a run leaves behind.
 
-recipe.resolved.yaml  own/  versions.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl  tensorboard/
-plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
+recipe.resolved.yaml  own/  versions.json  inputs.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl
+tensorboard/  plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
 """
 
 from __future__ import annotations

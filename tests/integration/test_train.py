@@ -52,6 +52,7 @@ from nemo_grpo.training.rollout import Group
 from nemo_grpo.training.run_folder import RunFolder
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
+LORA = ["++policy.megatron_cfg.peft.enabled=true", "++policy.megatron_cfg.peft.dim=4"]
 PROMISED = {
     *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),
     *("length/mean", "entropy/mean", "grad_norm", "lr", "ratio/clip_fraction", "kl/previous"),
@@ -291,6 +292,27 @@ def test_a_tokenizer_of_a_larger_model_is_refused(recipe, model):
     tokenizer.save_pretrained(model)
     template = "nemo_grpo.prompt.template='<extra 399>{question}'"
     assert_refused(recipe, model, "put the model's own tokenizer into its folder", template)
+
+
+@pytest.mark.parametrize("overrides", [[], ["loss_fn.variant=erpo"], LORA], ids=["all", "reference", "lora"])
+def test_a_run_resumes_with_what_it_still_uses_of_its_model(recipe, model, overrides):
+    r = recipe(f"policy.model_name={model}", "nemo_grpo.warm_start=null", *overrides)
+    Trainer(r).run.close()
+    weights = shutil.copy(model / "model.safetensors", model.parent)
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, model / "model.safetensors")
+    if overrides:
+        with pytest.raises(
+            UserError, match=r"model\.safetensors is not the file that .*run was trained with"
+        ):
+            Trainer(r, resume=True)
+        shutil.copy(weights, model)
+    Trainer(r, resume=True).run.close()
+    with (model / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json is not the file .* if the change does not matter, remove"
+    ):
+        Trainer(r, resume=True)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):

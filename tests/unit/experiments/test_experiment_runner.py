@@ -19,6 +19,7 @@ from rich.console import Console
 
 from nemo_grpo.cli.compare import comparison, show_results
 from nemo_grpo.diagnostics.summary import table
+from nemo_grpo.engine.inputs import keep_inputs, model_files
 from nemo_grpo.errors import UserError, how_ended
 from nemo_grpo.experiments.experiment import run_experiment
 from nemo_grpo.experiments.jobs import Job, compare_settings, make_jobs
@@ -154,6 +155,22 @@ def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, b
     check_unchanged(jobs(now))
     run_jobs(jobs(now), out, 1, command(0))
     assert starts(jobs(now)) == [2 if "grpo.max_num_steps=999" in now else 1]
+
+
+def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("first")
+    model = [f"policy.model_name={weights.parent}", "nemo_grpo.warm_start=null"]
+    jobs = make_jobs(compare_settings(QUICKSTART, ["grpo"], model), [0, 1], tmp_path / "out")
+    run_jobs(jobs[:1], tmp_path / "out", 1, command(0))
+    keep_inputs(jobs[0].folder, model_files(weights.parent))
+    check_unchanged(jobs)
+    weights.write_text("second")
+    with pytest.raises(
+        UserError, match=r"safetensors is not the file that .*grpo-s0 .* choose another --out"
+    ):
+        check_unchanged(jobs)
 
 
 def test_the_last_note_counts_every_run_as_ended(tmp_path, jobs, command, monkeypatch) -> None:
