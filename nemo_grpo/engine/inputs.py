@@ -12,6 +12,7 @@ from nemo_grpo.recipe import Recipe
 
 INPUTS_FILE = "inputs.json"
 """In a run's folder: name -> SHA-256, as they were when it began."""
+MODEL, WEIGHTS = "model/", ".safetensors"
 
 
 def data_files(recipe: Recipe) -> dict[str, Path]:
@@ -22,13 +23,26 @@ def data_files(recipe: Recipe) -> dict[str, Path]:
     return {file: Path(file) for file in listed if file}
 
 
-def model_files(source: Path, *, side: bool = True, weights: bool = True) -> dict[str, Path]:
-    """Files of a model's folder, which may lie elsewhere when a run is resumed.
+def model_files(source: Path) -> dict[str, Path]:
+    """Config, tokenizer and weights of a model's folder, which may lie elsewhere when a run is resumed."""
+    return {
+        f"{MODEL}{path.relative_to(source)}": path
+        for path in (*side_files(source), *source.glob(f"*{WEIGHTS}"))
+    }
 
-    Args: side: config and tokenizer.
+
+def used_when_resumed(files: Mapping[str, Path], recipe: Recipe, *, has_reference: bool) -> dict[str, Path]:
+    """What of a run's files a checkpoint does not replace: weights only for LoRA and a reference policy.
+
+    A warm start that is made again has the same tokenizer, and a config with the versions of its making.
     """
-    files = [*(side_files(source) if side else ()), *(source.glob("*.safetensors") if weights else ())]
-    return {f"model/{path.relative_to(source)}": path for path in files}
+    weights = has_reference or recipe.policy.megatron_cfg.lora_in_use is not None
+    side = recipe.policy.model_name is not None
+    return {
+        name: path
+        for name, path in files.items()
+        if not name.startswith(MODEL) or (weights if path.suffix == WEIGHTS else side)
+    }
 
 
 def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from checkpoints_conv.model_card import Training
 from nemo_grpo.core.batch import PreparedBatch
@@ -21,7 +20,7 @@ from nemo_grpo.engine import heap, setup, validation
 from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check, check_ranks
-from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files
+from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
@@ -29,7 +28,7 @@ from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.engine.resume import ANOTHER_RUN
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
-from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.errors import UserError
 from nemo_grpo.hf_folder import load_config, load_tokenizer
 from nemo_grpo.progress import Advance, progress
 from nemo_grpo.recipe import Recipe
@@ -75,8 +74,10 @@ class Trainer:
         self.scorer = Scorer(self.task, own.rewards, own.prompt, own.max_failed_rewards)
         self.scorer.try_out(recipe.grpo.seed)
         self.source = setup.model_source(recipe, self.task)
+        inputs = from_first_rank(lambda: data_files(recipe) | model_files(self.source))
         if resume:
-            from_first_rank(self._check_model)
+            used = used_when_resumed(inputs, recipe, has_reference=self.objective.needs_reference)
+            from_first_rank(lambda: check_inputs(self.run.path, used, ANOTHER_RUN))
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
@@ -114,16 +115,8 @@ class Trainer:
             trackers=lambda folder: open_trackers(recipe, folder, from_step),
         )
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
-            keep_inputs(self.run.path, data_files(recipe) | model_files(self.source))
+            keep_inputs(self.run.path, inputs)
             self.store.remove_leftovers()
-
-    def _check_model(self) -> None:
-        """Refuse another model than the run began with, as far as a resumed run still uses it."""
-        recipe = self.recipe
-        weights = self.objective.needs_reference or recipe.policy.megatron_cfg.lora_in_use is not None
-        # A warm start that is made again has the same tokenizer, and a config that tells its versions.
-        files = model_files(self.source, side=recipe.policy.model_name is not None, weights=weights)
-        check_inputs(self.run.path, files, ANOTHER_RUN)
 
     @property
     def _has_ended(self) -> bool:
@@ -244,6 +237,7 @@ class Trainer:
             if saves and self.state.step > self.saved:
                 self.save()
                 self.saver.finish()
+                log.error("step %d is saved, from which --resume continues", self.saved)
             raise
 
     def _progress(self) -> AbstractContextManager[Advance]:
@@ -367,13 +361,5 @@ class Trainer:
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
             training = Training(self.recipe.written(), self.state.step, self.validated, versions())
-            try:
-                export_policy(self.policy, self.source, self.run, dtype, training)
-            except UserError as error:
-                raise TrainingAborted(str(error)) from None
-            except (OSError, SafetensorError) as error:
-                raise TrainingAborted(
-                    f"{self.run.hf} cannot be written ({first_line(error)}); make room, then --resume "
-                    "exports again"
-                ) from error
+            export_policy(self.policy, self.source, self.run, dtype, training)
         parallel.barrier()

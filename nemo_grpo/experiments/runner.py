@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -165,6 +166,7 @@ def check_unchanged(jobs: Sequence[Job]) -> None:
 
     Raises: UserError: naming the run, and the keys with both values or the file that has changed.
     """
+    model_of = cache(model_files)  # says once what it leaves out
     for job in jobs:
         schedule = job.recipe.policy.megatron_cfg.scheduler
         constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
@@ -172,7 +174,7 @@ def check_unchanged(jobs: Sequence[Job]) -> None:
         may_change = (*PLACES, "grpo.max_num_steps") if extends else PLACES
         check_same_run(job.recipe, job.folder / RECIPE_FILE, may_change, ANOTHER_OUT)
         if job.recipe.policy.model_name is not None:
-            check_inputs(job.folder, model_files(Path(job.recipe.policy.model_name)), ANOTHER_OUT)
+            check_inputs(job.folder, model_of(Path(job.recipe.policy.model_name)), ANOTHER_OUT)
         if (done := steps_done(job)) > job.recipe.grpo.max_num_steps:
             raise UserError(
                 f"grpo.max_num_steps={job.recipe.grpo.max_num_steps}: {job.folder} has made {done} steps; "

@@ -561,10 +561,10 @@ def test_what_fails_outside_a_run_costs_it_no_step(
 
 
 def test_an_export_that_finds_no_room_is_one_line(recipe, monkeypatch):
-    def full(*_):
+    def full(*_args):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("nemo_grpo.engine.trainer.export_policy", full)
+    monkeypatch.setattr("nemo_grpo.engine.saving.export", full)
     with pytest.raises(
         TrainingAborted, match=r"/hf cannot be written \(I/O error: No space .* then --resume"
     ):
