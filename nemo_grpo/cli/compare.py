@@ -148,7 +148,7 @@ def _submit(
 
     slurm = Slurm(gpu, options, environment)
     if dry_run:
-        for submission in prepare_submissions(runs, out, slurm).values():
+        for submission in prepare_submissions(runs, out, slurm, dry_run=True).values():
             typer.echo(str(submission))
         return
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])

@@ -32,6 +32,15 @@ app = typer.Typer(
     help="Recipes as Slurm jobs: `launch RECIPE --nodes N --time T` plans and submits, `launch status RUN`.",
 )
 
+PLANNED = {
+    "nodes": "cluster.num_nodes=",
+    "gpus-per-node": "cluster.gpus_per_node=",
+    "time": "--time",
+}
+"""Options of sbatch -> what sets them for the plan and the run, too."""
+NO_GPUS = "gpus-per-node=0"
+"""Where Slurm does not manage GPUs."""
+
 Time = Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")]
 Account = Annotated[str | None, typer.Option(help="Slurm account.")]
 Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
@@ -129,13 +138,19 @@ def _rehearse(recipe: Path, overrides: list[str]) -> None:
 def sbatch_options(
     time: str | None, account: str | None, partition: str | None, others: list[str] | None
 ) -> dict[str, str | None]:
-    """sbatch's long options.  Raises: UserError: one of ``others`` is not name=value."""
+    """sbatch's long options.
+
+    Raises: UserError: one of ``others`` is not name=value, or is what was planned.
+    """
+    named, found = {"time": time, "account": account, "partition": partition}, dict[str, str | None]()
     for option in others or []:
-        if "=" not in option:
+        name, equals, value = option.lstrip("-").partition("=")
+        if not equals:
             raise UserError(f"--sbatch {option!r} must be name=value, such as qos=high")
-    pairs = (option.split("=", 1) for option in others or [])
-    named = {"time": time, "account": account, "partition": partition}
-    return {**named, **{name.lstrip("-"): value for name, value in pairs}}
+        if name in PLANNED and option.lstrip("-") != NO_GPUS:
+            raise UserError(f"--sbatch {option}: the plan would not know of it; use {PLANNED[name]}")
+        found[name] = value
+    return named | found
 
 
 def job_environment(container: str | None, mounts: str | None, logs: Path | None) -> dict[str, str | None]:

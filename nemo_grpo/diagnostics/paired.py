@@ -126,6 +126,8 @@ def _at_same_rollouts(baseline: RunLog, run: RunLog) -> tuple[float, float] | No
     if not all(curves):
         return None
     budget = min(max(curve) for curve in curves)
+    if budget < max(min(curve) for curve in curves):
+        return None  # one was not validated until then
     theirs, ours = (float(np.interp(budget, list(curve), list(curve.values()))) for curve in curves)
     return theirs, ours
 

@@ -125,8 +125,11 @@ class CheckpointStore:
                     "nemo_grpo.run_name"
                 )
         for path, reason in damaged.items():
-            log.error("%s is damaged and set aside as %s%s: %s", path.name, _DAMAGED, path.name, reason)
-            path.rename(path.with_name(f"{_DAMAGED}{path.name}"))
+            aside = path.with_name(f"{_DAMAGED}{path.name}")
+            if aside.exists():  # this step was damaged before
+                aside = aside.with_name(f"{aside.name}.{time.time_ns()}")
+            log.error("%s is damaged and set aside as %s: %s", path.name, aside.name, reason)
+            path.rename(aside)
 
     def _complete(self) -> list[Path]:
         return [path for path in self._folders() if (path / INFO).exists()]

@@ -25,7 +25,8 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     Signals that ask a run to stop are passed on to every rank. When a rank fails, the others are ended within
     `GRACE_SECONDS`; its own traceback is on stderr.
 
-    Returns: 0 if all ranks returned 0, else the exit code of the first rank that did not.
+    Returns: 0 if all ranks returned 0, else the exit code of the first rank that did not; 128 + N if signal N
+             ended it, as in a shell.
     """
     with reserved_port() as port:
         return _launch(arguments, num_ranks, port)
@@ -70,5 +71,5 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
             if code != EXIT_INTERRUPTED:
                 log.error("rank %d ended (%s); ending the others", codes.index(code), how_ended(code))
         if None not in codes or (failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS):
-            return code
+            return code if code >= 0 else 128 - code
         time.sleep(0.1)

@@ -9,6 +9,7 @@ from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.supervised import SupervisedTrainer
 from nemo_grpo.engine.trainer import Trainer, check
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
@@ -30,7 +31,7 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     trainer = kind(recipe, resume=resume)
     try:
         finished = trainer.train()
-    except (TrainingAborted, RewardsFailed, FloatingPointError) as error:
+    except (TrainingAborted, RewardsFailed, RetrieverError, FloatingPointError) as error:
         log.error("%s", error)
         return 1
     finally:
@@ -38,7 +39,10 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     if trainer.run.leads:
         from nemo_grpo.diagnostics.report import plot_run  # draws, which the other ranks need not load
 
-        plot_run(recipe.run_dir)
+        try:
+            plot_run(recipe.run_dir)
+        except OSError as error:
+            log.warning("no report: %s; `nemo-grpo report %s` draws it", error, recipe.run_dir)
         log.info("run folder: %s", recipe.run_dir)
     if finished:
         return 0

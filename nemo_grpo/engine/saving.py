@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from checkpoints_conv.formats.model_folder import copy_side_files
@@ -17,6 +18,7 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
+from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.files import existing_parent
 from nemo_grpo.hf_folder import export, export_adapter
 from nemo_grpo.training.run_folder import RunFolder
@@ -96,12 +98,29 @@ class Saver:
 def export_policy(
     policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype, training: Training
 ) -> None:
-    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it."""
+    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it.
+
+    Raises: TrainingAborted: the weights are not finite, or there is no room.
+    """
     tensors = list(policy.named_tensors())  # every rank takes part in gathering them
-    if run.leads:
-        export(tensors, source, run.hf, dtype, training)
-    if policy.adapters is None:
-        return
-    matrices, settings = policy.adapters.peft_tensors(), policy.adapters.settings
-    if run.leads:
-        export_adapter(matrices, source, run.hf_adapter, training, dim=settings.dim, alpha=settings.alpha)
+    with _export_explained(run):
+        if run.leads:
+            export(tensors, source, run.hf, dtype, training)
+        if policy.adapters is None:
+            return
+        matrices, settings = policy.adapters.peft_tensors(), policy.adapters.settings
+        if run.leads:
+            dim, alpha = settings.dim, settings.alpha
+            export_adapter(matrices, source, run.hf_adapter, training, dim=dim, alpha=alpha)
+
+
+@contextmanager
+def _export_explained(run: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise TrainingAborted(str(error)) from None
+    except (OSError, SafetensorError) as error:
+        raise TrainingAborted(
+            f"{run.hf} cannot be written ({first_line(error)}); make room, then --resume exports again"
+        ) from error

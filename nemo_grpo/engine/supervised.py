@@ -5,6 +5,7 @@ from typing import Any
 
 from nemo_grpo.engine.records import Clock, mean_metrics
 from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.training.demonstrations import Demonstrations
 from nemo_grpo.training.rollout import assemble
 
@@ -25,7 +26,9 @@ class SupervisedTrainer(Trainer):
         """One update on the next demonstrations; returns its metrics."""
         recipe, state, clock = self.recipe, self.state, Clock()
         first, number = state.next_problem, recipe.grpo.num_prompts_per_step
-        groups = [self.demonstrations.training(index) for index in range(first, first + number)]
+        indices = range(first, first + number)
+        with self._saving_first():
+            groups = from_first_rank(lambda: [self.demonstrations.training(index) for index in indices])
         step = assemble(groups)
         state.next_problem += number
         prepared = self.objective.prepare(step.token_batch(step.generation_logprobs))

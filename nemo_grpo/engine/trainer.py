@@ -1,7 +1,8 @@
 """The training loop: sample groups, score, prepare the objective, update, log, validate, save."""
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,13 @@ from nemo_grpo.engine import heap, setup, validation
 from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check, check_ranks
+from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, note, sample_rows, signal_shares
+from nemo_grpo.engine.resume import ANOTHER_RUN
 from nemo_grpo.engine.saving import Saver, TrainingAborted, export_policy
 from nemo_grpo.errors import UserError
 from nemo_grpo.hf_folder import end_tokens, load_config, load_tokenizer
@@ -34,13 +37,17 @@ from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.environment import make_ready
-from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.tasks.retriever import RetrieverError
+from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.training.run_folder import RunFolder, versions
 from nemo_grpo.training.signals import stop_on_signals
-from nemo_grpo.training.trackers import open_trackers
+from nemo_grpo.training.trackers import Ended, open_trackers
 
 log = logging.getLogger(__name__)
+
+ON_EVERY_RANK = (RewardsFailed, RetrieverError, UserError)
+"""What the first rank finds for all (`from_first_rank`), or all find alike."""
 
 
 class Trainer:
@@ -69,6 +76,10 @@ class Trainer:
         self.scorer.try_out(recipe.grpo.seed)
         from_first_rank(lambda: make_ready(self.task))
         self.source = setup.model_source(recipe, self.task)
+        inputs = from_first_rank(lambda: data_files(recipe) | model_files(self.source))
+        if resume:
+            used = used_when_resumed(inputs, recipe, has_reference=self.objective.needs_reference)
+            from_first_rank(lambda: check_inputs(self.run.path, used, ANOTHER_RUN))
         self.tokenizer = load_tokenizer(self.source)
         self.vocab_size = load_config(self.source).vocab_size
         self.policy = setup.build_policy(recipe, self.source, keep_reference=self.objective.needs_reference)
@@ -91,20 +102,29 @@ class Trainer:
         self.saver = Saver(self.store, self.policy, self.source, behind)
         self.state = TrainingState()
         self.validated: dict[str, float] = {}
+        self.saved = 0  # the step of the newest checkpoint
+        self.unlogged: dict[str, Any] = {}  # what metrics.jsonl lacks of the last step
         self._encode(self.problems)  # a problem that cannot be used ends the run now, not at its turn
         self._set_up_training_data()
         checkpoint = self.store.newest_whole() if resume else None
         if checkpoint is not None:
             self._restore(checkpoint)
         from_step = -1 if checkpoint is None else self.state.step
+        # A recipe by which nothing is made any more is not the run's.
+        kept = begun if begun and self._has_ended and not self.unlogged else recipe
         self.run.open(
-            recipe.to_yaml(),
+            kept.to_yaml(),
             recipe.own_files,
             from_step=from_step,
             trackers=lambda folder: open_trackers(recipe, folder, from_step),
         )
         if leads:  # not before the folder is ours: another process's save under way looks like a leftover
+            keep_inputs(self.run.path, inputs)
             self.store.remove_leftovers()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
 
     def _set_up_training_data(self) -> None:
         """Encode every training prompt before anything is written, of an endless stream the first ones."""
@@ -129,6 +149,7 @@ class Trainer:
         goal = validation.reached_goal(self.recipe.grpo, info["metrics"])
         state = TrainingState(**info["state"])
         self.state = replace(state, reached_goal=goal, skipped_in_a_row=0)
+        self.validated, self.saved, self.unlogged = info["metrics"], state.step, info.get("unlogged", {})
         log.info("resuming from %s", checkpoint)
 
     # ------------------------------------------------------------------ the loop
@@ -138,17 +159,20 @@ class Trainer:
 
         Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved if
                  the recipe has any.
-        Raises:  TrainingAborted: the loss or gradient of too many steps in a row was not finite (a checkpoint
-                 was saved), or the trained weights are not.
+        Raises:  TrainingAborted: the loss or gradient of too many steps in a row was not finite, or the run's
+                 folder cannot be written (a checkpoint was saved); or the trained weights are not finite.
+                 RewardsFailed, RetrieverError: a checkpoint was saved.
         """
+        ended: Ended = "FAILED"
         try:
             finished = self._train()
+            ended = "FINISHED" if finished else "KILLED"
         except Exception:
             if self.recipe.world_size == 1:  # of several ranks the others may never come to it
                 self.saver.finish()
             raise
         finally:
-            self.run.close()
+            self.run.close(ended)
             self.scorer.close()
         if finished:
             self.finish()
@@ -157,8 +181,8 @@ class Trainer:
     def _train(self) -> bool:
         recipe, state = self.recipe, self.state
         with stop_on_signals() as stop:
-            if state.step == 0 and recipe.grpo.val_at_start:
-                self.run.append_metrics({"step": 0} | self.validate())
+            if self.unlogged or (state.step == 0 and recipe.grpo.val_at_start):
+                self._log(self.unlogged or {"step": 0})
             if state.step >= recipe.grpo.max_num_steps:
                 log.info(
                     "at step %d, grpo.max_num_steps=%d: nothing is left to train; raise it to go on",
@@ -167,26 +191,58 @@ class Trainer:
                 )
             stopping, watch = False, Watch(recipe.grpo.max_num_steps)
             with self._progress() as advance:
-                while state.step < recipe.grpo.max_num_steps and not stopping and not state.reached_goal:
+                while not (self._has_ended or stopping):
                     row = self.train_step()
                     self.saver.finish_if_written()
-                    stopping = parallel.any_rank(bool(stop), self.device)
-                    self.validated = self.validate() if validation.is_due(recipe.grpo, state.step) else {}
-                    row |= self.validated
-                    self.run.append_metrics(row)
+                    self.validated = {}
+                    self._log(row)
                     advance(note(row))
                     for sentence in watch(row):
                         log.warning("%s", sentence)
-                    state.reached_goal = validation.reached_goal(recipe.grpo, row)
+                    stopping = parallel.any_rank(bool(stop) or self.run.failure is not None, self.device)
                     self._save_if_due(stopping)
         self.saver.finish()
-        if stopping and state.step < recipe.grpo.max_num_steps and not state.reached_goal:
+        if failure := from_first_rank(lambda: self.run.failure):
+            raise TrainingAborted(f"{failure}; make room, then --resume continues from step {self.saved}")
+        if stopping and not self._has_ended:
             if recipe.checkpointing.enabled:
                 log.warning("stopped at step %d; add --resume to continue", state.step)
             else:
                 log.error("stopped at step %d without a checkpoint: checkpointing.enabled=false", state.step)
             return False
         return True
+
+    def _log(self, row: dict[str, Any]) -> None:
+        """Validate if that is due, and write a step's metrics; a checkpoint keeps an unwritten row."""
+        grpo, step = self.recipe.grpo, self.state.step
+        self.unlogged = row
+        if not self.validated and (validation.is_due(grpo, step) if step else grpo.val_at_start):
+            with self._saving_first():
+                self.validated = self.validate()
+        row |= self.validated
+        self.run.append_metrics(row)
+        self.unlogged = row if self.run.failure else {}
+        self.state.reached_goal = step > 0 and validation.reached_goal(grpo, row)
+
+    @contextmanager
+    def _saving_first(self) -> Iterator[None]:
+        """Before an error in here ends the run, save the steps that were made.
+
+        Of several ranks all must fail, since a save waits for every one. A policy whose logits are not finite
+        is not worth saving.
+        """
+        position = self.state.next_problem
+        try:
+            yield
+        except Exception as error:
+            self.state.next_problem = position
+            alike = self.recipe.world_size == 1 or isinstance(error, ON_EVERY_RANK)
+            saves = alike and not isinstance(error, FloatingPointError) and self.recipe.checkpointing.enabled
+            if saves and self.state.step > self.saved:
+                self.save()
+                self.saver.finish()
+                log.error("step %d is saved, from which --resume continues", self.saved)
+            raise
 
     def _progress(self) -> AbstractContextManager[Advance]:
         name = f"{self.recipe.loss_fn.variant} {self.recipe.nemo_grpo.run_name}"
@@ -199,7 +255,8 @@ class Trainer:
         recipe, state = self.recipe, self.state
         clock = Clock()
         self.generator.update_weights(self.policy.named_tensors())
-        groups, drawn = self.sample()
+        with self._saving_first():
+            groups, drawn = self.sample()
         clock.lap("time/rollout")
         step = assemble(
             groups,
@@ -298,7 +355,9 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this moment; with async_save it is complete some steps later."""
         heap.give_back()
-        self.saver.save(self.state.step, {"state": asdict(self.state), "metrics": self.validated})
+        info = {"state": asdict(self.state), "metrics": self.validated, "unlogged": self.unlogged}
+        self.saver.save(self.state.step, info)
+        self.saved = self.state.step
 
     def finish(self) -> None:
         """Export the model and, with LoRA, its adapters."""
@@ -306,8 +365,5 @@ class Trainer:
         if self.recipe.nemo_grpo.export.hf:
             dtype = setup.DTYPES[self.recipe.nemo_grpo.export.dtype]
             training = Training(self.recipe.written(), self.state.step, self.validated, versions())
-            try:
-                export_policy(self.policy, self.source, self.run, dtype, training)
-            except UserError as error:
-                raise TrainingAborted(str(error)) from None
+            export_policy(self.policy, self.source, self.run, dtype, training)
         parallel.barrier()

@@ -68,11 +68,9 @@ def _shown(num_ranks: int, num_problems: int, k: int, sampling: SamplingParams) 
 
 
 def reached_goal(grpo: GRPOSection, row: Mapping[str, Any]) -> bool:
-    """True if a step's metrics meet grpo.stop_at_validation_threshold."""
-    value = row.get(metric_key(grpo.stop_at_validation_metric) or "")
-    if value is None or grpo.stop_at_validation_threshold is None:
-        return False
-    if value >= grpo.stop_at_validation_threshold:
-        log.info("%s=%.3f reached: training ends", grpo.stop_at_validation_metric, value)
-        return True
-    return False
+    """True, which the log says, if a step's metrics meet grpo.stop_at_validation_threshold."""
+    reached = grpo.is_goal(row)
+    if reached:
+        name = grpo.stop_at_validation_metric
+        log.info("%s=%.3f reached: training ends", name, row[metric_key(name) or ""])
+    return reached

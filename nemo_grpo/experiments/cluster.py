@@ -2,17 +2,21 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+from nemo_grpo.diagnostics.runs import read_run
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.results import Results, write_results
 from nemo_grpo.experiments.runner import Status, only_one, steps_done
 from nemo_grpo.files import write_atomically
-from nemo_grpo.launch.submit import Submission, prepare, submit
-from nemo_grpo.launch.verdicts import plan_verdict
+from nemo_grpo.launch.data_files import check_data
+from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
+from nemo_grpo.launch.verdicts import plan_verdict, time_verdict
+from nemo_grpo.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -31,25 +35,36 @@ class Slurm:
     environment: Mapping[str, str | None]
 
 
-def prepare_submissions(jobs: Sequence[Job], out: Path, slurm: Slurm) -> dict[str, Submission]:
+def prepare_submissions(
+    jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False
+) -> dict[str, Submission]:
     """Each job's command, by its name; writes nothing.
 
-    Raises: UserError: a recipe is not for the cluster, or does not fit on the GPUs (naming the setting).
+    Args:   dry_run: the data may be missing, as they may come before the jobs do.
+    Raises: UserError: what `nemo-grpo launch` refuses of a recipe, naming the setting.
     """
-    for job in jobs:
-        if job.recipe.nemo_grpo.target != "cluster":
-            raise UserError(
-                f"{job.setting.label}: {job.setting.recipe} has nemo_grpo.target="
-                f"{job.recipe.nemo_grpo.target}; --target cluster needs a cluster recipe: set "
-                "sweep.cluster.recipe in the sweep's file"
-            )
-        accepted, sentence = plan_verdict(job.recipe, slurm.gpu)
-        if not accepted:
+    submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
+    time = None if limit is None else parse_time_limit(limit)
+    for job in {job.setting.label: job for job in jobs}.values():  # seeds are alike
+        for sentence in _refusals(job.recipe, slurm.gpu, time):
             raise UserError(f"{job.setting.label}: {sentence}")
+    for job in () if dry_run else jobs:
+        if job.name not in submitted and (errors := check_data(job.recipe).errors):
+            raise UserError(f"{job.setting.label}: {'; '.join(errors)}")
     return {
         job.name: prepare(job.recipe, recipe_file(job, out), [], slurm.options, slurm.environment)
         for job in jobs
     }
+
+
+def _refusals(recipe: Recipe, gpu: str, time: timedelta | None) -> Iterator[str]:
+    if recipe.nemo_grpo.target != "cluster":
+        yield (
+            f"its recipe has nemo_grpo.target={recipe.nemo_grpo.target}; --target cluster needs a cluster "
+            "recipe: set sweep.cluster.recipe in the sweep's file"
+        )
+    verdicts = [plan_verdict(recipe, gpu), *([] if time is None else [time_verdict(recipe, gpu, time)])]
+    yield from (sentence for accepted, sentence in verdicts if not accepted)
 
 
 def recipe_file(job: Job, out: Path) -> Path:
@@ -83,14 +98,21 @@ def submit_experiment(
             numbers[job.name] = submit(prepared[job.name])
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
             log.info("job %s: %s", numbers[job.name], job.name)
-        steps = {job.name: (steps_done(job), job.recipe.grpo.max_num_steps) for job in jobs}
-        finished = {name: Status("finished", 0, 0.0) for name, (done, last) in steps.items() if done >= last}
+        finished = {job.name: Status("finished", 0, 0.0) for job in jobs if _has_ended(job)}
         missing = {
-            name: f"job {numbers[name]}, step {done} of {last}"
-            for name, (done, last) in steps.items()
-            if name not in finished
+            job.name: f"job {numbers[job.name]}, step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
+            for job in jobs
+            if job.name not in finished
         }
         return write_results(jobs, finished, out, command, missing, baseline)
+
+
+def _has_ended(job: Job) -> bool:
+    """True if the metrics reach the last step, or the goal that ends a run before it."""
+    done, grpo = steps_done(job), job.recipe.grpo
+    if done >= grpo.max_num_steps:
+        return True
+    return done > 0 and any(grpo.is_goal(row) for row in read_run(job.folder).rows.values())
 
 
 def _check_unchanged(job: Job, out: Path, numbers: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from nemo_grpo.engine import checks, setup
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.results import Results, baseline_of, write_results
-from nemo_grpo.experiments.runner import run_jobs
+from nemo_grpo.experiments.runner import check_unchanged, run_jobs
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ def run_experiment(
     Args:    out: folder of everything.  command: this command line, for the record.
              baseline: see `results.baseline_of`.
     Returns: what was found; exit code 0 if every run is finished, 75 if a signal stopped some, else 1.
-    Raises:  UserError: the engine refuses a recipe, no setting is the baseline, or the folder cannot be used;
-             nothing was run then.
+    Raises:  UserError: the engine refuses a recipe, a run in the folder was trained or validated differently,
+             no setting is the baseline, or the folder cannot be used; nothing was run then.
     """
     baseline = baseline_of(jobs, baseline)
     for job in jobs:
@@ -34,6 +34,7 @@ def run_experiment(
             checks.check_model_source(job.recipe)
         except UserError as error:
             raise UserError(f"{job.setting.label}: {error}") from None
+    check_unchanged(jobs)
     make_starts(jobs)
     ended = run_jobs(jobs, out, num_parallel)
     found = write_results(jobs, ended, out, command, baseline=baseline)

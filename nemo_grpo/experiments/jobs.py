@@ -23,6 +23,19 @@ OWN_KEYS = {
 }
 """Keys that every job sets itself -> the remedy."""
 
+START = ("policy.model_name", "nemo_grpo.warm_start", "nemo_grpo.task", "nemo_grpo.prompt")
+"""What the runs of a comparison share, besides `VALIDATION`."""
+VALIDATION = (
+    "grpo.max_val_samples",
+    "grpo.val_num_generations_per_prompt",
+    "policy.generation.max_new_tokens",
+    "policy.generation.stop_token_ids",
+    "policy.generation.val_temperature",
+    "policy.generation.val_top_k",
+    "policy.generation.val_top_p",
+)
+"""How accuracy is measured: the same in all runs, unless a sweep varies it."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -96,10 +109,12 @@ def make_jobs(
     """The runs, all settings with the first seed first, so that early results already compare.
 
     Args:    out: the experiment's folder; the runs go to ``out/runs``.
-             same_start: refuse settings that do not start from one model on one task.
+             same_start: refuse settings that do not start from one model on one task. Settings that are
+             validated differently are always refused, unless a sweep varies just that.
              prefix: of the runs' names, which are the jobs' on a cluster.
     Raises:  UserError: no seed or setting, a recipe that is not valid (naming the setting), runs that would
-             share a folder, different starts, or an override of what every job sets itself (`OWN_KEYS`).
+             share a folder, different starts or validations, or an override of what every job sets itself
+             (`OWN_KEYS`).
     """
     for key, remedy in OWN_KEYS.items():
         if any(key == override_key(override) for setting in settings for override in setting.overrides):
@@ -114,8 +129,7 @@ def make_jobs(
                 f"several runs would share the {what} {max(places, key=places.count)}; give the settings "
                 "different labels, and the recipe no checkpointing.checkpoint_dir"
             )
-    if same_start:
-        _check_same_start(jobs)
+    _check_alike(jobs, [*VALIDATION, *(START if same_start else ())])
     return jobs
 
 
@@ -136,14 +150,17 @@ def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:
     return Job(setting, seed, name, overrides, recipe)
 
 
-def _check_same_start(jobs: Sequence[Job]) -> None:
-    """Require that all variants start from one policy and train on one task."""
+def _check_alike(jobs: Sequence[Job], keys: Sequence[str]) -> None:
+    """Require that all jobs have the same values of these keys, except where a sweep varies them."""
     first = jobs[0]
     for job in jobs:
-        for key in ("policy.model_name", "nemo_grpo.warm_start", "nemo_grpo.task", "nemo_grpo.prompt"):
+        for key in keys:
             value, expected = value_of(job.recipe, key), value_of(first.recipe, key)
-            if value != expected:
+            if value != expected and not key.startswith((*job.setting.varied, *first.setting.varied)):
+                rule = "starts from one model on one task; make them equal"
+                if key in VALIDATION:
+                    rule = f"validates all runs alike; add {key}={expected}, or another value for all"
                 raise UserError(
                     f"{key} of {job.setting.label} ({value}) differs from that of {first.setting.label} "
-                    f"({expected}): a comparison starts from one model on one task; make them equal"
+                    f"({expected}): a comparison {rule}"
                 )

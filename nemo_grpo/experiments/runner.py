@@ -11,13 +11,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from nemo_grpo.diagnostics.runs import RECIPE_FILE
+from nemo_grpo.engine.inputs import check_inputs, model_files
+from nemo_grpo.engine.resume import PLACES, check_same_run
 from nemo_grpo.errors import UserError, how_ended
 from nemo_grpo.experiments.jobs import RUNS, Job
 from nemo_grpo.files import hold_lock, write_atomically
 from nemo_grpo.progress import progress
+from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -25,6 +30,9 @@ log = logging.getLogger(__name__)
 STATUS = "status.json"
 LOGS = "logs"
 POLL_SECONDS = 0.5
+ANOTHER_OUT = "choose another --out"
+ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Codes of a run, and of the launcher of its ranks, that had nothing to save yet."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ def run_jobs(
     An unfinished run is resumed from its newest checkpoint. A run that fails does not stop the others. The
     first signal to stop is passed on; every run then saves a checkpoint.
 
-    Args:    command: makes the process of a job; exit codes as of ``nemo-grpo train``.
+    Args:    jobs: that `check_unchanged` accepts.
+             command: makes the process of a job; exit codes as of ``nemo-grpo train``.
     Returns: job's name -> how it ended, in the order of ``jobs``; not those that a signal kept from starting.
     Raises:  UserError: the folder cannot be written, or another process runs jobs in it.
     """
@@ -127,7 +136,7 @@ class _Runner:
             if code == 0:
                 self.ended[name] = Status("finished", 0, seconds)
                 log.info("finished %s", name)
-            elif code in (EXIT_INTERRUPTED, -signal.SIGTERM):  # before it could save: while it started
+            elif code in (EXIT_INTERRUPTED, *ENDED_BY_SIGTERM):
                 self.ended[name] = Status("interrupted", code, seconds)
             else:
                 error = _last_words(_log_file(self.out, job))
@@ -150,14 +159,36 @@ class _Runner:
         return f"{runs} of {self.num_jobs} runs ended{running}"
 
 
+def check_unchanged(jobs: Sequence[Job]) -> None:
+    """Refuse runs that were trained or validated otherwise before: a mean is of like runs.
+
+    More steps are allowed where learning rate and weight decay do not depend on their number.
+
+    Raises: UserError: naming the run, and the keys with both values or the file that has changed.
+    """
+    model_of = cache(model_files)  # says once what it leaves out
+    for job in jobs:
+        schedule = job.recipe.policy.megatron_cfg.scheduler
+        constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
+        extends = constant or schedule.lr_decay_iters is not None
+        may_change = (*PLACES, "grpo.max_num_steps") if extends else PLACES
+        check_same_run(job.recipe, job.folder / RECIPE_FILE, may_change, ANOTHER_OUT)
+        if job.recipe.policy.model_name is not None:
+            check_inputs(job.folder, model_of(Path(job.recipe.policy.model_name)), ANOTHER_OUT)
+        if (done := steps_done(job)) > job.recipe.grpo.max_num_steps:
+            raise UserError(
+                f"grpo.max_num_steps={job.recipe.grpo.max_num_steps}: {job.folder} has made {done} steps; "
+                f"raise it, or {ANOTHER_OUT}"
+            )
+
+
 def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
-    """True if the run finished with exactly the current recipe."""
-    resolved = job.folder / "recipe.resolved.yaml"
+    """True if the run finished, and is not to make more steps than it was then."""
+    resolved = job.folder / RECIPE_FILE
     if job.name not in ended or ended[job.name].state != "finished" or not resolved.is_file():
         return False
-    asked = job.recipe.policy.precision
-    ran = ("float32", "bfloat16") if asked == "auto" else (asked,)
-    return resolved.read_text() in [job.recipe.with_precision(precision).to_yaml() for precision in ran]
+    same = resolved.read_text() == job.recipe.to_yaml()
+    return same or load_tree(resolved)["grpo"]["max_num_steps"] >= job.recipe.grpo.max_num_steps
 
 
 def steps_done(job: Job) -> int:

@@ -59,12 +59,18 @@ class Assumptions:
 
         Raises: UserError: lengths that the recipe does not allow.
         """
-        limit = recipe.policy.generation.max_new_tokens
+        limit, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
+        prompt = min(PROMPT, context - 1) if self.prompt == PROMPT else self.prompt
+        if not 1 <= prompt < context:
+            raise UserError(
+                f"--prompt-length {prompt:g}: a prompt has at least 1 token, and fewer than "
+                f"policy.max_total_sequence_length={context}; give their mean"
+            )
         if isinstance(self.lengths, Path):
-            return read_lengths(self.lengths, limit, self.prompt)
+            return read_lengths(self.lengths, limit, prompt)
         if self.lengths is None:
-            return of_mean(MEAN_SHARE * limit, limit, self.prompt, f"assumed: half of {limit}")
-        return of_mean(self.lengths, limit, self.prompt)
+            return of_mean(MEAN_SHARE * limit, limit, prompt, f"assumed: half of {limit}")
+        return of_mean(self.lengths, limit, prompt)
 
     def work_of(self, recipe: Recipe) -> Workload:
         """What a step of the recipe computes.

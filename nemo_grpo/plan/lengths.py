@@ -84,14 +84,12 @@ def _packed(lengths: tuple[float, ...], capacity: int) -> float:
 def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -> Lengths:
     """Log-normal lengths that end at the limit, with this mean after they are cut.
 
-    Raises: UserError: a mean outside 1 .. limit, or a prompt of no tokens.
+    Raises: UserError: a mean outside 1 .. limit.
     """
     if not 1 <= mean <= limit:
         raise UserError(
             f"--lengths {mean:g}: responses have 1 to {limit} tokens (max_new_tokens); give their mean"
         )
-    if prompt < 1:
-        raise UserError(f"--prompt-length {prompt:g}: a prompt has at least 1 token")
     normal = NormalDist(0, SPREAD)
     scores = [normal.inv_cdf((i + 0.5) / NUM_CLASSES) for i in range(NUM_CLASSES)]
 

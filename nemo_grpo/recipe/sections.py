@@ -5,7 +5,7 @@ used if neither the recipe nor its bases set the key; where only NeMo-RL acts on
 base. A range is what NeMo-RL can work with. What 0 or null means stands in the key's docstring.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -179,6 +179,12 @@ class GRPOSection(Section):
     def is_async(self) -> bool:
         """True if rollouts run ahead of training."""
         return self.async_grpo is not None and self.async_grpo.enabled
+
+    def is_goal(self, row: Mapping[str, Any]) -> bool:
+        """True if a step's metrics meet stop_at_validation_threshold."""
+        value = row.get(metric_key(self.stop_at_validation_metric) or "")
+        threshold = self.stop_at_validation_threshold
+        return value is not None and threshold is not None and value >= threshold
 
     @section_rule
     def _early_stop_has_metric_and_threshold(self) -> Iterator[str]:

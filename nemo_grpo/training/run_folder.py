@@ -1,7 +1,7 @@
 """``runs/<name>/``: everything that a run leaves behind.
 
-recipe.resolved.yaml  own/  versions.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl  tensorboard/
-plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
+recipe.resolved.yaml  own/  versions.json  inputs.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl
+tensorboard/  plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nemo_grpo.errors import UNREADABLE, UserError
 from nemo_grpo.files import existing_parent, hold_lock, write_atomically
 
 if TYPE_CHECKING:
-    from nemo_grpo.training.trackers import Tracker
+    from nemo_grpo.training.trackers import Ended, Tracker
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,10 @@ PACKAGES = (
 
 
 class RunFolder:
-    """A run's folder; nothing is written before `open`, and nothing by a process that does not lead."""
+    """A run's folder; nothing is written before `open`, and nothing by a process that does not lead.
+
+    Attributes: failure: why a row could not be appended; none is from then on, and the run should end.
+    """
 
     def __init__(
         self, path: Path, *, checkpoints: Path | None = None, leads: bool = True, resume: bool = False
@@ -60,6 +63,7 @@ class RunFolder:
         self.hf = path / "hf"
         self.hf_adapter = path / "hf-adapter"
         self.recipe = path / RECIPE_FILE
+        self.failure: str | None = None
         self._trackers: list[Tracker] = []
         self._locks: dict[Path, int] = {}
 
@@ -147,15 +151,15 @@ class RunFolder:
         """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
         if not self.leads:
             return
-        _append(self.metrics, row)
+        self._append(self.metrics, row)
         numbers = {name: value for name, value in row.items() if name != "step"}
         for tracker in self._trackers:
             tracker.log(numbers, row["step"])
 
-    def close(self) -> None:
+    def close(self, ended: Ended = "FAILED") -> None:
         """Flush and close the trackers, and give the folder free."""
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(ended)
         self._trackers = []
         for descriptor in self._locks.values():
             os.close(descriptor)
@@ -163,13 +167,22 @@ class RunFolder:
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
         """Add responses to samples.jsonl."""
-        for row in rows if self.leads else []:
-            _append(self.samples, row)
+        for row in rows:
+            self._append(self.samples, row)
 
     def append_diagnostics(self, row: dict[str, Any]) -> None:
         """Add one step's object to diagnostics.jsonl."""
-        if self.leads:
-            _append(self.diagnostics, row)
+        self._append(self.diagnostics, row)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        if not self.leads or self.failure:
+            return
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        except OSError as error:
+            self.failure = f"{path} cannot be written ({error.strerror or error})"
+            log.error("%s; the run ends after this step", self.failure)
 
 
 def _locked(folder: Path) -> int:
@@ -208,11 +221,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """tensorboard, wandb and mlflow, as NeMo-RL's ``logger`` section names them.
 
 Without a login or a server they write into the run's folder: ``tensorboard/``, ``wandb/``, ``mlflow.db``.
-A tracker that fails while a run trains is left out from then on; metrics.jsonl has everything.
+A tracker that fails, also while it is opened, is left out from then on; metrics.jsonl has everything.
 """
 
 import importlib.util
@@ -12,8 +12,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
@@ -23,25 +24,36 @@ log = logging.getLogger(__name__)
 INIT_SECONDS = 30
 """How long wandb may take to reach its server; then it writes to disk alone."""
 PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+IN_EVERY_STEP = ("time/step", "time/validation")
+"""Metrics of which every row has one."""
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
+
+
+Ended = Literal["FINISHED", "KILLED", "FAILED"]
+"""How a run's process ended, in mlflow's words: at its last step, asked to stop, by an error."""
 
 
 class Tracker:
     """Takes a run's metrics; its failure does not end the run."""
 
-    def __init__(self, name: str, kind: Any) -> None:
-        """Args: name: for the log.  kind: a `TensorBoard`, `WandB` or `MLflow`."""
-        self.name, self.kind = name, kind
-        self.failed = False
+    def __init__(self, name: str, begin: Callable[[], Any]) -> None:
+        """Args: name: for the log.  begin: opens a `TensorBoard`, `WandB` or `MLflow`."""
+        self.name, self.failed = name, False
+        self.kind: Any = None
+
+        def work() -> None:
+            self.kind = begin()
+
+        self._try(work)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         """The metrics of one step."""
         self._try(lambda: self.kind.log(row, step))
 
-    def close(self) -> None:
+    def close(self, ended: Ended) -> None:
         """Write what is left."""
-        self._try(self.kind.close)
+        self._try(lambda: self.kind.close(ended))
 
     def _try(self, work: Callable[[], object]) -> None:
         if self.failed:
@@ -75,7 +87,7 @@ def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Trac
     kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     for name, kind in kinds.items():
         if _enabled(recipe, name):
-            yield Tracker(name, kind(recipe, folder, from_step))
+            yield Tracker(name, partial(kind, recipe, folder, from_step))
 
 
 def _enabled(recipe: Recipe, name: str) -> bool:
@@ -94,7 +106,7 @@ class TensorBoard:
         for name, value in row.items():
             self.events.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, _ended: Ended) -> None:
         self.events.close()
 
 
@@ -127,8 +139,8 @@ class WandB:
     def log(self, row: Mapping[str, float], step: int) -> None:
         self.run.log(dict(row), step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, ended: Ended) -> None:
+        self.run.finish(exit_code=0 if ended == "FINISHED" else 1)
 
 
 class MLflow:
@@ -148,16 +160,21 @@ class MLflow:
             folder / "mlflow-run-id",
             lambda: self.client.create_run(experiment, run_name=run_name).info.run_id,
         )
+        self.client.update_run(self.run, status="RUNNING")  # a run that is continued has ended before
+        told = (m.step for key in IN_EVERY_STEP for m in self.client.get_metric_history(self.run, key))
+        self.last_step = max(told, default=-1)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
+        if step <= self.last_step:
+            return  # told before a kill: points of mlflow cannot be taken back
         now = int(time.time() * 1000)
         metrics = [Metric(_NOT_IN_A_NAME.sub("_", name), value, now, step) for name, value in row.items()]
         self.client.log_batch(self.run, metrics=metrics)
 
-    def close(self) -> None:
-        self.client.set_terminated(self.run)
+    def close(self, ended: Ended) -> None:
+        self.client.set_terminated(self.run, ended)
 
 
 def _has_login() -> bool:

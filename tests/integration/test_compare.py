@@ -20,6 +20,7 @@ TINY = (
     "checkpointing.save_period=1",
     "logger.tensorboard_enabled=false",
     "nemo_grpo.warm_start.num_steps=2",
+    "policy.megatron_cfg.scheduler.lr_decay_style=constant",  # else more steps are another training
 )
 LONG = "grpo.max_num_steps=100000"
 

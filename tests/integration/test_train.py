@@ -12,10 +12,13 @@ import sys
 import warnings
 from contextlib import redirect_stderr
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small_runs import (
     NO_VALIDATION,
@@ -43,9 +46,13 @@ from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.retriever import RetrieverError
+from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 from nemo_grpo.training.rollout import Group
+from nemo_grpo.training.run_folder import RunFolder
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
+LORA = ["++policy.megatron_cfg.peft.enabled=true", "++policy.megatron_cfg.peft.dim=4"]
 PROMISED = {
     *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),
     *("length/mean", "entropy/mean", "grad_norm", "lr", "ratio/clip_fraction", "kl/previous"),
@@ -187,11 +194,14 @@ def test_resume_ends_with_the_same_weights_and_metrics_as_an_unbroken_run(recipe
 
 
 def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_extended(recipe, caplog):
-    Trainer(recipe("grpo.max_num_steps=2")).train()
+    first = Trainer(recipe("grpo.max_num_steps=2"))
+    first.train()
+    settings = first.run.recipe.read_text()
     with warnings.catch_warnings(record=True) as warned, caplog.at_level("INFO"):
         warnings.simplefilter("always", FutureWarning)
         assert Trainer(recipe("grpo.max_num_steps=1"), resume=True).train()
     assert "at step 2, grpo.max_num_steps=1: nothing is left to train" in caplog.text
+    assert first.run.recipe.read_text() == settings
     assert [str(one.message) for one in warned] == []
     longer = Trainer(recipe("grpo.max_num_steps=3"), resume=True)
     assert longer.state.step == 2
@@ -292,6 +302,27 @@ def test_a_tokenizer_needs_no_padding_token(recipe, model):
     trainer = Trainer(recipe(*source, *NO_VALIDATION, "grpo.max_num_steps=1"))
     assert trainer.tokenizer.pad_token_id is None
     assert trainer.train()
+
+
+@pytest.mark.parametrize("overrides", [[], ["loss_fn.variant=erpo"], LORA], ids=["all", "reference", "lora"])
+def test_a_run_resumes_with_what_it_still_uses_of_its_model(recipe, model, overrides):
+    r = recipe(f"policy.model_name={model}", "nemo_grpo.warm_start=null", *overrides)
+    Trainer(r).run.close()
+    weights = shutil.copy(model / "model.safetensors", model.parent)
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, model / "model.safetensors")
+    if overrides:
+        with pytest.raises(
+            UserError, match=r"model\.safetensors is not the file that .*run was trained with"
+        ):
+            Trainer(r, resume=True)
+        shutil.copy(weights, model)
+    Trainer(r, resume=True).run.close()
+    with (model / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json is not the file .* if the change does not matter, remove"
+    ):
+        Trainer(r, resume=True)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):
@@ -491,6 +522,63 @@ def test_a_save_under_way_outlives_an_error_of_the_next_step(recipe, monkeypatch
     with pytest.raises(RuntimeError, match="retriever"):
         trainer.train()
     assert trainer.store.latest().name == "step_000001"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, cache):
+    """The weights after four steps that nothing has stopped."""
+    return train(arguments(tmp_path_factory.mktemp("unbroken"), cache, "run"))
+
+
+def gone(error):
+    def fail(*_):
+        raise error("the server is gone")
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("broken", "attribute", "value", "error", "saved"),
+    [
+        (Scorer, "__call__", gone(RewardsFailed), RewardsFailed, 1),
+        (Trainer, "validate", gone(RetrieverError), RetrieverError, 2),
+        (RunFolder, "metrics", Path("/dev/full"), TrainingAborted, 2),
+    ],
+)
+def test_what_fails_outside_a_run_costs_it_no_step(
+    recipe, unbroken, monkeypatch, broken, attribute, value, error, saved
+):
+    trainer = Trainer(recipe("checkpointing.save_period=100"))
+    step = trainer.train_step
+
+    def second_fails():
+        if trainer.state.step == 1:
+            owner = trainer.run if broken is RunFolder else broken
+            monkeypatch.setattr(owner, attribute, value)
+        return step()
+
+    trainer.train_step = second_fails
+    with pytest.raises(error, match=r"gone|No space left on device\); make room, then --resume .* step 2"):
+        trainer.train()
+    monkeypatch.undo()
+    assert trainer.store.latest().name == f"step_00000{saved}"
+    resumed = Trainer(trainer.recipe, resume=True)
+    resumed.train()
+    assert_equal(weights_of(resumed.policy), unbroken)
+    logged = {row["step"]: "validation/accuracy" in row for row in rows(resumed.run.path)}
+    assert logged == {0: True, 1: False, 2: True, 3: False, 4: True}
+    assert len(rows(resumed.run.path)) == 5
+
+
+def test_an_export_that_finds_no_room_is_one_line(recipe, monkeypatch):
+    def full(*_args):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("nemo_grpo.engine.saving.export", full)
+    with pytest.raises(
+        TrainingAborted, match=r"/hf cannot be written \(I/O error: No space .* then --resume"
+    ):
+        Trainer(recipe("grpo.max_num_steps=1", *NO_VALIDATION)).train()
 
 
 def test_killed_before_the_first_checkpoint_starts_over_with_clean_rows(recipe):

@@ -110,6 +110,17 @@ def test_same_rollouts_takes_the_run_that_draws_more_where_the_other_ends(tmp_pa
         assert found.differences["final"].mean == pytest.approx(sign * 0.15)
 
 
+def test_a_run_first_validated_beyond_the_other_has_no_value_at_the_same_rollouts(tmp_path):
+    # Both validated at step 10 alone: 80 responses are drawn by one, 320 by the other.
+    base, drawing = (group(tmp_path, f"{n}", {0: [0.1, 0.2]}, prompts=n) for n in (4, 16))
+    for one in (base, drawing):
+        del one.runs[0].rows[0]["validation/accuracy"]
+    for first, second in ((base, drawing), (drawing, base)):
+        (found,) = compare_groups([first, second], first.label)
+        assert "final, same rollouts" not in found.differences
+        assert "final" in found.differences
+
+
 def test_runs_without_counts_have_no_comparison_at_the_same_rollouts(tmp_path):
     base, other = (group(tmp_path, name, {0: [0.1, 0.2]}) for name in ("grpo", "gpg"))
     for row in other.runs[0].rows.values():

@@ -12,8 +12,11 @@ import pytest
 
 from nemo_grpo import UserError, files, shipped
 from nemo_grpo.engine.checkpoint import CheckpointStore
+from nemo_grpo.engine.inputs import data_files, keep_inputs
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.jsonl import write_problems
 from nemo_grpo.training.run_folder import RunFolder, keep_settings, own_copy
 
 ROOT = Path(__file__).parents[3]
@@ -136,6 +139,35 @@ def test_resuming_with_an_empty_checkpoint_folder_is_refused_while_the_old_one_h
     check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "held-out.jsonl"])
+def test_data_that_have_changed_are_refused_and_a_copy_is_not(tmp_path, name):
+    for file in ("train.jsonl", "held-out.jsonl"):
+        write_problems(tmp_path / file, [Problem(file, "What is 1 + 1?", "2")])
+    files = f"train_files: [{tmp_path}/train.jsonl], validation_files: [{tmp_path}/held-out.jsonl]"
+    recipe = load_recipe(
+        shipped.recipe_file("quickstart"),
+        [f"nemo_grpo.task={{_override_: true, name: math, {files}}}", "grpo.max_val_samples=1"],
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    resolved = run / "recipe.resolved.yaml"
+    resolved.write_text(recipe.to_yaml())
+    check_same_run(recipe, resolved)  # a run of an older version
+    keep_inputs(run, data_files(recipe))
+    shutil.copy(tmp_path / name, tmp_path / "copy")
+    (tmp_path / "copy").replace(tmp_path / name)
+    os.utime(tmp_path / name, (1, 1))
+    check_same_run(recipe, resolved)
+    flip_a_bit(tmp_path / name)
+    keep_inputs(run, data_files(recipe))  # which keeps what it has
+    with pytest.raises(
+        UserError, match=rf"{name} is not the file that .*run was trained with .* restore it, or st"
+    ):
+        check_same_run(recipe, resolved)
+    (run / "inputs.json").unlink()
+    check_same_run(recipe, resolved)
+
+
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -171,6 +203,15 @@ def test_damaged_checkpoint_is_set_aside_for_the_newest_whole_one(tmp_path, capl
     assert CheckpointStore(tmp_path / "empty").newest_whole() is None
 
 
+def test_checkpoint_of_a_step_can_be_damaged_again(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    for _ in range(3):
+        flip_a_bit(save(store, 2) / "weights")
+        assert store.newest_whole() == tmp_path / "step_000001"
+    assert [name.partition(".")[0] for name in names_in(tmp_path)[:3]] == ["damaged_step_000002"] * 3
+
+
 def test_run_without_a_whole_checkpoint_is_refused_and_left_alone(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
@@ -184,6 +225,8 @@ def test_run_without_a_whole_checkpoint_is_refused_and_left_alone(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.jsonl import write_problems
 from nemo_grpo.training.run_folder import RunFolder
 RunFolder(Path("one"), checkpoints=Path("shared")).open("", from_step=-1)
 print("open", flush=True)

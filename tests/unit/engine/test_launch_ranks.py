@@ -43,3 +43,8 @@ def test_a_rank_that_fails_ends_the_others_and_gives_the_exit_code(ranks, monkey
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
     assert ranks('[ "$RANK" = 1 ] && exit 7\nexec sleep 3000', 2) == 7
     assert "rank 1 ended (exit code 7); ending the others" in caplog.text
+
+
+@pytest.mark.parametrize(("number", "code"), [("USR1", 138), ("TERM", 143), ("KILL", 137)])
+def test_a_rank_that_a_signal_ends_gives_the_code_of_a_shell(ranks, number, code):
+    assert ranks(f"kill -{number} $$", 1) == code

@@ -10,6 +10,7 @@ from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
+from nemo_grpo.launch.data_files import DataCheck, check_data
 from nemo_grpo.recipe import load_recipe
 
 SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
@@ -18,6 +19,7 @@ SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """A command of that name on PATH: it writes its arguments to a file and refuses the third job."""
+    monkeypatch.setattr("nemo_grpo.experiments.cluster.check_data", lambda _recipe: DataCheck((), (), ""))
     folder, calls = tmp_path / "bin", tmp_path / "bin/calls"
     refuses = '[ "$n" != 3 ] || { echo "too many jobs" >&2; exit 1; }'
     sbatch = f'echo "$*" >> {calls}\nn=$(wc -l < {calls})\n{refuses}\necho "4$n;cluster"'
@@ -56,20 +58,21 @@ def test_each_run_is_submitted_once_with_its_whole_recipe(tmp_path, sbatch):
 def test_repeating_the_command_collects_the_runs_that_are_done(tmp_path, sbatch):
     out = tmp_path / "out"
     sbatch.write_text("\n" * 5)
-    what = ["--out", out, "grpo.max_num_steps=2"]
+    goal = ("metric=val:accuracy", "threshold=0.7")  # as "reverse" has it after its first step
+    what = ["--out", out, "grpo.max_num_steps=2", *(f"++grpo.stop_at_validation_{part}" for part in goal)]
     assert sweep(*what).exit_code == 0
-    for way, steps in (("equal", 2), ("random", 1)):
+    for way, steps, accuracy in (("equal", 2, 0.5), ("random", 1, 0.25), ("reverse", 1, 0.75)):
         folder = out / "runs" / f"tr_grpo-weighting-weighting={way}-s0"
         folder.mkdir(parents=True)
         (folder / "recipe.resolved.yaml").write_text((out / "recipes" / f"{folder.name}.yaml").read_text())
-        rows = [{"step": step, "validation/accuracy": step / 4} for step in range(steps + 1)]
+        rows = [{"step": step, "validation/accuracy": accuracy * step / steps} for step in range(steps + 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     calls = sbatch.read_text()
     output = sweep(*what).output
     assert sbatch.read_text() == calls  # nothing is submitted again
     results = json.loads((out / "results.json").read_text())
-    assert [setting["setting"] for setting in results["settings"]] == ["weighting=equal"]
-    assert results["settings"][0]["final"]["values"] == [0.5]
+    assert [setting["setting"] for setting in results["settings"]] == ["weighting=equal", "weighting=reverse"]
+    assert [setting["final"]["values"] for setting in results["settings"]] == [[0.5], [0.75]]
     assert "weighting=random-s0: job 47, step 1 of 2" in output
     assert (out / "report.html").is_file()
 
@@ -96,6 +99,9 @@ def test_a_damaged_record_stops_the_submission(tmp_path, sbatch):
         (["nemo_grpo.target=embedded"], "equal: .*--target cluster needs a cluster recipe"),
         (["policy.generation.vllm_cfg.gpu_memory_utilization=0.05"], "equal: "),
         (["--sbatch", "qos"], "must be name=value"),
+        (["--time", "banana"], "--time=banana: Slurm reads"),
+        (["--time", "00:01:00"], r"equal: .*not one of each fits"),
+        (["--sbatch", "time=04:00:00"], "--sbatch time=04:00:00: .* --time"),
         (["--target", "embedded", "--time", "1"], "--time is for jobs on Slurm"),
     ],
 )
@@ -105,6 +111,21 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, sbatch,
     assert re.search(message, str(done.exception))
     assert not (tmp_path / "out").exists()
     assert not sbatch.exists()
+
+
+def test_missing_data_are_refused_before_anything_is_written_but_not_for_what_is_submitted(tmp_path, sbatch):
+    sbatch.write_text("\n" * 5)
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as missing:
+        missing.setattr("nemo_grpo.experiments.cluster.check_data", check_data)
+        done = sweep("--out", out)
+        assert re.search(r"equal: .* missing in .*`nemo-grpo data prepare", str(done.exception))
+        assert not out.exists()
+        assert sweep("--out", out, "--dry-run").exit_code == 0
+    assert sweep("--out", out).exit_code == 0
+    with pytest.MonkeyPatch.context() as missing:
+        missing.setattr("nemo_grpo.experiments.cluster.check_data", check_data)
+        assert sweep("--out", out).exit_code == 0
 
 
 def test_dry_run_prints_the_commands_and_writes_nothing(tmp_path, sbatch):

@@ -19,10 +19,12 @@ from rich.console import Console
 
 from nemo_grpo.cli.compare import comparison, show_results
 from nemo_grpo.diagnostics.summary import table
+from nemo_grpo.engine.inputs import keep_inputs, model_files
 from nemo_grpo.errors import UserError, how_ended
+from nemo_grpo.experiments.experiment import run_experiment
 from nemo_grpo.experiments.jobs import Job, compare_settings, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
-from nemo_grpo.experiments.runner import Status, run_jobs
+from nemo_grpo.experiments.runner import Status, check_unchanged, run_jobs
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
@@ -105,9 +107,70 @@ def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, comm
     jobs = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["policy.precision=auto"]), [0], out)
     for _ in range(2):
         run_jobs(jobs, out, 1, command(0))
+        check_unchanged(jobs)
     assert starts(jobs) == [1]
-    run_jobs(make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], out), out, 1, command(0))
-    assert starts(jobs) == [2], "another precision is another recipe"
+    with pytest.raises(
+        UserError, match=r"policy\.precision: bfloat16 -> float32; undo that, or choose another"
+    ):
+        check_unchanged(make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], out))
+
+
+CONSTANT = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            [],
+            ["policy.generation.val_temperature=5"],
+            r"policy\.generation\.val_temperature: 1\.0 -> 5\.0; undo",
+        ),
+        ([], ["grpo.val_num_generations_per_prompt=2"], r"grpo\.val_num_generations_per_prompt: 8 -> 2"),
+        ([], ["grpo.max_val_samples=8"], r"grpo\.max_val_samples: 256 -> 8"),
+        ([], ["grpo.max_num_steps=4"], r"grpo\.max_num_steps: 160 -> 4"),
+        ([], ["grpo.max_num_steps=999"], r"grpo\.max_num_steps: 160 -> 999"),  # the learning rate would jump
+        (
+            [CONSTANT],
+            [CONSTANT, "grpo.max_num_steps=2"],
+            r"grpo\.max_num_steps=2: .* has made 3 steps; raise it, or",
+        ),
+        ([CONSTANT], [CONSTANT, "grpo.max_num_steps=999"], None),
+        ([], ["logger.tensorboard_enabled=false", "policy.train_micro_batch_size=8"], None),
+    ],
+)
+def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, before, now, said) -> None:
+    out = tmp_path / "out"
+
+    def jobs(overrides: list[str]) -> list[Job]:
+        return make_jobs(compare_settings(QUICKSTART, ["grpo"], overrides), [0], out)
+
+    run_jobs(jobs(before), out, 1, command(0))
+    kept = (out / "runs/grpo-s0/recipe.resolved.yaml").read_text()
+    if said:
+        with pytest.raises(UserError, match=said):
+            run_experiment(jobs(now), out, num_parallel=1, command="x")
+        assert (out / "runs/grpo-s0/recipe.resolved.yaml").read_text() == kept
+        return
+    check_unchanged(jobs(now))
+    run_jobs(jobs(now), out, 1, command(0))
+    assert starts(jobs(now)) == [2 if "grpo.max_num_steps=999" in now else 1]
+
+
+def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("first")
+    model = [f"policy.model_name={weights.parent}", "nemo_grpo.warm_start=null"]
+    jobs = make_jobs(compare_settings(QUICKSTART, ["grpo"], model), [0, 1], tmp_path / "out")
+    run_jobs(jobs[:1], tmp_path / "out", 1, command(0))
+    keep_inputs(jobs[0].folder, model_files(weights.parent))
+    check_unchanged(jobs)
+    weights.write_text("second")
+    with pytest.raises(
+        UserError, match=r"safetensors is not the file that .*grpo-s0 .* choose another --out"
+    ):
+        check_unchanged(jobs)
 
 
 def test_the_last_note_counts_every_run_as_ended(tmp_path, jobs, command, monkeypatch) -> None:
@@ -190,9 +253,13 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
     assert steps == [0, 1, 2, 3]  # it went on from where it stood
 
 
-def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs) -> None:
+@pytest.mark.parametrize(
+    "handler", ["", "signal.signal(15, lambda *_: sys.exit(143)); "]
+)  # as a launcher ends
+def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs, handler) -> None:
     begun = tmp_path / "begun"
-    starting = [sys.executable, "-c", f"open({str(begun)!r}, 'w'); import time; time.sleep(60)"]
+    lines = f"import signal, sys, time; {handler}open({str(begun)!r}, 'w'); time.sleep(60)"
+    starting = [sys.executable, "-c", lines]
     with stopped_when(begun.exists):
         ended = run_jobs(jobs, tmp_path / "out", 1, lambda _: starting)
     assert {name: s.state for name, s in ended.items()} == {"grpo-s0": "interrupted"}

@@ -96,6 +96,23 @@ def test_a_comparison_from_different_starts_is_refused(tmp_path: Path) -> None:
     assert len(make_jobs(settings, [0], tmp_path)) == 2  # a sweep may vary the start
 
 
+def test_settings_that_are_validated_differently_are_refused(tmp_path: Path) -> None:
+    follows = "policy.generation.val_temperature=${.temperature}"
+    for override, key in (
+        ("policy.generation.temperature=3", r"policy\.generation\.val_temperature of b \(3\.0\)"),
+        ("grpo.max_val_samples=16", r"grpo\.max_val_samples of b \(16\)"),
+        ("policy.generation.max_new_tokens=20", r"policy\.generation\.max_new_tokens of b \(20\)"),
+    ):
+        settings = [Setting("a", QUICKSTART, (follows,)), Setting("b", QUICKSTART, (follows, override))]
+        for same_start in (True, False):
+            with pytest.raises(
+                UserError, match=rf"{key} differs from that of a .* validates all runs alike; add"
+            ):
+                make_jobs(settings, [0], tmp_path, same_start=same_start)
+    varied = load_sweep(write_sweep(tmp_path, "  grids: [{policy.generation.val_temperature: [0, 1]}]\n"))
+    assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
+
+
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_setting_of_a_preset_is_a_valid_recipe(path: Path, tmp_path: Path) -> None:
     sweep = load_sweep(path)

@@ -100,6 +100,10 @@ def test_missing_data_are_named_and_nothing_is_submitted(monkeypatch, tmp_path):
     assert str(done.exception) == "the data are not ready, as said above; nothing was submitted"
 
 
+def test_slurm_need_not_manage_the_gpus():
+    assert " --gpus-per-node=0 " in launch(CLUSTER, "--sbatch", "gpus-per-node=0", "--dry-run").stdout
+
+
 def test_embedded_recipe_goes_to_its_own_script():
     done = launch(QUICKSTART, "--sbatch", "qos=high", "--dry-run", "grpo.max_num_steps=5")
     assert f"--qos=high {ROOT}/slurm/embedded.sbatch {QUICKSTART} grpo.max_num_steps=5" in done.stdout
@@ -111,6 +115,12 @@ def test_embedded_recipe_goes_to_its_own_script():
         ((QUICKSTART, "--nodes", "2", "--dry-run"), "the embedded engine runs on one node"),
         ((CLUSTER, "policy.generation.vllm_cfg.gpu_memory_utilization=0.1", "--dry-run"), "the plan refuses"),
         ((CLUSTER, "--sbatch", "qos", "--dry-run"), "must be name=value"),
+        (
+            (CLUSTER, "--sbatch", "nodes=2", "--dry-run"),
+            "--sbatch nodes=2: the plan would not know of it; use cl",
+        ),
+        ((CLUSTER, "--sbatch", "--gpus-per-node=4", "--dry-run"), "use cluster.gpus_per_node="),
+        ((CLUSTER, "--sbatch", "time=00:01:00", "--dry-run"), "use --time"),
         ((QUICKSTART,), "sbatch is not on this machine"),
     ],
 )

@@ -95,8 +95,9 @@ def test_wrong_lengths_are_refused(tmp_path: Path, text: str, message: str) -> N
 def test_impossible_means_are_refused(recipe: Recipe) -> None:
     with pytest.raises(UserError, match="--lengths 99999: responses have 1 to 16384 tokens"):
         Assumptions(99999).lengths_of(recipe)
-    with pytest.raises(UserError, match="--prompt-length 0"):
-        Assumptions(100, prompt=0).lengths_of(recipe)
+    for prompt in (0, float("nan"), recipe.policy.max_total_sequence_length):
+        with pytest.raises(UserError, match=rf"--prompt-length {prompt:g}: .* fewer than policy\.max_total"):
+            Assumptions(100, prompt=prompt).lengths_of(recipe)
     with pytest.raises(UserError, match="--signal 0: a share"):
         plan_recipe(recipe, assumed=Assumptions(signal=0))
 
