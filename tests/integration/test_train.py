@@ -13,7 +13,6 @@ import warnings
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
