@@ -38,20 +38,8 @@ _LISTED = re.compile(r"(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 _UNIT = re.compile(r"[\sA-Za-z./^$%\u00b0-]*")
 _HEDGES = {
     *("about", "all", "almost", "and", "any", "around", "approximately", "but", "either", "except", "false"),
-    *(
-        "if",
-        "incorrect",
-        "least",
-        "most",
-        "no",
-        "nope",
-        "not",
-        "or",
-        "possibly",
-        "probably",
-        "unless",
-        "wrong",
-    ),
+    *("if", "incorrect", "least", "most", "no", "nope", "not", "or", "possibly", "probably", "unless"),
+    "wrong",
     # these make another value of it
     *("billion", "dozen", "half", "hundred", "million", "minus", "negative", "plus", "thousand", "trillion"),
 }
