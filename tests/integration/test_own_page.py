@@ -62,4 +62,4 @@ def test_the_page_works_as_it_is_written(folder):
 def test_a_run_goes_on_only_with_the_files_it_began_with(folder):
     (folder / "my_rewards.py").write_text("def brevity(response): return 0.5\n")
     said = output_of(nemo_grpo("train", "here.yaml", "--resume", cwd=folder), exit_code=2)
-    assert "--resume with another my_rewards.py than the run was started with" in said
+    assert "another my_rewards.py than runs/here was trained with" in said
