@@ -108,6 +108,7 @@ def test_a_pair_of_a_vote_without_verdict_is_compared_once(grader):
 
 def test_stopped_worker_is_replaced_after_the_wall_limit_and_its_request_asked_again():
     grader = MathGrader(wall_seconds=1.0)
+    grader.wall_seconds_each = 0.0
     before = set(workers())
     started_by(grader).suspend()
     start = time.monotonic()
@@ -121,6 +122,7 @@ def test_stopped_worker_is_replaced_after_the_wall_limit_and_its_request_asked_a
 def test_request_at_which_every_worker_stands_still_has_no_reply_after_two(tmp_path):
     (tmp_path / "own.py").write_text("import time\n\ndef still(response):\n    time.sleep(60)\n")
     with closing(own_function(f"{tmp_path}/own.py:still", wall_seconds=0.5)) as pool:
+        pool.wall_seconds_each = 0.0
         start = time.monotonic()
         assert pool.ask(({"response": ""}, None)) is None
         assert time.monotonic() - start > 0.9
