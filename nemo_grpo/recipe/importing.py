@@ -112,7 +112,7 @@ def _silent(given: _Given) -> Iterator[str]:
     """Defaults of TRL's that have no counterpart."""
     if not given("loss_type"):
         yield "loss_type is not given: the token mean of TRL's newer releases is taken"
-    if given("loss_type") == "cispo" and given("epsilon_high", 0) <= 1:
+    if not _trl_clip(given):
         yield "epsilon_high is not above 1, and bounds the weight itself in TRL's CISPO; the default is taken"
     if given("use_vllm") and "vllm_importance_sampling_correction" not in given.values:
         yield f"vllm_importance_sampling_correction is not given: {_TRL_CORRECTION}"
@@ -165,17 +165,13 @@ def _trl(given: _Given) -> dict[str, Any]:
     """With TRL 1.16's defaults. A batch is that of one process, several times accumulated."""
     size, rows = given("num_generations", 8), given("per_device_train_batch_size", 8) * given.num_gpus
     accumulated = given("gradient_accumulation_steps", 1)
-    lower = given("epsilon", 0.2)
-    lowest, upper = lower, given("epsilon_high", lower)
-    if given("loss_type") == "cispo":  # bounds the weight itself, from above alone
-        lowest, upper = 1.0, upper - 1
     return {
         "grpo.num_prompts_per_step": rows * given("steps_per_generation", accumulated) // size,
         "grpo.num_generations_per_prompt": size,
         "policy.train_global_batch_size": rows * accumulated,
         "data.max_input_seq_length": given("max_prompt_length", 512),
         "policy.generation.max_new_tokens": given("max_completion_length", 512),
-        **({"loss_fn.ratio_clip_min": lowest, "loss_fn.ratio_clip_max": upper} if upper > 0 else {}),
+        **_trl_clip(given),
         "loss_fn.advantage_eps": 1e-4,
         **({} if given("lr_scheduler_type") else {"policy.megatron_cfg.scheduler.lr_decay_style": "linear"}),
         "loss_fn.normalize_rewards": _is_scaled(given("scale_rewards", True)),
@@ -183,6 +179,17 @@ def _trl(given: _Given) -> dict[str, Any]:
         "cluster.num_nodes": -(-given.num_gpus // 8),
         **({} if given("loss_type") else {"loss_fn.variant": "grpo"}),
     }
+
+
+def _trl_clip(given: _Given) -> dict[str, Any]:
+    """The ratio's bounds; CISPO has one of the weight itself, from above, and not above 1 it is left out."""
+    lower = given("epsilon", 0.2)
+    upper = given("epsilon_high", lower)
+    if given("loss_type") == "cispo":
+        lower, upper = 1.0, upper - 1
+        if upper <= 0:
+            return {}
+    return {"loss_fn.ratio_clip_min": lower, "loss_fn.ratio_clip_max": upper}
 
 
 def _verl(given: _Given) -> dict[str, Any]:

@@ -157,6 +157,7 @@ CORRECTION = "use_importance_sampling_correction"
         ("loss_type: cispo\nepsilon_high: 5.0", {"ratio_clip_min": 1.0, "ratio_clip_max": 4.0}, None),
         ("loss_type: cispo", {"ratio_clip_min": None, "ratio_clip_max": None}, "epsilon_high"),
         ("loss_type: dapo\nepsilon_high: 0.28", {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}, None),
+        ("loss_type: grpo\nepsilon: 0.0", {"ratio_clip_min": 0.0, "ratio_clip_max": 0.0}, None),
         ("loss_type: grpo", {"advantage_eps": 1e-4, "aggregation": "sequence_mean"}, None),
         ("loss_type: sapo", {"variant": None}, 'loss_type="sapo"'),
         ("loss_type: grpo\nuse_vllm: true", {CORRECTION: None}, "vllm_importance_sampling_correction is not"),
