@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from checkpoints_conv.formats.model_folder import side_files
-from nemo_grpo.files import sha256_of
+from nemo_grpo.engine.inputs import content_hash
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, Task
 
@@ -47,7 +47,7 @@ def _marker(task: Task, source: Path, settings: object) -> Path | None:
     if not files:
         return None
     held_out = getattr(task.config, "validation_files", ())  # training drops the same questions
-    hashes = [sha256_of(Path(path)) for path in (*files, *held_out, *side_files(source))]
+    hashes = [content_hash(Path(path)) for path in (*files, *held_out, *side_files(source))]
     content = repr(
         (hashes, len(files), task.config, settings, version("transformers"), version("tokenizers"))
     )

@@ -53,7 +53,7 @@ def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:
     """
     before = _read(run)
     for name, path in files.items():
-        if name in before and path.is_file() and (now := _hash(path)) != before[name]:
+        if name in before and path.is_file() and (now := content_hash(path)) != before[name]:
             raise UserError(
                 f"{path} is not the file that {run} was trained with (SHA-256 {before[name][:12]} -> "
                 f"{now[:12]}); restore it, or {remedy}; if the change does not matter, remove "
@@ -64,7 +64,9 @@ def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:
 def keep_inputs(run: Path, files: Mapping[str, Path]) -> None:
     """Record the files that the run's folder has no record of yet."""
     before = _read(run)
-    found = {name: _hash(path) for name, path in files.items() if name not in before and path.is_file()}
+    found = {
+        name: content_hash(path) for name, path in files.items() if name not in before and path.is_file()
+    }
     if found:
         write_atomically(run / INPUTS_FILE, json.dumps(before | found, indent=2) + "\n")
 
@@ -77,12 +79,12 @@ def _read(run: Path) -> dict[str, str]:
         return {str(name): str(value) for name, value in dict(json.loads(path.read_text())).items()}
 
 
-def _hash(path: Path) -> str:
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file, which is read once in a process until it changes."""
     state = path.stat()
     return _hash_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
 
 
 @lru_cache(maxsize=1024)
 def _hash_of(path: Path, *_state: int) -> str:
-    """Once for all runs of a comparison."""
     return sha256_of(path)
