@@ -42,8 +42,10 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     folders = [folder for given in run_dirs for folder in run_folders(given)]
     if not folders:
         raise UserError("no run to report on; give the folder of at least one run that made a step")
-    named = {folder.resolve(): folder for folder in reversed(folders)}  # a folder has several names
-    return write_group_report(group_runs([read_run(folder) for folder in reversed(named.values())]), output)
+    named = dict[Path, Path]()
+    for folder in folders:
+        named.setdefault(folder.resolve(), folder)  # a folder has several names
+    return write_group_report(group_runs([read_run(folder) for folder in named.values()]), output)
 
 
 def write_group_report(

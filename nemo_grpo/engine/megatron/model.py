@@ -172,9 +172,8 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
         position_embedding_type="rope",
         rotary_base=spec.rope["rope_theta"],
     )
-    if (
-        spec.rope["rope_type"] == "llama3"
-    ):  # the constructor takes the factor alone, the others are Llama 3.1's
+    if spec.rope["rope_type"] == "llama3":
+        # the constructor takes the factor alone, its other numbers are Llama 3.1's
         embedding, scaling = model.rotary_pos_emb, {name: spec.rope[name] for name in _LLAMA3}
         embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **scaling)
     return model
