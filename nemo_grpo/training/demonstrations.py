@@ -1,6 +1,7 @@
 """Demonstrations in place of rollouts: problems to groups of one worked response each."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.base import stream
 from nemo_grpo.tasks.environment import MultiTurnTask
-from nemo_grpo.training.rollout import Group
+from nemo_grpo.training.rollout import Group, Scored
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Demonstrations:
         """That of a validation problem."""
         return self._of(problem, problem.id)
 
-    def check(self) -> None:
-        """Encode all training demonstrations, of an endless stream the first ones.
+    def check(self, problems: Sequence[Problem] = ()) -> None:
+        """Encode all training demonstrations, of an endless stream the first ones, and these problems'.
 
         Raises: UserError: see `demonstrated`.
         """
         for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
             self.training(index)
+        for problem in problems:
+            self.held_out(problem)
 
     def _of(self, problem: Problem, *seed: object) -> Group:
         prompt, rng = self.recipe.nemo_grpo.prompt, stream("demonstration", *seed)
@@ -89,4 +92,4 @@ def demonstrated(
         truncated=False,
         text=text,
     )
-    return Group(problem, prompt_tokens, [response])
+    return Group(problem, prompt_tokens, [Scored(response)])
