@@ -220,7 +220,7 @@ def supervised_recipe(recipe: Recipe, folder: Path) -> Recipe:
         "nemo_grpo": {
             "run_name": RUN,
             "runs_dir": str(folder),
-            "task": own.task.model_dump(),
+            "task": recipe.task.model_dump(),
             "prompt": own.prompt.model_dump(),
             "engine": own.engine.model_dump() | {"log_samples": 0, "diagnostics_period": 0},
             "export": {"hf": False},

@@ -31,7 +31,7 @@ from toy_policies import (
 )
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.loop import train
+from nemo_grpo.engine import loop
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
@@ -247,7 +247,7 @@ def lora_recipe(recipe):
 
 def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
     parts = begin(lora_recipe())
-    train(parts)
+    loop.train(parts)
     base = load_file(parts.source / "model.safetensors")
     merged = load_file(parts.folder.hf / "model.safetensors")
     adapter = load_file(parts.folder.hf_adapter / "adapter_model.safetensors")
@@ -273,11 +273,11 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
 def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe):
     constant = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
     whole = begin(lora_recipe(constant, name="whole"))
-    train(whole)
-    train(begin(lora_recipe(constant, "grpo.max_num_steps=1")))
+    loop.train(whole)
+    loop.train(begin(lora_recipe(constant, "grpo.max_num_steps=1")))
     resumed = begin(lora_recipe(constant), resume=True)
     assert resumed.state.step == 1
-    train(resumed)
+    loop.train(resumed)
     assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
 
 
