@@ -1,4 +1,4 @@
-"""What the embedded engine refuses before it builds anything: settings it would ignore, unfit layouts."""
+"""Refusals of the embedded engine before it builds anything: settings it would ignore, unfit layouts."""
 
 import os
 from pathlib import Path

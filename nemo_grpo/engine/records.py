@@ -1,4 +1,4 @@
-"""What a step leaves in metrics.jsonl and samples.jsonl."""
+"""Rows of metrics.jsonl and samples.jsonl, and the note beside the progress bar."""
 
 import time
 from dataclasses import asdict

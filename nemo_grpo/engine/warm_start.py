@@ -91,6 +91,8 @@ def _fine_tune(recipe: Recipe, model: Path) -> None:
         tensors = list(parts.policy.named_tensors())  # every rank takes part in gathering them
         if parallel.is_rank_zero():
             export(tensors, model, model, torch.float32, training=None)
+    except UserError as error:
+        raise UserError(f"nemo_grpo.warm_start: {error}") from None
     finally:
         if not joined:
             parallel.shut_down()

@@ -26,12 +26,12 @@ class Demonstrations:
     tokenizer: Any
 
     def training(self, index: int) -> Group:
-        """That of problem number ``index`` of the training stream."""
+        """Return the demonstration of problem number ``index`` of the training stream."""
         seed = self.recipe.grpo.seed
         return self._of(self.task.train_problem(index, seed), seed, index)
 
     def held_out(self, problem: Problem) -> Group:
-        """That of a validation problem."""
+        """Return the demonstration of a validation problem."""
         return self._of(problem, problem.id)
 
     def check(self, problems: Sequence[Problem] = ()) -> None:
@@ -61,7 +61,7 @@ def demonstrated(
     key: str,
     prompt_tokens: list[int] | None = None,
 ) -> Group:
-    """A problem with its demonstration, up to the end-of-sequence token.
+    """Lay out a problem with its demonstration, up to the end-of-sequence token.
 
     What the task's environment says in between is context, as in a rollout. Nothing was sampled or scored:
     logprobs and reward are 0.

@@ -131,16 +131,6 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, eos):
         end_tokens(tmp_path, SimpleNamespace(eos_token_id=7))
 
 
-def test_overlong_penalty_is_the_recipes():
-    """Within 10: 4 tokens of buffer, so 8 is half way through it."""
-    shaping = "{enabled: true, max_response_length: 10, overlong_buffer_length: 4"
-    penalty = setup.overlong_penalty_of(
-        recipe(f"++grpo.reward_shaping={shaping}, overlong_buffer_penalty: 0.5}}")
-    )
-    assert penalty(torch.tensor([6, 8, 10, 12])).tolist() == [0.0, -0.25, -0.5, -0.5]
-    assert setup.overlong_penalty_of(recipe()) is None
-
-
 @pytest.mark.parametrize(
     ("state", "stopping", "saves"),
     [

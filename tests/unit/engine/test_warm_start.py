@@ -246,7 +246,7 @@ def test_the_loser_of_a_race_keeps_the_winners_folder(tmp_path, task, monkeypatc
     ("changes", "message"),
     [
         ({"vocab_size": 262}, "vocab_size=262 is too small.*at least 263"),
-        ({"max_position_embeddings": 20}, r"max_position_embeddings=20: .* has \d+ tokens"),
+        ({"max_position_embeddings": 20}, r"nemo_grpo\.warm_start: .*=20: .* has \d+ tokens"),
     ],
 )
 def test_impossible_settings_are_user_errors_and_leave_nothing(tmp_path, task, changes, message):
