@@ -220,7 +220,7 @@ def build(recipe: Recipe, source: Path, folder: RunFolder) -> Parts:
         generator=build_generator(recipe, source),
         sampling=training_sampling(recipe, ends),
         validation_sampling=validation_sampling(recipe, ends),
-        problems=task.validation_problems(recipe.grpo.num_val_problems),
+        problems=task.validation_problems(recipe.grpo.num_val_problems) if recipe.grpo.validates else [],
         saver=Saver(store, policy, source, recipe.policy.megatron_cfg.checkpoint.async_save),
         demonstrations=Demonstrations(recipe, task, tokenizer) if learns else None,
     )

@@ -32,6 +32,7 @@ from nemo_grpo.recipe import Recipe, load_recipe_dict
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.tasks import Prompt, Task
+from nemo_grpo.tasks.environment import make_ready
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -65,6 +66,7 @@ def starting_policy(recipe: Recipe) -> Path:
         return Path(recipe.policy.model_name)
     config, task, prompt = recipe.nemo_grpo.warm_start, recipe.task.build(), recipe.nemo_grpo.prompt
     assert config is not None
+    from_first_rank(partial(make_ready, task))
     target = Path(config.cache_dir).expanduser() / cache_key(config, task, prompt)
     unfinished = from_first_rank(partial(_begin, config, task, target))
     if unfinished is None:

@@ -117,7 +117,7 @@ def test_a_corpus_that_is_missing_ends_the_run_before_it_begins(recipe, tmp_path
 
 
 def test_a_run_searches_learns_and_resumes_exactly(recipe):
-    run = resumed_exactly(partial(recipe, *SMALL, of=SEARCH_QA)).run.path
+    run = resumed_exactly(partial(recipe, *SMALL, of=SEARCH_QA)).folder.path
     last = rows(run)[-1]
     assert last["episode/num_searches"] > 0.5
     assert last["episode/num_turns"] > 1
