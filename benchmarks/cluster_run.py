@@ -92,13 +92,12 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nemo_grpo.engine.setup import model_source
+    from nemo_grpo.engine.warm_start import starting_policy
     from nemo_grpo.hf_folder import no_transformers_bars
 
     if embedded.nemo_grpo.warm_start is None:
         raise UserError("nemo_grpo.warm_start=null: --policy-of needs a recipe with a warm start")
-    torch.set_num_threads(embedded.nemo_grpo.engine.num_threads)
-    source = model_source(embedded, embedded.nemo_grpo.task.build())
+    source = starting_policy(embedded)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     with no_transformers_bars():
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)

@@ -160,23 +160,24 @@ class VowelTask:
 
 
 def run_ours(config: Config, folder: Path, profile: bool) -> None:
-    """Train as `Trainer.train` does between validations and checkpoints."""
-    from nemo_grpo.engine.trainer import Trainer
+    """Train as `train` does between validations and checkpoints."""
+    from nemo_grpo.engine.run import begin
+    from nemo_grpo.engine.steps import reinforce
     from nemo_grpo.tasks.scoring import Scorer
 
     recipe = recipe_of(config, folder)
-    trainer = Trainer(recipe)
-    trainer.scorer = Scorer(VowelTask(trainer.task), recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
-    assert not trainer.objective.needs_reference
+    parts = begin(recipe)
+    parts.scorer = Scorer(VowelTask(parts.task), recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
+    assert not parts.learner.objective.needs_reference
     turns, going, profiler = Turns(), True, cProfile.Profile()
     while going:
-        if profile and trainer.state.step == WARM_UP_STEPS:
+        if profile and parts.state.step == WARM_UP_STEPS:
             profiler.enable()
-        row = trainer.train_step()
-        trainer.run.append_metrics(row)
+        row = reinforce(parts)
+        parts.folder.append_metrics(row)
         assert row["steps/no_signal"] == row["steps/skipped"] == 0
-        parts = {name: row[f"time/{name}"] for name in ("rollout", "score", "update")}
-        going = turns.step_done(length=row["length/mean"], **parts)
+        times = {name: row[f"time/{name}"] for name in ("rollout", "score", "update")}
+        going = turns.step_done(length=row["length/mean"], **times)
     profiler.disable()
     if profile:
         profiler.dump_stats(folder / "profile")
@@ -316,13 +317,13 @@ class Side:
 
 def prepare(name: str, folder: Path) -> None:
     """Leave in ``folder`` what TRL's side needs: the model's folder, and prompts as our side encodes them."""
-    from nemo_grpo.engine.setup import model_source
+    from nemo_grpo.engine.warm_start import starting_policy
     from nemo_grpo.hf_folder import load_tokenizer
     from nemo_grpo.tasks import encode_prompt
 
     recipe = recipe_of(CONFIGS[name], folder)
     task = recipe.nemo_grpo.task.build()
-    source = model_source(recipe, task)
+    source = starting_policy(recipe)
     tokenizer = load_tokenizer(source)
     problems = [task.train_problem(number, recipe.grpo.seed) for number in range(2000)]
     encoded = [encode_prompt(tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]

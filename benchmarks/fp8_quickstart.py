@@ -21,8 +21,9 @@ import te_on_cpu  # noqa: E402
 
 te_on_cpu.install()  # before megatron-core is imported
 
+from nemo_grpo.engine.loop import train as train_steps  # noqa: E402
 from nemo_grpo.engine.megatron import model, options  # noqa: E402
-from nemo_grpo.engine.trainer import Trainer  # noqa: E402
+from nemo_grpo.engine.run import begin  # noqa: E402
 from nemo_grpo.recipe import load_recipe  # noqa: E402
 
 HOPPER = options.Machine((9, 0), transformer_engine=True, cuda=(13, 0))
@@ -52,9 +53,9 @@ def train(name: str, out: Path, steps: int, overrides: list[str]) -> list[dict[s
         mock.patch.object(model, "transformer_impl", return_value=impl),
         mock.patch.object(options, "this_machine", return_value=HOPPER),
     ):
-        trainer = Trainer(recipe, resume=(out / name).exists())
-        if trainer.state.step < steps:
-            trainer.train()
+        parts = begin(recipe, resume=(out / name).exists())
+        if parts.state.step < steps:
+            train_steps(parts)
     return [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.engine_vs_trl import CONFIGS, ROOT, recipe_of
 from nemo_grpo.engine import setup
+from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.hf_folder import end_tokens, load_tokenizer
 from nemo_grpo.sampling.decoder import matrices
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
@@ -29,7 +30,7 @@ def measure(name: str, repetitions: int) -> None:
     torch.set_num_threads(1)
     recipe = recipe_of(CONFIGS[name], ROOT / "runs")
     task = recipe.nemo_grpo.task.build()
-    source = setup.model_source(recipe, task)
+    source = starting_policy(recipe)
     tokenizer = load_tokenizer(source)
     sampling = setup.training_sampling(recipe, end_tokens(source, tokenizer))
     problems = [task.train_problem(number, 0) for number in range(recipe.grpo.num_prompts_per_step)]

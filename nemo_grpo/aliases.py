@@ -1,4 +1,4 @@
-"""What TRL, verl and OpenRLHF call a recipe's keys: for advice on unknown keys, and docs/coming_from.md."""
+"""Names that TRL, verl and OpenRLHF have for a recipe's keys: advice on unknown keys, docs/coming_from.md."""
 
 from typing import NamedTuple
 

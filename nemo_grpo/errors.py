@@ -14,12 +14,12 @@ class UserError(ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, without its further lines and full stop; else the error's name."""
+    """Return the first line of another library's error, without full stop; else the error's name."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def how_ended(code: int) -> str:
-    """How a process ended, by its return code: ``exit code 1``, or ``killed by SIGTERM``."""
+    """Describe the end of a process by its return code: ``exit code 1``, or ``killed by SIGTERM``."""
     if code >= 0:
         return f"exit code {code}"
     memory = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
@@ -27,7 +27,7 @@ def how_ended(code: int) -> str:
 
 
 UNREADABLE = (OSError, ValueError, ArithmeticError, RecursionError, MemoryError)
-"""What parsers raise, and pydantic, for input that is not what it should be."""
+"""Errors that parsers and pydantic raise for malformed input."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What this machine's processor is, as its identity says: the same answer in every process of a run.
+"""Abilities of this machine's processor, by its identity: the same in every process of a run.
 
 A choice by timing could fall differently when a run resumes, and its numbers with it.
 """

@@ -1,4 +1,4 @@
-"""Where long work stands: a bar on a terminal, one plain log line every so often elsewhere."""
+"""Progress of long work: a bar on a terminal, elsewhere one plain log line every so often."""
 
 import logging
 import threading

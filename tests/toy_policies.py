@@ -1,6 +1,7 @@
 """Small policies on megatron-core, steps to train them on, and what makes two updates the same."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from small_models import small_config
 from transformers import AutoModelForCausalLM
 
-from nemo_grpo import TokenBatch, build_objective
+from nemo_grpo import TokenBatch, build_objective, shipped
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.results import UpdateResult
+from nemo_grpo.engine.warm_start import starting_policy
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.training.rollout import Sequences
@@ -47,6 +50,13 @@ def hf_model(family: str = "qwen2-tied", num_layers: int = 2) -> torch.nn.Module
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     return model
+
+
+def warm_started(cache: Path, **settings: object) -> Path:
+    """The quickstart's starting policy with other settings of `WarmStart`."""
+    settings["cache_dir"] = cache
+    given = [f"nemo_grpo.warm_start.{name}={value}" for name, value in settings.items()]
+    return starting_policy(load_recipe(shipped.recipe_file("quickstart"), given))
 
 
 def policy_of(

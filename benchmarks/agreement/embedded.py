@@ -33,9 +33,8 @@ def run(case: Case, folder: Path) -> list[StepResult]:
     objective, state, steps = recipe.loss_fn.build(), TrainingState(), batches(folder)
     results = []
     for number, num_updates in enumerate(case.updates):
-        learner = Learner(case.recipe(folder, num_updates), objective, policy)
-        prepared, updates = learner.learn(steps[number % len(steps)], state, Clock())
-        state.step += 1
+        learner = Learner(case.recipe(folder, num_updates), objective, policy, state)
+        prepared, updates = learner.learn(steps[number % len(steps)], Clock())
         batch = prepared.batch
         tensors = {
             "advantages": prepared.advantages,

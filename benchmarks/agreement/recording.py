@@ -1,6 +1,6 @@
 """What both engines are given (a small model, recorded responses, recipes) and what they give back."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,8 @@ def sample(recipe: Recipe) -> list[Step]:
             problems,
             Request(prompts, NUM_GENERATIONS, sampling, number),
         )
-        steps.append(assemble(groups, overlong=None, drop_truncated=True))
+        step = assemble(groups)
+        steps.append(replace(step, sample_mask=~step.truncated))
     return steps
 
 

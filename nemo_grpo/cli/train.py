@@ -41,6 +41,6 @@ def train(
 
     try_own_loss(loaded)
 
-    from nemo_grpo.engine.run_command import run_recipe
+    from nemo_grpo.engine.run import run_recipe
 
     sys.exit(run_recipe(loaded, sys.argv[1:], resume=resume))

@@ -54,7 +54,7 @@ def aggregate(
 
 
 def group_mean_factors(batch: TokenBatch, groups: Groups) -> Tensor:
-    """What a token of each row weighs in a mean over groups: (sequences / groups) / tokens of its group.
+    """Compute each row's token weight in a mean over groups: (sequences / groups) / tokens of its group.
 
     Divided by the number of sequences, the weighted tokens add up to the mean over groups, and a loss that
     knows only the step's counts of tokens and sequences can take it. Several updates per step, each of whole

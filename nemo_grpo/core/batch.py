@@ -179,7 +179,7 @@ def global_counts(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """What `Objective.prepare` returns: only sums over tokens remain.
+    """A prepared step, as `Objective.prepare` returns it: only sums over tokens remain.
 
     Attributes:
         batch: the tokens, cleaned under the mask.

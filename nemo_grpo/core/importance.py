@@ -20,7 +20,7 @@ Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
 @dataclass(frozen=True)
 class ImportanceCorrection:
-    """How the policy term is reweighted.
+    """Reweighting of the policy term by policy over sampler.
 
     Attributes: truncation: None: w as it is.  lower, upper: bounds of w.
                 sequence_level: one weight per response.

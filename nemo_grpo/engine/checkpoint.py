@@ -72,7 +72,7 @@ class CheckpointStore:
         return final
 
     def temporary(self, step: int) -> Path:
-        """Where a checkpoint lies between `begin` and `complete`."""
+        """Return the folder of a checkpoint between `begin` and `complete`."""
         return self.folder / f"{_TEMPORARY}{_name(step)}"
 
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ class CheckpointStore:
 
 
 def _delete(path: Path) -> None:
-    """What cannot be deleted now is tried again at the next save: no reason to end a run."""
+    """Delete; a failure is tried again at the next save and is no reason to end a run."""
     try:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:  # NFS keeps files that are open

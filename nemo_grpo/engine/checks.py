@@ -1,11 +1,12 @@
-"""What the embedded engine refuses before it builds anything: settings it would ignore, unfit layouts."""
+"""Refusals of the embedded engine before it builds anything: settings it would ignore, unfit layouts."""
 
 import os
 from pathlib import Path
 
+import torch
+
 from nemo_grpo.engine.megatron import options
 from nemo_grpo.engine.resume import check_same_run
-from nemo_grpo.engine.setup import choose_device
 from nemo_grpo.errors import UserError
 from nemo_grpo.families import COMPUTED, read_spec
 from nemo_grpo.hf_folder import check_model_folder, load_config
@@ -90,3 +91,28 @@ def check_model_source(recipe: Recipe) -> None:
     """
     if recipe.policy.model_name is not None:
         check_model_folder(Path(recipe.policy.model_name), "policy.model_name")
+
+
+def choose_device(recipe: Recipe) -> torch.device:
+    """Return this rank's device; ``auto`` is CUDA where there is one, and LOCAL_RANK says which.
+
+    Raises: UserError: cuda is asked for and not there, there are fewer GPUs than ranks, or cpu is asked for
+            where megatron-core sees a GPU.
+    """
+    wanted, found = recipe.nemo_grpo.engine.device, torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise UserError("nemo_grpo.engine.device=cuda: torch finds no CUDA device; use auto or cpu")
+    if wanted == "cpu" and found:
+        raise UserError(
+            "nemo_grpo.engine.device=cpu: megatron-core uses a GPU that it sees; hide it with "
+            "CUDA_VISIBLE_DEVICES= in the environment, or use auto"
+        )
+    if not found:
+        return torch.device("cpu")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise UserError(
+            f"cluster.gpus_per_node={recipe.cluster.gpus_per_node}: rank {local_rank} of this node has no "
+            f"GPU, torch finds {num_gpus}; use {num_gpus}"
+        )
+    return torch.device("cuda", local_rank)

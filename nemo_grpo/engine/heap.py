@@ -27,6 +27,6 @@ def give_back() -> None:
 
 
 def _call(name: str, *arguments: int) -> int:
-    """What a function of the C library returns; 0 where it has none of this name."""
+    """Call a function of the C library; 0 where it has none of this name."""
     function = getattr(ctypes.CDLL(None), name, None)
     return 0 if function is None else int(function(*arguments))

@@ -16,7 +16,7 @@ from nemo_grpo.training.signals import EXIT_INTERRUPTED, SIGNALS
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0
-"""How long the other ranks may take to end after one has failed, before they are killed."""
+"""Seconds that the other ranks have to end after one has failed, before they are killed."""
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:

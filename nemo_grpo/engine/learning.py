@@ -1,4 +1,4 @@
-"""What a step teaches the policy: score, prepare the objective on whole groups, update."""
+"""Learning from a step: score, prepare the objective on whole groups, update."""
 
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,7 @@ from nemo_grpo.training.rollout import Step
 
 @dataclass
 class TrainingState:
-    """Where a run stands; all that a resumed run needs besides policy and optimizer.
+    """Position of a run; all that a resumed run needs besides policy and optimizer.
 
     Every random choice of a step is seeded by the run's seed and the counters here, so there is no generator
     state.
@@ -37,8 +37,10 @@ class TrainingState:
     reached_goal: bool = False
     carried: dict[str, float] = field(default_factory=dict)
 
-    def count(self, updates: list[UpdateResult]) -> None:
-        """Count a step by its updates."""
+    def count(self, updates: list[UpdateResult], num_tokens: int) -> None:
+        """Count a finished step by its updates and response tokens."""
+        self.step += 1
+        self.tokens += num_tokens
         if not updates:
             self.no_signal += 1
             return
@@ -47,46 +49,38 @@ class TrainingState:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Learner:
     """The recipe's objective, applied to the policy step by step."""
 
     recipe: Recipe
     objective: Objective
     policy: MegatronPolicy
+    state: TrainingState = field(default_factory=TrainingState)
 
-    @property
-    def temperature(self) -> float:
-        """Divides the logits: the rollouts' sampling temperature; 1 where nothing is sampled."""
-        learns = self.recipe.loss_fn.learns_from_demonstrations
-        return 1.0 if learns else self.recipe.policy.generation.temperature
-
-    def learn(
-        self, step: Step, state: TrainingState, clock: Clock
-    ) -> tuple[PreparedBatch, list[UpdateResult]]:
-        """Score, prepare and update; what the step looked like, and its updates.
+    def learn(self, step: Step, clock: Clock) -> tuple[PreparedBatch, list[UpdateResult]]:
+        """Score, prepare and update; returns what the step looked like, and its updates.
 
         The forward pass of an update that is the step's only one also scores, if the advantages do not wait
         for that. Rows that it leaves out keep the sampler's logprobs.
         """
-        if self.objective.needs_scores or self.recipe.num_updates_per_step > 1:
-            prepared = self.prepare(step, state, self.score(step), self.reference(step))
-            state.carried = prepared.carried
-            clock.lap("time/score")
-            updates = self.update(prepared, step, state)
-            clock.lap("time/update")
-            return prepared, updates
-        unscored, reference = Scores(step.generation_logprobs), self.reference(step)
+        scores_first = self.objective.needs_scores or self.recipe.num_updates_per_step > 1
+        scores = self.score(step) if scores_first else Scores(step.generation_logprobs)
+        reference = self.reference(step)
         clock.lap("time/score")
-        updates = self.update(self.prepare(step, state, unscored, reference), step, state, scoring=True)
-        scores, scored = (updates[0].scores, updates[0].computed) if updates else (self.score(step), None)
-        assert scores is not None
-        prepared = self.prepare(step, state, scores, reference, scored)
+        prepared = self.prepare(step, scores, reference)
+        updates = self.update(prepared, step, scoring=not scores_first)
+        if not scores_first:
+            found, scored = (updates[0].scores, updates[0].computed) if updates else (self.score(step), None)
+            assert found is not None
+            prepared = self.prepare(step, found, reference, scored)
+        self.state.carried = prepared.carried
+        self.state.count(updates, int(step.token_mask.sum()))
         clock.lap("time/update")
         return prepared, updates
 
     def score(self, step: Step, *, with_entropies: bool = True) -> Scores:
-        """The policy's logprobs and entropies."""
+        """Compute the policy's logprobs and entropies of a step's tokens."""
         policy = self.recipe.policy
         return self.policy.score(
             step.sequences,
@@ -97,35 +91,27 @@ class Learner:
         )
 
     def reference(self, step: Step) -> Tensor | None:
-        """The reference policy's logprobs, if the objective needs them."""
+        """Compute the reference policy's logprobs, if the objective needs them."""
         if not self.objective.needs_reference:
             return None
         with self.policy.reference_weights():
             return self.score(step, with_entropies=False).logprobs
 
     def prepare(
-        self,
-        step: Step,
-        state: TrainingState,
-        scores: Scores,
-        reference: Tensor | None,
-        scored: Tensor | None = None,
+        self, step: Step, scores: Scores, reference: Tensor | None = None, scored: Tensor | None = None
     ) -> PreparedBatch:
         """Decide advantages and weights on whole groups; ``scored``: see `TokenBatch`."""
         logprobs = scores.logprobs
         if scored is not None:
             logprobs = torch.where(scored[:, None], logprobs, step.generation_logprobs)
         batch = step.token_batch(logprobs, scores.entropies, reference)
-        batch = replace(batch, carried=state.carried, scored=scored)
-        return self.objective.prepare(batch, seed=step_seed(self.recipe.grpo.seed, state.step))
+        batch = replace(batch, carried=self.state.carried, scored=scored)
+        return self.objective.prepare(batch, seed=step_seed(self.recipe.grpo.seed, self.state.step))
 
-    def update(
-        self, prepared: PreparedBatch, step: Step, state: TrainingState, *, scoring: bool = False
-    ) -> list[UpdateResult]:
-        """One optimizer step per train_global_batch_size rows; none where nothing has a gradient."""
-        policy = self.recipe.policy
-        results = []
-        num_rows, learns = len(step.rewards), self.objective.rows_with_gradient(prepared)
+    def update(self, prepared: PreparedBatch, step: Step, *, scoring: bool = False) -> list[UpdateResult]:
+        """Make one optimizer step per train_global_batch_size rows; none where nothing has a gradient."""
+        policy, num_rows, results = self.recipe.policy, len(step.rewards), []
+        learns = self.objective.rows_with_gradient(prepared)
         for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
             # Where the gradient is 0 there is no update: Adam's momentum and weight decay would make one.
             if not learns[rows].any():
@@ -142,5 +128,10 @@ class Learner:
                     scoring=scoring,
                 )
             )
-        state.count(results)
         return results
+
+    @property
+    def temperature(self) -> float:
+        """Divisor of the logits: the rollouts' sampling temperature; 1 where nothing is sampled."""
+        learns = self.recipe.loss_fn.learns_from_demonstrations
+        return 1.0 if learns else self.recipe.policy.generation.temperature

@@ -1,4 +1,4 @@
-"""What ``policy.precision: auto`` is on this machine, and a word where BF16 is a poor choice."""
+"""Precision of a run: resolves ``auto``, and warns where BF16 is slow on this processor."""
 
 import logging
 

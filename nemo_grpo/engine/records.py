@@ -1,4 +1,4 @@
-"""What a step leaves in metrics.jsonl and samples.jsonl."""
+"""Rows of metrics.jsonl and samples.jsonl, and the note beside the progress bar."""
 
 import time
 from dataclasses import asdict
@@ -26,10 +26,10 @@ def mean_scores(groups: list[Group]) -> dict[str, float]:
     """Means over the step's responses: each reward component, whether one was not finite, whether it was cut
     off, its turns if any.
     """
-    responses = [response for group in groups for response in group.responses]
-    means = component_means([response.scores for response in responses])
-    means["length/truncated"] = sum(r.truncated for r in responses) / len(responses)
-    episodes = [asdict(r.episode) for r in responses if r.episode is not None]
+    responses = [one for group in groups for one in group.responses]
+    means = component_means([one.scores for one in responses])
+    means["length/truncated"] = sum(one.response.truncated for one in responses) / len(responses)
+    episodes = [asdict(one.response.episode) for one in responses if one.response.episode is not None]
     counts = episodes[0] if episodes else ()
     return means | {f"episode/{name}": sum(e[name] for e in episodes) / len(episodes) for name in counts}
 
@@ -40,7 +40,7 @@ def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[s
     Args: drop_truncated: see `Group.has_signal`.
     """
     with_signal = sum(group.has_signal(drop_truncated=drop_truncated) for group in drawn) / len(drawn)
-    scores = [[response.scores for response in group.responses] for group in drawn]
+    scores = [[one.scores for one in group.responses] for group in drawn]
     return right_and_wrong(scores) | {"rollout/with_signal": with_signal}
 
 
@@ -54,20 +54,20 @@ def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
 
 def sample_rows(step: int, groups: list[Group], num_samples: int) -> list[dict[str, Any]]:
     """The first ``num_samples`` responses of a step, for samples.jsonl."""
-    flat = [(group, response) for group in groups for response in group.responses]
+    flat = [(group, one) for group in groups for one in group.responses]
     return [
         {
             "step": step,
             "problem": group.problem.id,
             "question": group.problem.question,
-            "response": response.text,
+            "response": one.response.text,
             "answer": group.problem.answer,
-            "reward": response.reward,
-            "scores": response.scores,
-            "truncated": response.truncated,
-            "num_tokens": len(response.tokens),
+            "reward": one.reward,
+            "scores": one.scores,
+            "truncated": one.response.truncated,
+            "num_tokens": len(one.response.tokens),
         }
-        for group, response in flat[:num_samples]
+        for group, one in flat[:num_samples]
     ]
 
 

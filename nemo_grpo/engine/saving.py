@@ -1,4 +1,4 @@
-"""A run's checkpoints as they come, at once or written while training goes on, and its exports."""
+"""Checkpoints of a run, written at once or in the background, and its exports."""
 
 import shutil
 from collections.abc import Iterator
@@ -33,13 +33,15 @@ class Saver:
     """Writes the policy into the store; every rank calls its methods at the same points.
 
     Attributes: source: the model folder whose tokenizer and config.json go along.
-                behind: return while the tensors are still being written; at most one save is under way.
+                asynchronous: return while the tensors are still being written; at most one save is under way.
+                saved: step of the newest checkpoint.
     """
 
     store: CheckpointStore
     policy: MegatronPolicy
     source: Path
-    behind: bool = False
+    asynchronous: bool = False
+    saved: int = 0
     _under_way: tuple[int, dict[str, Any], PendingWrite] | None = field(default=None, init=False)
 
     def save(self, step: int, info: dict[str, Any]) -> None:
@@ -52,8 +54,10 @@ class Saver:
             folder = self.store.begin(step)
             if self.store.leads:
                 copy_side_files(self.source, folder / TOKENIZER)
-            self._under_way = step, info, begin_save(self.policy, folder / WEIGHTS, step, behind=self.behind)
-        if not self.behind:
+            write = begin_save(self.policy, folder / WEIGHTS, step, behind=self.asynchronous)
+            self._under_way = step, info, write
+        self.saved = step
+        if not self.asynchronous:
             self.finish()
 
     def finish_if_written(self) -> None:

@@ -1,32 +1,229 @@
 """From a recipe to the parts of a run."""
 
 import logging
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from nemo_grpo.core.reward_shaping import overlong_penalty
-from nemo_grpo.engine.megatron import options
+from nemo_grpo.engine import heap, validation
+from nemo_grpo.engine.checked_prompts import check_training_prompts
+from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
+from nemo_grpo.engine.checks import check, check_ranks, choose_device
+from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
+from nemo_grpo.engine.learning import Learner, TrainingState
+from nemo_grpo.engine.megatron import options, parallel
+from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
-from nemo_grpo.engine.megatron.parallel import is_rank_zero
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.engine.precision import choose_precision
+from nemo_grpo.engine.resume import ANOTHER_RUN
+from nemo_grpo.engine.saving import Saver
 from nemo_grpo.errors import UserError
-from nemo_grpo.hf_folder import load_config, load_weights
+from nemo_grpo.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.sampling.generate_distributed import DistributedGenerator
+from nemo_grpo.sampling.generate_distributed import DistributedGenerator, from_first_rank
 from nemo_grpo.sampling.generators import build_local
+from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Generator, SamplingParams
-from nemo_grpo.tasks import Task
+from nemo_grpo.tasks import Problem, Task
+from nemo_grpo.tasks.environment import make_ready
+from nemo_grpo.tasks.retriever import RetrieverError
+from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
+from nemo_grpo.training.demonstrations import Demonstrations
+from nemo_grpo.training.run_folder import RunFolder
+from nemo_grpo.training.trackers import open_trackers
 
 log = logging.getLogger(__name__)
 
+ON_EVERY_RANK = (RewardsFailed, RetrieverError, UserError)
+"""Errors raised identically on every rank."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Parts:
+    """Parts of a run, and its position.
+
+    Attributes: source: model folder that the policy started from.
+                problems: for validation.  demonstrations: of a supervised run.
+                validated: metrics of the validation of these weights; empty: there was none.
+                pending: row of the last step that metrics.jsonl lacks; a checkpoint keeps it.
+    """
+
+    recipe: Recipe
+    source: Path
+    folder: RunFolder
+    task: Task
+    scorer: Scorer
+    tokenizer: Any
+    policy: MegatronPolicy
+    learner: Learner
+    generator: Generator
+    sampling: SamplingParams
+    validation_sampling: SamplingParams
+    problems: list[Problem]
+    saver: Saver
+    demonstrations: Demonstrations | None = None
+    validated: dict[str, float] = field(default_factory=dict)
+    pending: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def state(self) -> TrainingState:
+        """The run's counters."""
+        return self.learner.state
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no step is left to train."""
+        return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
+
+    def encode(self, problems: list[Problem]) -> list[list[int]]:
+        """Return the token ids of the problems' prompts.
+
+        Raises: UserError: a prompt with its response is longer than the context.
+        """
+        return encode_prompts(problems, self.tokenizer, self.recipe.nemo_grpo.prompt, **self._limits)
+
+    def check_training_data(self) -> None:
+        """Encode all training prompts or demonstrations, of an endless stream the first ones.
+
+        Raises: UserError: one cannot be used.
+        """
+        if self.demonstrations is not None:
+            self.demonstrations.check(self.problems)
+            return
+        seed, settings = self.recipe.grpo.seed, (self.recipe.nemo_grpo.prompt, self._limits)
+        from_first_rank(lambda: check_training_prompts(self.task, self.encode, seed, self.source, settings))
+
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from a checkpoint."""
+        info = read_info(checkpoint)
+        load_policy(self.policy, checkpoint / WEIGHTS)
+        goal = validation.reached_goal(self.recipe.grpo, info["metrics"])  # which may have been raised
+        self.learner.state = replace(TrainingState(**info["state"]), reached_goal=goal, skipped_in_a_row=0)
+        self.validated, self.pending = info["metrics"], info.get("unlogged", {})
+        self.saver.saved = self.state.step
+        log.info("resuming from %s", checkpoint)
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment; with async_save it is complete some steps later."""
+        heap.give_back()
+        info = {"state": asdict(self.state), "metrics": self.validated, "unlogged": self.pending}
+        self.saver.save(self.state.step, info)
+
+    @contextmanager
+    def saved_before_failure(self) -> Iterator[None]:
+        """Before an error within the block ends the run, save the steps that were made.
+
+        Of several ranks all must fail, since a save waits for every one. A policy whose logits are not finite
+        is not worth saving.
+        """
+        position = self.state.next_problem
+        try:
+            yield
+        except Exception as error:
+            self.state.next_problem = position
+            alike = self.recipe.world_size == 1 or isinstance(error, ON_EVERY_RANK)
+            saves = alike and not isinstance(error, FloatingPointError) and self.recipe.checkpointing.enabled
+            if saves and self.state.step > self.saver.saved:
+                self.save()
+                self.saver.finish()
+                log.error("step %d is saved, from which --resume continues", self.saver.saved)
+            raise
+
+    @property
+    def _limits(self) -> dict[str, int]:
+        return {
+            "limit": self.recipe.policy.max_total_sequence_length,
+            "max_new_tokens": self.sampling.max_new_tokens,
+            "vocab_size": self.policy.hf.vocab_size,
+        }
+
+
+def set_up(recipe: Recipe, source: Path, *, resume: bool = False) -> Parts:
+    """Check everything, build model, sampler and optimizer, and open the run's folder.
+
+    Args:   source: model folder to start from.  resume: continue from the newest checkpoint.
+    Raises: UserError: the recipe asks for what this engine or this machine does not have, the run folder
+                exists and ``resume`` is False, or a checkpoint does not fit.
+    """
+    began_as = check(recipe, resume=resume)
+    check_ranks(recipe)
+    torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
+    heap.keep()
+    device = choose_device(recipe)
+    parallel.initialize(recipe.policy.megatron_cfg.layout, device, recipe.grpo.seed)
+    leads = parallel.is_rank_zero()
+    folder = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
+    if resume:
+        folder.lock()
+    recipe = choose_precision(recipe, device, began_as, leads=leads)
+    parts = build(recipe, source, folder)
+    inputs = from_first_rank(lambda: data_files(recipe) | model_files(source))
+    if resume:
+        used = used_when_resumed(inputs, recipe, has_reference=parts.learner.objective.needs_reference)
+        from_first_rank(lambda: check_inputs(folder.path, used, ANOTHER_RUN))
+    parts.encode(parts.problems)  # a problem that cannot be used ends the run now, not at its turn
+    parts.check_training_data()
+    checkpoint = parts.saver.store.newest_whole() if resume else None
+    if checkpoint is not None:
+        parts.restore(checkpoint)
+    from_step = -1 if checkpoint is None else parts.state.step
+    # A finished run keeps the recipe that it was trained with.
+    kept = began_as if began_as and parts.has_ended and not parts.pending else recipe
+    folder.open(
+        kept.to_yaml(),
+        recipe.own_files,
+        from_step=from_step,
+        trackers=lambda path: open_trackers(recipe, path, from_step),
+    )
+    if leads:  # not before the folder is ours: another process's save under way looks like a leftover
+        keep_inputs(folder.path, inputs)
+        parts.saver.store.remove_leftovers()
+    return parts
+
+
+def build(recipe: Recipe, source: Path, folder: RunFolder) -> Parts:
+    """Build the parts of a run; nothing is written.
+
+    Raises: UserError: a model, layout, task or reward that cannot be used.
+    """
+    own, objective, task = recipe.nemo_grpo, recipe.loss_fn.build(), recipe.task.build()
+    scorer = Scorer(task, own.rewards, own.prompt, own.max_failed_rewards)
+    scorer.try_out(recipe.grpo.seed)
+    from_first_rank(lambda: make_ready(task))
+    tokenizer = load_tokenizer(source)
+    ends, learns = end_tokens(source, tokenizer), recipe.loss_fn.learns_from_demonstrations
+    policy = build_policy(recipe, source, keep_reference=objective.needs_reference)
+    saving = recipe.checkpointing
+    store = CheckpointStore(
+        recipe.checkpoint_dir,
+        saving.keep_top_k,
+        saving.metric_key,
+        saving.higher_is_better,
+        folder.leads,
+        parallel.barrier,
+    )
+    return Parts(
+        recipe=recipe,
+        source=source,
+        folder=folder,
+        task=task,
+        scorer=scorer,
+        tokenizer=tokenizer,
+        policy=policy,
+        learner=Learner(recipe, objective, policy),
+        generator=build_generator(recipe, source),
+        sampling=training_sampling(recipe, ends),
+        validation_sampling=validation_sampling(recipe, ends),
+        problems=task.validation_problems(recipe.grpo.num_val_problems) if recipe.grpo.validates else [],
+        saver=Saver(store, policy, source, recipe.policy.megatron_cfg.checkpoint.async_save),
+        demonstrations=Demonstrations(recipe, task, tokenizer) if learns else None,
+    )
 
 
 def lora_of(recipe: Recipe) -> LoRASettings | None:
@@ -40,52 +237,10 @@ def lora_of(recipe: Recipe) -> LoRASettings | None:
     return LoRASettings(peft.dim, peft.alpha, choose_targets(peft.target_modules, peft.exclude_modules))
 
 
-def choose_device(recipe: Recipe) -> torch.device:
-    """The recipe's device for this rank; ``auto`` is CUDA where there is one, and LOCAL_RANK says which.
-
-    Raises: UserError: cuda is asked for and not there, there are fewer GPUs than ranks, or cpu is asked for
-            where megatron-core sees a GPU.
-    """
-    wanted, found = recipe.nemo_grpo.engine.device, torch.cuda.is_available()
-    if wanted == "cuda" and not found:
-        raise UserError("nemo_grpo.engine.device=cuda: torch finds no CUDA device; use auto or cpu")
-    if wanted == "cpu" and found:
-        raise UserError(
-            "nemo_grpo.engine.device=cpu: megatron-core uses a GPU that it sees; hide it with "
-            "CUDA_VISIBLE_DEVICES= in the environment, or use auto"
-        )
-    if not found:
-        return torch.device("cpu")
-    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= num_gpus:
-        raise UserError(
-            f"cluster.gpus_per_node={recipe.cluster.gpus_per_node}: rank {local_rank} of this node has no "
-            f"GPU, torch finds {num_gpus}; use {num_gpus}"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def model_source(recipe: Recipe, task: Task) -> Path:
-    """The folder to start from: policy.model_name, or the warm-started model, made if the cache has none.
-
-    Every rank of a launch calls it.
-    """
-    if recipe.policy.model_name is not None:
-        return Path(recipe.policy.model_name)
-    assert recipe.nemo_grpo.warm_start is not None
-    return warm_start(
-        recipe.nemo_grpo.warm_start,
-        task,
-        recipe.nemo_grpo.prompt,
-        layout=recipe.policy.megatron_cfg.layout,
-        device=choose_device(recipe),
-    )
-
-
 def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:
-    """The policy with the source's weights."""
+    """Build the policy with the source's weights."""
     megatron = recipe.policy.megatron_cfg
-    if (hint := options.fp8_hint(megatron)) and is_rank_zero():
+    if (hint := options.fp8_hint(megatron)) and parallel.is_rank_zero():
         log.warning("%s", hint)
     schedule = megatron.scheduler
     if schedule.lr_decay_iters is None:
@@ -108,7 +263,7 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
 
 
 def build_generator(recipe: Recipe, source: Path) -> Generator:
-    """The sampler, shared between the ranks; its weights come from the policy."""
+    """Build the sampler, shared between the ranks; its weights come from the policy."""
     assert recipe.nemo_grpo.engine.generator != "vllm"  # `checks` has refused it
     generator = build_local(
         recipe.nemo_grpo.engine.generator,
@@ -121,7 +276,7 @@ def build_generator(recipe: Recipe, source: Path) -> Generator:
 
 
 def training_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
-    """How rollouts are sampled; ``ends``: the model's `end_tokens`, beside the recipe's own."""
+    """Return the rollouts' sampling; ``ends``: the model's `end_tokens`, beside the recipe's own."""
     generation = recipe.policy.generation
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
@@ -133,7 +288,7 @@ def training_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
 
 
 def validation_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
-    """How validation samples; val_temperature 0 is greedy."""
+    """Return validation's sampling; val_temperature 0 is greedy."""
     generation = recipe.policy.generation
     return replace(
         training_sampling(recipe, ends),
@@ -141,17 +296,4 @@ def validation_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
         top_p=generation.val_top_p,
         top_k=generation.val_top_k,
         greedy=generation.val_temperature == 0,
-    )
-
-
-def overlong_penalty_of(recipe: Recipe) -> Callable[[Tensor], Tensor] | None:
-    """The recipe's soft length penalty, or None."""
-    shaping = recipe.grpo.reward_shaping
-    if not shaping.enabled:
-        return None
-    return partial(
-        overlong_penalty,
-        max_response_length=shaping.max_response_length,
-        buffer_length=shaping.overlong_buffer_length,
-        penalty=shaping.overlong_buffer_penalty,
     )

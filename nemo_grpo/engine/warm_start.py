@@ -1,7 +1,7 @@
-"""A policy to begin with, made on the spot: tokenizer, tiny Qwen2, short supervised training.
+"""Starting policy of a run: the recipe's model, or a tiny one trained on the task's demonstrations.
 
-The result is an ordinary Hugging Face folder in a cache, keyed by everything that it depends on. Nothing is
-downloaded, and every variant of a comparison starts from the same weights.
+A warm-started policy is an ordinary Hugging Face folder in a cache, keyed by everything that it depends on.
+Nothing is downloaded, and every variant of a comparison starts from the same weights.
 """
 
 from __future__ import annotations
@@ -12,71 +12,61 @@ import logging
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
+from nemo_grpo.engine.loop import train
+from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.saving import TrainingAborted
+from nemo_grpo.engine.setup import set_up
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import flush_tree, make_readable
-from nemo_grpo.hf_folder import export, load_config, load_tokenizer, load_weights, no_transformers_bars
-from nemo_grpo.progress import progress
-from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
+from nemo_grpo.hf_folder import export, no_transformers_bars
+from nemo_grpo.recipe import Recipe, load_recipe_dict
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.tasks import Prompt, Task
-from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, assemble
-from nemo_grpo.variants import parse_loss_fn
+from nemo_grpo.tasks.environment import make_ready
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
-    from nemo_grpo.engine.megatron.policy import MegatronPolicy
-
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
-"""Raise it when this file or `warm_start_tokenizer` makes something else from the same settings: part of the
-cache's key."""
-
+FORMAT_VERSION = 3
+"""Part of the cache's key; raise it when the same settings make something else."""
 NUM_KEY_PROBLEMS = 32
 """Problems whose demonstrations are part of the cache's key: a task that writes others gets a new policy."""
 WARM_UP_STEPS = 30
-"""Of the learning rate; in a short training, a quarter of its steps."""
+"""Updates of the learning rate's warm-up; in a short training, a quarter of its steps."""
 FINAL_LR_SHARE = 0.1
-BATCHES_PER_POOL = 4
-MODEL = "model"
-"""Folder within the unfinished one."""
+"""Learning rate after the last update, as a share of its peak."""
+SEQUENCES_PER_MICROBATCH = 8
+"""Longest sequences that fit into a packed microbatch."""
+MODEL, RUN = "model", "warm-start"
+"""Folders of the model and of its supervised run within the unfinished one."""
 
 
-def warm_start(
-    config: WarmStart,
-    task: Task,
-    prompt: Prompt,
-    *,
-    layout: Layout | None = None,
-    device: torch.device | None = None,
-) -> Path:
-    """The folder with the warm-started policy; made if the cache has none with these settings.
+def starting_policy(recipe: Recipe) -> Path:
+    """Return the folder of policy.model_name, or of the warm-started model, made if the cache has none.
 
-    `SFT` on training demonstrations: AdamW, linear warm-up, cosine decay to a tenth. The same settings, seed,
-    thread count, layout and torch version give the same weights. Every rank of a launch calls it.
+    The same settings, seed, thread count, layout and torch version give the same weights. Every rank of a
+    launch calls it.
 
-    Args:    prompt: as in training and evaluation.  layout: model-parallel sizes; default: none.
-             device: default: the CPU.
-    Returns: folder: config.json, model.safetensors (float32), tokenizer, chat template and generation config.
-    Raises:  UserError: the task has no demonstrations, they do not fit into the context, or the cache cannot
-             be written.
+    Raises: UserError: the task has no demonstrations, they do not fit into the context, or the cache cannot
+            be written.  TrainingAborted: a signal stopped it, or the training failed.
     """
+    if recipe.policy.model_name is not None:
+        return Path(recipe.policy.model_name)
+    config, task, prompt = recipe.nemo_grpo.warm_start, recipe.task.build(), recipe.nemo_grpo.prompt
+    assert config is not None
+    from_first_rank(partial(make_ready, task))
     target = Path(config.cache_dir).expanduser() / cache_key(config, task, prompt)
     unfinished = from_first_rank(partial(_begin, config, task, target))
     if unfinished is None:
@@ -84,12 +74,30 @@ def warm_start(
         return target
     try:
         if config.num_steps:
-            fine_tune(unfinished / MODEL, config, task, prompt, layout or Layout(), device)
+            _fine_tune(supervised_recipe(recipe, unfinished), unfinished / MODEL)
         from_first_rank(partial(_publish, unfinished / MODEL, target))
     finally:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if parallel.is_rank_zero():
             shutil.rmtree(unfinished, ignore_errors=True)
     return target
+
+
+def _fine_tune(recipe: Recipe, model: Path) -> None:
+    """Train the folder's model; replaces its weights."""
+    joined = dist.is_initialized()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            parts = set_up(recipe, model)
+            if not train(parts):
+                raise TrainingAborted("the warm start was stopped; the next start makes it anew")
+        tensors = list(parts.policy.named_tensors())  # every rank takes part in gathering them
+        if parallel.is_rank_zero():
+            export(tensors, model, model, torch.float32, training=None)
+    except UserError as error:
+        raise UserError(f"nemo_grpo.warm_start: {error}") from None
+    finally:
+        if not joined:
+            parallel.shut_down()
 
 
 def _begin(config: WarmStart, task: Task, target: Path) -> Path | None:
@@ -160,80 +168,69 @@ def build_model(config: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2F
         return Qwen2ForCausalLM(architecture)
 
 
-def fine_tune(
-    folder: Path, config: WarmStart, task: Task, prompt: Prompt, layout: Layout, device: torch.device | None
-) -> None:
-    """Train the folder's model on ``num_steps`` batches of demonstrations; replaces its weights."""
-    from nemo_grpo.engine.megatron import parallel  # most runs find the model made
+def supervised_recipe(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the supervised run that trains the model in ``folder`` on the task's demonstrations.
 
-    joined = dist.is_initialized()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            policy = _trained(folder, config, task, prompt, layout, device)
-        tensors = list(policy.named_tensors())  # every rank takes part in gathering them
-        if parallel.is_rank_zero():
-            export(tensors, folder, folder, torch.float32, training=None)
-    finally:
-        if not joined:
-            parallel.shut_down()
-
-
-def _trained(
-    folder: Path, config: WarmStart, task: Task, prompt: Prompt, layout: Layout, device: torch.device | None
-) -> MegatronPolicy:
-    from nemo_grpo.engine.megatron.policy import MegatronPolicy
-
-    tokenizer, objective = load_tokenizer(folder), parse_loss_fn({"variant": "sft"}).build()
-    policy = MegatronPolicy(
-        load_config(folder), *schedule(config), layout=layout, device=device, seed=config.seed
-    )
-    policy.load_weights(load_weights(folder), keep_reference=False)
-    leads = not dist.is_initialized() or dist.get_rank() == 0
-    shown = progress("warm start", config.num_steps) if leads else nullcontext(lambda _note: None)
-    with shown as advance:
-        for groups in islice(_batches(tokenizer, config, task, prompt), config.num_steps):
-            step = assemble(groups)
-            result = policy.update(
-                objective,
-                objective.prepare(step.token_batch(step.generation_logprobs)),
-                step.sequences,
-                micro_batch_size=config.batch_size,
-                temperature=1.0,
-            )
-            advance(f"loss {result.metrics['loss/total']:.3f}")
-    return policy
-
-
-def schedule(config: WarmStart) -> tuple[MegatronOptimizer, MegatronScheduler]:
-    """AdamW; linear warm-up from a fraction of the peak, cosine to a tenth of it."""
-    warm_up = min(WARM_UP_STEPS, config.num_steps // 4)
-    optimizer = MegatronOptimizer(
-        lr=config.lr, min_lr=FINAL_LR_SHARE * config.lr, adam_beta2=0.98, use_distributed_optimizer=False
-    )
-    return optimizer, MegatronScheduler(
-        lr_decay_style="cosine",
-        lr_decay_iters=config.num_steps,
-        lr_warmup_iters=warm_up,
-        lr_warmup_init=config.lr / (warm_up + 1),
-    )
-
-
-def _batches(tokenizer: Any, config: WarmStart, task: Task, prompt: Prompt) -> Iterator[list[Group]]:
-    """Demonstrations, ``batch_size`` at a time; like lengths together: little padding."""
-    rng = random.Random(config.seed)
-    pool_size = config.batch_size * BATCHES_PER_POOL
-    key, limit = "nemo_grpo.warm_start.max_position_embeddings", config.max_position_embeddings
-    for pool in range(-(-config.num_steps // BATCHES_PER_POOL)):
-        numbers = range(pool * pool_size, (pool + 1) * pool_size)
-        problems = [task.train_problem(number, SEED_OFFSET + config.seed) for number in numbers]
-        groups = [
-            demonstrated(tokenizer, task, prompt, problem, rng, limit=limit, key=key) for problem in problems
-        ]
-        groups.sort(key=lambda group: len(group.prompt) + len(group.responses[0].tokens))
-        starts = list(range(0, pool_size, config.batch_size))
-        rng.shuffle(starts)
-        for start in starts:
-            yield groups[start : start + config.batch_size]
+    AdamW, linear warm-up from a fraction of the peak, cosine decay to a tenth of it, in float32.
+    """
+    own, config, megatron = recipe.nemo_grpo, recipe.nemo_grpo.warm_start, recipe.policy.megatron_cfg
+    assert config is not None
+    warm_up, layout = min(WARM_UP_STEPS, config.num_steps // 4), megatron.layout
+    never = {"val_period": 0, "val_at_start": False, "val_at_end": False}
+    length, batch_size = config.max_position_embeddings, config.batch_size
+    mb_tokens = SEQUENCES_PER_MICROBATCH * length
+    tree = {
+        "grpo": {
+            "num_prompts_per_step": batch_size,
+            "num_generations_per_prompt": 1,
+            "max_num_steps": config.num_steps,
+            "seed": SEED_OFFSET + config.seed,
+            **never,
+        },
+        "loss_fn": {"variant": "sft"},
+        "policy": {
+            "model_name": str(folder / MODEL),
+            "train_global_batch_size": batch_size,
+            "train_micro_batch_size": batch_size,
+            "max_total_sequence_length": length,
+            "sequence_packing": {
+                "enabled": True,
+                "train_mb_tokens": mb_tokens,
+                "logprob_mb_tokens": mb_tokens,
+            },
+            "precision": "float32",
+            "generation": {"max_new_tokens": 1},
+            "megatron_cfg": {
+                "tensor_model_parallel_size": layout.tensor,
+                "pipeline_model_parallel_size": layout.pipeline,
+                "context_parallel_size": layout.context,
+                "optimizer": {
+                    "lr": config.lr,
+                    "min_lr": FINAL_LR_SHARE * config.lr,
+                    "adam_beta2": 0.98,
+                    "use_distributed_optimizer": False,
+                },
+                "scheduler": {
+                    "lr_decay_style": "cosine",
+                    "lr_decay_iters": config.num_steps,
+                    "lr_warmup_iters": warm_up,
+                    "lr_warmup_init": config.lr / (warm_up + 1),
+                },
+            },
+        },
+        "checkpointing": {"enabled": False},
+        "logger": {"tensorboard_enabled": False},
+        "cluster": {"gpus_per_node": recipe.cluster.gpus_per_node, "num_nodes": recipe.cluster.num_nodes},
+        "nemo_grpo": {
+            "run_name": RUN,
+            "runs_dir": str(folder),
+            "task": recipe.task.model_dump(),
+            "prompt": own.prompt.model_dump(),
+            "engine": own.engine.model_dump() | {"log_samples": 0, "diagnostics_period": 0},
+            "export": {"hf": False},
+        },
+    }
+    return load_recipe_dict(tree)
 
 
 def _publish(unfinished: Path, target: Path) -> None:

@@ -22,8 +22,8 @@ SPLIT_PATTERN = (
 )
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# Far from every run's own seed: reinforcement does not begin with the very problems of the warm start.
-SEED_OFFSET = 1 << 40
+SEED_OFFSET = 1 << 31
+"""Added to the warm start's seed, so that a run does not begin with the very problems of its warm start."""
 NUM_CORPUS_PROBLEMS = 2000
 
 

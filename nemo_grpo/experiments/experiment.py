@@ -4,9 +4,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from nemo_grpo.engine import checks, setup
+from nemo_grpo.engine import checks
+from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.jobs import Job
 from nemo_grpo.experiments.results import Results, baseline_of, write_results
@@ -52,5 +51,4 @@ def make_starts(jobs: Sequence[Job]) -> None:
         if own.warm_start is None or (own.warm_start, own.task, own.prompt) in done:
             continue
         done.append((own.warm_start, own.task, own.prompt))
-        torch.set_num_threads(own.engine.num_threads)  # as in the run itself: the result depends on it
-        log.info("start: %s", setup.model_source(job.recipe, job.recipe.task.build()))
+        log.info("start: %s", starting_policy(job.recipe))

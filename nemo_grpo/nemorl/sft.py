@@ -77,7 +77,7 @@ class DemonstrationDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not 0 <= index < self.size:
             raise IndexError(index)
         group = self.shown(index)
-        response = group.responses[0]
+        response = group.responses[0].response
         log = [self._message("user", group.prompt)]
         pairs = zip(response.token_mask.tolist(), response.tokens.tolist(), strict=True)
         for written, part in groupby(pairs, key=lambda pair: pair[0]):

@@ -137,7 +137,7 @@ def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder:
     problems = [*(trained_on(recipe, task) if learns else task.known), *held_out]
     prompts = [len(encoder.tokens(problem)) for problem in problems]
     shown = task.task if learns else task
-    responses = [len(_shown(encoder, shown, p, rng).responses[0].tokens) for p in problems]
+    responses = [len(_shown(encoder, shown, p, rng).responses[0].response.tokens) for p in problems]
     is_small = vocab_size <= 4 * VOCABULARY
     torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
@@ -215,7 +215,7 @@ def teach(model: Any, lessons: Iterator[Group], encoder: Encoder, num_steps: int
     model.train()
     for _ in range(num_steps):
         groups = list(islice(lessons, batch_size))
-        step = assemble(groups, overlong=None, drop_truncated=False)
+        step = assemble(groups)
         ids = step.sequences.input_ids
         labels = ids[:, 1:].masked_fill(~step.token_mask, -100)
         logits = model(ids, **encoder.inputs(model, ids, [group.problem for group in groups])).logits

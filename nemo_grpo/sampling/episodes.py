@@ -1,7 +1,7 @@
 """Responses: in one go, or in turns between which the task's environment speaks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -38,7 +38,6 @@ class Response:
         truncated: the length limit ended it.
         text: turns and observations as they were written and read.
         episode: None for a task without turns.
-        scores, reward: the reward's components and their weighted sum, once it is scored.
     """
 
     tokens: Tensor
@@ -47,8 +46,6 @@ class Response:
     truncated: bool
     text: str
     episode: Episode | None = None
-    scores: dict[str, float] = field(default_factory=dict, kw_only=True)
-    reward: float = field(default=0.0, kw_only=True)
 
     def plus(self, tokens: Tensor, logprobs: Tensor, text: str, *, by_policy: bool) -> Self:
         """With what the policy or the environment says next."""

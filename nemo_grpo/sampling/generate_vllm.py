@@ -26,11 +26,11 @@ from nemo_grpo.sampling.requests import Ended, Request, Rollout, SamplingParams
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
 CPU_CACHE_BYTES = 1 << 30
-"""Of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
+"""Bytes of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
 
 
 def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
-    """What the installed vLLM is built for.
+    """Return the device that the installed vLLM is built for.
 
     Args:   wanted: auto, cpu or cuda.
     Raises: UserError: vLLM is not installed, or is built for the other device.
@@ -148,7 +148,7 @@ def readable_modules() -> Iterator[None]:
 
 
 def _on_cpu() -> dict[str, Any]:
-    """What vLLM needs on a CPU."""
+    """Return the settings that vLLM needs on a CPU."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # what fails is raised here, not in a child
     return {
         "enforce_eager": True,

@@ -1,4 +1,4 @@
-"""What samples from a model on this machine: the engine's decoder where it can, else transformers."""
+"""Choice of a model's sampler on this machine: the engine's decoder where it can, else transformers."""
 
 import logging
 from pathlib import Path

@@ -32,7 +32,7 @@ def read_image(path: str) -> Any:
 
 
 class ImageTokens:
-    """How many tokens a model's processor makes of images; depends on their sizes alone.
+    """Number of tokens that a model's processor makes of images; depends on their sizes alone.
 
     Args:   model: its folder, with the processor's files.
     Raises: UserError: the processor cannot be loaded.

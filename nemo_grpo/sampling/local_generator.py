@@ -75,7 +75,7 @@ class LocalGenerator(ABC):
 
     @abstractmethod
     def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """What `update_weights` writes within the block, by Hugging Face name; tied ones have one memory."""
+        """Give the tensors that `update_weights` writes, by Hugging Face name; tied ones share memory."""
 
     @abstractmethod
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> Decoding:

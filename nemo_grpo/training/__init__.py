@@ -1,4 +1,4 @@
-"""What training has on either engine.
+"""Parts of a training run that both engines share.
 
 rollout          groups of scored responses, and a step's groups as tensors
 demonstrations   worked responses in their place

@@ -1,6 +1,7 @@
 """Demonstrations in place of rollouts: problems to groups of one worked response each."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.base import stream
 from nemo_grpo.tasks.environment import MultiTurnTask
-from nemo_grpo.training.rollout import Group
+from nemo_grpo.training.rollout import Group, Scored
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,23 @@ class Demonstrations:
     tokenizer: Any
 
     def training(self, index: int) -> Group:
-        """That of problem number ``index`` of the training stream."""
+        """Return the demonstration of problem number ``index`` of the training stream."""
         seed = self.recipe.grpo.seed
         return self._of(self.task.train_problem(index, seed), seed, index)
 
     def held_out(self, problem: Problem) -> Group:
-        """That of a validation problem."""
+        """Return the demonstration of a validation problem."""
         return self._of(problem, problem.id)
 
-    def check(self) -> None:
-        """Encode all training demonstrations, of an endless stream the first ones.
+    def check(self, problems: Sequence[Problem] = ()) -> None:
+        """Encode all training demonstrations, of an endless stream the first ones, and these problems'.
 
         Raises: UserError: see `demonstrated`.
         """
         for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
             self.training(index)
+        for problem in problems:
+            self.held_out(problem)
 
     def _of(self, problem: Problem, *seed: object) -> Group:
         prompt, rng = self.recipe.nemo_grpo.prompt, stream("demonstration", *seed)
@@ -58,7 +61,7 @@ def demonstrated(
     key: str,
     prompt_tokens: list[int] | None = None,
 ) -> Group:
-    """A problem with its demonstration, up to the end-of-sequence token.
+    """Lay out a problem with its demonstration, up to the end-of-sequence token.
 
     What the task's environment says in between is context, as in a rollout. Nothing was sampled or scored:
     logprobs and reward are 0.
@@ -89,4 +92,4 @@ def demonstrated(
         truncated=False,
         text=text,
     )
-    return Group(problem, prompt_tokens, [response])
+    return Group(problem, prompt_tokens, [Scored(response)])

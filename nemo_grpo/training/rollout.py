@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,17 +20,26 @@ from nemo_grpo.tasks.scoring import Scorer
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A response with its reward's components and their weighted sum."""
+
+    response: Response
+    scores: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
 class Group:
     """One prompt and its responses."""
 
     problem: Problem
     prompt: list[int]
-    responses: list[Response]
+    responses: list[Scored]
 
     def has_signal(self, *, drop_truncated: bool = False) -> bool:
         """True if the rewards of the responses differ and one of them trains."""
-        trains = not (drop_truncated and all(response.truncated for response in self.responses))
-        return trains and rewards_differ([response.reward for response in self.responses])
+        trains = not (drop_truncated and all(one.response.truncated for one in self.responses))
+        return trains and rewards_differ([one.reward for one in self.responses])
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,12 @@ class Step:
     rewards: Tensor
     group_ids: Tensor
     response_ids: Tensor
+    truncated: Tensor
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[B] int64, tokens, an environment's included."""
+        return self.sequences.lengths - self.sequences.prompt_lengths
 
     def token_batch(
         self, prev: Tensor, entropies: Tensor | None = None, reference: Tensor | None = None
@@ -111,54 +126,42 @@ def sample_groups(
     for index, problem in enumerate(problems):
         part = slice(index * num_generations, (index + 1) * num_generations)
         responses = [
-            replace(one, scores=scores, reward=scorer.reward(scores))
+            Scored(one, scores, scorer.reward(scores))
             for one, scores in zip(sampled[part], scored[part], strict=True)
         ]
         groups.append(Group(problem, request.prompts[index], responses))
     return groups
 
 
-def assemble(
-    groups: Sequence[Group],
-    *,
-    overlong: Callable[[Tensor], Tensor] | None = None,
-    drop_truncated: bool = False,
-) -> Step:
+def assemble(groups: Sequence[Group]) -> Step:
     """Lay a step's groups out as tensors.
 
     Token column t speaks of input_ids[:, t + 1], so a response that starts at position p is counted from
     column p - 1. What an environment said is context: its columns are False in the mask. Rows are filled up
     with token 0, on which nothing depends: many tokenizers have no padding token.
-
-    Args: overlong: of response lengths, added to the rewards.
-          drop_truncated: leave truncated responses out; their rewards still count in their group.
     """
-    flat = [(g, group.prompt, response) for g, group in enumerate(groups) for response in group.responses]
+    flat = [(g, group.prompt, one) for g, group in enumerate(groups) for one in group.responses]
     prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
-    response_lengths = torch.tensor([len(response.tokens) for _, _, response in flat])
-    lengths = prompt_lengths + response_lengths
+    lengths = prompt_lengths + torch.tensor([len(one.response.tokens) for _, _, one in flat])
     ids = torch.zeros(len(flat), int(lengths.max()), dtype=torch.int64)
     generation_logprobs = torch.zeros(len(flat), ids.shape[1] - 1)
     token_mask = torch.zeros(generation_logprobs.shape, dtype=torch.bool)
-    for row, (_, prompt, response) in enumerate(flat):
+    for row, (_, prompt, one) in enumerate(flat):
         start, end = len(prompt), int(lengths[row])
         ids[row, :start] = torch.tensor(prompt)
-        ids[row, start:end] = response.tokens
-        generation_logprobs[row, start - 1 : end - 1] = response.logprobs
-        token_mask[row, start - 1 : end - 1] = response.token_mask
-    rewards = torch.tensor([response.reward for _, _, response in flat], dtype=torch.float32)
-    if overlong is not None:
-        rewards = rewards + overlong(response_lengths)
-    truncated = torch.tensor([response.truncated for _, _, response in flat])
+        ids[row, start:end] = one.response.tokens
+        generation_logprobs[row, start - 1 : end - 1] = one.response.logprobs
+        token_mask[row, start - 1 : end - 1] = one.response.token_mask
     group_ids = torch.tensor([g for g, _, _ in flat])
     return Step(
         sequences=Sequences(ids, lengths, prompt_lengths, group_ids),
         token_mask=token_mask,
-        sample_mask=~truncated if drop_truncated else torch.ones_like(truncated),
+        sample_mask=torch.ones(len(flat), dtype=torch.bool),
         generation_logprobs=generation_logprobs,
-        rewards=rewards,
+        rewards=torch.tensor([one.reward for _, _, one in flat], dtype=torch.float32),
         group_ids=group_ids,
         response_ids=response_ids(
-            (prompt, response.tokens[response.token_mask].tolist()) for _, prompt, response in flat
+            (prompt, one.response.tokens[one.response.token_mask].tolist()) for _, prompt, one in flat
         ),
+        truncated=torch.tensor([one.response.truncated for _, _, one in flat]),
     )

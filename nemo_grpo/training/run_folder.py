@@ -186,7 +186,7 @@ class RunFolder:
 
 
 def _locked(folder: Path) -> int:
-    """The descriptor that holds the lock. It ends with this process; children do not inherit it."""
+    """Lock a folder; returns the descriptor that holds the lock until this process ends."""
     descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY)
     refusal = f"folder {folder} is in use by another run; wait for it or end it"
     try:
@@ -198,7 +198,7 @@ def _locked(folder: Path) -> int:
 
 
 def own_copy(folder: Path, name: str) -> Path:
-    """Where a run's folder keeps the file of a user's own variant, task or reward; ``a/b.py``: a%2Fb.py."""
+    """Return the run folder's copy of a user's own variant, task or reward; ``a/b.py``: a%2Fb.py."""
     return folder / "own" / quote(name, safe="")
 
 

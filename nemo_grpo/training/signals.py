@@ -1,4 +1,4 @@
-"""A polite end: the first signal asks the loop to stop after its step, a second one ends the process."""
+"""Graceful shutdown: the first signal stops the loop after its step, a second one ends the process."""
 
 import logging
 import signal
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether a signal has asked the run to stop, and which."""
+    """The signal that has asked the run to stop, if any."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

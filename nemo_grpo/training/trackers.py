@@ -22,7 +22,7 @@ from nemo_grpo.recipe import Recipe
 log = logging.getLogger(__name__)
 
 INIT_SECONDS = 30
-"""How long wandb may take to reach its server; then it writes to disk alone."""
+"""Seconds that wandb may take to reach its server; then it writes to disk alone."""
 PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 IN_EVERY_STEP = ("time/step", "time/validation")
 """Metrics of which every row has one."""
@@ -31,7 +31,7 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
 
 Ended = Literal["FINISHED", "KILLED", "FAILED"]
-"""How a run's process ended, in mlflow's words: at its last step, asked to stop, by an error."""
+"""End of a run's process, in mlflow's words: at its last step, asked to stop, by an error."""
 
 
 class Tracker:

@@ -31,10 +31,11 @@ from toy_policies import (
 )
 
 from nemo_grpo import UserError
+from nemo_grpo.engine import loop
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.engine.run import begin
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
@@ -245,12 +246,12 @@ def lora_recipe(recipe):
 
 
 def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
-    trainer = Trainer(lora_recipe())
-    trainer.train()
-    base = load_file(trainer.source / "model.safetensors")
-    merged = load_file(trainer.run.hf / "model.safetensors")
-    adapter = load_file(trainer.run.hf_adapter / "adapter_model.safetensors")
-    config = json.loads((trainer.run.hf_adapter / "adapter_config.json").read_text())
+    parts = begin(lora_recipe())
+    loop.train(parts)
+    base = load_file(parts.source / "model.safetensors")
+    merged = load_file(parts.folder.hf / "model.safetensors")
+    adapter = load_file(parts.folder.hf_adapter / "adapter_model.safetensors")
+    config = json.loads((parts.folder.hf_adapter / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == names
@@ -264,19 +265,19 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
             changed += not torch.equal(merged[name], weight)
         torch.testing.assert_close(merged[name], expected, rtol=1e-6, atol=1e-6, msg=name)
     assert changed == 14
-    last = rows(trainer.run.path)[-1]
+    last = rows(parts.folder.path)[-1]
     assert last["mismatch/logprob_abs_mean"] < 1e-5  # the sampler has the merged weights
-    assert not list(trainer.run.path.glob("tmp_*"))
+    assert not list(parts.folder.path.glob("tmp_*"))
 
 
 def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe):
     constant = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
-    whole = Trainer(lora_recipe(constant, name="whole"))
-    whole.train()
-    Trainer(lora_recipe(constant, "grpo.max_num_steps=1")).train()
-    resumed = Trainer(lora_recipe(constant), resume=True)
+    whole = begin(lora_recipe(constant, name="whole"))
+    loop.train(whole)
+    loop.train(begin(lora_recipe(constant, "grpo.max_num_steps=1")))
+    resumed = begin(lora_recipe(constant), resume=True)
     assert resumed.state.step == 1
-    resumed.train()
+    loop.train(resumed)
     assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
 
 
@@ -295,5 +296,5 @@ def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe):
 def test_what_lora_cannot_do_is_refused_before_anything_is_made(lora_recipe, overrides, message):
     lines = [f"policy.megatron_cfg.peft.{line}" for line in overrides.split("; ")]
     with pytest.raises(UserError, match=message):
-        Trainer(lora_recipe(*lines))
+        begin(lora_recipe(*lines))
     assert not lora_recipe().run_dir.exists()

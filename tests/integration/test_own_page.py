@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, nemo_grpo, output_of, python
 from small_runs import rows
-
-from nemo_grpo.engine.warm_start import warm_start
-from nemo_grpo.recipe.own import WarmStart
-from nemo_grpo.tasks import Prompt, parse_task
+from toy_policies import warm_started
 
 sys.path.append(str(ROOT / "tests/contract"))
 from test_documents import blocks
@@ -22,14 +19,12 @@ PAGE = ROOT / "docs/own.md"
 def folder(tmp_path_factory):
     """The page's files and the model, in a folder far from the repository."""
     folder = tmp_path_factory.mktemp("own")
-    settings = WarmStart(
+    model = warm_started(
+        folder / "cache",
         vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, max_position_embeddings=512, num_steps=3, batch_size=4, lr=3e-3, seed=0,
-        cache_dir=str(folder / "cache"),
+        intermediate_size=48, max_position_embeddings=512, num_steps=3, batch_size=4,
     )  # fmt: skip
-    shutil.copytree(
-        warm_start(settings, parse_task({"name": "knights_knaves"}).build(), Prompt()), folder / "model"
-    )
+    shutil.copytree(model, folder / "model")
     for language in ("python", "yaml"):
         for block in blocks(PAGE, language):
             (folder / block.partition("\n")[0].removeprefix("# ")).write_text(block)

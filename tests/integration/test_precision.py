@@ -11,7 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from ranks import run_ranks
 from small_runs import arguments, rows
-from small_runs import train as train_recipe
+from small_runs import weights_after as train_recipe
 from toy_policies import (
     FULL_RECOMPUTE,
     PARAMETERS,

@@ -27,19 +27,21 @@ from small_runs import (
     math_files,
     resumed_exactly,
     rows,
-    train,
+    weights_after,
 )
 from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError, cli
 from nemo_grpo.diagnostics import report
+from nemo_grpo.engine import loop, steps
 from nemo_grpo.engine.checkpoint import WEIGHTS
 from nemo_grpo.engine.checks import check
-from nemo_grpo.engine.run_command import run_recipe
+from nemo_grpo.engine.loop import train
+from nemo_grpo.engine.run import begin, run_recipe
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import validation_sampling
-from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.engine.steps import reinforce, sample
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
@@ -47,7 +49,7 @@ from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
-from nemo_grpo.training.rollout import Group
+from nemo_grpo.training.rollout import Group, Scored
 from nemo_grpo.training.run_folder import RunFolder
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
@@ -63,16 +65,16 @@ PROMISED = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache):
-    """The trainer of a run that has ended; its folder is not to be changed."""
+    """The parts of a run that has ended; its folder is not to be changed."""
     folder = tmp_path_factory.mktemp("finished")
     line = arguments(folder, cache, "run", "logger.tensorboard_enabled=true")
-    trainer = Trainer(load_recipe(QUICKSTART, line))
-    assert trainer.train()
-    return trainer
+    parts = begin(load_recipe(QUICKSTART, line))
+    assert train(parts)
+    return parts
 
 
 def test_a_run_leaves_behind_what_it_promises(finished):
-    run = finished.run.path
+    run = finished.folder.path
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
     for row in rows(run)[::2]:
         assert {"validation/accuracy", "validation/greedy", "validation/pass@2"} <= row.keys()
@@ -91,13 +93,13 @@ def test_a_run_leaves_behind_what_it_promises(finished):
 
 
 def test_the_export_is_the_trained_policy_and_generates(finished):
-    model = AutoModelForCausalLM.from_pretrained(finished.run.hf)
+    model = AutoModelForCausalLM.from_pretrained(finished.folder.hf)
     state = model.state_dict()
     for name, tensor in finished.policy.named_tensors():
         assert torch.equal(state[name], tensor), name
     start = load_file(finished.source / "model.safetensors")
     assert any(not torch.equal(start[name], state[name]) for name in start)
-    tokenizer = AutoTokenizer.from_pretrained(finished.run.hf)
+    tokenizer = AutoTokenizer.from_pretrained(finished.folder.hf)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
     )
@@ -106,10 +108,10 @@ def test_the_export_is_the_trained_policy_and_generates(finished):
 
 
 def test_an_existing_run_is_refused_and_left_alone(finished):
-    before = rows(finished.run.path)
+    before = rows(finished.folder.path)
     with pytest.raises(UserError, match="exists; add --resume"):
-        Trainer(finished.recipe)
-    assert rows(finished.run.path) == before
+        begin(finished.recipe)
+    assert rows(finished.folder.path) == before
 
 
 # The second update is off-policy, and the covariances do choose tokens.
@@ -120,18 +122,18 @@ IN_EFFECT = {"clip_cov": ["loss_fn.covariance_min=0.0", "loss_fn.clip_fraction=0
 
 @pytest.fixture(scope="module")
 def weights_by_grpo(tmp_path_factory, cache):
-    return train(arguments(tmp_path_factory.mktemp("grpo"), cache, "run", *TWO_UPDATES))
+    return weights_after(arguments(tmp_path_factory.mktemp("grpo"), cache, "run", *TWO_UPDATES))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_trains_from_the_same_command_in_its_own_way(recipe, variant, weights_by_grpo):
-    trainer = Trainer(recipe(f"loss_fn.variant={variant}", *TWO_UPDATES, *IN_EFFECT.get(variant, [])))
-    assert trainer.train()
-    last = rows(trainer.run.path)[-1]
+    parts = begin(recipe(f"loss_fn.variant={variant}", *TWO_UPDATES, *IN_EFFECT.get(variant, [])))
+    assert train(parts)
+    last = rows(parts.folder.path)[-1]
     assert (last["step"], last["steps/skipped"]) == (2, 0)
     assert last["grad_norm"] > 0
     assert abs(last["kl/previous"]) > 1e-9  # two updates per rollout move away from the scored policy
-    weights = dict(trainer.policy.named_tensors())
+    weights = dict(parts.policy.named_tensors())
     is_grpo = all(torch.equal(weights[name], tensor) for name, tensor in weights_by_grpo.items())
     assert is_grpo == (variant in ("grpo", "dapo"))  # dapo clips less, and nothing is clipped here
 
@@ -139,24 +141,27 @@ def test_every_variant_trains_from_the_same_command_in_its_own_way(recipe, varia
 @pytest.mark.parametrize("variant", ["dapo", "gpg"])
 def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, variant):
     r = recipe(f"loss_fn.variant={variant}", "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2")
-    Trainer(r).train()
+    train(begin(r))
     for row in rows(r.run_dir)[1:]:
         assert row["groups/valid_fraction"] >= (1.0 if variant == "dapo" else 0.6)
         assert row["rollout/num_prompts"] % 4 == 0
 
 
 @pytest.mark.parametrize(("filtering", "num_drawn"), [(False, 4), (True, 8)])
-def test_dynamic_sampling_asks_for_a_response_that_overlong_filtering_leaves(recipe, filtering, num_drawn):
-    trainer = Trainer(
+def test_dynamic_sampling_asks_for_a_response_that_overlong_filtering_leaves(
+    recipe, monkeypatch, filtering, num_drawn
+):
+    parts = begin(
         recipe(
             *("loss_fn.variant=dapo", "grpo.use_dynamic_sampling=true"),
             *("grpo.dynamic_sampling_max_gen_batches=2", f"grpo.overlong_filtering={str(filtering).lower()}"),
         )
     )
     nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.ones(1, dtype=torch.bool)
-    right, wrong = (Response(*nothing, True, "", scores={}, reward=reward) for reward in (1.0, 0.0))
-    trainer._draw = lambda: [Group(trainer.problems[0], [0], [right, right, wrong])] * 4
-    kept, drawn = trainer.sample()
+    right, wrong = (Scored(Response(*nothing, True, ""), reward=reward) for reward in (1.0, 0.0))
+    groups = [Group(parts.problems[0], [0], [right, right, wrong])] * 4
+    monkeypatch.setattr(steps, "draw", lambda _parts: groups)
+    kept, drawn = sample(parts)
     assert (len(kept), len(drawn)) == (4, num_drawn)
 
 
@@ -173,13 +178,13 @@ def test_a_step_without_signal_updates_nothing_and_the_log_says_so(recipe, overr
         *("policy.generation.max_new_tokens=1", "grpo.max_num_steps=2"),
         *("policy.megatron_cfg.optimizer.weight_decay=0.1", *overrides),
     )
-    trainer = Trainer(r)
-    before = weights_of(trainer.policy)
-    trainer.train()
+    parts = begin(r)
+    before = weights_of(parts.policy)
+    train(parts)
     assert rows(r.run_dir)[-1]["steps/no_signal"] == 2
     assert "steps 1 to 2: in no group do two rewards differ, so nothing is learnt" in caplog.text
     assert "steps 1 to 2: nearly all responses are cut off before they end (100% of them" in caplog.text
-    assert_equal(weights_of(trainer.policy), before)
+    assert_equal(weights_of(parts.policy), before)
 
 
 @pytest.mark.parametrize(
@@ -193,19 +198,19 @@ def test_resume_ends_with_the_same_weights_and_metrics_as_an_unbroken_run(recipe
 
 
 def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_extended(recipe, caplog):
-    first = Trainer(recipe("grpo.max_num_steps=2"))
-    first.train()
-    settings = first.run.recipe.read_text()
+    first = begin(recipe("grpo.max_num_steps=2"))
+    train(first)
+    settings = first.folder.recipe.read_text()
     with warnings.catch_warnings(record=True) as warned, caplog.at_level("INFO"):
         warnings.simplefilter("always", FutureWarning)
-        assert Trainer(recipe("grpo.max_num_steps=1"), resume=True).train()
+        assert train(begin(recipe("grpo.max_num_steps=1"), resume=True))
     assert "at step 2, grpo.max_num_steps=1: nothing is left to train" in caplog.text
-    assert first.run.recipe.read_text() == settings
+    assert first.folder.recipe.read_text() == settings
     assert [str(one.message) for one in warned] == []
-    longer = Trainer(recipe("grpo.max_num_steps=3"), resume=True)
+    longer = begin(recipe("grpo.max_num_steps=3"), resume=True)
     assert longer.state.step == 2
-    longer.train()
-    assert rows(longer.run.path)[-1]["step"] == 3
+    train(longer)
+    assert rows(longer.folder.path)[-1]["step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -241,7 +246,7 @@ def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_ext
 )
 def test_what_the_engine_cannot_do_is_refused_before_anything_is_made(recipe, overrides, message):
     with pytest.raises(UserError, match=message):
-        Trainer(recipe(*overrides.split("; ")))
+        begin(recipe(*overrides.split("; ")))
     assert not recipe().run_dir.exists()
 
 
@@ -264,7 +269,7 @@ def model(finished, tmp_path):
 def assert_refused(recipe, model, message, *overrides):
     r = recipe(f"policy.model_name={model}", "nemo_grpo.warm_start=null", *overrides)
     with pytest.raises(UserError, match=message):
-        Trainer(r)
+        begin(r)
     assert not r.run_dir.exists()
 
 
@@ -298,41 +303,41 @@ def test_a_tokenizer_needs_no_padding_token(recipe, model):
     }
     file.write_text(json.dumps(settings))
     source = f"policy.model_name={model}", "nemo_grpo.warm_start=null"
-    trainer = Trainer(recipe(*source, *NO_VALIDATION, "grpo.max_num_steps=1"))
-    assert trainer.tokenizer.pad_token_id is None
-    assert trainer.train()
+    parts = begin(recipe(*source, *NO_VALIDATION, "grpo.max_num_steps=1"))
+    assert parts.tokenizer.pad_token_id is None
+    assert train(parts)
 
 
 @pytest.mark.parametrize("overrides", [[], ["loss_fn.variant=erpo"], LORA], ids=["all", "reference", "lora"])
 def test_a_run_resumes_with_what_it_still_uses_of_its_model(recipe, model, overrides):
     r = recipe(f"policy.model_name={model}", "nemo_grpo.warm_start=null", *overrides)
-    Trainer(r).run.close()
+    begin(r).folder.close()
     weights = shutil.copy(model / "model.safetensors", model.parent)
     save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, model / "model.safetensors")
     if overrides:
         with pytest.raises(
             UserError, match=r"model\.safetensors is not the file that .*run was trained with"
         ):
-            Trainer(r, resume=True)
+            begin(r, resume=True)
         shutil.copy(weights, model)
-    Trainer(r, resume=True).run.close()
+    begin(r, resume=True).folder.close()
     with (model / "tokenizer.json").open("a") as file:
         file.write("\n")
     with pytest.raises(
         UserError, match=r"tokenizer\.json is not the file .* if the change does not matter, remove"
     ):
-        Trainer(r, resume=True)
+        begin(r, resume=True)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(recipe, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="not a writable folder"):
-        Trainer(recipe(f"nemo_grpo.runs_dir={tmp_path / 'file'}"))
+        begin(recipe(f"nemo_grpo.runs_dir={tmp_path / 'file'}"))
 
 
 def test_prompts_that_do_not_fit_are_named(recipe):
     with pytest.raises(UserError, match=r"policy\.max_total_sequence_length=40"):
-        Trainer(recipe("policy.max_total_sequence_length=40")).train()
+        train(begin(recipe("policy.max_total_sequence_length=40")))
 
 
 def test_a_long_prompt_anywhere_in_the_files_is_refused_before_the_run(recipe, model, tmp_path):
@@ -349,21 +354,21 @@ def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
         "checkpointing.save_period=5",
         "loss_fn.variant=clip_cov",  # which scores apart from its update
     )
-    trainer = Trainer(r)
-    healthy = trainer.policy.score
+    parts = begin(r)
+    healthy = parts.policy.score
 
     def poisoned(*arguments, **settings):
         scores = healthy(*arguments, **settings)
         return scores._replace(logprobs=scores.logprobs * float("nan"))
 
-    trainer.policy.score = poisoned
+    parts.policy.score = poisoned
     with pytest.raises(TrainingAborted, match="2 steps in a row"):
-        trainer.train()
+        train(parts)
     assert rows(r.run_dir)[-1]["steps/skipped"] == 2
-    assert trainer.store.latest().name == "step_000002"
-    again = Trainer(r, resume=True)
+    assert parts.saver.store.latest().name == "step_000002"
+    again = begin(r, resume=True)
     assert (again.state.skipped, again.state.skipped_in_a_row) == (2, 0)  # it has all its attempts again
-    again.run.close()
+    again.folder.close()
 
 
 @pytest.mark.parametrize(
@@ -376,14 +381,13 @@ def test_validation_is_due_by_the_period_and_at_the_end(recipe, period, at_end, 
 
 def commanded(line: list[str], interrupted_in: int = 0) -> tuple[int, str]:
     """Exit code and messages of the command, in a process of its own; SIGTERM comes within a step."""
-    healthy = Trainer.train_step
 
-    def step(trainer):
-        if trainer.state.step + 1 == interrupted_in:
+    def step(parts):
+        if parts.state.step + 1 == interrupted_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        return healthy(trainer)
+        return reinforce(parts)
 
-    Trainer.train_step = step
+    loop.reinforce = step
     if interrupted_in:
         report.plot_run = lambda _folder: None  # it takes seconds
     logging.root.handlers.clear()  # pytest's
@@ -399,8 +403,8 @@ def command(tmp_path, cache, *extra):
 
 def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, cache):
     extra = ["grpo.max_num_steps=6", "grpo.val_period=0", "checkpointing.save_period=100"]
-    whole = Trainer(recipe(*extra, name="whole"))
-    whole.train()
+    whole = begin(recipe(*extra, name="whole"))
+    train(whole)
     line, run = command(tmp_path, cache, *extra), tmp_path / "cli"
     ((code, said),) = run_ranks(1, commanded, line, 3)
     assert (code, rows(run)[-1]["step"]) == (EXIT_INTERRUPTED, 3)
@@ -419,13 +423,11 @@ def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(recipe, tmp_path, ca
 
 
 def test_a_signal_without_checkpoints_asks_for_no_other_start(recipe, monkeypatch):
-    healthy = Trainer.train_step
-
-    def interrupted(trainer):
+    def interrupted(parts):
         signal.raise_signal(signal.SIGTERM)
-        return healthy(trainer)
+        return reinforce(parts)
 
-    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    monkeypatch.setattr(loop, "reinforce", interrupted)
     monkeypatch.setattr(report, "plot_run", lambda _folder: None)
     r = recipe("checkpointing.enabled=false", "grpo.val_period=0", "grpo.val_at_start=false")
     assert run_recipe(r, [], resume=False) == 1
@@ -459,34 +461,34 @@ def test_refusals_are_one_line_with_exit_code_2_and_nothing_is_made(
 
 
 def test_resume_refuses_another_algorithm_and_keeps_the_schedule_of_the_recipe(recipe):
-    Trainer(recipe("grpo.max_num_steps=2")).train()
+    train(begin(recipe("grpo.max_num_steps=2")))
     with pytest.raises(UserError, match=r"loss_fn\.variant: grpo -> gpg"):
-        Trainer(recipe("loss_fn.variant=gpg"), resume=True)
+        begin(recipe("loss_fn.variant=gpg"), resume=True)
     with pytest.raises(UserError, match=r"optimizer\.lr: 0\.0005 -> 0\.001"):
-        Trainer(recipe("policy.megatron_cfg.optimizer.lr=1.0e-3"), resume=True)
-    longer = Trainer(recipe("grpo.max_num_steps=40"), resume=True)
-    assert longer.train_step()["lr"] == pytest.approx(5e-4 * 2 / 10)  # two of ten warm-up updates were made
-    longer.run.close()
+        begin(recipe("policy.megatron_cfg.optimizer.lr=1.0e-3"), resume=True)
+    longer = begin(recipe("grpo.max_num_steps=40"), resume=True)
+    assert reinforce(longer)["lr"] == pytest.approx(5e-4 * 2 / 10)  # two of ten warm-up updates were made
+    longer.folder.close()
 
 
 def start_and_end(overrides: list[str]) -> None:
-    Trainer(load_recipe(QUICKSTART, overrides), resume=True).run.close()
+    begin(load_recipe(QUICKSTART, overrides), resume=True).folder.close()
 
 
 def test_two_processes_cannot_train_in_one_folder(recipe, tmp_path, cache):
-    first = Trainer(recipe())
+    first = begin(recipe())
     with pytest.raises(AssertionError, match="in use by another run"):
         run_ranks(1, start_and_end, arguments(tmp_path, cache, "run"))
-    first.run.close()
+    first.folder.close()
     run_ranks(1, start_and_end, arguments(tmp_path, cache, "run"))
 
 
 def test_checkpoints_of_another_run_are_not_touched(recipe, tmp_path):
     shared = f"checkpointing.checkpoint_dir={tmp_path / 'shared'}"
-    Trainer(recipe(shared, "grpo.max_num_steps=2", name="one")).train()
-    for begin in (partial(check, resume=False), Trainer):  # before ranks start, and by each of them
+    train(begin(recipe(shared, "grpo.max_num_steps=2", name="one")))
+    for refuses in (partial(check, resume=False), begin):  # before ranks start, and by each of them
         with pytest.raises(UserError, match="another run's checkpoints"):
-            begin(recipe(shared, name="two"))
+            refuses(recipe(shared, name="two"))
     assert (tmp_path / "shared/step_000002").exists()
 
 
@@ -497,36 +499,35 @@ def test_a_run_that_reached_its_goal_is_saved_and_stays_finished(recipe):
         "grpo.val_period=1",
     ]
     r = recipe(*goal)
-    Trainer(r).train()
+    train(begin(r))
     assert [row["step"] for row in rows(r.run_dir)] == [0, 1]
     assert (r.checkpoint_dir / "latest").read_text() == "step_000001"  # not a multiple of save_period
-    Trainer(r, resume=True).train()
+    train(begin(r, resume=True))
     assert [row["step"] for row in rows(r.run_dir)] == [0, 1]
     further = recipe(*goal, "grpo.stop_at_validation_threshold=1.1", "grpo.max_num_steps=2")
-    Trainer(further, resume=True).train()
+    train(begin(further, resume=True))
     assert [row["step"] for row in rows(r.run_dir)] == [0, 1, 2]
 
 
 def test_a_save_under_way_outlives_an_error_of_the_next_step(recipe, monkeypatch):
-    trainer = Trainer(recipe("policy.megatron_cfg.checkpoint.async_save=true", "checkpointing.save_period=1"))
-    monkeypatch.setattr(trainer.saver, "finish_if_written", lambda: None)  # still writing
-    step = trainer.train_step
+    parts = begin(recipe("policy.megatron_cfg.checkpoint.async_save=true", "checkpointing.save_period=1"))
+    monkeypatch.setattr(parts.saver, "finish_if_written", lambda: None)  # still writing
 
-    def fails_after_the_first():
-        if trainer.state.step:
+    def fails_after_the_first(parts):
+        if parts.state.step:
             raise RuntimeError("the retriever is gone")
-        return step()
+        return reinforce(parts)
 
-    monkeypatch.setattr(trainer, "train_step", fails_after_the_first)
+    monkeypatch.setattr(loop, "reinforce", fails_after_the_first)
     with pytest.raises(RuntimeError, match="retriever"):
-        trainer.train()
-    assert trainer.store.latest().name == "step_000001"
+        train(parts)
+    assert parts.saver.store.latest().name == "step_000001"
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, cache):
     """The weights after four steps that nothing has stopped."""
-    return train(arguments(tmp_path_factory.mktemp("unbroken"), cache, "run"))
+    return weights_after(arguments(tmp_path_factory.mktemp("unbroken"), cache, "run"))
 
 
 def gone(error):
@@ -540,33 +541,32 @@ def gone(error):
     ("broken", "attribute", "value", "error", "saved"),
     [
         (Scorer, "__call__", gone(RewardsFailed), RewardsFailed, 1),
-        (Trainer, "validate", gone(RetrieverError), RetrieverError, 2),
+        (loop, "validate", gone(RetrieverError), RetrieverError, 2),
         (RunFolder, "metrics", Path("/dev/full"), TrainingAborted, 2),
     ],
 )
 def test_what_fails_outside_a_run_costs_it_no_step(
     recipe, unbroken, monkeypatch, broken, attribute, value, error, saved
 ):
-    trainer = Trainer(recipe("checkpointing.save_period=100"))
-    step = trainer.train_step
+    parts = begin(recipe("checkpointing.save_period=100"))
 
-    def second_fails():
-        if trainer.state.step == 1:
-            owner = trainer.run if broken is RunFolder else broken
+    def second_fails(parts):
+        if parts.state.step == 1:
+            owner = parts.folder if broken is RunFolder else broken
             monkeypatch.setattr(owner, attribute, value)
-        return step()
+        return reinforce(parts)
 
-    trainer.train_step = second_fails
+    monkeypatch.setattr(loop, "reinforce", second_fails)
     with pytest.raises(error, match=r"gone|No space left on device\); make room, then --resume .* step 2"):
-        trainer.train()
+        train(parts)
     monkeypatch.undo()
-    assert trainer.store.latest().name == f"step_00000{saved}"
-    resumed = Trainer(trainer.recipe, resume=True)
-    resumed.train()
+    assert parts.saver.store.latest().name == f"step_00000{saved}"
+    resumed = begin(parts.recipe, resume=True)
+    train(resumed)
     assert_equal(weights_of(resumed.policy), unbroken)
-    logged = {row["step"]: "validation/accuracy" in row for row in rows(resumed.run.path)}
+    logged = {row["step"]: "validation/accuracy" in row for row in rows(resumed.folder.path)}
     assert logged == {0: True, 1: False, 2: True, 3: False, 4: True}
-    assert len(rows(resumed.run.path)) == 5
+    assert len(rows(resumed.folder.path)) == 5
 
 
 def test_an_export_that_finds_no_room_is_one_line(recipe, monkeypatch):
@@ -577,16 +577,16 @@ def test_an_export_that_finds_no_room_is_one_line(recipe, monkeypatch):
     with pytest.raises(
         TrainingAborted, match=r"/hf cannot be written \(I/O error: No space .* then --resume"
     ):
-        Trainer(recipe("grpo.max_num_steps=1", *NO_VALIDATION)).train()
+        train(begin(recipe("grpo.max_num_steps=1", *NO_VALIDATION)))
 
 
 def test_killed_before_the_first_checkpoint_starts_over_with_clean_rows(recipe):
-    first = Trainer(recipe())
-    first.run.append_metrics({"step": 0})
-    first.run.append_metrics(first.train_step())
-    first.run.close()
-    Trainer(recipe(), resume=True).train()
-    assert [row["step"] for row in rows(first.run.path)] == [0, 1, 2, 3, 4]
+    first = begin(recipe())
+    first.folder.append_metrics({"step": 0})
+    first.folder.append_metrics(reinforce(first))
+    first.folder.close()
+    train(begin(recipe(), resume=True))
+    assert [row["step"] for row in rows(first.folder.path)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("distributed", ["true", "false"])
@@ -596,26 +596,26 @@ def test_a_checkpoint_before_the_first_update_resumes(recipe, distributed):
         "grpo.max_num_steps=2",
         f"policy.megatron_cfg.optimizer.use_distributed_optimizer={distributed}",
     ]
-    Trainer(recipe(*nothing_to_learn)).train()
-    longer = Trainer(recipe(*nothing_to_learn, "grpo.max_num_steps=3"), resume=True)
+    train(begin(recipe(*nothing_to_learn)))
+    longer = begin(recipe(*nothing_to_learn, "grpo.max_num_steps=3"), resume=True)
     assert longer.state.no_signal == 2
-    longer.run.close()
+    longer.folder.close()
 
 
 def test_resume_from_a_damaged_checkpoint_goes_back_to_the_last_whole_one(recipe, caplog):
-    whole = Trainer(recipe("checkpointing.save_period=1", name="whole"))
-    whole.train()
-    first = Trainer(recipe("checkpointing.save_period=1", "checkpointing.keep_top_k=null", name="broken"))
-    first.train()
-    newest = first.store.latest()
+    whole = begin(recipe("checkpointing.save_period=1", name="whole"))
+    train(whole)
+    first = begin(recipe("checkpointing.save_period=1", "checkpointing.keep_top_k=null", name="broken"))
+    train(first)
+    newest = first.saver.store.latest()
     file = max((newest / WEIGHTS).glob("*.distcp"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    resumed = Trainer(first.recipe, resume=True)
+    resumed = begin(first.recipe, resume=True)
     assert resumed.state.step == 3
     assert "step_000004 is damaged and set aside" in caplog.text
-    resumed.train()
+    train(resumed)
     assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
 
 
@@ -629,9 +629,9 @@ class Gadget:
     [("metadata", "was not read"), ("object", "was not read"), ("subfolder", "a folder in it has")],
 )
 def test_a_forged_checkpoint_is_refused_and_nothing_runs(recipe, tmp_path, monkeypatch, place, error):
-    first = Trainer(recipe("grpo.max_num_steps=1"))
-    first.train()
-    weights = first.store.latest() / WEIGHTS
+    first = begin(recipe("grpo.max_num_steps=1"))
+    train(first)
+    weights = first.saver.store.latest() / WEIGHTS
     if place == "metadata":
         (weights / ".metadata").write_bytes(pickle.dumps(Gadget()))
     elif place == "object":
@@ -641,8 +641,8 @@ def test_a_forged_checkpoint_is_refused_and_nothing_runs(recipe, tmp_path, monke
         (weights / ".metadata").rename(weights / "weights" / ".metadata")
         for file in weights.glob("*.distcp"):
             shutil.copy(file, weights / "weights")
-    write_sha256(first.store.latest())  # who forges a file can forge its hash, too
+    write_sha256(first.saver.store.latest())  # who forges a file can forge its hash, too
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=error):
-        Trainer(recipe("grpo.max_num_steps=2"), resume=True)
+        begin(recipe("grpo.max_num_steps=2"), resume=True)
     assert not (tmp_path / "executed").exists()

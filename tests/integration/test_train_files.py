@@ -7,7 +7,9 @@ import pytest
 from small_runs import lines_of, math_files, rows
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.trainer import Trainer, check
+from nemo_grpo.engine.checks import check
+from nemo_grpo.engine.loop import train
+from nemo_grpo.engine.run import begin
 from nemo_grpo.tasks import parse_task
 
 SMALL = ["grpo.num_prompts_per_step=2", "grpo.val_at_start=false", "nemo_grpo.warm_start.num_steps=20"]
@@ -24,7 +26,7 @@ def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, t
     held_out = list(map(solved, task.validation_problems(4)))
     files = math_files(tmp_path, [*problems.values()], held_out, ", form: think_answer")
     r = recipe(*SMALL, "grpo.max_num_steps=2", files)
-    Trainer(r).train()
+    train(begin(r))
     samples = lines_of(r.run_dir / "samples.jsonl")
     assert {sample["problem"] for sample in samples} <= problems.keys()
     assert all(set(sample["scores"]) == {"accuracy", "format", "cosine"} for sample in samples)
@@ -47,7 +49,7 @@ def test_logic_puzzles_train_on_the_graded_reward(recipe):
         "nemo_grpo.task={name: logic, people: [2], validation_people: [2, 3], num_names: 3}",
         "nemo_grpo.rewards={_override_: true, accuracy: 0.0, format_signed: 1.0, answer: 1.0}",
     )
-    Trainer(r).train()
+    train(begin(r))
     for sample in lines_of(r.run_dir / "samples.jsonl"):
         scores = sample["scores"]
         assert sample["reward"] == scores["format_signed"] + scores["answer"]

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from nemo_grpo.engine.trainer import check
 from processes import nemo_grpo, output_of, wait_for
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
-from small_runs import DP2, QUICKSTART, TP2_PP2, arguments, assert_same_rows, has_trained, rows, train
+from small_runs import DP2, QUICKSTART, TP2_PP2, arguments, assert_same_rows, has_trained, rows, weights_after
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.trainer import check
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 STEPS = ["grpo.max_num_steps=2", "grpo.val_period=0", "policy.train_micro_batch_size=2"]
@@ -26,8 +26,8 @@ LAYOUTS = {"dp2": (2, DP2), "cp2": (2, CP2), "tp2-pp2": (4, TP2_PP2)}
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-pp2"))
 def test_training_is_the_same_on_several_ranks(tmp_path, cache, name):
     num_ranks, layout = LAYOUTS[name]
-    alone = run_ranks(1, train, arguments(tmp_path, cache, "alone", *STEPS))[0]
-    for weights in run_ranks(num_ranks, train, arguments(tmp_path, cache, name, *STEPS, *layout)):
+    alone = run_ranks(1, weights_after, arguments(tmp_path, cache, "alone", *STEPS))[0]
+    for weights in run_ranks(num_ranks, weights_after, arguments(tmp_path, cache, name, *STEPS, *layout)):
         torch.testing.assert_close(weights, alone, rtol=1e-4, atol=2e-4)
     keys = ("reward/mean", "length/mean", "entropy/mean", "loss/total", "grad_norm")
     assert_same_rows(tmp_path / "alone", tmp_path / name, *keys)
@@ -36,11 +36,11 @@ def test_training_is_the_same_on_several_ranks(tmp_path, cache, name):
 @pytest.mark.slow
 def test_a_checkpoint_resumes_at_another_layout(tmp_path, cache):
     longer = [*STEPS, "grpo.max_num_steps=4", "policy.megatron_cfg.scheduler.lr_decay_style=constant"]
-    unbroken = run_ranks(1, train, arguments(tmp_path, cache, "whole", *longer))[0]
+    unbroken = run_ranks(1, weights_after, arguments(tmp_path, cache, "whole", *longer))[0]
     line = arguments(tmp_path, cache, "moved", *longer)
-    run_ranks(4, train, [*line, "grpo.max_num_steps=2", *TP2_PP2])
-    moved = run_ranks(1, train, line, resume=True)[0]
-    back = run_ranks(2, train, [*line, "grpo.max_num_steps=5", *DP2], resume=True)[0]
+    run_ranks(4, weights_after, [*line, "grpo.max_num_steps=2", *TP2_PP2])
+    moved = run_ranks(1, weights_after, line, resume=True)[0]
+    back = run_ranks(2, weights_after, [*line, "grpo.max_num_steps=5", *DP2], resume=True)[0]
     torch.testing.assert_close(moved, unbroken, rtol=1e-3, atol=5e-4)
     assert any(not torch.equal(back[name], tensor) for name, tensor in moved.items())
     assert [row["step"] for row in rows(tmp_path / "moved")] == [0, 1, 2, 3, 4, 5]

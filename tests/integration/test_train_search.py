@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from processes import ROOT
 from ranks import run_ranks
-from small_runs import DP2, arguments, assert_same_rows, lines_of, resumed_exactly, rows, train
+from small_runs import DP2, arguments, assert_same_rows, lines_of, resumed_exactly, rows, weights_after
 from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import UserError, build_objective
-from nemo_grpo.engine.trainer import Trainer
+from nemo_grpo.engine.run import begin
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.episodes import Response, Written
@@ -22,7 +22,7 @@ from nemo_grpo.tasks.jsonl import write_problems
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.training import rollout
-from nemo_grpo.training.rollout import Group, assemble
+from nemo_grpo.training.rollout import Group, Scored, assemble
 
 PROMPT = [4, 9, 17]
 TURNS = [  # (tokens, by the policy) of two responses to one prompt
@@ -40,7 +40,7 @@ def model():
 def response(turns, reward):
     tokens = torch.tensor([token for part, _ in turns for token in part])
     mask = torch.tensor([by_policy for part, by_policy in turns for _ in part])
-    return Response(tokens, torch.full(tokens.shape, -1.0), mask, False, "", scores={}, reward=reward)
+    return Scored(Response(tokens, torch.full(tokens.shape, -1.0), mask, False, ""), reward=reward)
 
 
 def a_step():
@@ -112,12 +112,12 @@ def test_a_corpus_that_is_missing_ends_the_run_before_it_begins(recipe, tmp_path
     corpus = f"nemo_grpo.task.corpus={tmp_path}/none.jsonl"
     made = recipe(*SMALL, *files, corpus, "grpo.max_val_samples=1", of=SEARCH_QA)
     with pytest.raises(UserError, match=r"none\.jsonl: No such file"):
-        Trainer(made)
+        begin(made)
     assert not made.run_dir.exists()
 
 
 def test_a_run_searches_learns_and_resumes_exactly(recipe):
-    run = resumed_exactly(partial(recipe, *SMALL, of=SEARCH_QA)).run.path
+    run = resumed_exactly(partial(recipe, *SMALL, of=SEARCH_QA)).folder.path
     last = rows(run)[-1]
     assert last["episode/num_searches"] > 0.5
     assert last["episode/num_turns"] > 1
@@ -129,9 +129,9 @@ def test_a_run_searches_learns_and_resumes_exactly(recipe):
 
 def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, cache):
     steps = [*SMALL, "grpo.max_num_steps=2", "grpo.val_period=0"]
-    alone = run_ranks(1, train, arguments(tmp_path, cache, "alone", *steps), recipe=SEARCH_QA)[0]
+    alone = run_ranks(1, weights_after, arguments(tmp_path, cache, "alone", *steps), recipe=SEARCH_QA)[0]
     line = arguments(tmp_path, cache, "both", *steps, *DP2)
-    for weights in run_ranks(2, train, line, recipe=SEARCH_QA):
+    for weights in run_ranks(2, weights_after, line, recipe=SEARCH_QA):
         torch.testing.assert_close(weights, alone, rtol=1e-4, atol=2e-4)
     keys = ("reward/mean", "length/mean", "episode/num_turns", "episode/num_searches", "loss/total")
     assert_same_rows(tmp_path / "alone", tmp_path / "both", *keys)
@@ -174,7 +174,7 @@ def scores_of_two():
     scorer, request = Scorer(ByRank(), {"accuracy": 1.0}, Prompt()), Request([[1]], 2, SamplingParams(1), 0)
     (group,) = rollout.sample_groups(None, None, scorer, [problem], request)
     judged = _judge(ByRank(), problem, [Written("a", 1, False)])
-    return [response.reward for response in group.responses], judged.scores, judged.extracted
+    return [one.reward for one in group.responses], judged.scores, judged.extracted
 
 
 def test_all_ranks_hold_the_first_ones_verdicts():

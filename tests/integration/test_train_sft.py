@@ -18,14 +18,15 @@ from small_runs import (
     has_trained,
     math_files,
     rows,
-    train,
+    weights_after,
     without_time,
 )
 from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.supervised import SupervisedTrainer
+from nemo_grpo.engine.loop import train
+from nemo_grpo.engine.run import begin
 from nemo_grpo.tasks import Problem, encode_prompt
 from nemo_grpo.tasks.base import stream
 
@@ -68,12 +69,12 @@ def loss_by_transformers(folder: Path, task, prompt, problems: list[tuple[Proble
 
 def test_losses_are_the_mean_cross_entropy_of_all_response_tokens(sft):
     r = sft("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false")
-    trainer = SupervisedTrainer(r)
-    task, prompt = trainer.task, r.nemo_grpo.prompt
-    held_out = [(problem, (problem.id,)) for problem in trainer.problems]
+    parts = begin(r)
+    task, prompt = parts.task, r.nemo_grpo.prompt
+    held_out = [(problem, (problem.id,)) for problem in parts.problems]
     first = [(task.train_problem(i, r.grpo.seed), (r.grpo.seed, i)) for i in range(8)]
-    expected = [loss_by_transformers(trainer.source, task, prompt, part) for part in (held_out, first)]
-    trainer.train()
+    expected = [loss_by_transformers(parts.source, task, prompt, part) for part in (held_out, first)]
+    train(parts)
     start, step = rows(r.run_dir)
     assert start["validation/val_loss"] == pytest.approx(expected[0], rel=1e-5)
     assert 0 < start["time/validation"] < 600
@@ -82,8 +83,8 @@ def test_losses_are_the_mean_cross_entropy_of_all_response_tokens(sft):
 
 def test_a_run_lowers_the_held_out_loss_and_leaves_what_others_read(sft):
     r = sft("grpo.max_num_steps=20", "grpo.val_period=10", "policy.megatron_cfg.optimizer.lr=5e-3")
-    trainer = SupervisedTrainer(r)
-    assert trainer.train()
+    parts = begin(r)
+    assert train(parts)
     found = rows(r.run_dir)
     losses = [row["validation/val_loss"] for row in found if "validation/val_loss" in row]
     assert len(losses) == 3
@@ -93,8 +94,8 @@ def test_a_run_lowers_the_held_out_loss_and_leaves_what_others_read(sft):
     assert keys | {"time/step", "validation/accuracy", "validation/greedy"} <= last.keys()
     assert last["tokens/trained"] == round(sum(8 * row.get("length/mean", 0) for row in found))
     assert (r.run_dir / "checkpoints/latest").read_text() == "step_000020"
-    exported = AutoModelForCausalLM.from_pretrained(trainer.run.hf).state_dict()
-    for name, tensor in trainer.policy.named_tensors():
+    exported = AutoModelForCausalLM.from_pretrained(parts.folder.hf).state_dict()
+    for name, tensor in parts.policy.named_tensors():
         assert torch.equal(exported[name], tensor), name
 
 
@@ -105,7 +106,7 @@ STEPS = [*SMALL, "grpo.max_num_steps=3", "grpo.val_period=0"]
 def packed(tmp_path_factory, cache):
     """The folder of a run on one rank, and the weights after it."""
     folder = tmp_path_factory.mktemp("packed")
-    (weights,) = run_ranks(1, train, arguments(folder, cache, "packed", *STEPS), recipe=SFT)
+    (weights,) = run_ranks(1, weights_after, arguments(folder, cache, "packed", *STEPS), recipe=SFT)
     return folder / "packed", weights
 
 
@@ -119,7 +120,7 @@ def exported(packed):
 def test_training_does_not_depend_on_microbatches_packing_or_ranks(packed, tmp_path, cache, name):
     num_ranks, overrides = LAYOUTS[name]
     line = arguments(tmp_path, cache, name, *STEPS, *overrides)
-    for weights in run_ranks(num_ranks, train, line, recipe=SFT):
+    for weights in run_ranks(num_ranks, weights_after, line, recipe=SFT):
         torch.testing.assert_close(weights, packed[1], rtol=1e-4, atol=2e-4)
     assert_same_rows(packed[0], tmp_path / name, "loss/total", "grad_norm")
 
@@ -127,19 +128,19 @@ def test_training_does_not_depend_on_microbatches_packing_or_ranks(packed, tmp_p
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(sft, tmp_path, cache):
     long = ["grpo.max_num_steps=40", "grpo.val_period=20", "checkpointing.save_period=3"]
-    whole = SupervisedTrainer(sft(*long, name="whole"))
-    whole.train()
+    whole = begin(sft(*long, name="whole"))
+    train(whole)
     process = nemo_grpo("train", SFT, *arguments(tmp_path, cache, "killed", *SMALL, *long))
     wait_for(lambda: has_trained(tmp_path / "killed", 6), process)
     process.send_signal(signal.SIGKILL)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, said[-2000:]
-    resumed = SupervisedTrainer(sft(*long, name="killed"), resume=True)
+    resumed = begin(sft(*long, name="killed"), resume=True)
     assert 3 <= resumed.state.step < 40
     assert resumed.state.next_problem == 8 * resumed.state.step
-    resumed.train()
+    train(resumed)
     assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
-    assert without_time(resumed.run.path) == without_time(whole.run.path)
+    assert without_time(resumed.folder.path) == without_time(whole.folder.path)
 
 
 def test_adapters_train_in_bf16_on_a_model_folder(sft, exported):
@@ -148,7 +149,7 @@ def test_adapters_train_in_bf16_on_a_model_folder(sft, exported):
         "policy.megatron_cfg.peft={enabled: true, dim: 4, alpha: 8}",
         "policy.megatron_cfg.optimizer.lr=1e-2",
     )
-    SupervisedTrainer(r).train()
+    train(begin(r))
     losses = [row["validation/val_loss"] for row in rows(r.run_dir) if "validation/val_loss" in row]
     assert losses[-1] < losses[0]
     adapter = load_file(r.run_dir / "hf-adapter/adapter_model.safetensors")
@@ -161,14 +162,14 @@ def test_a_file_of_problems_with_solutions_trains_for_epochs(sft, tmp_path):
         for i in range(12)
     ]
     r = sft(math_files(tmp_path, problems[:8], problems[8:]), "grpo.max_num_steps=3", name="file")
-    trainer = SupervisedTrainer(r)
+    parts = begin(r)
     first, second = (
-        [trainer.demonstrations.training(i).responses[0].text for i in range(start, start + 8)]
+        [parts.demonstrations.training(i).responses[0].response.text for i in range(start, start + 8)]
         for start in (0, 8)
     )
     assert first != second, "another order in the second epoch"
     assert sorted(first) == sorted(second) == sorted(p.metadata["solution"] for p in problems[:8])
-    assert trainer.train()
+    assert train(parts)
     assert math.isfinite(rows(r.run_dir)[-1]["validation/val_loss"])
 
 
@@ -176,7 +177,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_written(sft, exporte
     problems = [Problem(f"p{i}", f"{i}+1", "0") for i in range(16)]
     task = math_files(tmp_path, problems[:8], problems[8:])
     with pytest.raises(UserError, match=r"problem 'p\d+' has no metadata.solution to show; add one"):
-        SupervisedTrainer(sft(*exported, task))
+        begin(sft(*exported, task))
     with pytest.raises(UserError, match=r"max_total_sequence_length=72: problem .* has \d+ tokens; raise it"):
-        SupervisedTrainer(sft("policy.max_total_sequence_length=72", "policy.generation.max_new_tokens=1"))
+        begin(sft("policy.max_total_sequence_length=72", "policy.generation.max_new_tokens=1"))
     assert not sft().run_dir.exists()

@@ -28,7 +28,7 @@ from nemo_grpo.errors import UserError, first_line
 log = logging.getLogger(__name__)
 
 RUN_CONFIG = "run_config.yaml"
-"""Where Megatron-Bridge, and with it the converters, look for the scale of LoRA adapters."""
+"""File in which Megatron-Bridge, and with it the converters, look for the scale of LoRA adapters."""
 
 # Versions that have several writers default to one that is another package.
 _STRATEGY: dict[str, Any] = (

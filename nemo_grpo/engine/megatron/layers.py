@@ -1,4 +1,4 @@
-"""What a decoder is built of: Transformer Engine's layers, or parts of our own where there are none of it.
+"""Layers of a decoder: Transformer Engine's, or our own where it is not installed.
 
 Both are handed to megatron-core through its module specs. The difference that shows is in the parameters'
 names: Transformer Engine holds each norm within the linear layer that follows it.

@@ -42,7 +42,7 @@ class Microbatch:
 
 
 def plan_parts(num_tokens: Sequence[int], most: int) -> list[int]:
-    """How many consecutive rows each `Part` has: as many as have at most this many tokens, or one.
+    """Split rows into `Part`s of consecutive rows: as many as have at most ``most`` tokens, or one.
 
     Args: num_tokens: of each row, that have logits.
     """

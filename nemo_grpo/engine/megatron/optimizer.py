@@ -51,7 +51,7 @@ def with_optimizer(
 
 
 def clip_and_step(optimizer: Any, grad_norm: float) -> None:
-    """What the optimizer's ``step`` does after `prepare_grads`; that would compute the norm once more."""
+    """Finish the optimizer's step after `prepare_grads`, without computing the norm once more."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:

@@ -26,13 +26,13 @@ _BLOCKWISE_CUDA = (12, 9)
 
 
 def fp8_alignment(recipe: str | None) -> int:
-    """What the number of tokens that are computed together must be a multiple of; None: no FP8."""
+    """Return the multiple to which FP8 pads the tokens of one product; None: no FP8."""
     return 1 if recipe is None else _FP8_ALIGNMENT[recipe]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What matters for FP8.
+    """GPU and Transformer Engine, as far as FP8 depends on them.
 
     Attributes: capability: (major, minor) of the GPU, None without CUDA.
                 transformer_engine: it is installed.
@@ -45,7 +45,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """What this rank's GPU can do."""
+    """Describe this rank's GPU."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     major, _, minor = (torch.version.cuda or "").partition(".")
     cuda = (int(major), int(minor)) if major else None
@@ -115,7 +115,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def fp8_hint(megatron: Megatron) -> str | None:
-    """What to know of an FP8 setting that works, but not well."""
+    """Warn about an FP8 setting that works, but not well."""
     fp8 = megatron.fp8_in_use
     if fp8 is None or (fp8.fp8_recipe, fp8.fp8) != ("delayed", "e4m3"):
         return None

@@ -25,7 +25,7 @@ Part = tuple[slice, Callable[[Tensor, Tensor | None], Tensor]]
 
 
 _ROWS = 8192
-"""Of a 16-bit product that are added to a sum in FP32 at a time."""
+"""Rows per chunk when 16-bit products are accumulated in FP32."""
 
 
 def loss_in_parts(

@@ -31,7 +31,7 @@ SHARED, THD = "shared prompts", "thd"
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Where consecutive tokens of a stream lie in padded rows, and back.
+    """Positions of a stream's tokens in padded rows, and back.
 
     Attributes: inside: [R, L] bool.  token: [R x L] int64, the place's token (any one where padding).
                 place: [number of tokens] int64, the token's place.
@@ -77,7 +77,7 @@ class _Move(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Who attends to whom.
+    """Attention mask of a packed row.
 
     Attributes:
         prompts: rows of tokens that attend causally among themselves, first in the stream.

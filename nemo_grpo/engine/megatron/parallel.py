@@ -78,7 +78,7 @@ def zigzag(length: int, device: torch.device | None = None) -> Tensor:
 
 
 def zigzag_multiple() -> int:
-    """What the length of a sequence that context-parallel ranks share must be a multiple of."""
+    """Return the multiple to which context-parallel ranks pad a sequence."""
     size = parallel_state.get_context_parallel_world_size()
     return 2 * size if size > 1 else 1
 

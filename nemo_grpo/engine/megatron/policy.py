@@ -255,12 +255,12 @@ class MegatronPolicy:
 
     @property
     def most_tokens(self) -> int:
-        """Whose logits are in memory at a time."""
+        """Most tokens whose logits are in memory at a time."""
         return self.layout.tokens_at_once(self.hf.vocab_size, self.device.type)
 
     @property
     def sequence_multiple(self) -> int:
-        """What the columns of a microbatch must be a multiple of."""
+        """Multiple to which the columns of a microbatch are padded."""
         return self.layout.sequence_multiple * fp8_alignment(self.config.fp8 and self.config.fp8_recipe)
 
     def _run(
@@ -278,7 +278,7 @@ class MegatronPolicy:
         run.run(self.wrapped, sequences.input_ids.to(self.device), plan, loss)
 
     def _collect(self, sequences: Sequences, plan: list[Microbatch], with_entropies: bool) -> Scores:
-        """What the microbatches kept, on every rank."""
+        """Gather on every rank the results that the microbatches kept."""
         shape = (sequences.input_ids.shape[0], sequences.input_ids.shape[1] - 1)
         found = torch.zeros(1 + with_entropies, *shape, device=self.device)
         for part in (part for micro in plan for part in micro.parts):

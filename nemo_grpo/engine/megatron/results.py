@@ -1,4 +1,4 @@
-"""What a policy tells of a step: its scores, and the outcome of an update."""
+"""Results of a policy: scores of a step's tokens, and the outcome of an update."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """What the policy says of a step's tokens.
+    """The policy's scores of a step's tokens.
 
     Attributes: logprobs: [B, S - 1] float32, nats, at the temperature of sampling; 0 in the padding, and if
                     sequences are packed in the prompts.

@@ -47,7 +47,7 @@ def _write_files(
 
 
 class _Count:
-    """What the writer counts its processes with; there are none."""
+    """Stand-in for the writer's count of its processes; there are none."""
 
     def get(self) -> None:
         pass

@@ -143,7 +143,7 @@ class KVCache:
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """What scaled_dot_product_attention computes, in half its time for a few queries per head.
+    """Compute scaled_dot_product_attention, in half its time for a few queries per head.
 
     Scores are at least float32. For that 16-bit keys and values are cast, unless they are many.
 

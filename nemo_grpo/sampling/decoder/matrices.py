@@ -15,7 +15,7 @@ SMALLEST = 2**18
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN's products with this weight, packed, are faster here than torch's.
+    """True if oneDNN's products with this weight, packed, are faster here than torch's.
 
     They are on AMD processors, where torch multiplies FP32 with MKL: 1.2 to 2.3 times at 16 to 64 rows. On an
     Intel processor MKL was the faster one. The processor's identity decides, so a resumed run agrees.
@@ -47,7 +47,7 @@ class Matrix:
 
     @property
     def is_packed(self) -> bool:
-        """Whether products read a packed copy of W."""
+        """True if products read a packed copy of W."""
         return self._packed is not None
 
     def unpack(self) -> None:

@@ -118,7 +118,7 @@ def unsupported(config: Any) -> str | None:
 
 
 def missing_weights(config: Any, names: set[str]) -> list[str]:
-    """What a checkpoint with tensors of these names lacks of the model."""
+    """List the model's tensors that a checkpoint with these names lacks."""
     family = family_for(config.to_dict())
     present = names | {EMBEDDING} if family.tied and HEAD in names else names
     return sorted(family.hf_shapes.keys() - present)

@@ -85,7 +85,7 @@ def test_policy_is_the_warm_start_rounded_to_bf16(tmp_path: Path, monkeypatch: p
     exact = Qwen2ForCausalLM(tiny)
     exact.save_pretrained(source)
     (source / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr("nemo_grpo.engine.setup.model_source", lambda *_: source)
+    monkeypatch.setattr("nemo_grpo.engine.warm_start.starting_policy", lambda *_: source)
     run.write_policy(load_recipe(RECIPES / "quickstart.yaml"), tmp_path / "policy")
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype="auto")
     assert made.dtype == torch.bfloat16

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from nemo_grpo.diagnostics.tokens import (
 from nemo_grpo.engine.records import signal_shares
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group, assemble
+from nemo_grpo.training.rollout import Group, Scored, assemble
 from nemo_grpo.variants import VARIANTS, build_objective
 
 PROBABILITY = torch.tensor([[0.5, 0.25, 0.9], [0.5, 0.8, 0.3]])
@@ -177,8 +178,8 @@ def group(*responses: tuple[float, ...]) -> Group:
     """One group; of each response accuracy, reward and, if it is, that it is truncated."""
     zero, made = torch.zeros(1), []
     for accuracy, reward, *truncated in responses:
-        scores = {"accuracy": accuracy}
-        made.append(Response(zero, zero, zero == 0, any(truncated), "", scores=scores, reward=reward))
+        sampled = Response(zero, zero, zero == 0, any(truncated), "")
+        made.append(Scored(sampled, {"accuracy": accuracy}, reward))
     return Group(Problem("1", "?", "!"), [0], made)
 
 
@@ -193,7 +194,9 @@ def test_a_group_of_which_overlong_filtering_leaves_nothing_is_no_signal(drop_tr
     right, wrong, cut = (1, 1), (0, 0), (0, 0, True)
     drawn = [group(cut, right, right), group(wrong, right, cut), group(cut, cut, (0, 1, True))]
     assert signal_shares(drawn, drop_truncated=drop_truncated)["rollout/with_signal"] == of_use
-    step = assemble(drawn, overlong=None, drop_truncated=drop_truncated)
+    step = assemble(drawn)
+    if drop_truncated:
+        step = replace(step, sample_mask=~step.truncated)
     batch = step.token_batch(step.generation_logprobs, None, None)
     prepared = build_objective("dapo").prepare(batch)
     assert int(prepared.advantages.view(3, 3, -1).any(2).any(1).sum()) == round(3 * of_use)

@@ -9,21 +9,17 @@ from nemo_grpo.engine.megatron.results import UpdateResult
 from nemo_grpo.engine.records import mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.sampling.episodes import Episode, Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group
+from nemo_grpo.training.rollout import Group, Scored
 
 
-def response(accuracy: float, *, cut: bool = False, num_tokens: int = 1, **further) -> Response:
+def response(accuracy: float, *, cut: bool = False, num_tokens: int = 1, **further) -> Scored:
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
-    return Response(
-        *(tokens, torch.zeros(num_tokens), torch.ones(num_tokens, dtype=torch.bool)),
-        *(cut, "text"),
-        scores={"accuracy": accuracy, "format": 0.5},
-        reward=2 * accuracy + 0.5,
-        **further,
-    )
+    mask = torch.ones(num_tokens, dtype=torch.bool)
+    sampled = Response(tokens, torch.zeros(num_tokens), mask, cut, "text", **further)
+    return Scored(sampled, {"accuracy": accuracy, "format": 0.5}, 2 * accuracy + 0.5)
 
 
-def group(*responses: Response, name: str = "p") -> Group:
+def group(*responses: Scored, name: str = "p") -> Group:
     return Group(Problem(name, "1 + 1?", "2"), [7], list(responses))
 
 
@@ -64,7 +60,8 @@ def test_updates_of_a_step_are_averaged_and_counted():
     assert mean_metrics([]) == {}
     state = TrainingState()
     for updates in ([bad], [bad, bad], [good, bad], [], [bad]):
-        state.count(updates)
+        state.count(updates, num_tokens=3)
+    assert (state.step, state.tokens) == (5, 15)
     assert (state.skipped, state.skipped_in_a_row, state.no_signal) == (3, 1, 1)
 
 

@@ -9,12 +9,14 @@ import torch
 from transformers import AutoConfig
 
 from nemo_grpo import UserError, shipped
-from nemo_grpo.engine import run_command, setup
+from nemo_grpo.engine import run as run_module
+from nemo_grpo.engine import setup
 from nemo_grpo.engine.checks import check_fits_the_model
 from nemo_grpo.engine.learning import TrainingState
+from nemo_grpo.engine.loop import save_if_due
 from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.run import begin
 from nemo_grpo.engine.saving import TrainingAborted
-from nemo_grpo.engine.trainer import Trainer
 from nemo_grpo.hf_folder import end_tokens
 from nemo_grpo.recipe import load_recipe
 
@@ -78,7 +80,7 @@ def test_policy_gets_the_recipes_settings(given):
     ("fp8", "rank", "is_told"), [("e4m3", 0, True), ("e4m3", 1, False), ("hybrid", 0, False)]
 )
 def test_the_first_rank_says_what_to_know_of_fp8(given, monkeypatch, caplog, fp8, rank, is_told):
-    monkeypatch.setattr(setup, "is_rank_zero", lambda: rank == 0)
+    monkeypatch.setattr(parallel, "is_rank_zero", lambda: rank == 0)
     section = f"policy.megatron_cfg.fp8_cfg={{enabled: true, fp8: {fp8}, fp8_recipe: delayed}}"
     setup.build_policy(recipe("policy.precision=bfloat16", section), "folder", keep_reference=False)
     assert [record.getMessage()[-14:] for record in caplog.records] == ["use fp8=hybrid"] * is_told
@@ -98,7 +100,7 @@ def test_a_launch_of_another_number_of_ranks_is_refused_before_they_meet(tmp_pat
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(parallel, "initialize", Mock(side_effect=AssertionError("the ranks meet")))
     with pytest.raises(UserError, match=r"are 1 ranks, but 2 were launched; make them agree"):
-        Trainer(recipe(f"nemo_grpo.runs_dir={tmp_path}"))
+        begin(recipe(f"nemo_grpo.runs_dir={tmp_path}"))
 
 
 @pytest.mark.parametrize(
@@ -129,16 +131,6 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, eos):
         end_tokens(tmp_path, SimpleNamespace(eos_token_id=7))
 
 
-def test_overlong_penalty_is_the_recipes():
-    """Within 10: 4 tokens of buffer, so 8 is half way through it."""
-    shaping = "{enabled: true, max_response_length: 10, overlong_buffer_length: 4"
-    penalty = setup.overlong_penalty_of(
-        recipe(f"++grpo.reward_shaping={shaping}, overlong_buffer_penalty: 0.5}}")
-    )
-    assert penalty(torch.tensor([6, 8, 10, 12])).tolist() == [0.0, -0.25, -0.5, -0.5]
-    assert setup.overlong_penalty_of(recipe()) is None
-
-
 @pytest.mark.parametrize(
     ("state", "stopping", "saves"),
     [
@@ -156,25 +148,32 @@ def test_checkpoint_is_due_by_the_period_at_the_end_and_before_an_abort(state, s
         *("checkpointing.save_period=3", "grpo.max_num_steps=8"),
         "nemo_grpo.engine.max_consecutive_skipped_steps=2",
     )
-    run = SimpleNamespace(recipe=made, state=TrainingState(**state), saver=Mock(), save=Mock())
-    if state.get("skipped_in_a_row") == 2:
+    state = TrainingState(**state)
+    run = SimpleNamespace(
+        recipe=made,
+        state=state,
+        saver=Mock(),
+        save=Mock(),
+        has_ended=state.step == 8 or state.reached_goal,
+    )
+    if state.skipped_in_a_row == 2:
         with pytest.raises(TrainingAborted, match=r"2 steps in a row .*last at step 7"):
-            Trainer._save_if_due(run, stopping)
+            save_if_due(run, stopping=stopping)
         run.saver.finish.assert_called_once_with()  # written whole before the process ends
     else:
-        Trainer._save_if_due(run, stopping)
+        save_if_due(run, stopping=stopping)
     assert run.save.called == saves
 
 
 def test_recipe_is_checked_once_before_ranks_start(monkeypatch):
     started = Mock(return_value=3)
-    monkeypatch.setattr(run_command, "launch", started)
-    monkeypatch.setattr(run_command, "check", Mock(side_effect=UserError("the disk is full")))
+    monkeypatch.setattr(run_module, "launch", started)
+    monkeypatch.setattr(run_module, "check", Mock(side_effect=UserError("the disk is full")))
     two = recipe("cluster.gpus_per_node=2")
     with pytest.raises(UserError, match="the disk is full"):
-        run_command.run_recipe(two, ["train"], resume=True)
+        run_module.run_recipe(two, ["train"], resume=True)
     started.assert_not_called()
-    monkeypatch.setattr(run_command, "check", Mock())
-    assert run_command.run_recipe(two, ["train"], resume=True) == 3
-    run_command.check.assert_called_once_with(two, resume=True)
+    monkeypatch.setattr(run_module, "check", Mock())
+    assert run_module.run_recipe(two, ["train"], resume=True) == 3
+    run_module.check.assert_called_once_with(two, resume=True)
     started.assert_called_once_with(["train"], 2)

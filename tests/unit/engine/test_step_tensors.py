@@ -9,30 +9,33 @@ from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.statistics import Groups
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.results import Scores
+from nemo_grpo.engine.steps import shape
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks.base import stream
 from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, assemble
+from nemo_grpo.training.rollout import Group, Scored, assemble
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.grpo import GRPO
 
 
-def response(tokens: list[int], mask: list[bool] | None = None, **further) -> Response:
-    return Response(
+def response(
+    tokens: list[int], mask: list[bool] | None = None, *, reward: float = 0.0, truncated: bool = False
+) -> Scored:
+    sampled = Response(
         tokens=torch.tensor(tokens),
         logprobs=-torch.arange(1.0, len(tokens) + 1),
         token_mask=torch.tensor(mask or [True] * len(tokens)),
         text="",
-        scores={},
-        **{"truncated": False, "reward": 0.0, **further},
+        truncated=truncated,
     )
+    return Scored(sampled, reward=reward)
 
 
-def step(**options):
+def step():
     """Prompts of 3 and 1 tokens; responses of 2 and 1, and one of 3 whose middle an environment wrote."""
     first = Group(None, [10, 11, 12], [response([20, 21], reward=1.0), response([22], truncated=True)])  # type: ignore[arg-type]
     second = Group(None, [13], [response([23, 24, 25], [True, False, True], reward=2.0)])  # type: ignore[arg-type]
-    return assemble([first, second], **options)
+    return assemble([first, second])
 
 
 def test_tokens_logprobs_and_mask_are_aligned():
@@ -48,11 +51,25 @@ def test_tokens_logprobs_and_mask_are_aligned():
     assert made.sequences.prompt_lengths.tolist() == [3, 3, 1]
     assert made.group_ids.tolist() == made.sequences.prompt_ids.tolist() == [0, 0, 1]
     assert made.sample_mask.tolist() == [True] * 3
-    assert step(drop_truncated=True).sample_mask.tolist() == [True, False, True]
+    assert made.response_lengths.tolist() == [2, 1, 3]
+
+
+def shaped(**grpo):
+    shaping = {"enabled": False, "max_response_length": 3, "overlong_buffer_length": 2}
+    shaping |= {"overlong_buffer_penalty": 0.5} | grpo.pop("reward_shaping", {})
+    grpo = {"overlong_filtering": False, **grpo, "reward_shaping": SimpleNamespace(**shaping)}
+    return shape(step(), SimpleNamespace(grpo=SimpleNamespace(**grpo)))  # type: ignore[arg-type]
+
+
+def test_truncated_responses_are_left_out_where_the_recipe_says_so():
+    assert shaped().sample_mask.tolist() == [True] * 3
+    assert shaped(overlong_filtering=True).sample_mask.tolist() == [True, False, True]
 
 
 def test_overlong_penalty_is_of_the_response_alone():
-    assert step(overlong=lambda lengths: -lengths.float()).rewards.tolist() == [1 - 2, 0 - 1, 2 - 3]
+    assert shaped().rewards.tolist() == [1, 0, 2]
+    # Lengths 2, 1 and 3 are 1, 0 and 2 tokens into a buffer of 2 before the limit of 3.
+    assert shaped(reward_shaping={"enabled": True}).rewards.tolist() == [1 - 0.25, 0, 2 - 0.5]
 
 
 class Characters:
@@ -73,8 +90,10 @@ def test_demonstration_leaves_out_what_the_environment_says(monkeypatch):
     prompt, problem = SimpleNamespace(response_prefix=""), SimpleNamespace(id="p")
     shown = demonstrated(Characters(), task, prompt, problem, stream("x"), limit=6, key="k")  # type: ignore[arg-type]
     (only,) = shown.responses
-    assert only.tokens.tolist() == [97, 88, 98, 0]
-    assert only.token_mask.tolist() == [True, False, True, True], "the end of the sequence is the policy's"
+    assert only.response.tokens.tolist() == [97, 88, 98, 0]
+    assert only.response.token_mask.tolist() == [True, False, True, True], (
+        "the end of the sequence is the policy's"
+    )
     with pytest.raises(ValueError, match="k=5: problem 'p' with its demonstration has 6 tokens"):
         demonstrated(Characters(), task, prompt, problem, stream("x"), limit=5, key="k")  # type: ignore[arg-type]
 
@@ -83,7 +102,7 @@ def test_rows_that_an_update_left_out_keep_the_samplers_logprobs():
     learner = Learner(SimpleNamespace(grpo=SimpleNamespace(seed=0)), GRPO().build(), None)  # type: ignore[arg-type]
     entropies = torch.tensor([[2.0], [0.0], [4.0]]).expand(3, 4)
     scores, scored = Scores(torch.full((3, 4), -0.5), entropies), torch.tensor([True, False, True])
-    prepared = learner.prepare(step(), TrainingState(), scores, None, scored)
+    prepared = learner.prepare(step(), scores, None, scored)
     assert prepared.batch.prev_logprobs.tolist() == [[0, 0, -0.5, -0.5], [0, 0, -1, 0], [-0.5, 0, -0.5, 0]]
     metrics = {name: float(value) for name, value in prepared.metrics.items()}
     assert metrics["entropy/mean"] == pytest.approx((2 + 2 + 4 + 4) / 4)
@@ -102,7 +121,8 @@ def test_draws_are_seeded_by_run_and_step():
     made = step()
     scores = SimpleNamespace(logprobs=made.generation_logprobs, entropies=None)
     for finished in (0, 5):
-        learner.prepare(made, TrainingState(step=finished, carried={"mean": 1.0}), scores, None)  # type: ignore[arg-type]
+        learner.state = TrainingState(step=finished, carried={"mean": 1.0})
+        learner.prepare(made, scores, None)  # type: ignore[arg-type]
     assert seeds == [(3 * 1_000_003, {"mean": 1.0}), (3 * 1_000_003 + 5, {"mean": 1.0})]
 
 

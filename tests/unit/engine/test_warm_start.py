@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_grpo import shipped
 from nemo_grpo.engine import warm_start as module
-from nemo_grpo.engine.warm_start import build_tokenizer, cache_key, schedule, warm_start
+from nemo_grpo.engine.warm_start import build_tokenizer, cache_key, starting_policy, supervised_recipe
 from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
+from nemo_grpo.training.demonstrations import Demonstrations
 from nemo_grpo.training.rollout import assemble
 
 TINY = {
@@ -44,9 +47,16 @@ def config(cache_dir, **changes):
     return WarmStart(**{**TINY, "cache_dir": str(cache_dir), **changes})
 
 
+def recipe(cache_dir, **changes) -> Recipe:
+    """The quickstart with a tiny warm start."""
+    made = load_recipe(shipped.recipe_file("quickstart"))
+    own = {"warm_start": config(cache_dir, **changes), "prompt": PROMPT}
+    return made.model_copy(update={"nemo_grpo": made.nemo_grpo.model_copy(update=own)})
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, task):
-    return warm_start(config(tmp_path_factory.mktemp("cache") / "new"), task, PROMPT)
+def folder(tmp_path_factory):
+    return starting_policy(recipe(tmp_path_factory.mktemp("cache") / "new"))
 
 
 def test_the_result_is_a_complete_hugging_face_folder(folder):
@@ -106,8 +116,8 @@ def demonstration_loss(folder, task):
 
 
 def test_it_learns_the_demonstrations(tmp_path, task):
-    untrained = warm_start(config(tmp_path, num_steps=0), task, PROMPT)
-    trained = warm_start(config(tmp_path, num_steps=60, lr=1e-2, batch_size=16), task, PROMPT)
+    untrained = starting_policy(recipe(tmp_path, num_steps=0))
+    trained = starting_policy(recipe(tmp_path, num_steps=60, lr=1e-2, batch_size=16))
     start = demonstration_loss(untrained, task)
     assert start == pytest.approx(math.log(296), abs=0.3)  # uniform over the vocabulary
     assert demonstration_loss(trained, task) < start - 2.5
@@ -115,40 +125,42 @@ def test_it_learns_the_demonstrations(tmp_path, task):
 
 def test_it_says_how_far_it_is(tmp_path, task, caplog):
     with caplog.at_level("INFO"):
-        warm_start(config(tmp_path, num_steps=2), task, PROMPT)
+        starting_policy(recipe(tmp_path, num_steps=2))
     lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if re.fullmatch(r"warm start 2/2, .*, loss \d+\.\d{3}", line)], lines
+    assert [line for line in lines if re.fullmatch(r"sft warm-start 2/2, .*length \d+ .*", line)], lines
 
 
-def test_loss_is_on_the_response_alone(folder, task):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    groups = next(module._batches(tokenizer, config("unused"), task, PROMPT))
-    assert len(groups) == TINY["batch_size"]
-    step = assemble(groups)
+def test_loss_is_on_the_response_alone(folder, task, tmp_path):
+    made = supervised_recipe(recipe(tmp_path), tmp_path)
+    assert made.grpo.num_prompts_per_step == TINY["batch_size"]
+    shown = Demonstrations(made, task, AutoTokenizer.from_pretrained(folder))
+    step = assemble([shown.training(index) for index in range(4)])
     for ids, mask in zip(step.sequences.input_ids, step.token_mask, strict=True):
-        assert tokenizer.decode(ids[1:][mask]).startswith("<think>")
-        assert tokenizer.decode(ids[1:][mask]).endswith("</answer><|im_end|>")
-        assert tokenizer.decode(ids[: int(mask.nonzero()[0]) + 1]).endswith("assistant\n")
+        assert shown.tokenizer.decode(ids[1:][mask]).startswith("<think>")
+        assert shown.tokenizer.decode(ids[1:][mask]).endswith("</answer><|im_end|>")
+        assert shown.tokenizer.decode(ids[: int(mask.nonzero()[0]) + 1]).endswith("assistant\n")
 
 
-def test_learning_rate_rises_for_thirty_updates_and_falls_to_a_tenth():
-    optimizer, scheduler = schedule(config("unused", num_steps=120, lr=3.0))
+def test_learning_rate_rises_for_thirty_updates_and_falls_to_a_tenth(tmp_path):
+    megatron = supervised_recipe(recipe(tmp_path, num_steps=120, lr=3.0), tmp_path).policy.megatron_cfg
+    optimizer, scheduler = megatron.optimizer, megatron.scheduler
     assert (optimizer.lr, optimizer.min_lr) == (3.0, pytest.approx(0.3))
     assert (scheduler.lr_warmup_iters, scheduler.lr_decay_iters) == (30, 120)
     assert scheduler.lr_decay_style == "cosine"
-    assert schedule(config("unused", num_steps=6))[1].lr_warmup_iters == 1  # a quarter of a short training
+    short = supervised_recipe(recipe(tmp_path, num_steps=6), tmp_path)
+    assert short.policy.megatron_cfg.scheduler.lr_warmup_iters == 1  # a quarter of a short training
 
 
 def test_a_second_call_makes_nothing(folder, task, monkeypatch):
     monkeypatch.setattr(module, "build_tokenizer", None)
-    assert warm_start(config(folder.parent), task, PROMPT) == folder
+    assert starting_policy(recipe(folder.parent)) == folder
 
 
 def test_the_same_settings_give_the_same_bytes(folder, tmp_path, task):
     torch.manual_seed(1234)
     random.seed(1234)
     state = torch.get_rng_state()
-    again = warm_start(config(tmp_path), task, PROMPT)
+    again = starting_policy(recipe(tmp_path))
     assert torch.equal(torch.get_rng_state(), state)
     assert again.name == folder.name
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
@@ -185,7 +197,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, task, monkeypatch, failure):
 
     monkeypatch.setattr(module, "_publish", fail)
     with pytest.raises(failure):
-        warm_start(config(tmp_path, num_steps=1), task, PROMPT)
+        starting_policy(recipe(tmp_path, num_steps=1))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,6 +207,7 @@ def test_two_processes_at_once_agree(tmp_path):
     code = f"""
 import os, pathlib, time
 from nemo_grpo.engine.warm_start import warm_start
+from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, parse_task
 task = parse_task({{"name": "knights_knaves"}}).build()
@@ -202,7 +215,7 @@ ready = pathlib.Path({str(tmp_path)!r})
 (ready / f"ready-{{os.getpid()}}").touch()
 while len(list(ready.glob("ready-*"))) < 2:
     time.sleep(0.01)
-print(warm_start(WarmStart(**{TINY}, cache_dir={str(cache)!r}), task, Prompt()))
+print(starting_policy(recipe))
 """
     command = [sys.executable, "-c", code]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -215,7 +228,7 @@ print(warm_start(WarmStart(**{TINY}, cache_dir={str(cache)!r}), task, Prompt()))
 
 
 def test_the_loser_of_a_race_keeps_the_winners_folder(tmp_path, task, monkeypatch):
-    settings = config(tmp_path, num_steps=1)
+    settings = recipe(tmp_path, num_steps=1)
     publish = module._publish
 
     def publish_after_another(unfinished, target):
@@ -224,7 +237,7 @@ def test_the_loser_of_a_race_keeps_the_winners_folder(tmp_path, task, monkeypatc
         publish(unfinished, target)
 
     monkeypatch.setattr(module, "_publish", publish_after_another)
-    target = warm_start(settings, task, PROMPT)
+    target = starting_policy(settings)
     assert [path.name for path in target.iterdir()] == ["winner"]
     assert list(tmp_path.iterdir()) == [target]
 
@@ -233,12 +246,12 @@ def test_the_loser_of_a_race_keeps_the_winners_folder(tmp_path, task, monkeypatc
     ("changes", "message"),
     [
         ({"vocab_size": 262}, "vocab_size=262 is too small.*at least 263"),
-        ({"max_position_embeddings": 20}, r"max_position_embeddings=20: .* has \d+ tokens"),
+        ({"max_position_embeddings": 20}, r"nemo_grpo\.warm_start: .*=20: .* has \d+ tokens"),
     ],
 )
 def test_impossible_settings_are_user_errors_and_leave_nothing(tmp_path, task, changes, message):
     with pytest.raises(UserError, match=message):
-        warm_start(config(tmp_path, **changes), task, PROMPT)
+        starting_policy(recipe(tmp_path, **changes))
     assert list(tmp_path.iterdir()) == []
     assert not torch.distributed.is_initialized()
 
@@ -246,19 +259,16 @@ def test_impossible_settings_are_user_errors_and_leave_nothing(tmp_path, task, c
 def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, task):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cache_dir=.* cannot be written"):
-        warm_start(config(tmp_path / "file" / "cache"), task, PROMPT)
+        starting_policy(recipe(tmp_path / "file" / "cache"))
 
 
-def test_a_task_without_demonstrations_is_a_user_error(tmp_path, task):
-    class Silent:
-        config = task.config
-        train_problem = task.train_problem
+def test_a_task_without_demonstrations_is_a_user_error(tmp_path, task, monkeypatch):
+    def silent(self, problem, rng):
+        raise UserError("task 'silent' has no demonstrations")
 
-        def demonstration(self, problem, rng):
-            raise UserError("task 'silent' has no demonstrations")
-
+    monkeypatch.setattr(type(task), "demonstration", silent)
     with pytest.raises(UserError, match="no demonstrations"):
-        warm_start(config(tmp_path), Silent(), PROMPT)
+        starting_policy(recipe(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from nemo_grpo.nemorl import config, sft, stopping
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group
+from nemo_grpo.training.rollout import Group, Scored
 
 RECIPE = Path(__file__).parents[3] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml"
 
@@ -44,10 +44,8 @@ def test_tree_has_the_sections_of_supervised_training_alone():
 
 def shown(tokens, mask):
     tensors = {"tokens": torch.tensor(tokens), "token_mask": torch.tensor(mask)}
-    response = Response(
-        **tensors, logprobs=torch.zeros(len(tokens)), truncated=False, text="", scores={}, reward=0.0
-    )
-    return Group(Problem("p", "q", "a"), [1, 2], [response])
+    response = Response(**tensors, logprobs=torch.zeros(len(tokens)), truncated=False, text="")
+    return Group(Problem("p", "q", "a"), [1, 2], [Scored(response)])
 
 
 def test_conversation_has_the_tokens_in_order_and_roles_where_the_loss_is():

@@ -17,7 +17,7 @@ from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
 from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, assemble, sample_groups
+from nemo_grpo.training.rollout import Group, Scored, assemble, sample_groups
 
 END = 0
 
@@ -156,8 +156,8 @@ def test_groups_carry_mask_reward_and_episode(task):
         [problem],
         Request([[ord("p")]], 2, SamplingParams(200, stop_token_ids=(END,)), 0),
     )
-    assert [response.reward for response in group.responses] == [-1.0, 1.5]
-    assert [response.episode for response in group.responses] == [Episode(2, 1, 0), Episode(1, 0, 0)]
+    assert [one.reward for one in group.responses] == [-1.0, 1.5]
+    assert [one.response.episode for one in group.responses] == [Episode(2, 1, 0), Episode(1, 0, 0)]
     step = assemble([group])
     # columns are shifted: the prompt has one token, so column t is token t of the response
     spoken = len(ASK) * [True] + len(TOLD) * [False] + 3 * [True]
@@ -322,7 +322,8 @@ def test_demonstrations_teach_the_policys_part_only():
     task = parse_task({"name": "search_qa", "top_k": 1}).build()
     tokenizer = build_tokenizer(task, 512, 0)
     problem = next(p for p in (task.train_problem(i, 0) for i in range(50)) if p.metadata["hops"] == 2)
-    (shown,) = demonstrated(tokenizer, task, Prompt(), problem, None, limit=512, key="length").responses
+    (only,) = demonstrated(tokenizer, task, Prompt(), problem, None, limit=512, key="length").responses
+    shown = only.response
     learnt = tokenizer.decode(shown.tokens[shown.token_mask])
     first, second = task._source.queries(problem)
     assert learnt == (
@@ -335,10 +336,7 @@ def test_demonstrations_teach_the_policys_part_only():
 
 def test_without_an_environment_every_response_token_counts():
     tokens = torch.tensor([5, 6])
-    group = Group(
-        Problem("x", "?", "A"),
-        [1, 2],
-        [Response(tokens, torch.zeros(2), tokens > 0, False, "", scores={}, reward=float(r)) for r in (0, 1)],
-    )
+    sampled = Response(tokens, torch.zeros(2), tokens > 0, False, "")
+    group = Group(Problem("x", "?", "A"), [1, 2], [Scored(sampled, reward=float(r)) for r in (0, 1)])
     step = assemble([group])
     assert step.token_mask.tolist() == [[False, True, True]] * 2

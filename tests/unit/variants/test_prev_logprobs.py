@@ -82,4 +82,4 @@ def test_entropies_wait_for_the_scoring_pass_as_logprobs_do(monkeypatch):
 
     monkeypatch.setattr(Learner, "score", score)
     with pytest.raises(Scored):
-        Learner(recipe, config.build(), None).learn(None, None, None)
+        Learner(recipe, config.build(), None).learn(None, None)

@@ -1,19 +1,30 @@
-"""What ``nemo-grpo train`` does once the recipe is read."""
+"""Training of a recipe on this machine, from its checks to its report."""
 
 import logging
 from collections.abc import Sequence
 
+from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.launch import launch
+from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.saving import TrainingAborted
-from nemo_grpo.engine.supervised import SupervisedTrainer
-from nemo_grpo.engine.trainer import Trainer, check
+from nemo_grpo.engine.setup import Parts, set_up
+from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
+
+
+def begin(recipe: Recipe, *, resume: bool = False) -> Parts:
+    """Check a recipe, find or make its starting policy, and set the run up for `train`.
+
+    Raises: UserError: see `set_up`.
+    """
+    check(recipe, resume=resume)
+    return set_up(recipe, starting_policy(recipe), resume=resume)
 
 
 def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int:
@@ -27,16 +38,15 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     if recipe.world_size > 1 and not parallel.is_launched():
         check(recipe, resume=resume)  # once, before any rank starts
         return launch(arguments, recipe.world_size)
-    kind = SupervisedTrainer if recipe.loss_fn.learns_from_demonstrations else Trainer
-    trainer = kind(recipe, resume=resume)
     try:
-        finished = trainer.train()
+        parts = begin(recipe, resume=resume)
+        finished = train(parts)
     except (TrainingAborted, RewardsFailed, RetrieverError, FloatingPointError) as error:
         log.error("%s", error)
         return 1
     finally:
         parallel.shut_down()
-    if trainer.run.leads:
+    if parts.folder.leads:
         from nemo_grpo.diagnostics.report import plot_run  # draws, which the other ranks need not load
 
         try:
