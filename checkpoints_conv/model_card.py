@@ -76,7 +76,7 @@ def _first(paths: Iterable[Path]) -> dict[str, Any]:
     return {}
 
 
-def base_model(training: Training, folder: Path) -> tuple[str, dict[str, str]]:
+def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     """Find the model that a training began with; the network is not asked.
 
     Args:    folder: whose config.json an export has; the base's, where the recipe does not say.
