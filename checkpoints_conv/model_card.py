@@ -93,7 +93,7 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     head = _first([Path(cached)] if isinstance(cached, str) else []) or head
     known = {key: head.get(key) for key in ("license", "license_name", "license_link")} | {"base_model": hub}
     name = hub or (Path(stated) if stated else own.resolve()).name
-    return name, {key: text for key, text in known.items() if isinstance(text, str)}
+    return name, {key: text for key, text in known.items() if isinstance(text, str) and text.isprintable()}
 
 
 def _on_hub(folder: Path, head: Mapping[str, Any]) -> str | None:
