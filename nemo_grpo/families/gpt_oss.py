@@ -36,8 +36,8 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-
-
+_UNSTATED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What transformers computes YaRN with where config.json does not say."""
 _KEPT = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
@@ -73,7 +73,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     kinds = [("sliding_attention", "full_attention")[n % 2] for n in range(layers)]
     refuse_others(config, {**_FIXED, "layer_types": kinds}, "gpt-oss")
-    refuse_others({key: spec.rope.get(key) for key in _YARN}, _YARN, "gpt-oss")
+    refuse_others({**dict.fromkeys(_YARN), **_UNSTATED, **spec.rope}, _YARN, "gpt-oss")
     return {
         "add_bias_linear": True,
         "add_qkv_bias": False,  # add_bias_linear has them

@@ -6,6 +6,7 @@ import pytest
 import transformers
 from small_models import FAMILIES, LLAMA3_ROPE, MROPE, SIZES, YARN, small_config
 
+from nemo_grpo import UserError
 from nemo_grpo.families import family_for, read_spec
 
 MAKERS = {name: lambda name=name: small_config(name) for name in FAMILIES if name != "gemma3"} | {
@@ -91,6 +92,14 @@ def test_gemmas_two_kinds_of_layers_are_transformers(form):
     assert family.settings["rotary_base"] == [nearby["rope_theta"], everywhere["rope_theta"]]
     factor = everywhere["factor"] if everywhere["rope_type"] == "linear" else 1.0
     assert family.settings["rope_scaling_factor"] == factor
+
+
+def test_gpt_oss_is_recognised_by_the_scaling_that_transformers_computes():
+    stated = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    given = config_json(small_config("gpt-oss"), {"rope_scaling": stated | {"truncate": False}})
+    assert family_for(given).settings["yarn_beta_fast"] == 32.0
+    with pytest.raises(UserError, match="truncate=True is not gpt-oss's False"):
+        family_for(config_json(small_config("gpt-oss"), {"rope_scaling": stated}))
 
 
 @pytest.mark.parametrize("beside", [{}, {"rope_parameters": {**YARN, "factor": 40.0}}])
