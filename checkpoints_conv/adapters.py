@@ -17,7 +17,7 @@ from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
 from checkpoints_conv.verify import gaps_of
-from nemo_grpo.errors import MOST_NAMES, UserError
+from nemo_grpo.errors import UserError, listed
 from nemo_grpo.families import Family, family_for
 from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import progress
@@ -150,12 +150,10 @@ def _check_nothing_is_lost(
         with progress("compare with --base", len(places)) as advance:
             run_parallel(places, compare, num_workers)
     if lost:
-        named = ", ".join(sorted(lost)[:MOST_NAMES])
-        named += f", ... ({len(lost)} in all)" if len(lost) > MOST_NAMES else ""
         raise UserError(
             f"{reader.folder} holds what is neither an adapter nor equal to --base {weights.folder}, and "
-            f"--lora would lose it: {named}; give the base that was adapted, or export the checkpoint with "
-            "Megatron-Bridge"
+            f"--lora would lose it: {listed(lost)}; give the base that was adapted, or export the checkpoint "
+            "with Megatron-Bridge"
         )
 
 
@@ -178,8 +176,8 @@ def _find(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
         if tuple(stored[name] for name in names) != shapes:
             raise UserError(f"{layer}* is {[stored[name] for name in names]}, the base says {list(shapes)}")
         found[unit] = Adapter(unit, rank, layer)
-    if unknown := sorted(set(stored) - known):
-        raise UserError(f"adapters of a kind that is not supported: {', '.join(unknown)}")
+    if unknown := set(stored) - known:
+        raise UserError(f"adapters of a kind that is not supported: {listed(unknown)}")
     if not found:
         raise UserError(f"{reader.folder} has no LoRA adapters; convert it without --lora")
     return found

@@ -200,7 +200,10 @@ class Job:
         if error is not None and not self.num_recorded:
             shutil.rmtree(self.partial, ignore_errors=True)
         elif error is not None:
-            log.warning("%s is not finished; the same command with --resume finishes it", self.output)
+            remedy = (
+                "go on with --resume if source and options stay as they are, else start over with --force"
+            )
+            log.warning("%s is not finished; %s", self.output, remedy)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise UserError(
                 f"the disk of {self.output.parent} is full; free some space and run again with --resume"

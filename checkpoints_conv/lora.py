@@ -18,7 +18,7 @@ from checkpoints_conv.formats.model_folder import ADAPTER_CONFIG, hf_config
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.job import Job, fingerprint, run_parallel
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
-from checkpoints_conv.model_card import training_of, write_card
+from checkpoints_conv.model_card import base_model, training_of, write_card
 from nemo_grpo.errors import UserError
 from nemo_grpo.families.family import Unit
 from nemo_grpo.progress import progress
@@ -125,9 +125,10 @@ def export_adapter(
             _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
             names = {name for unit in adapters for name in unit.hf}
             modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
-            config = peft_config(base, ranks.pop(), found.alpha, modules)
+            training = training_of(reader.folder)
+            config = peft_config(base_model(training, base)[0], ranks.pop(), found.alpha, modules)
             (job.data / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            write_card(job.data, training_of(reader.folder), base, is_adapter=True)
+            write_card(job.data, training, base, is_adapter=True)
             job.finish(sha256)
     return output
 
@@ -159,15 +160,15 @@ def _peft_name(hf_name: str, matrix: str) -> str:
     return f"base_model.model.{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"
 
 
-def peft_config(base: Path, rank: int, alpha: float, modules: set[str]) -> dict[str, object]:
+def peft_config(base: str, rank: int, alpha: float, modules: set[str]) -> dict[str, object]:
     """The content of adapter_config.json.
 
-    Args: base: the model that the adapters belong to.  modules: last parts of the adapted modules' names.
+    Args: base: name of the adapted model, as its card has it.  modules: last parts of the modules' names.
     """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
+        "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,

@@ -67,7 +67,14 @@ def as_yaml(value: object) -> str:
 
 
 MOST_NAMES = 24
-"""Names that a message lists."""
+"""Valid names that a message lists."""
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Return the first names in their order, and the number of all where there are more."""
+    found = sorted(names)
+    more = f", ... ({len(found)} in all)" if len(found) > most else ""
+    return f"{', '.join(found[:most])}{more}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -80,5 +87,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]!r}?"
-    more = f", ... ({len(names)} in all)" if len(names) > MOST_NAMES else ""
-    return f"; valid: {', '.join(names[:MOST_NAMES])}{more}" if names else ""
+    return f"; valid: {listed(names, MOST_NAMES)}" if names else ""

@@ -20,11 +20,12 @@ from checkpoints_conv.formats.model_folder import (
     check_no_other_weights,
     copy_side_files,
     hf_config,
+    how_to_get,
     read_config,
     weight_files,
 )
 from checkpoints_conv.lora import peft_config
-from checkpoints_conv.model_card import Training, write_card
+from checkpoints_conv.model_card import Training, base_model, write_card
 from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.files import make_readable
 
@@ -40,7 +41,7 @@ def check_model_folder(folder: Path, setting: str) -> None:
             other weights; ``setting`` names the recipe key.
     """
     if not folder.is_dir():
-        remedy = "download the model and give its local folder"
+        remedy = how_to_get(folder)
         if command := WRITTEN_BY.get(str(folder)):
             remedy = f"`{command} {folder}` writes it"
         elif "hf" in folder.parts[-2:]:  # of a run, or one of its steps
@@ -221,7 +222,7 @@ def export_adapter(
     copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     _check_trained(copies, target)
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
-    config = peft_config(source.absolute(), dim, alpha, modules)
+    config = peft_config(base_model(training, source)[0], dim, alpha, modules)
     with appearing(target) as temporary:
         save_file(copies, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

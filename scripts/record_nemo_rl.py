@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from nemo_grpo.nemorl.doctor import RECORDS, observe
-from nemo_grpo.nemorl.source import Tree
+from nemo_grpo.nemorl.static_api import Tree
 from nemo_grpo.nemorl.versions import TESTED
 
 
@@ -22,7 +22,9 @@ def main() -> None:
     arguments = parser.parse_args()
     path = RECORDS / f"nemo_rl-{arguments.version}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(observe(Tree(arguments.clone, "nemo_rl")), indent=1) + "\n")
+    found = observe(Tree(arguments.clone, "nemo_rl"))
+    lines = (f"{json.dumps(name)}: {json.dumps(description)}" for name, description in found.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(path)
 
 

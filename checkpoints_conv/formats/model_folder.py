@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_conv.formats import nemo
-from nemo_grpo.errors import UserError, reading
+from nemo_grpo.errors import UserError, listed, reading
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS_KEY = "transformers_weights"
 """The key of config.json by which transformers loads a certain file."""
 _MAX_DEPTH = 20
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)
 SIDE_FILES = (
     *("config.json", "generation_config.json", "params.json", "processor_config.json"),
@@ -59,13 +60,28 @@ def weight_files(folder: Path) -> list[Path]:
 
     Some models come with their weights once more, in another form and under other names.
 
-    Raises: UserError: the index is damaged.
+    Raises: UserError: the index is damaged, or a file of it is missing.
     """
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
-    if names := set(weight_map(folder).values()):
-        return [folder / name for name in sorted(names) if (folder / name).exists()]
+    if names := sorted(set(weight_map(folder).values())):
+        if missing := [name for name in names if not (folder / name).exists()]:
+            raise UserError(
+                f"{folder / INDEX} names {listed(missing)}, missing here; download the model again"
+            )
+        return [folder / name for name in names]
     return sorted(folder.glob("*.safetensors"))
+
+
+def is_hub_name(name: str) -> bool:
+    """True for ORGANISATION/MODEL that is no path of this machine."""
+    return _HUB_NAME.fullmatch(name) is not None and not os.path.exists(name)
+
+
+def how_to_get(folder: Path) -> str:
+    """Name the remedy where a model's folder is needed, and this is none."""
+    download = f"; `hf download {folder} --local-dir DIR` makes one of a model on the Hub"
+    return f"give a Hugging Face model folder{download if is_hub_name(str(folder)) else ''}"
 
 
 def check_weights(folder: Path) -> None:
@@ -74,7 +90,7 @@ def check_weights(folder: Path) -> None:
     Raises: UserError: there are none, or pickles in their place.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give the folder that holds config.json and *.safetensors")
+        raise UserError(f"{folder} is not a folder; {how_to_get(folder)}")
     for file in sorted(folder.glob("*.safetensors")):
         if file.is_symlink() and not file.exists():
             raise UserError(
@@ -118,7 +134,7 @@ def hf_config(folder: Path) -> dict[str, Any]:
         if not path.exists() and (reason := nemo.reason_against(folder)):
             raise UserError(f"{folder} is {reason}")
         if not path.exists():
-            raise UserError(f"{folder} has no config.json; give a Hugging Face model folder")
+            raise UserError(f"{folder} has no config.json; {how_to_get(folder)}")
     return read_config(path)
 
 
@@ -169,7 +185,7 @@ def side_files(folder: Path) -> Iterator[Path]:
             raise UserError(f"{path} cannot be read; change its mode, or remove it")
         yield path
     if left_out:
-        log.warning("%s: not copied, since models have no such files: %s", folder, ", ".join(left_out))
+        log.warning("%s: not copied, since models have no such files: %s", folder, listed(left_out))
 
 
 def copy_side_files(source: Path, target: Path) -> set[str]:

@@ -18,7 +18,7 @@ from checkpoints_conv.formats import fp8, mxfp4
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
 from checkpoints_conv.formats.model_folder import INDEX, check_weights, weight_files, weight_map
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
-from nemo_grpo.errors import UserError, reading
+from nemo_grpo.errors import UserError, listed, reading
 from nemo_grpo.families.places import grouped, is_numbered, whole_shape
 
 if TYPE_CHECKING:
@@ -204,11 +204,11 @@ class SafetensorsFolder:
 
     def _check_index(self) -> None:
         index = weight_map(self.folder)
-        missing = sorted(set(index) - set(self.tensors))
-        if missing:
-            files = ", ".join(sorted({index[name] for name in missing}))
+        if missing := set(index) - set(self.tensors):
+            files = listed({index[name] for name in missing})
             raise UserError(
-                f"{self.folder / INDEX} names tensors that are not in {files}: {', '.join(missing)}"
+                f"{self.folder / INDEX} names tensors that are not in {files}: {listed(missing)}; download "
+                "the model again"
             )
 
 

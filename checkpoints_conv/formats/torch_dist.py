@@ -177,11 +177,7 @@ class TorchDistReader:
         Raises: UserError: no checkpoint there, a file is missing or too short, or the metadata ask for code.
         """
         self.folder = find_checkpoint(path)
-        self.keys = _read_keys(self.folder)
-        ends: dict[str, int] = collections.defaultdict(int)
-        for key in self.keys.values():
-            for chunk in key.chunks:
-                ends[chunk.file] = max(ends[chunk.file], chunk.start + chunk.length)
+        self.keys, ends = _read_metadata(self.folder)
         for name, end in ends.items():
             _check_file(self.folder, name, end)
         used = {chunk.file for key in self.weights.values() for chunk in key.chunks}
@@ -302,7 +298,8 @@ def _overlap(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> list[t
     return box if all(begin < end for begin, end in box) else None
 
 
-def _read_keys(folder: Path) -> dict[str, Key]:
+def _read_metadata(folder: Path) -> tuple[dict[str, Key], dict[str, int]]:
+    """The tensors, and how long each file must be for all that lies in it."""
     path = folder / METADATA
     try:
         allowed = _ALLOWED | {("builtins", "getattr"): partial(_member_of, str(path))}
@@ -315,7 +312,11 @@ def _read_keys(folder: Path) -> dict[str, Key]:
             for name, stored in found.state_dict_metadata.items()
             if isinstance(stored, _STORED_TENSOR)
         }
-        return {nemo.without_wrappers(name): _key(name, stored, places) for name, stored in tensors.items()}
+        ends: dict[str, int] = collections.defaultdict(int)
+        for place in found.storage_data.values():
+            ends[str(place.relative_path)] = max(ends[str(place.relative_path)], place.offset + place.length)
+        keys = {nemo.without_wrappers(name): _key(name, stored, places) for name, stored in tensors.items()}
+        return keys, ends
     except UserError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way

@@ -123,6 +123,10 @@ def verify(
     """Compare every tensor bit by bit; exit code 1 if any differs."""
     from checkpoints_conv.verify import verify as compare
 
+    if logits:
+        from nemo_grpo.engine.megatron.logits import LOGITS_TOLERANCE, check_computed, compare_logits
+
+        check_computed(hf_model)
     result = compare(hf_model, megatron_checkpoint, workers)
     for hf, megatron in sorted(result.cast, key=str):
         typer.echo(f"note: {hf} tensors were compared after conversion to {megatron}")
@@ -133,8 +137,6 @@ def verify(
         typer.echo(f"{result.num_hashed} files match SHA256SUMS")
     different = bool(result.different)
     if logits:
-        from nemo_grpo.engine.megatron.logits import LOGITS_TOLERANCE, compare_logits
-
         gap = compare_logits(hf_model, megatron_checkpoint)
         typer.echo(f"logits differ by up to {gap:.3g} (limit {LOGITS_TOLERANCE:g})")
         different |= not gap <= LOGITS_TOLERANCE

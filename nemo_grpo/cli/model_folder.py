@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints_conv.formats.model_folder import check_no_other_weights, hf_config
+from checkpoints_conv.formats.model_folder import check_no_other_weights, hf_config, how_to_get
+from checkpoints_conv.model_card import Training, base_model
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import existing_parent
 
@@ -41,7 +42,7 @@ def tokenizer_of(model: Path) -> Any:
     from nemo_grpo.hf_folder import load_tokenizer
 
     if not model.is_dir():
-        raise UserError(f"--model {model} is not a folder; give a Hugging Face model folder on this machine")
+        raise UserError(f"--model {model} is not a folder; {how_to_get(model)}")
     if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
         raise UserError(
             f"--model {model} is a PEFT adapter, without its base model; merge them: `nemo-grpo convert "
@@ -65,7 +66,12 @@ def _remedy(model: Path) -> str:
         return f"this is a run's folder: give its model, {model / 'hf'}"
     if (model / "policy").is_dir() or (model / ".metadata").is_file():
         return "this is a Megatron checkpoint: convert it with `nemo-grpo convert megatron-to-hf`"
-    return "save the tokenizer there"
+    name, known = base_model(Training(), model)
+    if "base_model" in known:
+        return (
+            f"AutoTokenizer.from_pretrained({name!r}).save_pretrained({str(model)!r}) puts its base's there"
+        )
+    return "put the tokenizer of its base model there, the one of --hf-config if it was converted"
 
 
 def model_limits(model: Path) -> tuple[int | None, int | None]:

@@ -65,7 +65,7 @@ def family_for(config: dict[str, Any]) -> Family:
     spec = declaration.read(config, "the model")
     assert declaration.table is not None
     with complete("the model"):
-        settings = declaration.settings(config) if declaration.settings else {}
+        settings = declaration.settings(config, spec) if declaration.settings else {}
     table = declaration.table(spec)
     return Family(config, spec, table, settings, stacks_layers=declaration.stacks_layers)
 

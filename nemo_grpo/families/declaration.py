@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_grpo.errors import UserError
@@ -11,6 +11,25 @@ from nemo_grpo.families.spec import ModelSpec
 from nemo_grpo.families.values import MAX_TENSORS, checked
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SCALED = ("llama3", "yarn", "longrope")
+
+
+def rotary(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Read rotary parameters as transformers does: a ``rope_scaling`` replaces all ``rope_parameters``.
+
+    Args:    text: the decoder's part of config.json.
+    Returns: ``rope_type`` and ``rope_theta`` always.
+    """
+    found = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    found = dict(found.get("full_attention", found))  # some configs have two, by kind of layer
+    kind = found.get("rope_type", found.get("type", "default"))
+    found["rope_type"] = "default" if kind == "mrope" else kind  # the sections alone say so nowadays
+    found["rope_theta"] = float(found.get("rope_theta") or text.get("rope_theta", 10000.0))
+    if "partial_rotary_factor" in text:
+        found.setdefault("partial_rotary_factor", text["partial_rotary_factor"])
+    if kind in _SCALED:
+        found.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -23,14 +42,15 @@ class Declaration:
         has_post_norms, has_all_biases, has_sinks, has_output_gate, is_bridged: as in `ModelSpec`.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
-        ties_by_default: embeddings are tied where config.json does not say.
+        defaults: values that transformers takes where config.json does not say.
         expert_width: the key of config.json that has an expert's feed-forward width.
         stacks_layers: a checkpoint has the layers of a tensor as one, as megatron-core stores them where all
             layers are alike.
         table: every tensor of a model, for the converters; None: the planner alone knows the family.
         sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
         vision_parameters: of these sizes, the parameters of the vision tower.
-        settings: config.json -> Megatron-Bridge's provider where it is not a dense decoder's.
+        settings: config.json, its model -> Megatron-Bridge's provider where it is not a dense decoder's.
+        rope: the decoder's part of config.json -> rotary parameters of the layers that see everything.
         linear_layers, linear_sizes: the decoder's part of config.json -> as in `ModelSpec`.
     """
 
@@ -43,13 +63,14 @@ class Declaration:
     has_sinks: bool = False
     has_output_gate: bool = False
     is_computed: bool = True
-    ties_by_default: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str = "moe_intermediate_size"
     stacks_layers: bool = True
     table: Callable[[ModelSpec], tuple[Entry, ...]] | None = decoder_table
     sizes: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
     vision_parameters: Callable[[Mapping[str, int]], int] | None = None
-    settings: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    settings: Callable[[Mapping[str, Any], ModelSpec], dict[str, Any]] | None = None
+    rope: Callable[[Mapping[str, Any]], dict[str, Any]] = rotary
     linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
     linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
     is_bridged: bool = True
@@ -60,7 +81,7 @@ class Declaration:
         Raises: UserError: a size is missing, or a setting that neither tables nor planner count.
         """
         config = checked(config, name)
-        text = config.get("text_config") or config
+        text = {**self.defaults, **(config.get("text_config") or config)}
         self._check(text, name)
         with complete(name):
             heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
@@ -80,9 +101,7 @@ class Declaration:
                 ffn_size=int(text[self.expert_width if experts else "intermediate_size"]),
                 vocab_size=int(text["vocab_size"]),
                 max_position_embeddings=int(text["max_position_embeddings"]),
-                tied_embeddings=bool(
-                    config.get("tie_word_embeddings", text.get("tie_word_embeddings", self.ties_by_default))
-                ),
+                tied_embeddings=bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
                 head_dim=int(text.get("qk_nope_head_dim") or text.get("head_dim") or hidden // heads),
                 has_qkv_bias=_says(self.has_qkv_bias, text),
                 has_qk_norm=_says(self.has_qk_norm, text),
@@ -104,7 +123,7 @@ class Declaration:
                 num_vision_parameters=self.vision_parameters(sizes) if self.vision_parameters else 0,
                 norm_eps=float(text.get("rms_norm_eps", 1e-6)),
                 hidden_act=text.get("hidden_activation") or text.get("hidden_act", "silu"),
-                rope=_rope(text),
+                rope=self.rope(text),
                 sliding_window=_sliding_window(text),
                 sizes=sizes,
                 is_bridged=self.is_bridged,
@@ -170,16 +189,6 @@ def _check_counts(name: str, heads: int, hidden: int, groups: int, num_tensors: 
             f"config.json of {name} has {num_tensors} experts in all its layers, and {MAX_TENSORS} is the "
             "limit; correct it"
         )
-
-
-def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """From the config's new form, or its older separate fields."""
-    found = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    found = dict(found.get("full_attention", found))  # some families have two, by kind of layer
-    kind = found.get("rope_type", found.get("type")) or "default"
-    found["rope_type"] = "default" if kind == "mrope" else kind  # the sections alone say so nowadays
-    found["rope_theta"] = float(found.get("rope_theta") or text.get("rope_theta") or 10000.0)
-    return found
 
 
 def _sliding_window(text: Mapping[str, Any]) -> int | None:

@@ -112,7 +112,7 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     return (*embeddings(spec.tied_embeddings), *latent, *dense_then_experts(spec))
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     refuse_others(config, _FIXED, "DeepSeek-V3")
     return {
         "_target_": _PROVIDER,
@@ -125,7 +125,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_head_dim": config["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
         "v_head_dim": config["v_head_dim"],
-        **_scaling(config),
+        **_scaling(spec.rope),
         **layer_kinds(config),
         "moe_shared_expert_intermediate_size": _sizes(config)["fs"],
         "moe_router_pre_softmax": True,
@@ -161,9 +161,8 @@ def refuse_others(config: Mapping[str, Any], fixed: Mapping[str, Any], model: st
             )
 
 
-def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if (rope.get("rope_type") or rope.get("type")) != "yarn":
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    if rope["rope_type"] != "yarn":
         return _NO_SCALING
     return {key: rope[hf_key] for hf_key, key in _YARN.items() if rope.get(hf_key) is not None}
 

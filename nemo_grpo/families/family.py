@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.errors import UserError
+from nemo_grpo.errors import UserError, listed
 from nemo_grpo.families.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
 from nemo_grpo.families.parts import EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
 from nemo_grpo.families.places import grouped, is_piece, whole_name, whole_shape
@@ -208,7 +208,7 @@ class Family:
     def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes of a Hugging Face checkpoint with the table.
 
-        Raises: UserError: listing what is missing, left over, or of another shape.
+        Raises: UserError: naming what is missing, left over, or of another shape.
         """
         expected = self.hf_shapes
         for whole, group in grouped(self.pieces.items()):
@@ -292,10 +292,10 @@ def refuse_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> No
 def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:
     """Raise if a name has no partner.
 
-    Raises: UserError: listing every one of them.
+    Raises: UserError: naming some of them.
     """
     lists = {"missing": missing, "not known": extra}
-    problems = [f"{what}: {', '.join(sorted(names))}" for what, names in lists.items() if names]
+    problems = [f"{what}: {listed(names)}" for what, names in lists.items() if names]
     if problems:
         raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}")
 

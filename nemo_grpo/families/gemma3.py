@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.families.declaration import Declaration
+from nemo_grpo.families.declaration import Declaration, rotary
 from nemo_grpo.families.parts import Entry, attention, embeddings, gated_mlp, layer_copy
 from nemo_grpo.families.spec import ModelSpec
 
@@ -28,18 +28,22 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     )
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the layers that see everything; here a ``rope_scaling`` is added to their parameters."""
+    old = {"full_attention": {"rope_type": "default"}}
+    found = text.get("rope_parameters", old).get("full_attention", {})
+    return rotary({**text, "rope_scaling": {**found, **text.get("rope_scaling", {})}, "rope_parameters": {}})
+
+
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     _check_layers(config)
-    rope = config.get("rope_parameters") or {}
-    everywhere, nearby = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
-    base = everywhere.get("rope_theta") or config.get("rope_theta") or 1_000_000.0
+    nearby = config.get("rope_parameters", {}).get("sliding_attention", {})
     local_base = nearby.get("rope_theta") or config.get("rope_local_base_freq") or 10_000.0
-    scaling = everywhere.get("factor") or (config.get("rope_scaling") or {}).get("factor")
     return {
         "_target_": _PROVIDER,
         "layernorm_zero_centered_gamma": True,
-        "rotary_base": [local_base, base],
-        "rope_scaling_factor": float(scaling or 1.0),
+        "rotary_base": [local_base, spec.rope["rope_theta"]],
+        "rope_scaling_factor": float(spec.rope["factor"] if spec.rope["rope_type"] == "linear" else 1.0),
         "window_size": config.get("sliding_window") or 4096,
         "softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
     }
@@ -68,7 +72,8 @@ FAMILY = Declaration(
     has_qk_norm=True,
     has_post_norms=True,
     is_computed=False,
-    ties_by_default=True,
+    defaults={"tie_word_embeddings": True, "rope_theta": 1_000_000.0},
     table=_table,
     settings=_settings,
+    rope=_rope,
 )

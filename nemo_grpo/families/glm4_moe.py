@@ -15,7 +15,6 @@ from nemo_grpo.families.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 _FIXED = {"n_shared_experts": 1, "norm_topk_prob": True, "tie_word_embeddings": False}
-_ROTARY = 0.5
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -28,13 +27,12 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     return (*embeddings(spec.tied_embeddings), *attended, *dense_then_experts(spec))
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     refuse_others(config, _FIXED, "GLM-4.5")
-    rope = config.get("rope_parameters") or {}
     return {
         "_target_": _PROVIDER,
         "transformer_layer_spec": LAYERS,
-        "rotary_percent": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", _ROTARY)),
+        "rotary_percent": spec.rope["partial_rotary_factor"],
         **layer_kinds(config),
         "moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
         "moe_router_pre_softmax": False,
@@ -48,6 +46,7 @@ FAMILY = Declaration(
     has_qkv_bias="attention_bias",
     has_qk_norm="use_qk_norm",
     is_computed=False,
+    defaults={"partial_rotary_factor": 0.5},
     stacks_layers=False,
     table=_table,
     sizes=_sizes,

@@ -36,8 +36,8 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-
-
+_UNSTATED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What transformers computes YaRN with where config.json does not say."""
 _KEPT = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
@@ -69,13 +69,11 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     )
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     kinds = [("sliding_attention", "full_attention")[n % 2] for n in range(layers)]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_type": rope.get("type", "default"), **rope}
     refuse_others(config, {**_FIXED, "layer_types": kinds}, "gpt-oss")
-    refuse_others({key: rope.get(key) for key in _YARN}, _YARN, "gpt-oss")
+    refuse_others({**dict.fromkeys(_YARN), **_UNSTATED, **spec.rope}, _YARN, "gpt-oss")
     return {
         "add_bias_linear": True,
         "add_qkv_bias": False,  # add_bias_linear has them
@@ -104,6 +102,7 @@ FAMILY = Declaration(
     has_all_biases=True,
     has_sinks=True,
     is_computed=False,
+    defaults={"rope_theta": 150000.0, "rope_parameters": _YARN},
     expert_width="intermediate_size",
     table=_table,
     sizes=_sizes,

@@ -14,6 +14,7 @@ from nemo_grpo.families.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
 _VISION_CONFIG = "transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig"
+_DEFAULTS = {"rope_theta": 1_000_000.0}
 _IDS = ("bos_token_id", "eos_token_id")
 _MARKS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 
@@ -72,10 +73,9 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     return (*language, *(copy(name, name, shape) for name, shape in tower))
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     text = config.get("text_config") or config
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections = {"mrope_section": rope["mrope_section"]} if "mrope_section" in rope else {}
+    sections = {key: spec.rope[key] for key in ("mrope_section",) if key in spec.rope}
     ids = {key: text[key] for key in _IDS if text.get(key) is not None}
     marks = {key: config[key] for key in _MARKS if key in config}
     return {
@@ -94,6 +94,7 @@ QWEN2_VL = Declaration(
     "qwen2_vl",
     has_qkv_bias=True,
     is_computed=False,
+    defaults=_DEFAULTS,
     table=None,
     sizes=_qwen2_vl,
     vision_parameters=lambda sizes: _count(sizes, is_gated=False),
@@ -104,6 +105,7 @@ QWEN2_5_VL = Declaration(
     "qwen2_5_vl",
     has_qkv_bias=True,
     is_computed=False,
+    defaults=_DEFAULTS,
     table=_table,
     sizes=_qwen2_5_vl,
     vision_parameters=lambda sizes: _count(sizes, is_gated=True),

@@ -64,6 +64,7 @@ def _family(architecture: str, model_type: str, *, sees: bool) -> Declaration:
         has_qk_norm=True,
         has_output_gate=True,
         is_computed=False,
+        defaults={"partial_rotary_factor": 0.25},
         table=None,
         sizes=_sizes if sees else None,
         vision_parameters=_vision if sees else None,

@@ -7,13 +7,15 @@ import importlib
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import hooks
-from nemo_grpo.nemorl.doctor import Diagnosis, diagnose_tree
 from nemo_grpo.nemorl.uses import ELSEWHERE, USES
 from nemo_grpo.nemorl.versions import EVERY_RUN, HEAD, TESTED, V0_7_0, tested
+
+if TYPE_CHECKING:
+    from nemo_grpo.nemorl.doctor import Diagnosis
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +98,10 @@ def require(part: str) -> None:
 
 
 @cache
-def installed() -> Diagnosis:
+def installed() -> "Diagnosis":
     """Diagnosis of the NeMo-RL that would be imported."""
+    from nemo_grpo.nemorl.doctor import diagnose_tree  # griffe, which NeMo-RL's workers need not have
+
     return diagnose_tree(package_folder().parent)
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import source
+from nemo_grpo.nemorl import static_api
 from nemo_grpo.nemorl.hooks import HOOKS, Hook
-from nemo_grpo.nemorl.signatures import misfit
-from nemo_grpo.nemorl.source import Tree
+from nemo_grpo.nemorl.static_api import Tree, misfit
 from nemo_grpo.nemorl.uses import FILES, METRICS_READ, TEXTS, USES, Use
 from nemo_grpo.nemorl.versions import EVERY_RUN, SINGLE_CONTROLLER, TESTED
 
@@ -89,7 +88,7 @@ def observe(tree: Tree) -> dict[str, Any]:
         if tree.text(module):
             found[f"texts of {module}"] = {text: text in tree.text(module) for text in texts}
     found |= {file: {} for file in FILES if (tree.root / file).is_file()}
-    names = set().union(*(source.subscripts(tree.parsed(module), "metrics") for module in METRICS_READ))
+    names = set().union(*(tree.subscripts(module, "metrics") for module in METRICS_READ))
     found["metrics that the trainers read"] = {"names": sorted(names)}
     return {key: description for key, description in found.items() if description is not None}
 
@@ -129,9 +128,9 @@ def _hook(tree: Tree, hook: Hook) -> dict[str, Any] | None:
     found = tree.find(hook.target)
     if found is None:
         return None
-    description: dict[str, Any] = {"kind": source.kind(found), "parameters": tree.parameters(found)}
+    description: dict[str, Any] = {"kind": static_api.kind(found), "parameters": static_api.parameters(found)}
     if hook.returns:
-        description["returns"] = source.returned(found)
+        description["returns"] = tree.returned(found)
     if "." in hook.target.partition(":")[2] or hook.how == "overridden":
         description["calls"] = tree.calls(hook.called or _last(hook.target), hook.within, hook.guard)
         return description
@@ -145,21 +144,21 @@ def _use(tree: Tree, use: Use) -> dict[str, Any] | None:
     found = tree.find(use.name)
     if found is None:
         return None
-    description: dict[str, Any] = {"kind": source.kind(found)}
+    description: dict[str, Any] = {"kind": static_api.kind(found)}
     if use.code:
         return description | {"code": tree.code(found)}
     if description["kind"] == "class":
-        description["bases"] = source.bases(found)
+        description["bases"] = [str(base) for base in found.bases]
         if "Protocol" in description["bases"]:
-            description["members"] = tree.members(found)
+            description["members"] = sorted(found.members)
     if use.ours:
-        description["abstract"] = tree.abstract(found)
+        description["abstract"] = static_api.abstract(found)
     if use.call or description["kind"].endswith("function"):
-        description["parameters"] = tree.parameters(found)
+        description["parameters"] = static_api.parameters(found)
     if use.returns:
-        description["returns"] = source.returned(found)
+        description["returns"] = tree.returned(found)
     if use.reads:
-        listed = source.keys(found)
+        listed = static_api.keys(found)
         description["has"] = {
             name: name in listed if listed else tree.find(f"{use.name}.{name}") is not None
             for name in use.reads
@@ -235,7 +234,7 @@ def _ours(hook: Hook) -> list[str] | None:
     """What ours takes; None: a subclass without a constructor of its own."""
     found = _package().find(hook.ours)
     assert found is not None, f"{hook.ours} is not there"
-    return _package().parameters(found)
+    return static_api.parameters(found)
 
 
 def _moved(what: str, then: list[str] | None, now: list[str] | None) -> Iterator[str]:

@@ -28,6 +28,10 @@ def test_the_engine_loads_without_torchs_compiler() -> None:
     assert loaded_by("import nemo_grpo.engine.megatron", ("torch._dynamo", "torch._inductor")) == "[]"
 
 
+def test_nemo_rls_workers_load_without_griffe() -> None:
+    assert loaded_by("import nemo_grpo.nemorl.compat", ("griffe",)) == "[]"
+
+
 def loaded_by(statement: str, names: tuple[str, ...]) -> str:
     code = f"{statement}\nimport sys; print([name for name in {names} if name in sys.modules])"
     result = subprocess.run(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl import compat, doctor, hooks, source, uses
+from nemo_grpo.nemorl import compat, doctor, hooks, uses
 from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.sft import OF_SETUP
-from nemo_grpo.nemorl.signatures import misfit, shape
+from nemo_grpo.nemorl.static_api import Tree, misfit, shape
 from nemo_grpo.nemorl.versions import TESTED
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants.base import RatioConfig
@@ -118,7 +118,8 @@ def as_parameters(call: str) -> list[str]:
     """Parameters that take a call of the table and nothing else."""
     words = [word.strip() for word in call.strip("()").split(",") if word.strip()]
     positional = [f"p{place}=" for place, word in enumerate(words) if word == "_"]
-    return [*positional, "/", "*", *(f"{word.partition('=')[0]}=" for word in words if "=" in word)]
+    named = [f"{word.partition('=')[0]}=" for word in words if "=" in word]
+    return [*positional, *["/"] * bool(positional), *["*"] * bool(named), *named]
 
 
 def test_nothing_of_nemo_rl_is_rebound_outside_the_table():
@@ -143,7 +144,7 @@ def test_nothing_of_nemo_rl_is_rebound_outside_the_table():
 
 def test_every_hook_is_installed_or_overridden_somewhere():
     text = "".join(path.read_text() for path in ADAPTER.glob("*.py") if path.name != "hooks.py")
-    package = source.Tree(ROOT, "nemo_grpo")
+    package = Tree(ROOT, "nemo_grpo")
     for key, hook in hooks.HOOKS.items():
         assert package.find(hook.ours) is not None, key
         if hook.how == "wrapped" and key not in ("policy",):

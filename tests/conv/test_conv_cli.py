@@ -1,9 +1,15 @@
 """The command line: what it prints, what it returns."""
 
+import json
+import re
+import shutil
+
 import pytest
 from conv_models import tensors_of
+from small_models import YARN
 from typer.testing import CliRunner
 
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from nemo_grpo import UserError
 from nemo_grpo.cli.convert import app, num_bytes
 
@@ -41,6 +47,50 @@ def test_mistakes_are_user_errors(hf_models, tmp_path):
     assert isinstance(result.exception, UserError)
     assert "holds no torch_dist checkpoint" in str(result.exception)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3-moe", "Qwen3MoeForCausalLM is not supported"),
+        ("yarn", "rope scaling .*yarn.* is not supported"),
+    ],
+)
+def test_logits_that_cannot_be_compared_are_refused_before_the_tensors(family, reason, hf_models, tmp_path):
+    model = hf_models("qwen3" if family == "yarn" else family)
+    megatron = hf_to_megatron(model, tmp_path / "megatron")
+    if family == "yarn":
+        model = shutil.copytree(model, tmp_path / "model")
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"rope_scaling": YARN}))
+    result = run("verify", "--hf-model", model, "--megatron-checkpoint", megatron, "--logits")
+    assert re.match(rf"--logits: .*{reason}.*; leave --logits out", str(result.exception))
+    assert "differ" not in result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["hf-to-megatron", "--hf-model", "Qwen/Qwen3-8B", "--output", "x"],
+        ["verify", "--hf-model", "Qwen/Qwen3-8B", "--megatron-checkpoint", "x"],
+        ["megatron-to-hf", "--hf-config", "Qwen/Qwen3-8B", "--megatron-checkpoint", "x", "--output", "y"],
+        [
+            "megatron-to-hf",
+            "--lora",
+            "merge",
+            "--base",
+            "Qwen/Qwen3-8B",
+            "--megatron-checkpoint",
+            "x",
+            "--output",
+            "y",
+        ],
+    ],
+)
+def test_a_name_on_the_hub_is_answered_with_its_download(command):
+    error = run(*command).exception
+    assert isinstance(error, UserError)
+    assert "`hf download Qwen/Qwen3-8B --local-dir DIR`" in str(error)
 
 
 @pytest.mark.parametrize(

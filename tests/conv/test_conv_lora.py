@@ -72,6 +72,7 @@ def test_adapter_folder_gives_the_merged_weights_by_pefts_formula(source, checkp
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", RANK, ALPHA)
     modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == modules
+    assert config["base_model_name_or_path"] == source.name  # no path of this machine
     assert [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]
     tensors, weights = tensors_of(folder), tensors_of(source)
     merged = tensors_of(merge_lora(checkpoint, source, tmp_path / "merged"))

@@ -30,7 +30,7 @@ from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.files import check_sha256
-from nemo_grpo.hf_folder import export
+from nemo_grpo.hf_folder import export, stream_weights
 
 
 def test_truncated_safetensors_is_refused(tmp_path):
@@ -47,9 +47,27 @@ def test_truncated_safetensors_is_refused(tmp_path):
 
 def test_missing_shard_is_named(tmp_path, source, checkpoint):
     hf = megatron_to_hf(checkpoint, source, tmp_path / "hf", max_shard_bytes=20_000)
-    next(iter(sorted(hf.glob("*.safetensors")))).unlink()
-    with pytest.raises(UserError, match=r"names tensors that are not in model-00001-of-\d+.safetensors"):
+    first, index = min(hf.glob("*.safetensors")), hf / "model.safetensors.index.json"
+    good = index.read_text()
+    index.write_text(good.replace('"weight_map": {', f'"weight_map": {{"lost": "{first.name}",'))
+    with pytest.raises(UserError, match=f"names tensors that are not in {first.name}: lost; download"):
         hf_to_megatron(hf, tmp_path / "out")
+    index.write_text(good)
+    first.unlink()
+    for read in (lambda: hf_to_megatron(hf, tmp_path / "out"), lambda: list(stream_weights(hf))):
+        with pytest.raises(UserError, match=f"index.json names {first.name}, missing here; download"):
+            read()
+
+
+def test_states_behind_the_last_tensor_are_missed_too(source, folder, tmp_path):
+    path = folder / "iter_0000000" / ".metadata"
+    stored = pickle.loads(path.read_bytes()).storage_data.items()
+    file = path.with_name(next(place.relative_path for index, place in stored if "_extra_state" in index.fqn))
+    last = max((place.offset, index.fqn) for index, place in stored if place.relative_path == file.name)
+    assert "_extra_state" in last[1]
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(UserError, match=rf"{file.name} is damaged or truncated: it has \d+ bytes, .metadata"):
+        megatron_to_hf(folder, source, tmp_path / "out")
 
 
 @pytest.fixture

@@ -133,6 +133,15 @@ def test_every_unmatched_name_is_listed(side):
     assert f"missing: {names[0]}, {names[1]}; not known: also.left, left.over" in str(error.value)
 
 
+def test_a_mismatch_of_many_layers_is_one_short_message():
+    family = family_for(TINY | {"num_hidden_layers": 28})
+    with pytest.raises(
+        UserError, match=r"missing: model\.layers\.1\.\S+, .*, \.\.\. \(324 in all\)$"
+    ) as error:
+        family.check_hf({name: tensor.shape for name, tensor in tiny_tensors().items()})
+    assert len(str(error.value)) < 600
+
+
 def test_other_shapes_are_refused_in_both_directions():
     family = family_for(TINY)
     with pytest.raises(UserError, match=r"mlp.up_proj.weight is \[2, 4\], config.json says \[3, 4\]"):

@@ -91,6 +91,26 @@ def test_interrupted_conversion_leaves_no_output_and_resumes(direction, number, 
     assert 15 <= count[0] - num_resumed <= 22  # what was done before (19 writes, the rest of a unit) was kept
 
 
+def test_a_damaged_source_is_not_resumed(source, checkpoint, tmp_path, caplog):
+    """The repaired source is another one, so only --force can finish the conversion."""
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    reader = TorchDistReader(folder)
+    last = max((c for key in reader.weights.values() for c in key.chunks), key=lambda c: (c.file, c.start))
+    reader.close()
+    file = folder / "iter_0000000" / last.file
+    good = file.read_bytes()
+    file.write_bytes(
+        good[: last.start + last.length - 600] + bytes(64) + good[last.start + last.length - 536 :]
+    )
+    with pytest.raises(UserError, match="damaged"):
+        megatron_to_hf(folder, source, tmp_path / "out", num_workers=1)
+    assert "go on with --resume if source and options stay as they are, else start over" in caplog.text
+    file.write_bytes(good)
+    with pytest.raises(UserError, match=r"source changed since the first attempt; .* with --force"):
+        megatron_to_hf(folder, source, tmp_path / "out", resume=True)
+    megatron_to_hf(folder, source, tmp_path / "out", force=True)
+
+
 def test_a_unit_that_was_torn_between_its_names_is_written_once(hf_models, tmp_path, monkeypatch):
     """An expert layer's norm is stored under two names; the kill comes behind the first."""
     record = Job.record

@@ -255,6 +255,7 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == names
+    assert config["base_model_name_or_path"] == parts.source.name
     assert len(adapter) == 2 * 2 * 7
     changed = 0
     for name, weight in base.items():

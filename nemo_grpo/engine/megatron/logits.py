@@ -25,7 +25,7 @@ def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
     tests what the names mean.
 
     Returns: max |difference|; at most `LOGITS_TOLERANCE` for the same model.
-    Raises:  UserError: the embedded engine does not run this family.
+    Raises:  UserError: see `check_computed`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -35,6 +35,17 @@ def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
         expected = model(tokens).logits
         found = _megatron_logits(hf_config(hf_model), megatron_checkpoint, tokens)
     return float((expected - found).abs().max())
+
+
+def check_computed(hf_model: Path) -> None:
+    """Refuse a model whose logits cannot be compared.
+
+    Raises: UserError: megatron-core does not compute it here.
+    """
+    try:
+        transformer_config(read_spec(hf_config(hf_model), among=COMPUTED), Layout(), torch.float32)
+    except UserError as error:
+        raise UserError(f"--logits: {error}; leave --logits out to compare the tensors alone") from None
 
 
 def _megatron_logits(config: dict[str, Any], checkpoint: Path, tokens: Tensor) -> Tensor:

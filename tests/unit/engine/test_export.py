@@ -29,7 +29,7 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path, value, dtype):
         ("runs/sft/hf", "train the run that exports it first"),
         ("runs/sft/hf/step_20", "train the run that exports it first"),
         (".cache/smollm2", "`python -m nemo_grpo.smollm2 .cache/smollm2` writes it"),
-        ("models/mine", "download the model"),
+        ("models/mine", "give a Hugging Face model folder; `hf download models/mine"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused_with_what_makes_it(folder, remedy, tmp_path, monkeypatch):

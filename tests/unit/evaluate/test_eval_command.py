@@ -11,6 +11,7 @@ import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from checkpoints_conv.model_card import Training, write_card
 from nemo_grpo.cli.eval import eval_command
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.settings import fitting_batch_size
@@ -169,6 +170,12 @@ def with_nan(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def without_tokenizer(folder):
+    """As a conversion makes it where --hf-config has none."""
+    (folder / "tokenizer.json").unlink()
+    write_card(folder, Training({"policy": {"model_name": "org/base"}}), folder)
+
+
 def run_folder(model, folder):
     folder.mkdir()
     (folder / "recipe.resolved.yaml").touch()
@@ -195,7 +202,14 @@ def megatron_checkpoint(model, folder):
         (copy(with_small_vocabulary), "the model's vocab_size is 2; put the model's own tokenizer"),
         (run_folder, "this is a run's folder: give its model, .*hf"),
         (megatron_checkpoint, "this is a Megatron checkpoint: convert it with `nemo-grpo convert"),
-        (copy(lambda folder: (folder / "tokenizer.json").unlink()), "has no tokenizer"),
+        (
+            copy(lambda folder: (folder / "tokenizer.json").unlink()),
+            "has no tokenizer.*; put the tokenizer of",
+        ),
+        (
+            copy(without_tokenizer),
+            r"; AutoTokenizer.from_pretrained\('org/base'\).save_pretrained\('.*'\) puts its base's there",
+        ),
         (
             copy(lambda folder: (folder / "config.json").rename(folder / "adapter_config.json")),
             "PEFT adapter, without its base model; merge them: `nemo-grpo convert .* --lora merge",

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import source
-from nemo_grpo.nemorl.signatures import misfit
-from nemo_grpo.nemorl.source import Tree
+from nemo_grpo.nemorl import static_api
+from nemo_grpo.nemorl.static_api import Tree, misfit
 
 FILES = {
     "__init__.py": "",
@@ -66,7 +65,7 @@ def tree(tmp_path: Path) -> Tree:
 def parameters(tree: Tree, name: str) -> list[str] | None:
     found = tree.find(name)
     assert found is not None, name
-    return tree.parameters(found)
+    return static_api.parameters(found)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +91,13 @@ def test_what_is_not_there_is_not_found(tree, name):
 
 def test_kinds_attributes_and_keys(tree):
     kinds = {"Made": "class", "Made.find": "staticmethod function", "run": "function", "TABLE": "mapping"}
-    assert {name: source.kind(tree.find(f"pkg.top:{name}")) for name in kinds} == kinds
+    assert {name: static_api.kind(tree.find(f"pkg.top:{name}")) for name in kinds} == kinds
     assert tree.find("pkg.top:Made.workers") is not None, "set in the base's constructor"
     assert tree.find("pkg.top:Made.LIMIT") is not None
-    assert source.keys(tree.find("pkg.top:TABLE")) == ["one", "two"]
-    assert tree.abstract(tree.find("pkg.top:Made")) == ["step"]
-    assert source.returned(tree.find("pkg.middle.deep:helper")) == ["a", "_", "c"]
-    assert source.subscripts(tree.parsed("pkg.top"), "metrics") == {"loss"}
+    assert static_api.keys(tree.find("pkg.top:TABLE")) == ["one", "two"]
+    assert static_api.abstract(tree.find("pkg.top:Made")) == ["step"]
+    assert tree.returned(tree.find("pkg.middle.deep:helper")) == ["a", "_", "c"]
+    assert tree.subscripts("pkg.top", "metrics") == {"loss"}
 
 
 def test_calls_are_told_apart_by_receiver_and_condition(tree):
@@ -148,7 +147,7 @@ def test_a_name_that_is_not_taken_is_named():
 
 
 def test_records_hold_names_and_digests_only():
-    for path in (Path(source.__file__).with_name("interfaces")).glob("*.json"):
+    for path in (Path(static_api.__file__).with_name("interfaces")).glob("*.json"):
         texts = json.dumps(json.loads(path.read_text()))
         assert "def " not in texts
         assert "\\n" not in texts
