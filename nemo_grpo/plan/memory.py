@@ -162,7 +162,7 @@ def _embedded_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int
     shards = setup.shards if setup.distributed_optimizer else 1
     tokens = setup.train_tokens / setup.layout.context
     layers = setup.layout.stage_layers(shape.num_layers)[stage]
-    activations = tokens * layers * local_layer_bytes(shape, setup)
+    activations = tokens * layers * _local_layer_bytes(shape, setup)
     return {
         "weights": each * (counts.total + adapters),
         "reference": each * counts.total if setup.keeps_reference else 0,
@@ -188,7 +188,7 @@ def _embedded_logit_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     return int(shape.vocab_size / setup.layout.tensor * (2 * setup.precision_bytes * tokens + gradient))
 
 
-def local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
+def _local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
     """What one of megatron-core's local layers keeps of one token: no kernel is fused.
 
     Inputs and outputs of both norms 4 h; q, k and v, q and k after rotation, the attention's output

@@ -90,15 +90,9 @@ def scoring_passes(recipe: Recipe) -> int:
 
     One for the policy's logprobs (entropies come with it), one for the reference policy's if the variant
     compares with it. NeMo-RL leaves the first out with force_on_policy_ratio, unless it masks sequences by
-    their logprobs' error; the embedded engine where only the ratio would read it, which is 1 in a single
-    update.
+    their logprobs' error.
     """
-    variant = recipe.loss_fn
-    if recipe.nemo_grpo.target == "cluster":
-        scores = recipe.policy_is_scored
-    else:
-        scores = variant.needs_scores or recipe.num_updates_per_step > 1
-    return int(scores) + int(variant.needs_reference)
+    return int(recipe.policy_is_scored) + int(recipe.loss_fn.needs_reference)
 
 
 def expected_draws(signal: float, threshold: float, max_draws: int, num_groups: int) -> float:
