@@ -3,7 +3,7 @@
 Each case runs in a process of its own; the figure is the growth of its peak resident memory over what it held
 with the logits in place, in units of the logits. The gradient, which both sides need, is 1.0 of it.
 
-    python benchmarks/logprob_memory.py [--tokens 2048] [--vocab 65536] [--dtype bfloat16]
+    python -m benchmarks.logprob_memory [--tokens 2048] [--vocab 65536] [--dtype bfloat16]
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """The planner's step times against published ones, each model predicted by constants fitted without it.
 
-    PYTHONPATH=. python benchmarks/plan_vs_published.py           # every row of published/nemo_rl.yaml
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --fit     # constants of nemo_grpo/plan/efficiency.py
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --errors  # intervals of nemo_grpo/plan/efficiency.py
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --blind FILE   # a CSV of published/; never fitted
+    python -m benchmarks.plan_vs_published           # every row of published/nemo_rl.yaml
+    python -m benchmarks.plan_vs_published --fit     # constants of nemo_grpo/plan/efficiency.py
+    python -m benchmarks.plan_vs_published --errors  # intervals of nemo_grpo/plan/efficiency.py
+    python -m benchmarks.plan_vs_published --blind FILE   # a CSV of published/; never fitted
 
 A fit minimizes the squared logarithm of predicted / published over H100 rows and published phases, and keeps
 the constants near values that are usual for kernels of their kind (`PRIOR`, with `LOOSE` as the standard

@@ -1,6 +1,6 @@
 """Rehearse every shipped cluster recipe, one after the other, and print a table.
 
-    python benchmarks/rehearse_all.py --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
+    python -m benchmarks.rehearse_all --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
 
 Resumable: a recipe whose result is in the folder is left out, and tried again if Ray did not start. About two
 minutes each on two cores. Memory is the largest sum of the processes' own shares (PSS), sampled every
