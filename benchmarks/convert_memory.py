@@ -20,7 +20,7 @@ def measure(scratch: Path, size: float, workers: int, family: str) -> None:
     """Print a row of each direction for one size."""
     hf, megatron, back = scratch / "hf", scratch / "megatron", scratch / "back"
     largest = make_model(hf, size, sparse=True, family=family)
-    runs = {
+    runs: dict[str, list[str | Path]] = {
         "hf-to-megatron": ["--hf-model", hf, "--output", megatron],
         "megatron-to-hf": ["--megatron-checkpoint", megatron, "--hf-config", hf, "--output", back],
     }

@@ -84,7 +84,7 @@ def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
         ]
         for group in groups
     ]
-    return ["setting", "seeds", "steps", *(column.name for column in shown)], rows
+    return ["setting", "seed numbers", "steps", *(column.name for column in shown)], rows
 
 
 def markdown(groups: Sequence[RunGroup]) -> str:

@@ -119,7 +119,6 @@ def test_scoring_passes_follow_the_variant() -> None:
     assert scoring_passes(load_recipe(LARGE)) == 1
 
 
-
 def test_setup_follows_the_recipes_own_keys() -> None:
     """Speculative decoding, MX weights and router replay."""
     plain = setup_of(load_recipe(LARGE))

@@ -1,7 +1,6 @@
 """Which variants decide advantages without the scoring policy's logprobs, and what the loss is on-policy."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
