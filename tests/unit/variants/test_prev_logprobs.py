@@ -1,6 +1,7 @@
 """Which variants decide advantages without the scoring policy's logprobs, and what the loss is on-policy."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -67,6 +68,7 @@ def test_entropies_wait_for_the_scoring_pass_as_logprobs_do(monkeypatch):
     """The engine scores before the update."""
     config = EntropyAlone()
     assert not config.needs_prev_logprobs
+    recipe = SimpleNamespace(loss_fn=config, num_updates_per_step=1)
 
     class Scored(Exception):
         pass
