@@ -64,8 +64,7 @@ def main() -> None:
     print(f"logits {shape}: {size:.0f} MiB, forward and backward, one thread")
     found = {}
     for which in ("dense", "chunked"):
-        command = [sys.executable, __file__, "--one", which, "--tokens", str(arguments.tokens)]
-        command += ["--vocab", str(arguments.vocab), "--dtype", arguments.dtype]
+        command = [sys.executable, "-m", "benchmarks.logprob_memory", *sys.argv[1:], "--one", which]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found[which] = tuple(map(float, output.split()))
         extra, seconds = found[which]

@@ -171,7 +171,7 @@ def seen_by_gpu(rows: Sequence[Row]) -> dict[str, Seen]:
     return {gpu: seen_of(gpu, found) for gpu, found in ratios.items()}
 
 
-def table(rows: Sequence[Row], *, phases: bool) -> None:
+def table(rows: Sequence[Row]) -> None:
     """Print each row predicted by constants that were fitted without its model."""
     without = {model: fitted_without(rows, model) for model in dict.fromkeys(row.model for row in rows)}
     errors: dict[str, list[float]] = {}
@@ -186,8 +186,6 @@ def table(rows: Sequence[Row], *, phases: bool) -> None:
             f"{error(row, step):+.0%} | {tokens} | {step.tokens_per_second_per_gpu:.3g} | "
             f"{error(row, whole):+.0%} |"
         )
-        if phases:
-            print("   ", {k: round(v, 1) for k, v in step.phases.items()}, dict(row.published))
     print()
     for gpu, found in errors.items():
         print(f"{gpu}: {len(found)} rows, median error {median(found):.0%}, worst {max(found):.0%}")
@@ -197,7 +195,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="print the constants")
     parser.add_argument("--errors", action="store_true", help="print the intervals")
-    parser.add_argument("--phases", action="store_true", help="print predicted phases too")
     parser.add_argument("--blind", type=Path, metavar="FILE", help="predict a CSV's rows; fit nothing")
     options = parser.parse_args()
     if options.blind:
@@ -210,7 +207,7 @@ def main() -> None:
             what, *values = vars(found).values()
             print(f"{gpu}: Seen({what!r}, {', '.join(f'{value:.3g}' for value in values)})")
     else:
-        table(read_rows(), phases=options.phases)
+        table(read_rows())
 
 
 if __name__ == "__main__":
