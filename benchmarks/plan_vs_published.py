@@ -124,7 +124,7 @@ def blind(file: Path) -> None:
 
 
 def _held(name: str, errors: Sequence[float]) -> str:
-    """How many steps lie in the interval that `nemo-grpo plan` prints, where their GPU has one of its own."""
+    """Count the steps in the interval that `nemo-grpo plan` prints, if their GPU has one of its own."""
     _, gpu, what = name.split(", ")
     if what != "step" or gpu not in PUBLISHED:
         return ""

@@ -1,4 +1,4 @@
-"""What `make smollm2` and `make cluster-smollm2` measured: held-out accuracy over both stages, by seed.
+"""Held-out accuracy of `make smollm2` and `make cluster-smollm2` over both stages, by seed.
 
     python -m benchmarks.smollm2 [RUNS] [--png PICTURE]
 

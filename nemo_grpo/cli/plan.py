@@ -115,7 +115,7 @@ def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
 
 
 def _about_data(recipes: list[Recipe]) -> list[str]:
-    """What the recipes' files lack, once for all; of a single recipe also what they hold."""
+    """Name the files that the recipes lack, once for all; of a single recipe also what they hold."""
     from nemo_grpo.launch.data_files import check_data, missing_files, remedies
 
     if len(recipes) > 1:
@@ -134,7 +134,7 @@ def _lengths(given: str | None) -> float | Path | None:
 
 
 def _further(recipe: Recipe, one: Plan, best: bool, scale: str | None) -> dict[str, Any]:
-    """What was asked for beside the plan: name -> result."""
+    """Results that were asked for beside the plan, by name."""
     from nemo_grpo.plan.scaling import scaling
     from nemo_grpo.plan.search import best_layouts
 

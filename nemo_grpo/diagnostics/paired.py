@@ -15,7 +15,7 @@ from nemo_grpo.pictures import COLORS, COMPANION, INK, new_figure, set_title, ti
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-12
-"""Of equal differences, as a share of them."""
+"""Rounding error of equal differences, as a share of them."""
 FINAL, SAME_ROLLOUTS = "final", "final, same rollouts"
 FOREST = "forest.png"
 SHOWN = {

@@ -130,7 +130,7 @@ def _paired(paired: Sequence[Paired], baseline: str, plots: Path) -> str:
 
 
 def _findings(groups: Sequence[RunGroup]) -> str:
-    """What keeps runs from learning."""
+    """Show why runs do not learn."""
     items = "".join(f"<li>{_escaped(line)}</li>" for line in summary.stuck_runs(groups))
     return f"<h2>Does not learn</h2><ul class=stuck>{items}</ul>" if items else ""
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 PICTURE = "scores.png"
 GROUP_WIDTH = 0.8
-"""Of a benchmark's bars, with 1 between the middles of two benchmarks."""
+"""Width of a benchmark's bars, with 1 between the middles of two benchmarks."""
 TOKENS = "num_tokens"
 OWN = ("box_", "mask_")
-"""How metrics of a task's own begin that the table shows."""
+"""Prefixes of a task's own metrics that the table shows."""
 
 
 def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Path, out: Path) -> None:

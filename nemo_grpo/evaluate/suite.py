@@ -183,7 +183,7 @@ class LazyGenerator:
 
 
 def tool_conditions(task: Task) -> dict[str, Any]:
-    """What a task with several turns adds to what decides about a response: its tool's parameters."""
+    """Conditions that a task with several turns adds: its tool's parameters."""
     return {"task": task.config.model_dump(mode="json")} if isinstance(task, MultiTurnTask) else {}
 
 

@@ -40,7 +40,7 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
 
 @dataclass(frozen=True)
 class Results:
-    """What an experiment has found so far.
+    """Results of an experiment so far.
 
     Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.  num_jobs: all runs.
                 baseline: label of a setting.  paired: every other setting against it.
@@ -55,7 +55,7 @@ class Results:
     files: Sequence[Path]
 
     def notes(self) -> str:
-        """What stands below the tables, in Markdown that reads as plain text."""
+        """Write the notes below the tables, in Markdown that reads as plain text."""
         text = f"{note(self.groups)}\n" if self.groups else ""
         if self.paired:
             lines = "".join(f"- {line}\n" for line in sentences(self.paired, self.baseline))

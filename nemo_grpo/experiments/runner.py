@@ -37,7 +37,7 @@ ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Status:
-    """How a run ended.
+    """The end of a run.
 
     Attributes: state: see the names.  exit_code: of its last process.  seconds: of all its processes.
                 error: the last words of a failed run.

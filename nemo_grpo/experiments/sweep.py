@@ -35,7 +35,7 @@ Target = Literal["embedded", "cluster"]
 
 
 class _OneSweep(BaseModel):
-    """What is varied on one target. Unknown keys are errors."""
+    """The settings of one target. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

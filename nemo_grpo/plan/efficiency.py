@@ -1,4 +1,4 @@
-"""What of the vendors' peaks real runs reach: a few constants, fitted on published step times.
+"""Fractions of the vendors' peaks that real runs reach, fitted on published step times.
 
 `benchmarks/plan_vs_published.py --fit` fits them, `--errors` prints how far predictions were off (`Seen`).
 """

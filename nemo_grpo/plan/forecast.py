@@ -39,7 +39,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a recipe does not say of a run.
+    """Properties of a run that its recipe does not state.
 
     Attributes: lengths: mean of the responses, or a run's file of them; None: half of the longest.
                 prompt: mean tokens of a prompt.  signal: share of groups whose rewards differ.
@@ -70,7 +70,7 @@ class Assumptions:
         return of_mean(self.lengths, limit, prompt)
 
     def work_of(self, recipe: Recipe) -> Workload:
-        """What a step of the recipe computes.
+        """The work of one step of the recipe.
 
         Raises: UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
         """
@@ -99,7 +99,7 @@ class Forecast:
 
     @property
     def work(self) -> Workload:
-        """What a step computes."""
+        """The work of a step."""
         return self.case.work
 
     @property

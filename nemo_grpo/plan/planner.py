@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe needs on one kind of GPU.
+    """The needs of a recipe on one kind of GPU.
 
     Attributes: rows: parts of the training phase on its heaviest pipeline stage.
                 peaks: phase -> bytes per GPU; empty where the layout itself is wrong.
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may fill of one GPU."""
+        """Bytes of one GPU that a plan may fill."""
         return int(memory.USABLE * self.hardware.memory_bytes)
 
 

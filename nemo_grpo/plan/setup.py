@@ -1,4 +1,4 @@
-"""What the planner takes from a recipe: the layout and everything that decides how much memory it needs."""
+"""The planner's view of a recipe: the layout, and all settings that decide memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step has to compute: samples, lengths, passes, draws, and what comes beside the steps."""
+"""Work of one step: samples, lengths, passes, draws, and what comes beside the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIGNAL = 0.5
 """Share of groups whose rewards differ, where no run states it: how often prompts are drawn again."""
 
 ACCEPTANCE = 0.87
-"""Of a drafted token whose predecessors were accepted, where no run states it: SkyRL's MTP run of Qwen3.5-9B
+"""Acceptance of a drafted token after accepted ones, if no run states it: SkyRL's MTP run of Qwen3.5-9B
 has 0.886, 0.869 and 0.861 at its three depths (docs/examples/spec_decode.mdx)."""
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a generator, what it returns, and its protocol."""
+"""Requests to a generator, its rollouts, and its protocol."""
 
 import math
 from collections import Counter
@@ -18,7 +18,7 @@ LOWEST_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is drawn. Names as in NeMo-RL's ``policy.generation``.
+    """Sampling of a response. Names as in NeMo-RL's ``policy.generation``.
 
     Attributes:
         max_new_tokens: a response without a stop token is cut here and counts as truncated.
@@ -100,7 +100,7 @@ class TurnEnd(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """What is different when a response is sampled in turns, each from where the last one left off.
+    """Limits of one turn, where a response is sampled in turns, each from where the last one left off.
 
     Attributes: max_new_tokens: one per prompt, between 1 and the sampling's: what its response has left.
                 end: where a turn ends before the response does.
@@ -151,7 +151,7 @@ class Request:
 
     @property
     def occurrences(self) -> list[int]:
-        """How many equal prompts, with the same images, come before each."""
+        """Number of equal prompts, with the same images, before each."""
         seen: Counter[tuple[object, ...]] = Counter()
         before = []
         images = self.images or [()] * len(self.prompts)
