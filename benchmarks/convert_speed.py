@@ -5,7 +5,7 @@ memory, so ``cp`` and a flush is shown beside it. A disk is not always equally f
 contestants one after the other, each on a disk that has nothing left to write, and ratios are taken within a
 repetition. Medians with the range; start-up of the processes included; the source is in the file cache.
 
-    python benchmarks/convert_speed.py [--size 3] [--repeat 3] [--no-transformers] [--scratch DIR]
+    python -m benchmarks.convert_speed [--size 3] [--repeat 3] [--no-transformers] [--scratch DIR]
 """
 
 import argparse
@@ -22,9 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from convert_models import flush, make_model, num_bytes
+from benchmarks.convert_models import flush, make_model, num_bytes
 
 LOAD_AND_SAVE = (
     "import sys, torch; from transformers import AutoModelForCausalLM as M; "

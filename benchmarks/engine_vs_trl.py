@@ -14,7 +14,7 @@ TRL runs three times, because what it does on a CPU by default is not its best (
     compact   the same head for responses only, as TRL does it on a GPU
     classic   a plain head for responses (logits_to_keep) that keeps the logits, as earlier releases of TRL
 
-    PYTHONPATH=. python benchmarks/engine_vs_trl.py [--trl-python PATH] [--config tiny] [--profile]
+    python -m benchmarks.engine_vs_trl [--trl-python PATH] [--config tiny]
 
 TRL is no dependency of this project. Give it an environment of its own, with this one's torch:
 
@@ -28,10 +28,8 @@ once take more than 20 GB of memory: `--heads classic` and so on compare them on
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
-import pstats
 import statistics
 import subprocess
 import sys
@@ -159,7 +157,7 @@ class VowelTask:
         return {"accuracy": reward(response), "format": 0.0}
 
 
-def run_ours(config: Config, folder: Path, profile: bool) -> None:
+def run_ours(config: Config, folder: Path) -> None:
     """Train as `train` does between validations and checkpoints."""
     from nemo_grpo.engine.run import begin
     from nemo_grpo.engine.steps import reinforce
@@ -169,18 +167,13 @@ def run_ours(config: Config, folder: Path, profile: bool) -> None:
     parts = begin(recipe)
     parts.scorer = Scorer(VowelTask(parts.task), recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
     assert not parts.learner.objective.needs_reference
-    turns, going, profiler = Turns(), True, cProfile.Profile()
+    turns, going = Turns(), True
     while going:
-        if profile and parts.state.step == WARM_UP_STEPS:
-            profiler.enable()
         row = reinforce(parts)
         parts.folder.append_metrics(row)
         assert row["steps/no_signal"] == row["steps/skipped"] == 0
         times = {name: row[f"time/{name}"] for name in ("rollout", "score", "update")}
         going = turns.step_done(length=row["length/mean"], **times)
-    profiler.disable()
-    if profile:
-        profiler.dump_stats(folder / "profile")
 
 
 # ------------------------------------------------------------------ TRL's side
@@ -333,12 +326,12 @@ def prepare(name: str, folder: Path) -> None:
 
 def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
     """Measure one configuration, as the command line asks, and print its lines."""
-    trl_python, heads, profile = arguments.trl_python, arguments.heads, arguments.profile
+    trl_python, heads = arguments.trl_python, arguments.heads
     options = ["--config", name, "--precision", config.precision]
     with tempfile.TemporaryDirectory(prefix="engine-vs-trl-") as scratch:
         folder = Path(scratch)
         prepare(name, folder)
-        sides = {"ours": Side(sys.executable, "ours", folder, [*options, *["--profile"] * profile])}
+        sides = {"ours": Side(sys.executable, "ours", folder, options)}
         if trl_python:
             sides |= {head: Side(trl_python, head, folder, options) for head in heads}
         for _ in range(arguments.repetitions):
@@ -361,8 +354,6 @@ def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
             ours = sides["ours"].median("cpu")
             ratios = {head: ours / sides[head].median("cpu") for head in heads}
             print("  ours / TRL:", ", ".join(f"{head} {ratio:.2f}" for head, ratio in ratios.items()))
-        if profile:
-            pstats.Stats(str(folder / "profile")).sort_stats("tottime").print_stats(35)
 
 
 def main() -> None:
@@ -372,13 +363,12 @@ def main() -> None:
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--profile", action="store_true", help="also profile our side, which slows it down")
     parser.add_argument("--side", choices=["ours", *HEADS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     configs = {name: replace(config, precision=arguments.precision) for name, config in CONFIGS.items()}
     if arguments.side == "ours":
-        run_ours(configs[arguments.config], arguments.folder, arguments.profile)
+        run_ours(configs[arguments.config], arguments.folder)
     elif arguments.side:
         run_trl(configs[arguments.config], arguments.folder, arguments.side)
     else:

@@ -1,6 +1,6 @@
 """The two engines on the same recipe, weights and responses: what differs, number by number.
 
-    NEMO_RL_SRC=DIR PYTHONPATH=. .venv-nemo-rl/bin/python benchmarks/engines_agree.py [--variants grpo,erpo]
+    NEMO_RL_SRC=DIR .venv-nemo-rl/bin/python -m benchmarks.engines_agree [--variants grpo,erpo]
         [--layouts TP1,TP2,DP2] [--precisions float32,bfloat16] [--drift 12] [--folder DIR] [--output FILE.md]
 
 NeMo-RL's policy, worker group and Megatron workers run as in a rehearsal (`nemo_grpo.rehearsal`), with our
@@ -20,17 +20,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from benchmarks.agreement.comparison import Differences, compare, drift_table, table
+from benchmarks.agreement.recording import LAYOUTS, VARIANTS, Case, StepResult, record
+from nemo_grpo.ports import free_port
+from nemo_grpo.rehearsal.cluster import ray_cluster
+from nemo_grpo.rehearsal.environment import Stack, find_stack
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-
-from benchmarks.agreement.comparison import Differences, compare, drift_table, table  # noqa: E402
-from benchmarks.agreement.recording import LAYOUTS, VARIANTS, Case, StepResult, record  # noqa: E402
-from nemo_grpo.ports import free_port  # noqa: E402
-from nemo_grpo.rehearsal.cluster import ray_cluster  # noqa: E402
-from nemo_grpo.rehearsal.environment import Stack, find_stack  # noqa: E402
-
 Results = dict[Case, list[StepResult]]
 TIMEOUT = 3000
 

@@ -3,7 +3,7 @@
 The layers have the shapes of Qwen2.5-1.5B and 7B, as many of them as fit; weights and tokens are random, and
 both precisions start from the same. FP8 needs Transformer Engine; without it only BF16 is measured.
 
-    python benchmarks/gpu_policy_update.py [--shape qwen2.5-1.5b] [--fp8-recipe blockwise] [--output x.json]
+    python -m benchmarks.gpu_policy_update [--shape qwen2.5-1.5b] [--fp8-recipe blockwise] [--output x.json]
 
 Floating-point operations per token of an update, once forward and twice backward, a multiply-add as two:
 

@@ -3,7 +3,7 @@
 Each case runs in a process of its own; the figure is the growth of its peak resident memory over what it held
 with the logits in place, in units of the logits. The gradient, which both sides need, is 1.0 of it.
 
-    python benchmarks/logprob_memory.py [--tokens 2048] [--vocab 65536] [--dtype bfloat16]
+    python -m benchmarks.logprob_memory [--tokens 2048] [--vocab 65536] [--dtype bfloat16]
 """
 
 import argparse
@@ -64,8 +64,7 @@ def main() -> None:
     print(f"logits {shape}: {size:.0f} MiB, forward and backward, one thread")
     found = {}
     for which in ("dense", "chunked"):
-        command = [sys.executable, __file__, "--one", which, "--tokens", str(arguments.tokens)]
-        command += ["--vocab", str(arguments.vocab), "--dtype", arguments.dtype]
+        command = [sys.executable, "-m", "benchmarks.logprob_memory", *sys.argv[1:], "--one", which]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found[which] = tuple(map(float, output.split()))
         extra, seconds = found[which]

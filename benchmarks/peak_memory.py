@@ -1,9 +1,9 @@
-"""Run a Python module or script and print its peak resident memory in kB behind everything else.
+"""Run a Python module and print its peak resident memory in kB behind everything else.
 
 The figure is the kernel's VmHWM at the end of the process. What getrusage tells of a child includes the
 memory of the process that started it.
 
-    python benchmarks/peak_memory.py checkpoints_conv inspect DIR
+    python -m benchmarks.peak_memory checkpoints_conv inspect DIR
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def in_child(program: str, *arguments: str | Path) -> tuple[float, float]:
-    """Run a module, or a script by its path. Returns: seconds, peak resident memory in bytes."""
+    """Run a module. Returns: seconds, peak resident memory in bytes."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, program, *map(str, arguments)]
@@ -28,10 +28,7 @@ def in_child(program: str, *arguments: str | Path) -> tuple[float, float]:
 def main() -> None:
     sys.argv = sys.argv[1:]
     try:
-        if sys.argv[0].endswith(".py"):
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        else:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     finally:
         print(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0])
 

@@ -5,15 +5,12 @@ that there is a reference policy and every response has a gradient. quickstart a
 the recipes as they are, shortened, with validations, checkpoints and the export. A first run makes the
 policy, the second counts.
 
-    python benchmarks/plan_vs_measured.py [--sizes 256x4 512x8 768x12 quickstart tiny] [--tokens 2048]
+    python -m benchmarks.plan_vs_measured [--sizes 256x4 512x8 768x12 quickstart tiny] [--tokens 2048]
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.engine_vs_trl import CONFIGS
 from benchmarks.peak_memory import in_child

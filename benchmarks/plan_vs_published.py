@@ -1,9 +1,9 @@
 """The planner's step times against published ones, each model predicted by constants fitted without it.
 
-    PYTHONPATH=. python benchmarks/plan_vs_published.py           # every row of published/nemo_rl.yaml
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --fit     # constants of nemo_grpo/plan/efficiency.py
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --errors  # intervals of nemo_grpo/plan/interval.py
-    PYTHONPATH=. python benchmarks/plan_vs_published.py --blind FILE   # a CSV of published/; never fitted
+    python -m benchmarks.plan_vs_published           # every row of published/nemo_rl.yaml
+    python -m benchmarks.plan_vs_published --fit     # constants of nemo_grpo/plan/efficiency.py
+    python -m benchmarks.plan_vs_published --errors  # intervals of nemo_grpo/plan/efficiency.py
+    python -m benchmarks.plan_vs_published --blind FILE   # a CSV of published/; never fitted
 
 A fit minimizes the squared logarithm of predicted / published over H100 rows and published phases, and keeps
 the constants near values that are usual for kernels of their kind (`PRIOR`, with `LOOSE` as the standard
@@ -12,17 +12,17 @@ deviation of a constant's logarithm), so that a constant that only one model sho
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from benchmarks.published_rows import Row, error, predicted, read_blind, read_rows
-from nemo_grpo.plan.efficiency import FITTED, Efficiency
-from nemo_grpo.plan.interval import PUBLISHED, Seen, seen_of
+from nemo_grpo.plan.efficiency import FITTED, PUBLISHED, Efficiency, Seen
 
 PRIOR = Efficiency(
     matrix=0.5,
@@ -45,8 +45,8 @@ TIGHT = {"matrix": 0.2, "memory": 0.15, "link": 0.3}
 """Fractions of a peak that are well known."""
 NOISE = 0.1
 """Standard deviation of the logarithm of a published time."""
-
-
+COVERAGE = 0.8
+"""Least share of steps that an interval holds."""
 NAMES = tuple(field.name for field in fields(Efficiency))
 
 
@@ -124,12 +124,39 @@ def blind(file: Path) -> None:
 
 
 def _held(name: str, errors: Sequence[float]) -> str:
-    """How many steps lie in the interval that `nemo-grpo plan` prints, where their GPU has one of its own."""
+    """Count the steps in the interval that `nemo-grpo plan` prints, if their GPU has one of its own."""
     _, gpu, what = name.split(", ")
     if what != "step" or gpu not in PUBLISHED:
         return ""
     low, high = PUBLISHED[gpu].around(1.0)
     return f"; {sum(low <= 1 / (1 + error) <= high for error in errors)} within {low:g} to {high:g}"
+
+
+def seen_of(what: str, ratios: Mapping[str, Sequence[float]]) -> Seen:
+    """Errors of predictions, and the interval that follows from them.
+
+    The ends are the k-th smallest and the k-th largest of seen / predicted. k is the largest for which at
+    least `COVERAGE` of the steps lie between the ends that the steps of the other models give, since a
+    recipe's model is new, too; 1 if there is none.
+
+    Args: what: the steps, for a sentence.  ratios: model -> seen / predicted of its steps; at least two.
+    """
+    found = sorted(ratio for group in ratios.values() for ratio in group)
+    fewest = min(len(found) - len(group) for group in ratios.values())
+    enough = takewhile(lambda k: _covered(ratios, k) >= COVERAGE, range(1, (fewest + 1) // 2 + 1))
+    rank = max(enough, default=1)
+    errors = [abs(1 / ratio - 1) for ratio in found]
+    low, high = found[rank - 1], found[-rank]
+    return Seen(what, len(found), median(errors), max(errors), low, high, _covered(ratios, rank))
+
+
+def _covered(ratios: Mapping[str, Sequence[float]], rank: int) -> float:
+    inside = total = 0
+    for model, group in ratios.items():
+        others = sorted(ratio for name, other in ratios.items() if name != model for ratio in other)
+        inside += sum(others[rank - 1] <= ratio <= others[-rank] for ratio in group)
+        total += len(group)
+    return inside / total
 
 
 def seen_by_gpu(rows: Sequence[Row]) -> dict[str, Seen]:
@@ -144,7 +171,7 @@ def seen_by_gpu(rows: Sequence[Row]) -> dict[str, Seen]:
     return {gpu: seen_of(gpu, found) for gpu, found in ratios.items()}
 
 
-def table(rows: Sequence[Row], *, phases: bool) -> None:
+def table(rows: Sequence[Row]) -> None:
     """Print each row predicted by constants that were fitted without its model."""
     without = {model: fitted_without(rows, model) for model in dict.fromkeys(row.model for row in rows)}
     errors: dict[str, list[float]] = {}
@@ -159,8 +186,6 @@ def table(rows: Sequence[Row], *, phases: bool) -> None:
             f"{error(row, step):+.0%} | {tokens} | {step.tokens_per_second_per_gpu:.3g} | "
             f"{error(row, whole):+.0%} |"
         )
-        if phases:
-            print("   ", {k: round(v, 1) for k, v in step.phases.items()}, dict(row.published))
     print()
     for gpu, found in errors.items():
         print(f"{gpu}: {len(found)} rows, median error {median(found):.0%}, worst {max(found):.0%}")
@@ -169,10 +194,7 @@ def table(rows: Sequence[Row], *, phases: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="print the constants")
-    parser.add_argument(
-        "--errors", action="store_true", help="print the intervals of nemo_grpo/plan/interval.py"
-    )
-    parser.add_argument("--phases", action="store_true", help="print predicted phases too")
+    parser.add_argument("--errors", action="store_true", help="print the intervals")
     parser.add_argument("--blind", type=Path, metavar="FILE", help="predict a CSV's rows; fit nothing")
     options = parser.parse_args()
     if options.blind:
@@ -185,7 +207,7 @@ def main() -> None:
             what, *values = vars(found).values()
             print(f"{gpu}: Seen({what!r}, {', '.join(f'{value:.3g}' for value in values)})")
     else:
-        table(read_rows(), phases=options.phases)
+        table(read_rows())
 
 
 if __name__ == "__main__":

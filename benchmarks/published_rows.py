@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent / "published"
 NEEDED = ("model", "gpu", "gpus", "prompts", "group", "batch", "limit", "prompt", "length")
 """Keys without which nothing is predicted."""
 TIMES = ("step", "rollout", "scoring", "update", "refit")
-"""What a row may publish, in seconds."""
+"""Times that a row may publish, in seconds."""
 _TEXTS = ("source", "model", "mode", "gpu", "lacks", "note")
 
 

@@ -1,19 +1,16 @@
 """Rehearse every shipped cluster recipe, one after the other, and print a table.
 
-    python benchmarks/rehearse_all.py --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
+    python -m benchmarks.rehearse_all --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
 
 Resumable: a recipe whose result is in the folder is left out, and tried again if Ray did not start. About two
-minutes each on two cores. Memory is the largest sum of the processes' own shares (PSS), sampled every
-`SAMPLING` seconds.
+minutes each on two cores.
 """
 
 import argparse
-import contextlib
 import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ ROOT = Path(__file__).parents[1]
 PAPERS = ("cw_grpo", "erpo", "tr_grpo", "gpg")
 PATIENCE = 3600
 """Seconds; a rehearsal notices itself when it is stuck."""
-SAMPLING = 2.0
 RAY_DID_NOT_START = 69
 VERDICTS = {0: "all stages", 1: "failed", 2: "refused"}
 ERROR = re.compile(r"^\w*(?:Error|Exception|Failed)\b.*", re.MULTILINE)
@@ -33,7 +29,6 @@ COLUMNS = (
     "gen_kl_error by step",
     "groups with signal",
     "seconds",
-    "GB",
     "said",
 )
 
@@ -65,36 +60,23 @@ def rehearse(recipe: Path, given: argparse.Namespace) -> dict[str, Any]:
     folder = given.folder / f"{recipe.stem}-{int(time.time())}"
     command = [sys.executable, "-m", "nemo_grpo.cli", "rehearse", str(recipe), "--folder", str(folder)]
     command += ["--nemo-rl", str(given.nemo_rl), *(["--sampler"] if given.sampler else [])]
-    start, most = time.monotonic(), 0.0
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said, text=True)
-        while process.poll() is None:
-            most = max(most, memory_of(str(folder)))
-            if time.monotonic() - start > PATIENCE:
-                process.kill()
-            time.sleep(SAMPLING)
-        said.seek(0)
-        error = said.read().strip().rpartition("\n")[2]
+    start = time.monotonic()
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            said = process.communicate(timeout=PATIENCE)[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = process.communicate()[1]
     record = folder / "rehearsal.json"
     return {
         "name": recipe.stem,
         "code": process.returncode,
         "took": round(time.monotonic() - start),
-        "memory": round(most, 1),
-        "error": error,
+        "error": said.strip().rpartition("\n")[2],
         **(json.loads(record.read_text()) if record.exists() else {"stages": [], "layout": ""}),
     }
-
-
-def memory_of(folder: str) -> float:
-    """GB of all processes whose environment names the rehearsal's folder."""
-    kilobytes = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if folder.encode() in (process / "environ").read_bytes():
-                found = re.search(r"^Pss: +(\d+) kB", (process / "smaps_rollup").read_text(), re.MULTILINE)
-                kilobytes += int(found[1]) if found else 0
-    return kilobytes / 1e6
 
 
 def row(result: dict[str, Any]) -> str:
@@ -112,7 +94,6 @@ def row(result: dict[str, Any]) -> str:
         proofs.get("refit", "").partition(";")[0].removeprefix("gen_kl_error ") if not failed else "",
         proofs.get("advantage", "").removeprefix("groups with signal ") if not failed else "",
         str(result["took"]),
-        str(result.get("memory", "")),
         said.replace("|", "/"),
     )
     return f"| {' | '.join(cells)} |"

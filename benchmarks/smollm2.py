@@ -1,16 +1,13 @@
-"""What `make smollm2` and `make cluster-smollm2` measured: held-out accuracy over both stages, by seed.
+"""Held-out accuracy of `make smollm2` and `make cluster-smollm2` over both stages, by seed.
 
-    python benchmarks/smollm2.py [RUNS] [--png PICTURE]
+    python -m benchmarks.smollm2 [RUNS] [--png PICTURE]
 
 RUNS holds smollm2-sft-sN, supervised, and smollm2-sN, which continues it by GRPO; for NeMo-RL the names start
 with cluster-. Prints a table for each engine: mean and spread of the seeds.
 """
 
 import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nemo_grpo.diagnostics.plots import Panel, draw_panel, draw_validation
 from nemo_grpo.diagnostics.runs import RunGroup, RunLog, read_run

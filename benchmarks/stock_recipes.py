@@ -1,6 +1,6 @@
-"""Which of NeMo-RL's own GRPO configurations are accepted, as they are and with one more line: a variant.
+"""NeMo-RL's own GRPO configurations that are accepted, as they are and with one more line: a variant.
 
-    python benchmarks/stock_recipes.py RL [RL ...]
+    python -m benchmarks.stock_recipes RL [RL ...]
 
 Reads every YAML file below ``examples`` of NeMo-RL's repository that has a section ``grpo`` and a policy, and
 checks it as `nemo-grpo recipe check` does. Prints how many are accepted, every reason for which others are
@@ -75,7 +75,7 @@ def unknown_keys(file: Path) -> list[str]:
 
 
 def errors_of(file: Path, variant: str) -> list[str]:
-    """What `recipe check` says against a configuration; ``variant`` "" leaves its loss."""
+    """Errors of `recipe check` for a configuration; ``variant`` "" leaves its loss."""
     try:
         load_recipe(file, [f"++loss_fn.variant={variant}"] if variant else [])
     except RecipeErrors as error:

@@ -6,6 +6,7 @@ The package, which has to be installed (`REQUIREMENTS`; the error says how), hol
 Q4_1; the folder holds their values in float32 (538 MB). A folder that is there is left as it is.
 """
 
+import argparse
 import importlib.util
 import logging
 import sys
@@ -58,9 +59,9 @@ def write(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    target = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m nemo_grpo.smollm2", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    target = parser.parse_args().folder
     if not (target / "config.json").is_file():
         write(target)
     sys.stdout.write(f"{target}\n")

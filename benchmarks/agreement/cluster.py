@@ -118,7 +118,7 @@ class Engine:
     def step(
         self, step: Step, estimator: VariantEstimator, loss_fn: ObjectiveLoss, num_updates: int
     ) -> StepResult:
-        """What `grpo_train` does from the rollout to the update."""
+        """Do what `grpo_train` does from the rollout to the update."""
         data = train_data(step, self.multiple)
         scored = data.__class__(
             {name: data[name] for name in ("input_ids", "input_lengths", "token_mask", "sample_mask")}
@@ -186,7 +186,7 @@ def prompt_ids(step: Step) -> Tensor:
 
 
 def repeated_batch(step: Step) -> dict[str, Any]:
-    """What the trainer hands to an estimator: the conversations."""
+    """The conversations that the trainer hands to an estimator."""
     s = step.sequences
     rows = zip(s.input_ids, s.prompt_lengths.tolist(), s.lengths.tolist(), strict=True)
     return {

@@ -1,4 +1,4 @@
-"""How far two engines' results of the same steps are apart."""
+"""Distance between two engines' results of the same steps."""
 
 import math
 from collections.abc import Mapping, Sequence

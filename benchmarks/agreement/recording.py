@@ -1,4 +1,4 @@
-"""What both engines are given (a small model, recorded responses, recipes) and what they give back."""
+"""Inputs of both engines (a small model, recorded responses, recipes) and their results."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,7 +112,7 @@ class Case:
 
 @dataclass
 class StepResult:
-    """What a step gave. Token tensors are [B, S - 1], aligned as in `TokenBatch`.
+    """Results of a step. Token tensors are [B, S - 1], aligned as in `TokenBatch`.
 
     Attributes: losses: one per update.  grad_norm: before clipping, of the last update.
                 metrics: means over the step's updates.

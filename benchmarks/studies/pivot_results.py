@@ -95,7 +95,7 @@ class PivotStudy:
         return found
 
     def contrasts(self) -> dict[str, dict[str, float]]:
-        """How much more accuracy falls at pivots than at the other kinds, paired by response."""
+        """Fall of accuracy at pivots beyond that at the other kinds, paired by response."""
         pivot = self._by_response("pivot", "drop")
         found = {}
         for kind in KINDS[1:]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from nemo_grpo.experiments.jobs import Job
     from nemo_grpo.experiments.results import Results
+    from nemo_grpo.experiments.sweep import Sweep
 
 Seeds = Annotated[
     str | None, typer.Option(help="How many (3 is 0,1,2), or which, comma-separated.", show_default=False)
@@ -69,12 +70,12 @@ def compare(
 
     Exit codes: 0 all runs finished; 1 some failed; 2 refused, nothing was run; 75 stopped, repeat it.
     """
-    from nemo_grpo.experiments.jobs import compare_settings, make_jobs
+    from nemo_grpo.experiments.sweep import sweep_variants
 
-    out = out or Path("runs") / f"compare-{recipe.stem}"
     names = [name.strip() for name in variants.split(",") if name.strip()]
-    settings = compare_settings(recipe, names, overrides or [])
-    _run(make_jobs(settings, parse_seeds(seeds or "3"), out, same_start=True), out, jobs, baseline, dry_run)
+    made = sweep_variants(recipe, names, parse_seeds(seeds or "3"))
+    out = out or Path("runs") / f"compare-{made.name}"
+    _run(make_runs(made, overrides, None, out), out, jobs, baseline, dry_run)
 
 
 def sweep(
@@ -116,15 +117,12 @@ def sweep(
 
     Exit codes and continuing: as compare.
     """
-    from nemo_grpo.experiments.jobs import make_jobs
-    from nemo_grpo.experiments.sweep import find_sweep, load_sweep, with_overrides
+    from nemo_grpo.experiments.sweep import find_sweep, load_sweep
 
     on_cluster = target == "cluster"
     loaded = load_sweep(find_sweep(name), target)
     out = out or Path("runs") / f"sweep-{loaded.name}{'-cluster' if on_cluster else ''}"
-    chosen = loaded.seeds if seeds is None else parse_seeds(seeds)
-    settings = with_overrides(loaded.settings, overrides or [])
-    runs = make_jobs(settings, chosen, out, prefix=f"{loaded.name}-" if on_cluster else "")
+    runs = make_runs(loaded, overrides, seeds, out, prefix=f"{loaded.name}-" if on_cluster else "")
     options = sbatch_options(time, account, partition, sbatch)
     environment = job_environment(container, mounts, logs)
     if on_cluster:
@@ -133,6 +131,17 @@ def sweep(
         raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
     else:
         _run(runs, out, jobs, baseline, dry_run)
+
+
+def make_runs(
+    made: Sweep, overrides: Sequence[str] | None, seeds: str | None, out: Path, prefix: str = ""
+) -> list[Job]:
+    """The runs of a sweep with the command line's overrides and seeds."""
+    from nemo_grpo.experiments.jobs import make_jobs
+    from nemo_grpo.experiments.sweep import with_overrides
+
+    chosen = made.seeds if seeds is None else parse_seeds(seeds)
+    return make_jobs(with_overrides(made.settings, overrides or []), chosen, out, prefix=prefix)
 
 
 def _submit(
@@ -152,8 +161,9 @@ def _submit(
             typer.echo(str(submission))
         return
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    show_results(submit_experiment(runs, out, slurm, command, baseline))
-    typer.echo(f"{out}/recipes, {out}/submitted.json, {out}/table.md")
+    found = submit_experiment(runs, out, slurm, command, baseline)
+    show_results(found)
+    typer.echo(", ".join(map(str, (out / "recipes", out / "submitted.json", *found.files))))
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -184,7 +194,7 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
     found, code = run_experiment(runs, out, num_parallel=num_parallel, command=command, baseline=baseline)
     show_results(found)
-    typer.echo(f"{out}/report.html, {out}/table.md, {out}/results.json")
+    typer.echo(", ".join(map(str, found.files)))
     raise typer.Exit(code)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,10 +13,7 @@ from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.evaluate.benchmarks import Benchmark
-    from nemo_grpo.evaluate.protocols import Protocol
-    from nemo_grpo.evaluate.settings import Settings
-    from nemo_grpo.evaluate.suite import SuiteResult
-    from nemo_grpo.sampling.requests import Sampler
+    from nemo_grpo.evaluate.config import EvalConfig
 
 Model = Annotated[Path, typer.Option(help="Hugging Face folder: config, weights, tokenizer.")]
 RecipeOption = Annotated[
@@ -154,20 +150,20 @@ def eval_command(
     from nemo_grpo.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or []) if recipe else None
-    section = loaded.nemo_grpo if loaded else None
 
-    from nemo_grpo.evaluate.benchmarks import Choice, load_benchmarks
+    from nemo_grpo.evaluate.benchmarks import load_benchmarks
+    from nemo_grpo.evaluate.config import EvalConfig
     from nemo_grpo.evaluate.passk import parse_ks
-    from nemo_grpo.evaluate.protocols import find_protocol
-    from nemo_grpo.evaluate.settings import Settings, fitting_batch_size
+    from nemo_grpo.evaluate.show import show
+    from nemo_grpo.evaluate.suite import evaluate_seeds
 
-    tokenizer, asked = tokenizer_of(model), find_protocol(protocol) if protocol else None
-    prompts = asked.prompts if asked else {}
-    images = (generator or (section and section.engine.generator)) == "vllm"
-    choice = Choice(data_dir, num_problems, task, prompt, section, prompts, images)
-    chosen = load_benchmarks(benchmarks, choice)
-    longest = max_tokens or (asked.max_tokens if asked else Settings.max_tokens)
     options = {
+        "benchmarks": benchmarks,
+        "data_dir": data_dir,
+        "num_problems": num_problems,
+        "task": task,
+        "prompt": prompt,
+        "protocol": protocol,
         "k": k,
         "temperature": temperature,
         "top_p": top_p,
@@ -175,31 +171,30 @@ def eval_command(
         "generator": generator,
         "dtype": dtype,
         "device": device,
-        "batch_size": batch_size if batch_size or loaded else fitting_batch_size(model, longest),
+        "batch_size": batch_size,
         "tensor_parallel": tensor_parallel,
         "cache_gib": cache_gib,
         "seed": seed,
     }
-    if asked is not None:
-        given = {name: value for name, value in options.items() if value is not None}
-        options |= {**_fitting(asked, chosen, tokenizer, model), **given}
-    out = out or Path(section.runs_dir if section else "runs") / f"eval-{result_name(model)}"
+    tokenizer = tokenizer_of(model)
+    config = EvalConfig.of(model, loaded, options)
+    config = replace(config, pass_at=parse_ks(pass_at, config.k))
+    chosen = load_benchmarks(config)
+    limit, vocab_size = model_limits(model)
+    if protocol and max_tokens is None and limit is not None:  # left behind the longest prompt
+        left = limit - _longest(chosen, tokenizer, model, 0, None, vocab_size)
+        config = replace(config, max_tokens=max(1, min(config.max_tokens, left)))
+    out = out or Path(loaded.nemo_grpo.runs_dir if loaded else "runs") / f"eval-{result_name(model)}"
     check_place(out)
-    settings = Settings.of(loaded, options)
-    evaluation = _Evaluation(model, tokenizer, chosen, settings, out, parse_ks(pass_at, settings.k))
-    folders = {settings.seed: out} if seeds is None else _seed_folders(seeds, seed, settings, out)
+    folders = {config.seed: out} if seeds is None else _seed_folders(seeds, seed, config, out)
+    longest = _longest(chosen, tokenizer, model, config.max_tokens, limit, vocab_size)
     with finite_logits(model):
-        results = evaluation.evaluate(folders, overwrite)
-    if asked is not None:
-        followed = {"name": str(protocol), "source": asked.source}
-        results = {number: replace(result, protocol=followed) for number, result in results.items()}
+        results = evaluate_seeds(config, tokenizer, chosen, folders, out, longest, overwrite=overwrite)
     summaries = {number: result.write(folders[number], model) for number, result in results.items()}
-    from nemo_grpo.evaluate.show import show
-
     show(next(iter(results.values())), summaries, model, out)
 
 
-def _seed_folders(seeds: str, seed: int | None, settings: Settings, out: Path) -> dict[int, Path]:
+def _seed_folders(seeds: str, seed: int | None, config: EvalConfig, out: Path) -> dict[int, Path]:
     """Raises: UserError: --seed too, one seed only, or greedy sampling, which has no seed."""
     from nemo_grpo.cli.compare import parse_seeds
     from nemo_grpo.evaluate.seeds import seed_folder
@@ -209,18 +204,9 @@ def _seed_folders(seeds: str, seed: int | None, settings: Settings, out: Path) -
     numbers = list(dict.fromkeys(parse_seeds(seeds)))
     if len(numbers) < 2:
         raise UserError(f"--seeds {seeds}: a deviation needs two seeds or more; for one use --seed")
-    if settings.temperature == 0:
+    if config.temperature == 0:
         raise UserError("--seeds: greedy responses are the same for every seed; set --temperature")
     return {number: seed_folder(out, number) for number in numbers}
-
-
-def _fitting(asked: Protocol, chosen: list[Benchmark], tokenizer: Any, model: Path) -> dict[str, Any]:
-    """The protocol's options, its length cut to what the model reads behind the longest prompt."""
-    options, (limit, vocab_size) = asked.options(), model_limits(model)
-    if limit is not None:
-        left = limit - _longest(chosen, tokenizer, model, 0, None, vocab_size)
-        options["max_tokens"] = max(1, min(asked.max_tokens, left))
-    return options
 
 
 def _longest(
@@ -237,69 +223,3 @@ def _longest(
     has_images = any(benchmark.task.config.needs_images for benchmark in benchmarks)
     image_tokens = ImageTokens(model) if has_images else None
     return longest_prompt(benchmarks, tokenizer, max_new_tokens, limit, vocab_size, image_tokens)
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """One call of the command."""
-
-    model: Path
-    tokenizer: Any
-    benchmarks: list[Benchmark]
-    settings: Settings
-    out: Path
-    pass_at: tuple[int, ...]
-
-    def evaluate(self, folders: Mapping[int, Path], overwrite: bool) -> dict[int, SuiteResult]:
-        """Results by seed; ``folders``: of each seed's results. The responses of all are in ``out``.
-
-        Raises: UserError: before anything is loaded or written, where possible.
-        """
-        from nemo_grpo.evaluate.responses import ResponseLog
-        from nemo_grpo.evaluate.settings import LazyGenerator
-        from nemo_grpo.evaluate.suite import RESPONSES, run_suite
-        from nemo_grpo.evaluate.summary import check_summary
-        from nemo_grpo.progress import TokenMeter, progress
-        from nemo_grpo.tasks.environment import make_ready
-
-        settings, benchmarks = self.settings, self.benchmarks
-        conditions = settings.conditions(self.model, self.tokenizer)
-        longest = _longest(
-            benchmarks, self.tokenizer, self.model, settings.max_tokens, *model_limits(self.model)
-        )
-        max_images = max(
-            len(p.metadata["images"]) if b.task.config.needs_images else 0
-            for b in benchmarks
-            for p in b.problems
-        )
-        of_seed = {seed: replace(conditions, seed=seed) for seed in folders}
-        if not overwrite:
-            for seed, folder in folders.items():
-                check_summary(folder, of_seed[seed].to_dict(), benchmarks)
-
-        def build() -> Sampler:
-            for benchmark in benchmarks:
-                make_ready(benchmark.task)
-            return settings.build_generator(self.model, conditions, longest, max_images)
-
-        generator = LazyGenerator(build)
-        if not (self.out / RESPONSES).exists():
-            generator.load()  # a broken model is reported before anything is created
-        num_problems = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
-        total = num_problems * (1 if conditions.sampling.greedy else 1 + settings.k)
-        shown = progress("responses", total, metered=True)
-        with ResponseLog(self.out / RESPONSES) as log, shown as advance:
-            meter = TokenMeter(advance, total, settings.max_tokens)
-            return {
-                seed: run_suite(
-                    generator,
-                    self.tokenizer,
-                    benchmarks,
-                    of_seed[seed],
-                    log,
-                    problems_per_call=settings.problems_per_call(conditions.generator),
-                    meter=meter,
-                    pass_at=self.pass_at,
-                )
-                for seed in folders
-            }

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nemo_grpo.plan import Plan
-    from nemo_grpo.plan.forecast import Assumptions
     from nemo_grpo.recipe import Recipe
 
 
@@ -33,9 +32,7 @@ def plan(
     ],
     gpu: Annotated[
         str,
-        typer.Option(
-            help="h100, h200, b200, gb200, a100, h800, h20, l40s, one of --hardware, or this: the CPU here."
-        ),
+        typer.Option(help="h100, h200, b200, gb200, a100, h800, h20, l40s, or one of --hardware."),
     ] = "h100",
     model_config: Annotated[
         Path | None, typer.Option(help="config.json of a model that the planner does not know.")
@@ -51,7 +48,6 @@ def plan(
     ] = 0.87,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars per GPU-hour.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Search the fastest layouts that fit.")] = False,
-    compare: Annotated[str | None, typer.Option(help="Algorithms to compare: grpo,gpg,...")] = None,
     scale: Annotated[str | None, typer.Option(help="Numbers of GPUs: 8,64,512.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw --scale into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -89,11 +85,11 @@ def plan(
                 raise
             refused.append(f"{path}: {error}")
     alone = len(plans) == 1 and plans[0].forecast is not None and not plans[0].setup.embedded
-    if (best or compare or scale) and not alone:
-        raise UserError("--best, --compare and --scale take one recipe with target=cluster; name that one")
+    if (best or scale) and not alone:
+        raise UserError("--best and --scale take one recipe with target=cluster; name that one")
     if png and not scale:
         raise UserError(f"--png {png} draws --scale; give that too, such as --scale 8,64,512")
-    further = _further(recipes[0], plans[0], assumed, best, compare, scale) if alone else {}
+    further = _further(recipes[0], plans[0], best, scale) if alone else {}
     if as_json:
         typer.echo(json.dumps(_machine(plans, further, price), indent=2))
     else:
@@ -119,7 +115,7 @@ def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
 
 
 def _about_data(recipes: list[Recipe]) -> list[str]:
-    """What the recipes' files lack, once for all; of a single recipe also what they hold."""
+    """Name the files that the recipes lack, once for all; of a single recipe also what they hold."""
     from nemo_grpo.launch.data_files import check_data, missing_files, remedies
 
     if len(recipes) > 1:
@@ -137,11 +133,8 @@ def _lengths(given: str | None) -> float | Path | None:
         return Path(given)
 
 
-def _further(
-    recipe: Recipe, one: Plan, assumed: Assumptions, best: bool, compare: str | None, scale: str | None
-) -> dict[str, Any]:
-    """What was asked for beside the plan: name -> result."""
-    from nemo_grpo.plan.forecast import of_variants
+def _further(recipe: Recipe, one: Plan, best: bool, scale: str | None) -> dict[str, Any]:
+    """Results that were asked for beside the plan, by name."""
     from nemo_grpo.plan.scaling import scaling
     from nemo_grpo.plan.search import best_layouts
 
@@ -150,8 +143,6 @@ def _further(
         return found
     if best:
         found["best"] = best_layouts(recipe, one.forecast)
-    if compare:
-        found["compare"] = of_variants(recipe, one.forecast, compare.split(","), assumed)
     if scale:
         found["scale"] = scaling(recipe, one.forecast, scale)
     return found
@@ -176,8 +167,6 @@ def _show(
         console.print(tables.best_table(first.forecast, further["best"]))
         if not further["best"]:
             line("no layout of the search fits; use more nodes")
-    if "compare" in further:
-        console.print(tables.variants_table(further["compare"], price))
     if "scale" in further:
         console.print(tables.scale_table(further["scale"], price))
         line(own_layout(further["scale"]))
@@ -223,8 +212,6 @@ def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) ->
             }
             for one in further["best"]
         ]
-    if "compare" in further:
-        found["compare"] = {name: as_dict(one, price) for name, one in further["compare"].items()}
     if "scale" in further:
         found["scale"] = [
             {

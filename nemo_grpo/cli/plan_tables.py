@@ -1,6 +1,6 @@
-"""The planner's tables on a terminal: memory, time, layouts, algorithms, scaling."""
+"""The planner's tables on a terminal: memory, time, layouts, scaling."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -124,7 +124,7 @@ def _run(found: Forecast, price: float | None) -> str:
     seconds = found.run_seconds
     hours = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
     hours = f"at most {hours}" if found.work.or_passes else hours
-    return hours if found.setup.embedded else f"{hours}, {cost(found, price)} GPU-hours"
+    return f"{hours}, {cost(found, price)} GPU-hours"
 
 
 def cost(found: Forecast, price: float | None) -> str:
@@ -143,25 +143,6 @@ def best_table(base: Forecast, found: Sequence[Found]) -> Table:
         gain = base.step.seconds / step.seconds - 1
         text = " ".join(one.overrides) or "as it is"
         table.add_row(f"{step.seconds:.0f}", f"{gain:+.0%}", f"{step.tokens_per_second_per_gpu:.0f}", text)
-    return table
-
-
-def variants_table(found: Mapping[str, Forecast], price: float | None) -> Table:
-    """What each algorithm costs on the same recipe."""
-    table = Table(title="the same recipe with other algorithms, their papers' parameters")
-    for column in ("variant", "draws", "scoring passes", "s/step", "rollouts", "scoring", "GPU-hours"):
-        table.add_column(column, justify="left" if column == "variant" else "right")
-    for name, one in found.items():
-        step, work = one.step, one.work
-        table.add_row(
-            name,
-            f"{work.num_draws:.1f}",
-            str(work.scoring_passes),
-            f"{step.seconds:.0f}",
-            f"{step.rollout:.0f}",
-            f"{step.phases['scoring']:.0f}",
-            cost(one, price),
-        )
     return table
 
 

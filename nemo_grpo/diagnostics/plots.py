@@ -32,7 +32,7 @@ Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
 
 @dataclass(frozen=True)
 class Style:
-    """How one group is drawn, in every panel."""
+    """Style of one group in every panel."""
 
     color: str
     dash: Any

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_grpo.diagnostics import summary, token_plots
-from nemo_grpo.diagnostics.forest_plot import FOREST, draw_forest
-from nemo_grpo.diagnostics.paired import PAIRED_NOTE, Paired, paired_table, sentences
+from nemo_grpo.diagnostics.paired import FOREST, PAIRED_NOTE, Paired, draw_forest, paired_table, sentences
 from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.plots import draw_overview, draw_panel
 from nemo_grpo.diagnostics.runs import RunGroup, differing_settings, group_runs, read_run, run_folders
@@ -131,7 +130,7 @@ def _paired(paired: Sequence[Paired], baseline: str, plots: Path) -> str:
 
 
 def _findings(groups: Sequence[RunGroup]) -> str:
-    """What keeps runs from learning."""
+    """Show why runs do not learn."""
     items = "".join(f"<li>{_escaped(line)}</li>" for line in summary.stuck_runs(groups))
     return f"<h2>Does not learn</h2><ul class=stuck>{items}</ul>" if items else ""
 

@@ -23,7 +23,7 @@ ZERO = 1e-12
 
 
 def findings(rows: Sequence[Mapping[str, Any]], num_steps: int = NUM_STEPS) -> list[str]:
-    """What keeps a run from learning, one sentence each, with numbers and what to try.
+    """Name each reason why a run does not learn, with numbers and what to try.
 
     Args:    rows: metrics of training steps in order, as in metrics.jsonl.
              num_steps: how many of the newest steps must agree; a shorter run is judged by all of its steps.

@@ -64,7 +64,7 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def note(groups: Sequence[RunGroup]) -> str:
-    """What the table's columns and deviations are, as far as it has them."""
+    """Explain the columns and deviations that the table has."""
     shown = {column.name for column in columns(groups)}
     sentences = [sentence for name, sentence in NOTES.items() if name in shown]
     if any(len(group.runs) > 1 for group in groups):
@@ -84,7 +84,7 @@ def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
         ]
         for group in groups
     ]
-    return ["setting", "seeds", "steps", *(column.name for column in shown)], rows
+    return ["setting", "seed numbers", "steps", *(column.name for column in shown)], rows
 
 
 def markdown(groups: Sequence[RunGroup]) -> str:
@@ -121,7 +121,7 @@ def _record(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
-    """What keeps runs from learning at their end: ``run: finding``."""
+    """Name the reasons why runs do not learn at their end: ``run: finding``."""
     return [
         f"{run.path.name}: {sentence}"
         for group in groups

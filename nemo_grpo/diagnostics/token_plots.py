@@ -82,7 +82,7 @@ def covariance_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[st
 
 
 def gradient_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """How even the gradient norm is (TR-GRPO Figure 3), mean over seeds: a row per group."""
+    """Evenness of the gradient norm (TR-GRPO Figure 3), mean over seeds: a row per group."""
     rows = []
     for group in groups:
         norms = [

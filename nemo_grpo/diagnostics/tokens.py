@@ -1,4 +1,4 @@
-"""Which tokens a step learns from: covariance, gradient and entropy per token, for diagnostics.jsonl.
+"""Covariance, gradient and entropy per token of a step, for diagnostics.jsonl.
 
 Four quantities of every token that counts:
 

@@ -1,4 +1,4 @@
-"""How good a policy is: greedy, avg@k, pass@k, maj@k on a task's held-out problems."""
+"""Evaluation of a policy: greedy, avg@k, pass@k, maj@k on a task's held-out problems."""
 
 from nemo_grpo.evaluate.passk import majority_at_k, mean_and_stderr, pass_at_k
 from nemo_grpo.evaluate.runner import EvalResult, Verdicts, evaluate

@@ -1,17 +1,18 @@
 """Benchmarks: prepared data sets, JSONL files, a recipe's own held-out problems."""
 
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_grpo.data.manifest import read_manifest
 from nemo_grpo.data.sources import find_source
 from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.evaluate.responses import problems_digest
+from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.files import sha256_of
-from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.tasks import PRESETS, TASKS, Problem, Prompt, Task, TaskConfig, encode_prompt
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
 
@@ -86,52 +87,31 @@ class Benchmark:
         return opens_think(self.task, tokenizer.decode(prompt, skip_special_tokens=False))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Choices for benchmarks whose files do not determine them.
-
-    Attributes:
-        data_dir: of prepared sets.  limit: maximum number of problems; None: all, or the recipe's number.
-        task: name for files without a manifest; None: math.
-        preset: prompt by name; None: the recipe's, or the task's default.
-        prompts: benchmark or task -> preset, before `DEFAULT_PROMPTS`.
-        images: the generator takes images.
-        recipe: its prompt, and its parameters for the same task; nothing of one without a task.
-    """
-
-    data_dir: Path
-    limit: int | None = None
-    task: str | None = None
-    preset: str | None = None
-    recipe: NemoGRPOSection | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    images: bool = False
-
-
-def load_benchmarks(items: str | None, choice: Choice) -> list[Benchmark]:
-    """Args:   items: comma-separated; None: the recipe's own problems.
+def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
+    """The benchmarks of an evaluation.
 
     Raises: UserError: none is named, one is named twice, or see `load_benchmark`.
     """
+    items = config.benchmarks
     if items is None:
-        if choice.recipe is None:
+        if config.section is None:
             raise UserError("nemo-grpo eval needs --benchmarks, --recipe, or both")
         items = RECIPE
-    loaded = [load_benchmark(item.strip(), choice) for item in items.split(",") if item.strip()]
+    loaded = [load_benchmark(item.strip(), config) for item in items.split(",") if item.strip()]
     if not loaded or len({benchmark.name for benchmark in loaded}) < len(loaded):
         raise UserError(f"--benchmarks {items}: name one or more, each once and with a distinct name")
     return loaded
 
 
-def load_benchmark(item: str, choice: Choice) -> Benchmark:
+def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
     """A data set by name, a JSONL file, or ``recipe``: its held-out problems.
 
     Raises: UserError: unknown name, a set that is not prepared, a file that cannot be read, or images for a
             generator that takes none.
     """
-    path = None if item == RECIPE else _path_of(item, choice.data_dir)
-    base, prompt, prompt_name, by_recipe = _asked(path, choice)
-    if base.needs_images and not choice.images:
+    path = None if item == RECIPE else _path_of(item, config.data_dir)
+    base, prompt, prompt_name, by_recipe = _asked(path, config)
+    if base.needs_images and not config.uses_vllm:
         raise UserError(
             f"--benchmarks {item}: task {base.name} has images, which the generator vllm alone takes; add "
             "--generator vllm"
@@ -140,10 +120,10 @@ def load_benchmark(item: str, choice: Choice) -> Benchmark:
     known = {key: value for key, value in options.items() if key in type(base).model_fields}
     task = base.model_copy(update=known).build()
     if path is None:
-        assert choice.recipe is not None
-        problems = task.validation_problems(choice.limit or choice.recipe.evaluation.num_problems)
+        assert config.section is not None
+        problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
         return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
-    problems = read_problems([path], with_images=base.needs_images)[: choice.limit]
+    problems = read_problems([path], with_images=base.needs_images)[: config.num_problems]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
     return Benchmark(path.stem, task, problems, prompt, prompt_name, by_recipe, path, _digest(path))
@@ -161,9 +141,9 @@ def _path_of(item: str, data_dir: Path) -> Path:
     return path
 
 
-def _asked(path: Path | None, choice: Choice) -> tuple[TaskConfig, Prompt, str, bool]:
+def _asked(path: Path | None, asked: EvalConfig) -> tuple[TaskConfig, Prompt, str, bool]:
     """Task configuration, prompt, the prompt's name, and whether a recipe sets any of it."""
-    recipe, task = choice.recipe, choice.recipe.task if choice.recipe else None
+    recipe, task = asked.section, asked.section.task if asked.section else None
     config: TaskConfig
     if path is None:
         if task is None:
@@ -173,12 +153,12 @@ def _asked(path: Path | None, choice: Choice) -> tuple[TaskConfig, Prompt, str, 
             )
         config, of_recipe = task, True
     else:
-        name = choice.task or str((read_manifest(path) or {}).get("task", "math"))
+        name = asked.task or str((read_manifest(path) or {}).get("task", "math"))
         of_recipe = task is not None and task.name == name
         given = task.model_dump() if task is not None and of_recipe else {}
         files = {"validation_files": (str(path),), "train_files": ()}
         config = _file_task(name)(**{**given, **files})
-    preset = choice.preset or (None if task else _default_preset(path, config.name, choice))
+    preset = asked.prompt or (None if task else _default_preset(path, config.name, asked))
     if preset is not None:
         return config, _preset(preset), preset, of_recipe
     if recipe is not None and task is not None:
@@ -186,9 +166,9 @@ def _asked(path: Path | None, choice: Choice) -> tuple[TaskConfig, Prompt, str, 
     return config, Prompt(), "none", of_recipe
 
 
-def _default_preset(path: Path | None, task: str, choice: Choice) -> str | None:
-    by_name = None if path is None else choice.prompts.get(path.stem)
-    return by_name or {**DEFAULT_PROMPTS, **choice.prompts}.get(task)
+def _default_preset(path: Path | None, task: str, asked: EvalConfig) -> str | None:
+    by_name = None if path is None else asked.presets.get(path.stem)
+    return by_name or {**DEFAULT_PROMPTS, **asked.presets}.get(task)
 
 
 def _preset(name: str) -> Prompt:
@@ -217,3 +197,9 @@ def opens_think(task: Task, prompt_text: str) -> Task:
     if not prompt_text.rstrip().endswith("<think>") or getattr(config, "think_is_open", True):
         return task
     return config.model_copy(update={"think_is_open": True}).build()
+
+
+def problems_digest(problems: Sequence[Problem]) -> str:
+    """A hash of these problems, their order and their answers."""
+    everything = json.dumps([asdict(problem) for problem in problems], sort_keys=True)
+    return hashlib.sha256(everything.encode()).hexdigest()

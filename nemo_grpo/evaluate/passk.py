@@ -16,7 +16,7 @@ MOST_UNDECIDED = 2
 """Comparisons without a verdict after which a vote stops; each costs the grader's full time limit."""
 
 SameAnswer = Callable[[str, str], bool | None]
-"""Whether two answers are equal, as 1/2 and 0.5 are; None: no verdict within the limits. It must decide two
+"""Tells if two answers are equal, as 1/2 and 0.5 are; None: no verdict within the limits. It must decide two
 integers at once."""
 
 

@@ -18,9 +18,8 @@ from nemo_grpo.evaluate.passk import (
     pass_at_k,
     stderr_of_runs,
 )
-from nemo_grpo.evaluate.responses import Recall
+from nemo_grpo.evaluate.response_cache import Completion, ResponseCache
 from nemo_grpo.progress import TokenMeter
-from nemo_grpo.sampling.episodes import Written
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Sampler, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task
@@ -82,7 +81,7 @@ class ProblemResult:
 
 
 Undecided = Callable[[str, str], bool]
-"""Whether a problem's reference and an extracted answer could not be compared within the limits."""
+"""Tells if a problem's reference and an extracted answer could not be compared within the limits."""
 
 
 def _never(reference: str, answer: str) -> bool:
@@ -200,7 +199,7 @@ def evaluate(
     sampling: SamplingParams,
     seed: int,
     meter: TokenMeter | None = None,
-    recall: Recall | None = None,
+    cache: ResponseCache | None = None,
     problems_per_call: int | None = None,
 ) -> EvalResult:
     """Answer each problem once greedily and ``num_samples`` times at random.
@@ -209,16 +208,16 @@ def evaluate(
              problems: at least one.
              sampling: of the random answers; its length limit and stop tokens hold for the greedy one too.
              meter: is told of every token and response.
-             recall: recorded responses; each new one is added as soon as it has ended.
+             cache: recorded responses; those of each call are added when it ends.
              problems_per_call: None: `PROBLEMS_PER_CALL`. A smaller number takes less memory.
-    Returns: `EvalResult`; the same arguments give the same result, whatever was recalled.
+    Returns: `EvalResult`; the same arguments give the same result, whatever is in the cache.
     Raises:  UserError: a prompt and its response do not fit into the model's context.
     """
     assert problems
     assert num_samples >= 1
     greedy = replace(sampling, greedy=True)
     questions = [question(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
-    ask = Ask(generator, tokenizer, task, recall, meter)
+    ask = Ask(generator, tokenizer, task, cache, meter)
     results: dict[int, ProblemResult] = {}
     for part, part_seed in calls(questions, problems_per_call or PROBLEMS_PER_CALL, seed):
         asked = [questions[index] for index in part]
@@ -243,7 +242,7 @@ def evaluate(
     return EvalResult(config, num_samples, ordered, same_answer, undecided, overall=overall(answered))
 
 
-def _judge(task: Task, problem: Problem, responses: Sequence[Written]) -> Verdicts:
+def _judge(task: Task, problem: Problem, responses: Sequence[Completion]) -> Verdicts:
     scores, extracted = from_first_rank(  # as in rollouts: the same on all ranks
         lambda: (
             [checked_score(task, problem, response.text) for response in responses],

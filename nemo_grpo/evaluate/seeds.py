@@ -14,7 +14,7 @@ SPREAD = "standard_deviations"
 
 
 def seed_folder(out: Path, seed: int) -> Path:
-    """Where the results of one seed lie."""
+    """The folder of one seed's results."""
     return out / f"seed-{seed}"
 
 

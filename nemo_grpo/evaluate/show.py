@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from nemo_grpo.evaluate.config import describe
 from nemo_grpo.evaluate.seeds import SEEDS, SPREAD, over_seeds
 from nemo_grpo.evaluate.summary import BENCHMARKS, ERRORS, SUMMARY, common
 
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 PICTURE = "scores.png"
 GROUP_WIDTH = 0.8
-"""Of a benchmark's bars, with 1 between the middles of two benchmarks."""
+"""Width of a benchmark's bars, with 1 between the middles of two benchmarks."""
 TOKENS = "num_tokens"
 OWN = ("box_", "mask_")
-"""How metrics of a task's own begin that the table shows."""
+"""Prefixes of a task's own metrics that the table shows."""
 
 
 def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Path, out: Path) -> None:
@@ -32,7 +33,7 @@ def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Pa
     from rich.console import Console
 
     summary, written, spread = next(iter(summaries.values())), SUMMARY, ERRORS
-    described, spread_name = result.conditions.describe([*summaries]), "standard error over problems"
+    described, spread_name = describe(result.conditions, [*summaries]), "standard error over problems"
     if len(summaries) > 1:
         summary, written, spread = over_seeds(summaries), SEEDS, SPREAD
         (out / SEEDS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

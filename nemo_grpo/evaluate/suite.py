@@ -2,20 +2,22 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark
-from nemo_grpo.evaluate.responses import ResponseLog, Resumable
+from nemo_grpo.evaluate.config import EvalConfig
+from nemo_grpo.evaluate.response_cache import ResponseCache, ResponseLog
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
-from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, joined, read_summary
-from nemo_grpo.progress import TokenMeter
-from nemo_grpo.sampling.requests import Sampler, SamplingParams
+from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, check_summary, joined, read_summary
+from nemo_grpo.progress import TokenMeter, progress
+from nemo_grpo.sampling.requests import Request, Rollout, Sampler
 from nemo_grpo.tasks import Task, encode_prompt
-from nemo_grpo.tasks.environment import MultiTurnTask
+from nemo_grpo.tasks.environment import MultiTurnTask, make_ready
 from nemo_grpo.tasks.prompts import check_vocabulary
 
 RESPONSES = "responses.jsonl"
@@ -25,40 +27,13 @@ task (GPG Table 7), MATH by subject."""
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """Everything except problems and prompts that a response depends on.
+class SuiteResult:
+    """Results by benchmark, in the order asked for.
 
-    Attributes: model: fingerprint of the folder.  generator, dtype, device: what computes.
+    Attributes: conditions: of `EvalConfig`.  protocol: name and source, if one was asked for.
     """
 
-    model: str
-    generator: str
-    dtype: str
-    device: str
-    sampling: SamplingParams
-    num_samples: int
-    seed: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def describe(self, seeds: Sequence[int] = ()) -> str:
-        """In words; ``seeds``: of several results under these conditions."""
-        sampling = self.sampling
-        seeded = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {self.seed}"
-        drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
-        return (
-            f"{self.num_samples} samples, {'greedy' if sampling.greedy else drawn}, "
-            f"at most {sampling.max_new_tokens} tokens, {seeded}, {self.generator} in {self.dtype} "
-            f"on {self.device}"
-        )
-
-
-@dataclass(frozen=True)
-class SuiteResult:
-    """Results by benchmark, in the order asked for; ``protocol``: name and source, if one was asked for."""
-
-    conditions: Conditions
+    conditions: dict[str, Any]
     benchmarks: dict[str, Benchmark]
     results: dict[str, EvalResult]
     protocol: dict[str, str] | None = None
@@ -84,7 +59,7 @@ class SuiteResult:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return joined(None, {"conditions": self.conditions.to_dict(), BENCHMARKS: self._entries()})
+        return joined(None, {"conditions": self.conditions, BENCHMARKS: self._entries()})
 
     def _entries(self) -> dict[str, Any]:
         return {
@@ -115,35 +90,100 @@ def run_suite(
     generator: Sampler,
     tokenizer: Any,
     benchmarks: Sequence[Benchmark],
-    conditions: Conditions,
+    config: EvalConfig,
+    conditions: dict[str, Any],
     log: ResponseLog,
-    *,
-    problems_per_call: int,
     meter: TokenMeter | None = None,
-    pass_at: tuple[int, ...] = (),
 ) -> SuiteResult:
-    """Evaluate one benchmark after the other; responses that ``log`` holds are not sampled again."""
+    """Evaluate one benchmark after the other; responses that ``log`` holds are not sampled again.
+
+    Args: config: a resolved one.  conditions: its own, with the seed to use.
+    """
     results = {}
     for benchmark in benchmarks:
+        decides = {**conditions, **tool_conditions(benchmark.task)}
         result = evaluate(
             generator,
             tokenizer,
             benchmark.as_prompted(tokenizer),
             benchmark.prompt,
             benchmark.problems,
-            conditions.num_samples,
-            conditions.sampling,
-            conditions.seed,
+            config.k,
+            config.sampling,
+            conditions["seed"],
             meter,
-            Resumable(log, benchmark.name, {**conditions.to_dict(), **tool_conditions(benchmark.task)}),
-            problems_per_call,
+            ResponseCache(log, benchmark.name, decides),
+            config.problems_per_call,
         )
-        results[benchmark.name] = replace(result, pass_at=pass_at)
-    return SuiteResult(conditions, {b.name: b for b in benchmarks}, results)
+        results[benchmark.name] = replace(result, pass_at=config.pass_at)
+    protocol = {"name": config.protocol, "source": config.source} if config.protocol else None
+    return SuiteResult(conditions, {b.name: b for b in benchmarks}, results, protocol)
+
+
+def evaluate_seeds(
+    config: EvalConfig,
+    tokenizer: Any,
+    benchmarks: Sequence[Benchmark],
+    folders: Mapping[int, Path],
+    out: Path,
+    longest: int,
+    *,
+    overwrite: bool = False,
+) -> dict[int, SuiteResult]:
+    """Evaluate under every seed.
+
+    Args:    folders: of each seed's results.  out: of the responses of all.
+             longest: tokens of the longest prompt.
+    Returns: results by seed, not written yet.
+    Raises:  UserError: before anything is loaded or written, where possible.
+    """
+    config = config.resolved(tokenizer)
+    max_images = max(
+        len(problem.metadata["images"]) if benchmark.task.config.needs_images else 0
+        for benchmark in benchmarks
+        for problem in benchmark.problems
+    )
+    conditions = config.conditions()
+    if not overwrite:
+        for seed, folder in folders.items():
+            check_summary(folder, {**conditions, "seed": seed}, benchmarks)
+
+    def build() -> Sampler:
+        for benchmark in benchmarks:
+            make_ready(benchmark.task)
+        return config.build_generator(longest, max_images)
+
+    generator = LazyGenerator(build)
+    if not (out / RESPONSES).exists():
+        generator.load()  # a broken model is reported before anything is created
+    num_problems = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
+    total = num_problems * (1 if config.sampling.greedy else 1 + config.k)
+    with ResponseLog(out / RESPONSES) as log, progress("responses", total, metered=True) as advance:
+        meter = TokenMeter(advance, total, config.max_tokens)
+        return {
+            seed: run_suite(
+                generator, tokenizer, benchmarks, config, {**conditions, "seed": seed}, log, meter
+            )
+            for seed in folders
+        }
+
+
+class LazyGenerator:
+    """Loads the model when the first response is needed: never if all are recorded.
+
+    Args: build: makes the generator, with the model's weights.
+    """
+
+    def __init__(self, build: Callable[[], Sampler]) -> None:
+        self.load = cache(build)
+
+    def generate(self, request: Request) -> Rollout:
+        """See `Sampler.generate`."""
+        return self.load().generate(request)
 
 
 def tool_conditions(task: Task) -> dict[str, Any]:
-    """What a task with several turns adds to what decides about a response: its tool's parameters."""
+    """Conditions that a task with several turns adds: its tool's parameters."""
     return {"task": task.config.model_dump(mode="json")} if isinstance(task, MultiTurnTask) else {}
 
 

@@ -25,7 +25,7 @@ RECIPES, SUBMITTED = "recipes", "submitted.json"
 
 @dataclass(frozen=True)
 class Slurm:
-    """How jobs are submitted: see `nemo_grpo.launch.submit.prepare`.
+    """Options of the submission, see `nemo_grpo.launch.submit.prepare`.
 
     Attributes: gpu: that the plans are for.
     """
@@ -68,7 +68,7 @@ def _refusals(recipe: Recipe, gpu: str, time: timedelta | None) -> Iterator[str]
 
 
 def recipe_file(job: Job, out: Path) -> Path:
-    """Where the resolved recipe of a run is written."""
+    """The file of a run's resolved recipe."""
     return (out / RECIPES / f"{job.name}.yaml").absolute()
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.diagnostics.forest_plot import FOREST
 from nemo_grpo.diagnostics.paired import (
+    FOREST,
     PAIRED_NOTE,
     Paired,
     compare_groups,
@@ -40,10 +40,11 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
 
 @dataclass(frozen=True)
 class Results:
-    """What an experiment has found so far.
+    """Results of an experiment so far.
 
     Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.  num_jobs: all runs.
                 baseline: label of a setting.  paired: every other setting against it.
+                files: that were written.
     """
 
     groups: Sequence[RunGroup]
@@ -51,9 +52,10 @@ class Results:
     num_jobs: int
     baseline: str
     paired: Sequence[Paired]
+    files: Sequence[Path]
 
     def notes(self) -> str:
-        """What stands below the tables, in Markdown that reads as plain text."""
+        """Write the notes below the tables, in Markdown that reads as plain text."""
         text = f"{note(self.groups)}\n" if self.groups else ""
         if self.paired:
             lines = "".join(f"- {line}\n" for line in sentences(self.paired, self.baseline))
@@ -81,9 +83,12 @@ def write_results(
     """
     missing = _missing(jobs, ended) if missing is None else missing
     groups, baseline = finished_groups(jobs, ended), baseline_of(jobs, baseline)
-    found = Results(groups, missing, len(jobs), baseline, compare_groups(groups, baseline))
+    files = [*([out / REPORT] if groups else []), out / TABLE, out / RESULTS]
+    found = Results(groups, missing, len(jobs), baseline, compare_groups(groups, baseline), files)
     if found.groups:
         write_group_report(found.groups, out / REPORT, found.paired, baseline)
+    else:
+        (out / REPORT).unlink(missing_ok=True)  # of runs that are to be made again
     if not found.paired:
         (out / PLOTS / FOREST).unlink(missing_ok=True)
     table = f"{markdown(found.groups)}\n" if found.groups else ""

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -23,7 +23,7 @@ from nemo_grpo.experiments.jobs import RUNS, Job
 from nemo_grpo.files import hold_lock, write_atomically
 from nemo_grpo.progress import progress
 from nemo_grpo.recipe.loader import load_tree
-from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
+from nemo_grpo.training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Status:
-    """How a run ended.
+    """The end of a run.
 
     Attributes: state: see the names.  exit_code: of its last process.  seconds: of all its processes.
                 error: the last words of a failed run.
@@ -70,93 +70,86 @@ def run_jobs(
     """
     with only_one(out):
         ended = _read_status(out)
-        waiting = deque(job for job in jobs if not _is_finished(job, ended))
+        waiting = [job for job in jobs if not _is_finished(job, ended)]
         if len(waiting) < len(jobs):
             log.info("%d of %d runs are already finished", len(jobs) - len(waiting), len(jobs))
         for name in {job.name for job in waiting} & set(ended):
             if ended[name].state == "finished":  # with a recipe other than the current one
                 ended[name] = replace(ended[name], state="interrupted", exit_code=EXIT_INTERRUPTED)
-        if waiting:
-            _Runner(out, waiting, ended, command).run(num_parallel)
+        for name, status in _ends(waiting, out, num_parallel, command):
+            before = ended[name].seconds if name in ended else 0.0
+            ended[name] = replace(status, seconds=round(before + status.seconds, 1))
+            _write_status(out, ended)
         return {job.name: ended[job.name] for job in jobs if job.name in ended}
 
 
-class _Runner:
-    """The processes of one call."""
-
-    def __init__(
-        self, out: Path, waiting: deque[Job], ended: dict[str, Status], command: Callable[[Job], list[str]]
-    ) -> None:
-        self.out, self.waiting, self.ended, self.command = out, waiting, ended, command
-        self.running: dict[str, tuple[Job, subprocess.Popen[bytes], float]] = {}
-        self.steps = {job.name: steps_done(job) for job in waiting}
-        self.num_steps = sum(job.recipe.grpo.max_num_steps for job in waiting)
-        self.num_jobs = len(waiting)
-
-    def run(self, num_parallel: int) -> None:
-        remaining = max(1, self.num_steps - sum(self.steps.values()))
-        with stop_on_signals() as stop, progress("steps of all runs", remaining) as advance:
-            told = False
-            while self.waiting or self.running:
-                if stop and not told:
-                    self.waiting.clear()
-                    for _, process, _ in self.running.values():
+def _ends(
+    waiting: Sequence[Job], out: Path, num_parallel: int, command: Callable[[Job], list[str]]
+) -> Iterator[tuple[str, Status]]:
+    """Run jobs in threads, each of which waits for a process.  Yields: (name, how it ended), as they end."""
+    if not waiting:
+        return
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    told: set[str] = set()
+    first = last = sum(map(steps_done, waiting))
+    total = max(sum(job.recipe.grpo.max_num_steps for job in waiting), first + 1)
+    pool = ThreadPoolExecutor(num_parallel)
+    with stop_on_signals() as stop, progress("steps of all runs", total, done=first) as advance:
+        pending = {pool.submit(_run, job, out, command(job), running, stop): job.name for job in waiting}
+        try:
+            while pending:
+                for future in wait(pending, POLL_SECONDS, FIRST_COMPLETED).done:
+                    name, status = pending.pop(future), future.result()
+                    if status is not None:
+                        yield name, status
+                for name, process in list(running.items()) if stop else ():
+                    if name not in told:  # a second signal would end it without a checkpoint
                         process.terminate()
-                    told = True
-                while self.waiting and len(self.running) < num_parallel:
-                    self._start(self.waiting.popleft())
-                self._collect()
-                for _ in range(self._new_steps()):
-                    advance(self._note())
-                time.sleep(POLL_SECONDS)
-            advance(self._note(), 0)
+                    told.add(name)
+                note = f"{len(waiting) - len(pending)} of {len(waiting)} runs ended"
+                note += f", running {', '.join(running)}" if running else ""
+                now = max(last, sum(map(steps_done, waiting)))
+                advance(note, now - last)
+                last = now
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running.values()):
+                process.terminate()
 
-    def _start(self, job: Job) -> None:
-        with _log_file(self.out, job).open("wb") as words:
-            process = subprocess.Popen(
-                self.command(job),
-                stdin=subprocess.PIPE,  # it ends when this process does, see `child`
-                stdout=words,
-                stderr=words,
-                start_new_session=True,
-            )
-        self.running[job.name] = (job, process, time.monotonic())
 
-    def _collect(self) -> None:
-        """Note the processes that have ended."""
-        for name, (job, process, start) in list(self.running.items()):
-            code = process.poll()
-            if code is None:
-                continue
-            assert process.stdin is not None
-            process.stdin.close()
-            del self.running[name]
-            before = self.ended[name].seconds if name in self.ended else 0.0
-            seconds = round(before + time.monotonic() - start, 1)
-            if code == 0:
-                self.ended[name] = Status("finished", 0, seconds)
-                log.info("finished %s", name)
-            elif code in (EXIT_INTERRUPTED, *ENDED_BY_SIGTERM):
-                self.ended[name] = Status("interrupted", code, seconds)
-            else:
-                error = _last_words(_log_file(self.out, job))
-                self.ended[name] = Status("failed", code, seconds, error)
-                log.error("%s failed (%s): %s", name, how_ended(code), error)
-            _write_status(self.out, self.ended)
-
-    def _new_steps(self) -> int:
-        """Steps that the running jobs have made since the last call."""
-        new = 0
-        for name, (job, _, _) in self.running.items():
-            done = steps_done(job)
-            new += max(0, done - self.steps[name])
-            self.steps[name] = max(done, self.steps[name])
-        return new
-
-    def _note(self) -> str:
-        runs = self.num_jobs - len(self.waiting) - len(self.running)
-        running = f", running {', '.join(self.running)}" if self.running else ""
-        return f"{runs} of {self.num_jobs} runs ended{running}"
+def _run(
+    job: Job,
+    out: Path,
+    command: Sequence[str],
+    running: dict[str, subprocess.Popen[bytes]],
+    stop: StopRequest,
+) -> Status | None:
+    """Run a job's process to its end.  Returns: how it ended; None if it was not to start any more."""
+    if stop:
+        return None
+    words, start = out / LOGS / f"{job.name}.log", time.monotonic()
+    with (
+        words.open("wb") as log_file,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,  # it ends when this process does, see `child`
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,
+        ) as process,
+    ):
+        running[job.name] = process
+        code = process.wait()
+        del running[job.name]
+    seconds = time.monotonic() - start
+    if code == 0:
+        log.info("finished %s", job.name)
+        return Status("finished", 0, seconds)
+    if code in (EXIT_INTERRUPTED, *ENDED_BY_SIGTERM):
+        return Status("interrupted", code, seconds)
+    error = _last_words(words)
+    log.error("%s failed (%s): %s", job.name, how_ended(code), error)
+    return Status("failed", code, seconds, error)
 
 
 def check_unchanged(jobs: Sequence[Job]) -> None:
@@ -202,10 +195,6 @@ def steps_done(job: Job) -> int:
         )
     except (OSError, ValueError):
         return 0
-
-
-def _log_file(out: Path, job: Job) -> Path:
-    return out / LOGS / f"{job.name}.log"
 
 
 def _last_words(path: Path) -> str:

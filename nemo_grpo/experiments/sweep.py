@@ -1,4 +1,4 @@
-"""Sweep files: a recipe and what to vary in it.
+"""Settings of an experiment: a sweep file with a recipe and what to vary in it, or a list of variants.
 
 sweep:
   recipe: ../quickstart-tr_grpo.yaml        # relative to this file
@@ -25,15 +25,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_grpo import shipped
 from nemo_grpo.errors import UNREADABLE, UserError, did_you_mean
-from nemo_grpo.experiments.jobs import Setting, override_key
+from nemo_grpo.experiments.jobs import Setting, overlap, override_key
+from nemo_grpo.recipe.loader import load_tree
 
 FOLDER = Path("recipes") / "sweeps"
 SECTION, LABEL = "sweep", "label"
+VARIANT = "loss_fn.variant"
 Target = Literal["embedded", "cluster"]
 
 
 class _OneSweep(BaseModel):
-    """What is varied on one target. Unknown keys are errors."""
+    """The settings of one target. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -105,16 +107,33 @@ def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
     file = _read(path).of(target)
     common = tuple(_override(key, value) for key, value in file.overrides.items())
     points = [*file.settings, *itertools.chain.from_iterable(map(_combinations, file.grids))]
-    recipe = path.parent / file.recipe
+    if not points:
+        raise UserError(f"{path}: nothing is varied; set sweep.settings or sweep.grids")
+    shipped_one = file.recipe.startswith(shipped.SCHEME)
+    recipe = shipped.recipe_at(file.recipe) if shipped_one else path.parent / file.recipe
+    seeds = list(range(file.seeds)) if isinstance(file.seeds, int) else file.seeds
+    return Sweep(path.stem, _settings(str(path), points, recipe, common), seeds)
+
+
+def sweep_variants(recipe: Path, variants: Sequence[str], seeds: Sequence[int]) -> Sweep:
+    """Vary ``loss_fn.variant`` alone; a setting is called like its variant.
+
+    Raises: UserError: no such recipe, or a variant is given twice.
+    """
+    points = [{LABEL: variant, VARIANT: variant} for variant in variants]
+    settings = _settings(f"--variants {','.join(variants)}", points, shipped.recipe_file(recipe), ())
+    return Sweep(recipe.stem, settings, list(seeds))
+
+
+def _settings(
+    source: str, points: Sequence[Mapping[str, Any]], recipe: Path, common: tuple[str, ...]
+) -> list[Setting]:
     settings = [_setting(point, recipe, common) for point in points]
     labels = [setting.label for setting in settings]
-    if not labels:
-        raise UserError(f"{path}: nothing is varied; set sweep.settings or sweep.grids")
     if len(set(labels)) < len(labels):
         twice = max(labels, key=labels.count)
-        raise UserError(f"{path}: the setting {twice!r} is repeated; remove one")
-    seeds = list(range(file.seeds)) if isinstance(file.seeds, int) else file.seeds
-    return Sweep(path.stem, settings, seeds)
+        raise UserError(f"{source}: the setting {twice!r} is repeated; name it once")
+    return settings
 
 
 def _read(path: Path) -> _SweepFile:
@@ -136,8 +155,21 @@ def _setting(point: Mapping[str, Any], recipe: Path, common: tuple[str, ...]) ->
     """The default label names what is varied: ``tau=0.5`` or ``lower=1.0 upper=1.2``."""
     varied = {key: value for key, value in point.items() if key != LABEL}
     label = point.get(LABEL, " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items()))
-    overrides = (*common, *(_override(key, value) for key, value in varied.items()))
-    return Setting(str(label), recipe, overrides, tuple(varied))
+    recipe, replaced = _recipe_of(varied.get(VARIANT), recipe)
+    changes = (_override(key, value) for key, value in varied.items() if key != VARIANT)
+    return Setting(str(label), recipe, (*replaced, *common, *changes), tuple(varied))
+
+
+def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]]:
+    """The recipe of a variant, and the overrides that make it the variant's.
+
+    That is the given one if it is the variant's already; else ``<stem>-<variant>.yaml`` beside it; else the
+    given one with the variant's defaults for ``loss_fn``.
+    """
+    if variant is None or variant == load_tree(recipe).get("loss_fn", {}).get("variant"):
+        return recipe, ()
+    overlay = recipe.with_name(f"{recipe.stem}-{variant.replace('/', '-')}{recipe.suffix}")
+    return (overlay, ()) if overlay.is_file() else (recipe, ("~loss_fn", f"{VARIANT}={variant}"))
 
 
 def _override(key: str, value: Any) -> str:
@@ -162,6 +194,6 @@ def with_overrides(settings: list[Setting], overrides: Sequence[str]) -> list[Se
     for override in overrides:
         given = override_key(override)
         for key in varied:
-            if f"{key}.".startswith(f"{given}.") or f"{given}.".startswith(f"{key}."):
-                raise UserError(f"{override}: {key} is what the sweep varies; change the sweep's file")
+            if overlap(key, given):
+                raise UserError(f"{override}: {key} is what the settings vary; leave the override out")
     return [replace(setting, overrides=(*setting.overrides, *overrides)) for setting in settings]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COLOCATED = f"{GENERATION}.colocated"
 POWERS = (1, 2, 4, 8)
 COSTS = {"tensor": 1.0, "pipeline": 1.5, "context": 1.5, "expert": 1.0, "rollout": 0.5, "recompute": 0.5}
-"""What doubling or halving a size counts for; other GPUs than the recipe's count most."""
+"""Cost of doubling or halving a size; other GPUs than the recipe's cost most."""
 NODE_COST = 4.0
 MAX_REFUSED = 12
 """Candidates that the recipe's own rules refuse before the search gives up."""
@@ -83,7 +83,7 @@ def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
 
 
 def _settings(setup: Setup) -> dict[str, Any]:
-    """What a recipe has to say for this setup."""
+    """Keys and values by which a recipe has this setup."""
     layout, apart = setup.layout, setup.num_rollout_gpus
     return {
         f"{MEGATRON}.tensor_model_parallel_size": layout.tensor,

@@ -1,4 +1,4 @@
-"""What is timed, in one object: each formula of a phase takes it, and what its phase adds."""
+"""The case that is timed: the argument of each phase's formula."""
 
 from dataclasses import dataclass
 
@@ -33,5 +33,5 @@ class Case:
 
     @property
     def host(self) -> float:
-        """What times of the host's own work are multiplied by."""
+        """Factor of the host's own work."""
         return self.hardware.host_slowdown

@@ -1,6 +1,6 @@
-"""What of the vendors' peaks real runs reach: a few constants, fitted on published step times.
+"""Fractions of the vendors' peaks that real runs reach, fitted on published step times.
 
-`benchmarks/plan_vs_published.py --fit` fits them; docs/plan.md shows what error they leave.
+`benchmarks/plan_vs_published.py --fit` fits them, `--errors` prints how far predictions were off (`Seen`).
 """
 
 from dataclasses import dataclass
@@ -45,23 +45,34 @@ FITTED = Efficiency()
 
 
 @dataclass(frozen=True)
-class Local:
-    """The embedded engine on a CPU; the machine's own rates are measured (`plan.machine`).
+class Seen:
+    """Predicted steps of one kind of hardware beside published or measured ones.
 
-    `benchmarks/plan_vs_this_machine.py --fit` fits them on real runs.
-
-    Attributes: moved: bytes that a layer's forward pass moves beside its products, in times of what it keeps
-                    for the backward pass.
-                logits: bytes moved per logit of a forward pass.
-                decode, train: operations of a layer in a decoding step, and in a microbatch's forward pass.
-                sample: operations to decode, score and record a response.
+    Attributes: what: the steps, for a sentence.  num_steps: compared.
+                median, worst: of |predicted / seen - 1|.
+                low, high: ends of the interval, in times of the prediction.
+                covered: share of the steps between the ends that the other models' steps give.
     """
 
-    moved: float = 10.4
-    logits: float = 93.9
-    decode: float = 48.5
-    train: float = 280.0
-    sample: float = 150.0
+    what: str
+    num_steps: int
+    median: float
+    worst: float
+    low: float
+    high: float
+    covered: float
+
+    def around(self, seconds: float) -> tuple[float, float]:
+        """The interval of a predicted time."""
+        return self.low * seconds, self.high * seconds
 
 
-LOCAL = Local()
+PUBLISHED = {
+    "h100": Seen("published steps on H100", 26, 0.106, 0.299, 0.77, 1.29, 0.846),
+    "gb200": Seen("published steps on GB200", 18, 0.23, 0.564, 0.697, 2.3, 0.611),
+}
+"""Steps of NeMo-RL, each predicted by constants that were fitted without its model
+(`benchmarks/plan_vs_published.py --errors`)."""
+
+OTHER = Seen("published steps, none of them on such GPUs", 44, 0.145, 0.564, 0.697, 2.3, 0.864)
+"""The same of all GPUs together, for the others."""

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.errors import UserError
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan.case import Case
-from nemo_grpo.plan.embedded_time import embedded_step
+from nemo_grpo.plan.efficiency import OTHER, PUBLISHED, Seen
 from nemo_grpo.plan.hardware import Hardware
-from nemo_grpo.plan.interval import MEASURED, OTHER, PUBLISHED, Seen
 from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
-from nemo_grpo.plan.machine import Machine
+from nemo_grpo.plan.remedies import for_time
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, run_seconds, step_time
 from nemo_grpo.plan.workload import ACCEPTANCE, SIGNAL, Workload, workload_of
@@ -24,25 +23,23 @@ if TYPE_CHECKING:
 MEAN_SHARE = 0.5
 """Mean length of a response, as a share of the longest, where nothing states it."""
 
-_ADVICE = {
-    "prefill": "prompts; nothing to gain",
-    "decode": "decoding; use more GPUs, FP8 rollouts, or another tensor_parallel_size of vLLM",
-    "tail": "the longest responses; lower policy.generation.max_new_tokens, or let rollouts run ahead "
-    "(grpo.async_grpo)",
-    "scoring": "scoring; raise policy.logprob_batch_size, or leave out the reference policy",
-    "forward and backward": "the update; use more GPUs, another layout (--best), or no recomputation",
-    "pipeline bubble": "the pipeline's bubble; use fewer stages, or more sequences per update",
-    "gradients": "reducing gradients; use a larger policy.train_global_batch_size",
-    "optimizer": "the optimizer; use more GPUs, or no optimizer_cpu_offload",
-    "refit": "handing weights to vLLM; use larger steps, or fewer stages and expert ranks",
-    "swaps to the host": "moving weights and optimizer state to the host; use more GPUs",
-    "rewards, data, logs": "work outside the GPUs; use larger steps",
+_WORDS = {
+    "prefill": "prompts",
+    "decode": "decoding",
+    "tail": "the longest responses",
+    "forward and backward": "the update",
+    "pipeline bubble": "the pipeline's bubble",
+    "gradients": "reducing gradients",
+    "refit": "handing weights to vLLM",
+    "swaps to the host": "moving weights and optimizer state to the host",
+    "rewards, data, logs": "work outside the GPUs",
 }
+"""Phases in a sentence; the others go by their names."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a recipe does not say of a run.
+    """Properties of a run that its recipe does not state.
 
     Attributes: lengths: mean of the responses, or a run's file of them; None: half of the longest.
                 prompt: mean tokens of a prompt.  signal: share of groups whose rewards differ.
@@ -73,7 +70,7 @@ class Assumptions:
         return of_mean(self.lengths, limit, prompt)
 
     def work_of(self, recipe: Recipe) -> Workload:
-        """What a step of the recipe computes.
+        """The work of one step of the recipe.
 
         Raises: UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
         """
@@ -102,7 +99,7 @@ class Forecast:
 
     @property
     def work(self) -> Workload:
-        """What a step computes."""
+        """The work of a step."""
         return self.case.work
 
     @property
@@ -124,9 +121,9 @@ class Forecast:
         elif self.step.age:
             phases = {name: phases[name] for name in ROLLOUT}
         name = max(phases, key=lambda name: phases[name])
-        advice = name if self.setup.embedded else _ADVICE[name]  # which is about GPUs
         side = f" of the {'rollouts' if name in ROLLOUT else 'training side'}" if self.step.age else ""
-        return f"{phases[name] / sum(phases.values()):.0%}{side} is {advice}"
+        share, remedy = phases[name] / sum(phases.values()), for_time(name, self.setup, self.work)
+        return f"{share:.0%}{side} is {_WORDS.get(name, name)}; {remedy}"
 
     def steps_within(self, seconds: float) -> int:
         """Steps that fit in so many seconds with one checkpoint at the end."""
@@ -143,42 +140,6 @@ def forecast(
     """
     case = Case(shape, setup_of(recipe), assumed.work_of(recipe), hardware)
     return Forecast(case, step_time(case), PUBLISHED.get(gpu, OTHER))
-
-
-def forecast_here(recipe: Recipe, shape: ModelSpec, machine: Machine, assumed: Assumptions) -> Forecast:
-    """The time of a recipe for the embedded engine on a CPU that was measured.
-
-    Raises:  UserError: as `forecast` does.
-    """
-    case = Case(shape, setup_of(recipe), assumed.work_of(recipe), machine.as_hardware())
-    return Forecast(case, embedded_step(shape, case.setup, case.work, machine), MEASURED)
-
-
-def of_variants(
-    recipe: Recipe, base: Forecast, names: list[str], assumed: Assumptions
-) -> dict[str, Forecast]:
-    """The forecast's recipe with other algorithms, each with its paper's parameters.
-
-    Dynamic sampling is on where the paper's method needs it.
-
-    Raises: UserError: not a variant.
-    """
-    from nemo_grpo.variants import VARIANTS, parse_loss_fn
-
-    found = {}
-    for name in names:
-        if name not in VARIANTS:
-            raise UserError(f"--compare {name}: not a variant{did_you_mean(name, VARIANTS)}")
-        if VARIANTS[name].learns_from_demonstrations:
-            raise UserError(f"--compare {name}: it samples nothing; name algorithms that do")
-        longest = recipe.policy.generation.max_new_tokens
-        loss_fn = parse_loss_fn({"variant": name, "max_response_length": longest})
-        sampling = loss_fn.without_dynamic_sampling is not None
-        grpo = recipe.grpo.model_copy(update={"use_dynamic_sampling": sampling})
-        other = recipe.model_copy(update={"loss_fn": loss_fn, "grpo": grpo})
-        case = replace(base.case, setup=setup_of(other), work=assumed.work_of(other))
-        found[name] = replace(base, case=case, step=step_time(case))
-    return found
 
 
 def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:

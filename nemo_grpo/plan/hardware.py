@@ -10,8 +10,6 @@ import yaml
 from nemo_grpo.errors import UserError, did_you_mean, reading
 
 MIB = 1024**2
-THIS = "this"
-"""The name of the CPU that runs the planner (`plan.machine`)."""
 
 
 @dataclass(frozen=True)

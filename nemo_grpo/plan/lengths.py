@@ -1,4 +1,4 @@
-"""How long prompts and responses are: a step waits for its longest response, not for the mean one."""
+"""Lengths of prompts and responses: a step waits for its longest response, not for the mean one."""
 
 import json
 from collections.abc import Sequence

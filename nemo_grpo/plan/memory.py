@@ -24,8 +24,8 @@ PROCESS = (384 + 30) * 1024**2
 validations leave in the heap; measured on a CPU (the quickstart)."""
 
 HEAP = 0.6
-"""Of the embedded engine's activations, for the backward pass's own tensors and what the heap keeps of freed
-ones; measured on a CPU (benchmarks/plan_vs_measured.py)."""
+"""Share of the embedded engine's activations that the backward pass's own tensors and the heap's freed ones
+add; measured on a CPU (benchmarks/plan_vs_measured.py)."""
 
 LOGIT_BYTES = 14
 """Training, per logit: BF16 logits 2, FP32 copy 4, log-softmax 4, softmax kept for the backward pass 4."""
@@ -83,7 +83,7 @@ def optimizer_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
 
 
 def layer_bytes_per_token(shape: ModelSpec, setup: Setup, recompute: tuple[str, ...] = ()) -> float:
-    """What one layer keeps of one token for its backward pass, with flash attention and no dropout.
+    """Bytes that one layer keeps of one token for its backward pass, with flash attention and no dropout.
 
     Inputs and outputs of both norms 8 h / s; q, k, v and the attention's output 2 (2 q + 2 kv) / t; its
     log-sum-exp 4 heads / t; [inputs of the norms on q and k 2 (q + kv) / t]; gate and up 4 f / t, their
@@ -162,7 +162,7 @@ def _embedded_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int
     shards = setup.shards if setup.distributed_optimizer else 1
     tokens = setup.train_tokens / setup.layout.context
     layers = setup.layout.stage_layers(shape.num_layers)[stage]
-    activations = tokens * layers * local_layer_bytes(shape, setup)
+    activations = tokens * layers * _local_layer_bytes(shape, setup)
     return {
         "weights": each * (counts.total + adapters),
         "reference": each * counts.total if setup.keeps_reference else 0,
@@ -188,8 +188,8 @@ def _embedded_logit_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     return int(shape.vocab_size / setup.layout.tensor * (2 * setup.precision_bytes * tokens + gradient))
 
 
-def local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
-    """What one of megatron-core's local layers keeps of one token: no kernel is fused.
+def _local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
+    """Bytes that one of megatron-core's local layers keeps of one token: no kernel is fused.
 
     Inputs and outputs of both norms 4 h; q, k and v, q and k after rotation, the attention's output
     3 q + 3 kv; of the feed-forward layer gate and up 2 f, their copies, the activation and the product 3 f.

@@ -1,4 +1,4 @@
-"""How many parameters one GPU holds: exact counts of the tensors that megatron-core builds.
+"""Parameters that one GPU holds: exact counts of the tensors that megatron-core builds.
 
 Column- and row-parallel matrices and the vocabulary are divided by TP, experts by EP and expert TP, layers by
 PP; norms, routers and the vision tower are on every rank of their stage. With tied embeddings and PP > 1 the

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.candidates import nearest_layout
-from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast, forecast_here
-from nemo_grpo.plan.hardware import THIS, Hardware, hardware_of
-from nemo_grpo.plan.machine import measure_for
+from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
+from nemo_grpo.plan.hardware import Hardware, hardware_of
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import gpu_has_fp8, problems
@@ -48,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe needs on one kind of GPU.
+    """The needs of a recipe on one kind of GPU.
 
     Attributes: rows: parts of the training phase on its heaviest pipeline stage.
                 peaks: phase -> bytes per GPU; empty where the layout itself is wrong.
@@ -57,7 +56,7 @@ class Plan:
                 problems: messages ``key=value: rule; remedy``.
                 nearest: overrides that make it fit; None where it fits, or where nothing was found.
                 forecast: time of the step and the run; None without rollouts, where the layout is wrong, or
-                    for the embedded engine on anything but this machine.
+                    for the embedded engine.
     """
 
     name: str
@@ -83,7 +82,7 @@ class Plan:
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may fill of one GPU."""
+        """Bytes of one GPU that a plan may fill."""
         return int(memory.USABLE * self.hardware.memory_bytes)
 
 
@@ -97,7 +96,7 @@ def plan_recipe(
 ) -> Plan:
     """Plan a recipe that has been loaded, so that all of its own rules hold.
 
-    Args:    gpu: a name of `HARDWARE` or of the file, or ``this``: the CPU here.
+    Args:    gpu: a name of `HARDWARE` or of the file.
              config_file: the model's config.json, for models that the table lacks.
              hardware_file: other kinds of GPU.  assumed: what the recipe does not say.
              others: recipes, one of whose runs may make the model.
@@ -105,19 +104,16 @@ def plan_recipe(
     Raises:  UserError: unknown GPU or model, or lengths that the recipe does not allow.
     """
     shape, setup = shape_of(recipe, config_file, others), setup_of(recipe)
-    machine = measure_for(recipe, shape, setup) if gpu == THIS else None
-    hardware = machine.as_hardware() if machine else hardware_of(gpu, hardware_file)
+    hardware = hardware_of(gpu, hardware_file)
     gpu_bytes = int(hardware.memory_bytes)
     found = tuple(problems(shape, setup, hardware))
     is_laid_out = not messages(Scope.SHAPE, shape, setup)
     stage = memory.heaviest_stage(shape, setup) if is_laid_out else 0
     computes = not list(gpu_has_fp8(shape, setup, hardware))
     timed = is_laid_out and computes and not recipe.loss_fn.learns_from_demonstrations
-    time, assumed = None, assumed or Assumptions()
-    if timed and machine:
-        time = forecast_here(recipe, shape, machine, assumed)
-    elif timed and setup.has_rollouts:
-        time = forecast(recipe, shape, gpu, hardware, assumed)
+    time = None
+    if timed and setup.has_rollouts:
+        time = forecast(recipe, shape, gpu, hardware, assumed or Assumptions())
     return Plan(
         name=recipe.nemo_grpo.run_name,
         gpu=gpu,

@@ -132,14 +132,14 @@ def rollout_seconds(case: Case) -> dict[str, float]:
     waiting = -(-work.num_samples // num_engines(case.setup))
     places = min(waiting, concurrency(case))
     decode = (waiting - places) * _seconds_per_response(engine, places)
-    first, tail = drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
+    first, tail = _drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
     decode += first
     prefill = _prefill_seconds(engine, waiting)
     scale = work.num_draws * case.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 
 
-def drained(
+def _drained(
     places: int, lengths: Lengths, longest: float, iteration: Callable[[float, float], float]
 ) -> tuple[float, float]:
     """Seconds of decoding ``places`` responses together: until half of them have ended, and the rest.

@@ -14,6 +14,7 @@ from nemo_grpo.plan import memory
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.memory import GIB, USABLE
 from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.remedies import for_memory
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.generation_sections import stop_refusals
 from nemo_grpo.recipe.layout import expert_refusals, stage_refusals, width_refusals
@@ -150,7 +151,7 @@ def training_fits_in_memory(shape: ModelSpec, setup: Setup, gpu: Hardware) -> It
             f"{MEGATRON}.tensor_model_parallel_size={setup.layout.tensor}, pipeline {setup.layout.pipeline}, "
             f"context {setup.layout.context}: training needs {need / GIB:.1f} GiB per GPU of "
             f"{USABLE * gpu.memory_bytes / GIB:.1f} usable, most of it {worst} ({parts[worst] / GIB:.1f}); "
-            f"{_REMEDIES['optimizer, embedded' if setup.embedded and worst == 'optimizer' else worst]}"
+            f"{for_memory(worst, setup)}"
         )
     elif scoring > USABLE * gpu.memory_bytes:
         yield (
@@ -180,18 +181,6 @@ def rollouts_fit_in_memory(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Ite
             f"{refit / GIB:.1f} GiB per GPU of {USABLE * gpu.memory_bytes / GIB:.1f} usable when they are "
             "handed over; raise it, or TP"
         )
-
-
-_REMEDIES = {
-    "reference": "leave out the KL penalty, or train adapters",
-    "sampler": "use target=cluster",
-    "weights": "raise TP or PP, or EP for experts",
-    "gradients": "raise TP or PP",
-    "optimizer": "use the distributed optimizer, more nodes, or optimizer_cpu_offload",
-    "optimizer, embedded": "use the distributed optimizer, or more nodes",
-    "activations": "set activation_checkpointing=true, lower train_micro_batch_size, or raise TP or CP",
-    "logits": "lower train_micro_batch_size, raise TP or CP, or set policy.logprob_chunk_size",
-}
 
 
 def shape_problems(recipe: Recipe) -> list[str]:

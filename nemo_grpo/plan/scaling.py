@@ -1,4 +1,4 @@
-"""What more GPUs buy: strong and weak scaling with the best layout of each size, and the picture of it."""
+"""Strong and weak scaling with the best layout of each number of GPUs, and its picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner takes from a recipe: the layout and everything that decides how much memory it needs."""
+"""The planner's view of a recipe: the layout, and all settings that decide memory and time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Setup:
                 num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
-                vllm_max_sequences: that an engine decodes at once; the embedded engine's decoder too.
+                vllm_max_sequences: that an engine decodes at once.
                 precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
+                has_penalty: a KL penalty alone needs the reference policy.
                 packed: microbatches are packed by tokens; else padded.
                 vllm_mx: FP8 with a scale per 32 numbers.  vllm_bf16_attention: FP8 leaves attention alone.
                 draft_tokens: that an engine drafts before each pass.  draft_layers: of the model that does;
@@ -78,6 +79,7 @@ class Setup:
     segment_nodes: int = 0
     precision_bytes: int = 2
     keeps_reference: bool = False
+    has_penalty: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
     @property
@@ -135,6 +137,7 @@ def setup_of(recipe: Recipe) -> Setup:
         packed=p.sequence_packing.enabled,
         precision_bytes=4 if processor.precision(p.precision) == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
+        has_penalty=recipe.loss_fn.needs_reference and not recipe.loss_fn.compares_with_reference,
         replays_routes=cluster and p.router_replay.enabled,
         segment_nodes=recipe.cluster.segment_size or 0,
         **_sampling(recipe),
@@ -146,7 +149,6 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
     cluster = recipe.nemo_grpo.target == "cluster"
     sampler, vllm = recipe.policy.generation, recipe.policy.generation.vllm_cfg
     drafts = sampler.vllm_kwargs.speculative_config if cluster else None
-    sequences = sampler.vllm_kwargs.max_num_seqs or VLLM_SEQUENCES
     return {
         "vllm_tensor": vllm.tensor_parallel_size,
         "vllm_pipeline": vllm.pipeline_parallel_size,
@@ -155,7 +157,7 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
         "vllm_share": vllm.gpu_memory_utilization,
         "has_rollouts": cluster and sampler.backend == "vllm",
         "vllm_expert": vllm.expert_parallel_size,
-        "vllm_max_sequences": sequences if cluster else recipe.policy.generation_batch_size,
+        "vllm_max_sequences": sampler.vllm_kwargs.max_num_seqs or VLLM_SEQUENCES,
         "vllm_eager": vllm.enforce_eager,
         "vllm_mx": vllm.is_mx,
         "vllm_bf16_attention": any(name in _ATTENTION for name in vllm.quantization_ignored_layer_kws),

@@ -17,7 +17,7 @@ from nemo_grpo.plan.parameters import mixer_sizes, stage_counts
 
 @dataclass(frozen=True)
 class Microbatches:
-    """How a data-parallel rank cuts its sequences of one update.
+    """Microbatches into which a data-parallel rank cuts its sequences of one update.
 
     Attributes: number: of microbatches.  tokens: of one, padding too, before CP divides them.
     """
@@ -140,7 +140,7 @@ def stage_seconds(case: Case, tokens: float) -> float:
 
 
 def bubble(stages: int, number: int) -> float:
-    """What waiting multiplies a stage's time by: (m + p - 1) / m."""
+    """Factor by which waiting lengthens a stage's time: (m + p - 1) / m."""
     return (number + stages - 1) / number
 
 

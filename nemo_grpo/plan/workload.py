@@ -1,4 +1,4 @@
-"""What one step has to compute: samples, lengths, passes, draws, and what comes beside the steps."""
+"""Work of one step: samples, lengths, passes, draws, and what comes beside the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIGNAL = 0.5
 """Share of groups whose rewards differ, where no run states it: how often prompts are drawn again."""
 
 ACCEPTANCE = 0.87
-"""Of a drafted token whose predecessors were accepted, where no run states it: SkyRL's MTP run of Qwen3.5-9B
+"""Acceptance of a drafted token after accepted ones, if no run states it: SkyRL's MTP run of Qwen3.5-9B
 has 0.886, 0.869 and 0.861 at its three depths (docs/examples/spec_decode.mdx)."""
 
 
@@ -90,15 +90,9 @@ def scoring_passes(recipe: Recipe) -> int:
 
     One for the policy's logprobs (entropies come with it), one for the reference policy's if the variant
     compares with it. NeMo-RL leaves the first out with force_on_policy_ratio, unless it masks sequences by
-    their logprobs' error; the embedded engine where only the ratio would read it, which is 1 in a single
-    update.
+    their logprobs' error.
     """
-    variant = recipe.loss_fn
-    if recipe.nemo_grpo.target == "cluster":
-        scores = recipe.policy_is_scored
-    else:
-        scores = variant.needs_scores or recipe.num_updates_per_step > 1
-    return int(scores) + int(variant.needs_reference)
+    return int(recipe.policy_is_scored) + int(recipe.loss_fn.needs_reference)
 
 
 def expected_draws(signal: float, threshold: float, max_draws: int, num_groups: int) -> float:

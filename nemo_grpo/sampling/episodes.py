@@ -9,22 +9,13 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.sampling.generate_distributed import from_first_rank
-from nemo_grpo.sampling.requests import Ended, Request, Rollout, Sampler, Turn
+from nemo_grpo.sampling.requests import Request, Rollout, Sampler, Turn
 from nemo_grpo.tasks import Task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, tags_of
 from nemo_grpo.tasks.reserved import reserved_texts, special_tags
 
 TAIL_TOKENS = 32
 """Number of last tokens of a turn in which a stop text is looked for."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """A whole response as it reads; ``num_tokens``: of the policy, stop token included."""
-
-    text: str
-    num_tokens: int
-    truncated: bool
 
 
 @dataclass(frozen=True)
@@ -57,32 +48,20 @@ class Response:
             text=self.text + text,
         )
 
-    def written(self) -> Written:
-        """As it reads."""
-        return Written(self.text, int(self.token_mask.sum()), self.truncated)
 
-
-Heard = Callable[[int, Sequence[tuple[int, Written]]], None]
 TextReader = Callable[[Sequence[list[int]]], list[str]]
 
 
-def sample_responses(
-    generator: Sampler, tokenizer: Any, task: Task, request: Request, heard: Heard | None = None
-) -> list[Response]:
+def sample_responses(generator: Sampler, tokenizer: Any, task: Task, request: Request) -> list[Response]:
     """The whole responses that are asked for, those to one prompt together.
-
-    ``heard`` is called while sampling, with the number of tokens drawn since the last call, and the responses
-    that have ended, each with its place. Without turns, ``request.known`` responses come back empty.
 
     For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. An
     observation that leaves no room for another token is not given, and its response counts as truncated.
     The same arguments give the same responses wherever the task's tool answers alike.
     """
     if isinstance(task, MultiTurnTask):
-        return _converse(generator, tokenizer, task, request, heard or (lambda _num_tokens, _ended: None))
+        return _converse(generator, tokenizer, task, request)
     read = text_reader(tokenizer, task)
-    if heard is not None:
-        request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, _read(ended, read)))
     rollout = generator.generate(request)
     return [
         Response(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
@@ -108,14 +87,6 @@ def text_reader(tokenizer: Any, task: Task) -> TextReader:
     return read
 
 
-def _read(ended: Sequence[Ended], read: TextReader) -> list[tuple[int, Written]]:
-    texts = read([tokens for _, tokens, _ in ended]) if ended else []  # transformers reads no rows as one
-    return [
-        (row, Written(text, len(tokens), truncated))
-        for (row, tokens, truncated), text in zip(ended, texts, strict=True)
-    ]
-
-
 def _responses(rollout: Rollout, read: TextReader) -> list[tuple[Tensor, Tensor, bool, str]]:
     """(tokens, logprobs, truncated, text) of each row."""
     lengths = rollout.lengths.tolist()
@@ -125,12 +96,10 @@ def _responses(rollout: Rollout, read: TextReader) -> list[tuple[Tensor, Tensor,
     return list(zip(tokens, logprobs, rollout.truncated.tolist(), texts, strict=True))
 
 
-def _converse(
-    generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request, heard: Heard
-) -> list[Response]:
+def _converse(generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request) -> list[Response]:
     """Turn by turn; every call samples the next turn of all responses that are not over."""
-    assert not request.known  # equal contexts are told apart by counting
-    request = replace(request, heard=lambda num_tokens, ended: heard(num_tokens, []))
+    if (meter := request.meter) is not None:  # a turn that ends is no response that ends
+        request = replace(request, meter=lambda num_tokens, _num_ended: meter(num_tokens, 0))
     end, limit = StopTexts(task.stop_texts, tokenizer), request.sampling.max_new_tokens
     reserved, read = reserved_texts(tokenizer), text_reader(tokenizer, task)
 
@@ -144,9 +113,9 @@ def _converse(
     going, asked = [*range(len(prompts))], replace(request, turn=Turn(request.limits, end))
     while going:
         turns = _responses(generator.generate(asked), read)
-        before, going = going, _listen(responses, going, turns, limit, tokenizer, observe)
-        going_on = {*going}
-        heard(0, [(row, responses[row].written()) for row in before if row not in going_on])
+        num_before, going = len(going), _listen(responses, going, turns, limit, tokenizer, observe)
+        if meter is not None:
+            meter(0, num_before - len(going))
         if going:
             contexts = [prompts[row] + responses[row].tokens.tolist() for row in going]
             turn = Turn([limit - len(responses[row].tokens) for row in going], end)

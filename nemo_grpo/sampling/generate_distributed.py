@@ -38,7 +38,7 @@ class DistributedGenerator:
 
 
 def from_first_rank(work: Callable[[], Result]) -> Result:
-    """What ``work()`` gives on the first rank, on every rank; the others do not call it.
+    """Call ``work()`` on the first rank alone and return its result on every rank.
 
     For what may differ between two calls, such as a service's answers: the ranks must stay in step.
 

@@ -21,7 +21,7 @@ import torch
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.images import Images, image_digest, read_image
-from nemo_grpo.sampling.requests import Ended, Request, Rollout, SamplingParams
+from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
@@ -117,18 +117,17 @@ class VLLMGenerator:
         check_sampling(request.sampling)
         request.check_context(self.max_model_len, "max_model_len")
         engine, rows = self._engine.llm_engine, [_Row() for _ in request.lengths]
-        for row, prompt, params in _by_row(request):
+        for row, (prompt, params) in enumerate(_by_row(request)):
             engine.add_request(str(row), prompt, params)
         while engine.has_unfinished_requests():
-            num_tokens, ended = 0, []
+            num_tokens = num_ended = 0
             for answer in engine.step():
                 row, (output,) = int(answer.request_id), answer.outputs
                 rows[row].add(output)
                 num_tokens += len(output.token_ids)
-                if answer.finished:
-                    ended.append(Ended(row, rows[row].tokens, not rows[row].stopped(request.sampling)))
-            if request.heard is not None:
-                request.heard(num_tokens, ended)
+                num_ended += answer.finished
+            if request.meter is not None:
+                request.meter(num_tokens, num_ended)
         return _rollout(rows, request.sampling)
 
 
@@ -180,18 +179,13 @@ class _Row:
         return by_text or (bool(self.tokens) and self.tokens[-1] in sampling.stop_token_ids)
 
 
-def _by_row(request: Request) -> Iterator[tuple[int, dict[str, Any], Any]]:
-    """Row, prompt and parameters of each response that is not known.
-
-    One request each, so that any can be left out; vLLM splits a request for several in the same way.
-    """
+def _by_row(request: Request) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Prompt and parameters of each response."""
     images = request.images or [()] * len(request.prompts)
     for index, of_prompt in enumerate(zip(request.occurrences, request.prompts, images, strict=True)):
         prompt, seed = _prompt(*of_prompt[1:]), _seed(request.seed, *of_prompt)
         for number in range(request.num_generations):
-            row = index * request.num_generations + number
-            if row not in request.known:
-                yield row, prompt, _params(request, seed + number, request.limits[index])
+            yield prompt, _params(request, seed + number, request.limits[index])
 
 
 def _params(request: Request, seed: int, max_tokens: int) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nemo_grpo.sampling.draws import draw, response_uniforms
-from nemo_grpo.sampling.requests import Ended, Request, Rollout
+from nemo_grpo.sampling.requests import Request, Rollout
 
 
 class Decoding(Protocol):
@@ -120,8 +120,7 @@ class LocalGenerator(ABC):
         responses = _Responses(request, self.device)
         # Prompts of like length together: little padding.
         order = torch.argsort(request.lengths, stable=True)
-        wanted = order[~torch.isin(order, torch.tensor([*request.known], dtype=torch.long))]
-        for rows in wanted.split(self.max_batch_size):
+        for rows in order.split(self.max_batch_size):
             self._fill(responses, rows, request, uniforms)
         return responses.rollout()
 
@@ -137,6 +136,8 @@ class LocalGenerator(ABC):
             tokens, logprobs = draw(state.logits, request.sampling, here)
             going = responses.append(rows, step, tokens, logprobs)
             num_going = int(going.sum())
+            if request.meter is not None:
+                request.meter(len(rows), len(rows) - num_going)
             if num_going == 0:
                 return
             if num_going < len(rows):
@@ -152,8 +153,7 @@ class _Responses:
         self._limits = torch.tensor(request.limits).repeat_interleave(request.num_generations)
         self._device_limits = self._limits.to(device)
         self._end = None if request.turn is None else request.turn.end
-        self._heard = request.heard
-        self._written: list[list[int]] = [[] for _ in self._limits] if self._end or self._heard else []
+        self._written: list[list[int]] = [[] for _ in self._limits] if self._end else []
         stop_token_ids = request.sampling.stop_token_ids
         self._stop_tokens = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
         self._rows: list[Tensor] = []
@@ -179,11 +179,7 @@ class _Responses:
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
         self._stopped.append(stopped)
-        going = ~stopped & (self._device_limits[rows] > step + 1)
-        if self._heard is not None:
-            ended = zip(rows[~going].tolist(), (~stopped[~going]).tolist(), strict=True)
-            self._heard(len(rows), [Ended(row, self._written[row], cut) for row, cut in ended])
-        return going
+        return ~stopped & (self._device_limits[rows] > step + 1)
 
     def _turn_ended(self, rows: Tensor) -> Tensor:
         assert self._end is not None

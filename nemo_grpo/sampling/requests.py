@@ -1,10 +1,10 @@
-"""What is asked of a generator, what it returns, and its protocol."""
+"""Requests to a generator, its rollouts, and its protocol."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ LOWEST_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is drawn. Names as in NeMo-RL's ``policy.generation``.
+    """Sampling of a response. Names as in NeMo-RL's ``policy.generation``.
 
     Attributes:
         max_new_tokens: a response without a stop token is cut here and counts as truncated.
@@ -100,7 +100,7 @@ class TurnEnd(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """What is different when a response is sampled in turns, each from where the last one left off.
+    """Limits of one turn, where a response is sampled in turns, each from where the last one left off.
 
     Attributes: max_new_tokens: one per prompt, between 1 and the sampling's: what its response has left.
                 end: where a turn ends before the response does.
@@ -108,17 +108,6 @@ class Turn:
 
     max_new_tokens: list[int]
     end: TurnEnd
-
-
-class Ended(NamedTuple):
-    """A response that has just ended. ``row``: its place in the `Rollout`."""
-
-    row: int
-    tokens: list[int]
-    truncated: bool
-
-
-Heard = Callable[[int, Sequence[Ended]], None]
 
 
 @dataclass(frozen=True)
@@ -129,9 +118,8 @@ class Request:
         prompts: token ids, none empty.  num_generations: responses to each.
         turn: sample one turn of each response; None: whole responses.
         images: of each prompt, in the order of the placeholders in it; empty: no prompt has any.
-        known: rows that are not sampled: of length 0 in the rollout; the others are the same without it.
-        heard: called while sampling with the number of tokens drawn since the last call, and the responses
-            that have ended.
+        meter: called while sampling with the numbers of tokens drawn, and of responses ended, since the last
+            call.
     """
 
     prompts: Sequence[list[int]]
@@ -140,8 +128,7 @@ class Request:
     seed: int
     turn: Turn | None = None
     images: Sequence[Images] = ()
-    known: frozenset[int] = frozenset()
-    heard: Heard | None = field(default=None, compare=False)
+    meter: Callable[[int, int], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert self.prompts
@@ -149,7 +136,6 @@ class Request:
         assert self.num_generations >= 1, self.num_generations
         assert len(self.images) in (0, len(self.prompts)), (len(self.images), len(self.prompts))
         assert len(self.limits) == len(self.prompts), (len(self.limits), len(self.prompts))
-        assert len(self.known) < len(self.prompts) * self.num_generations
 
     @property
     def limits(self) -> list[int]:
@@ -165,7 +151,7 @@ class Request:
 
     @property
     def occurrences(self) -> list[int]:
-        """How many equal prompts, with the same images, come before each."""
+        """Number of equal prompts, with the same images, before each."""
         seen: Counter[tuple[object, ...]] = Counter()
         before = []
         images = self.images or [()] * len(self.prompts)
@@ -175,20 +161,11 @@ class Request:
         return before
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The same for some of the prompts; ``heard`` gets the rows of this request."""
-        assert not self.known
+        """The same for some of the prompts."""
         turn = self.turn and replace(self.turn, max_new_tokens=[self.limits[index] for index in indices])
         images = [self.images[index] for index in indices] if self.images else ()
         prompts = [self.prompts[index] for index in indices]
-        return replace(self, prompts=prompts, turn=turn, images=images, heard=self._heard_of(indices))
-
-    def _heard_of(self, indices: Sequence[int]) -> Heard | None:
-        heard, k = self.heard, self.num_generations
-        if heard is None:
-            return None
-        return lambda num_tokens, ended: heard(
-            num_tokens, [one._replace(row=indices[one.row // k] * k + one.row % k) for one in ended]
-        )
+        return replace(self, prompts=prompts, turn=turn, images=images)
 
     def check_context(self, context: float, name: str, remedy: str = "lower one of them") -> None:
         """Raises: UserError: a prompt and its response are longer than ``context``, which ``name`` is."""

@@ -1,8 +1,11 @@
 """What the documents show works: commands parse, make targets exist, links lead somewhere, Python runs."""
 
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:nemo-grpo|make|python) [^`]+)`")
+PYTHON = re.compile(r"(?:[\s`]|/)python (-m [\w.]+|\w+/[\w/]+\.py)([^`|#\n]*)")
 LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -108,6 +112,42 @@ def test_every_command_parses(document: Path) -> None:
         for word in words:
             if word.startswith("-") and not re.fullmatch(r"-[\d.]+", word):
                 assert word.partition("=")[0] in options, f"{command.name} has no {word}"
+
+
+def python_programs() -> dict[str, set[str]]:
+    """Modules and scripts that the documents and the benchmarks' results run -> options that they give."""
+    found: dict[str, set[str]] = {}
+    for document in [*DOCUMENTS, *(ROOT / "benchmarks" / "results").glob("*.md")]:
+        for program, rest in PYTHON.findall(document.read_text(encoding="utf-8").replace("\\\n", " ")):
+            words = rest.split()
+            if program == "-m checkpoints_conv" and words:
+                program = f"{program} {words[0]}"
+            options = {word.partition("=")[0].strip("[]") for word in words if word.startswith(("--", "[--"))}
+            found.setdefault(program, set()).update(options)
+    found.pop("-m pip", None)
+    return found
+
+
+PYTHON_PROGRAMS = python_programs()
+
+
+@pytest.mark.parametrize("program", PYTHON_PROGRAMS)
+def test_python_program_starts_as_it_is_written_and_has_its_options(program: str) -> None:
+    """From the repository's folder, with nothing set in the environment."""
+    if "run_grpo" in program:  # runs where NeMo-RL does
+        pytest.importorskip("ray")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [sys.executable, *program.split(), "--help"]
+    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    missing = {option for option in PYTHON_PROGRAMS[program] if option not in shown.stdout}
+    assert not missing
+
+
+def test_commands_set_no_search_path() -> None:
+    """One that needs `PYTHONPATH` to find this repository would not run as it stands."""
+    for document in [*DOCUMENTS, *(ROOT / "benchmarks" / "results").glob("*.md")]:
+        assert not re.search(r"PYTHONPATH=\S+ \S*python", document.read_text(encoding="utf-8")), document
 
 
 def check_sbatch(words: list[str]) -> None:

@@ -20,7 +20,7 @@ ALLOWED = {
     "nemo_grpo/data/sources.py": set(TASKS),  # the table of data sets says which task each is for
     "nemo_grpo/tasks/presets.py": {"cw_grpo", "gpg", "search_qa"},  # prompts, named after papers
     "nemo_grpo/evaluate/benchmarks.py": {"cw_grpo", "gpg", *TASKS},  # defaults of prepared sets
-    "nemo_grpo/evaluate/protocols.py": {  # evaluations of papers
+    "nemo_grpo/evaluate/config.py": {  # evaluations of papers
         *("cw_grpo", "erpo", "tr_grpo", "gpg", "math", "vision_classification")
     },
     "nemo_grpo/cli/eval.py": {"cw_grpo", "erpo", "tr_grpo"},  # its help lists the protocols

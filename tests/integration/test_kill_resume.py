@@ -1,48 +1,61 @@
-"""A run that is killed again and again, half of the times while it saves, ends like an unbroken one.
+"""A run that is killed again and again, half of the times while it saves, ends like an unbroken one."""
 
-The runs are those of benchmarks/kill_resume.py, in a process of its own: it forks, which needs a process that
-has computed nothing yet.
-"""
-
-import json
+import random
+import signal
+import time
+from pathlib import Path
 
 import pytest
-from processes import PATIENCE, ROOT, python
+from processes import nemo_grpo, output_of, wait_for
+from safetensors.numpy import load_file
+from small_runs import QUICKSTART, arguments, has_trained, lines_of, without_time
 
-NUM_KILLS = {"sync": 20, "async": 8}
+from nemo_grpo.engine.checkpoint import CheckpointStore, read_info
+
+LONG = ["grpo.max_num_steps=12", "grpo.val_period=4", "checkpointing.save_period=1"]
+SAVING = {"sync": [], "async": ["policy.megatron_cfg.checkpoint.async_save=true"]}
+NUM_KILLS = 4
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=NUM_KILLS)
-def kind(request):
-    return request.param
+def kill(process, run: Path, draw: random.Random, *, in_save: bool) -> bool:
+    """Kill some steps later, or while a checkpoint is being written. Returns: whether one was."""
+    metrics = run / "metrics.jsonl"
+    trained = metrics.read_text().count("\n") if metrics.exists() else 0
+    stale = set(run.glob("checkpoints/tmp_step_*"))
+    wait_for(lambda: has_trained(run, trained + 1), process)
+    if in_save:
+        wait_for(lambda: bool(set(run.glob("checkpoints/tmp_step_*")) - stale), process)
+    else:
+        time.sleep(draw.uniform(0, 0.3))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    return bool(set(run.glob("checkpoints/tmp_step_*")) - stale)
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory, kind):
-    folder = tmp_path_factory.mktemp("kills")
-    options = ["--seed", 1, "--kills", NUM_KILLS[kind], "--inside", 1, "--folder", folder]
-    options += ["--async-save"] if kind == "async" else []
-    process = python(ROOT / "benchmarks/kill_resume.py", *options, "--json", folder / "outcome.json")
-    said, _ = process.communicate(timeout=PATIENCE)
-    assert (folder / "outcome.json").exists(), said[-4000:]
-    return json.loads((folder / "outcome.json").read_text())
+def newest_step(run: Path) -> int:
+    """Step of the newest complete checkpoint, 0 without one."""
+    newest = CheckpointStore(run / "checkpoints").latest()
+    return int(read_info(newest)["step"]) if newest else 0
 
 
-def test_every_kill_is_followed_by_a_resume_from_the_newest_complete_checkpoint(outcome, kind):
-    # A start that fails, a half or lost checkpoint, and stale leftovers end the command without an outcome.
-    assert outcome["kills"] == NUM_KILLS[kind]
-    assert outcome["resumed"] > 0
-
-
-def test_some_kills_land_inside_a_save(outcome):
-    assert outcome["inside_save"] > 0
-
-
-def test_killed_runs_end_bit_equal_to_an_unbroken_one(outcome):
-    assert outcome["runs"] > 0
-    assert outcome["different"] == []
-
-
-def test_no_process_outlives_a_killed_run(outcome):
-    assert outcome["writers_left"] == 0
+@pytest.mark.parametrize("saving", SAVING)
+def test_killed_run_ends_bit_equal_to_an_unbroken_one(tmp_path, cache, saving):
+    draw, options = random.Random(1), [*LONG, *SAVING[saving]]
+    whole, broken = (arguments(tmp_path, cache, name, *options) for name in ("whole", "broken"))
+    output_of(nemo_grpo("train", QUICKSTART, *whole))
+    run, newest, inside = tmp_path / "broken", 0, 0
+    for number in range(NUM_KILLS):
+        resume = ["--resume"] if run.exists() else []
+        process = nemo_grpo("train", QUICKSTART, *broken, *resume)
+        inside += kill(process, run, draw, in_save=number % 2 == 0)
+        older, newest = newest, newest_step(run)
+        assert newest >= older
+    output_of(nemo_grpo("train", QUICKSTART, *broken, "--resume"))
+    assert inside > 0
+    weights, expected = (load_file(tmp_path / name / "hf/model.safetensors") for name in ("broken", "whole"))
+    assert {k: v.tobytes() for k, v in weights.items()} == {k: v.tobytes() for k, v in expected.items()}
+    assert without_time(run) == without_time(tmp_path / "whole")
+    assert lines_of(run / "samples.jsonl") == lines_of(tmp_path / "whole" / "samples.jsonl")
+    assert not list(run.rglob("tmp_*"))

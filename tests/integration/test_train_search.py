@@ -12,9 +12,10 @@ from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import UserError, build_objective
 from nemo_grpo.engine.run import begin
+from nemo_grpo.evaluate.response_cache import Completion
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
-from nemo_grpo.sampling.episodes import Response, Written
+from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt
@@ -173,7 +174,7 @@ def scores_of_two():
     problem = Problem("p", "q", "a")
     scorer, request = Scorer(ByRank(), {"accuracy": 1.0}, Prompt()), Request([[1]], 2, SamplingParams(1), 0)
     (group,) = rollout.sample_groups(None, None, scorer, [problem], request)
-    judged = _judge(ByRank(), problem, [Written("a", 1, False)])
+    judged = _judge(ByRank(), problem, [Completion("a", 1, False)])
     return [one.reward for one in group.responses], judged.scores, judged.extracted
 
 

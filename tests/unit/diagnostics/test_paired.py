@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from nemo_grpo.diagnostics import forest_plot
+from nemo_grpo.diagnostics import paired as module
 from nemo_grpo.diagnostics.paired import (
     Difference,
     compare_groups,
@@ -153,11 +153,11 @@ def test_records_hold_every_difference(tmp_path):
 
 def test_forest_draws_intervals_at_their_ends_and_fills_those_without_0(tmp_path, monkeypatch):
     drawn: list[Figure] = []
-    monkeypatch.setattr(forest_plot, "write_png", lambda figure, path, dpi: drawn.append(figure))
+    monkeypatch.setattr(module, "write_png", lambda figure, path, dpi: drawn.append(figure))
     base = group(tmp_path, "grpo", {s: [0.1, 0.2] for s in range(4)})
     sure = group(tmp_path, "sure", dict(enumerate([[0.1, 0.3], [0.1, 0.4], [0.1, 0.5], [0.1, 0.4]])))
     unsure = group(tmp_path, "unsure", {0: [0.1, 0.1], 1: [0.1, 0.9]})
-    forest_plot.draw_forest(compare_groups([base, sure, unsure], "grpo"), "grpo", tmp_path / "x.png")
+    module.draw_forest(compare_groups([base, sure, unsure], "grpo"), "grpo", tmp_path / "x.png")
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.get_yticklabels()] == ["sure (n=4)", "unsure (n=2)"]
     line, mark = axes.lines[1], axes.lines[2]  # after the line at 0

@@ -173,7 +173,7 @@ def test_summary_table_has_mean_and_deviation_over_seeds(make_run: MakeRun, tmp_
     head, grpo, gpg = cells(page)
     assert head == [
         "setting",
-        "seeds",
+        "seed numbers",
         "steps",
         "start",
         "best",
@@ -270,7 +270,7 @@ def test_a_run_that_was_not_validated_before_its_first_step_has_no_start(
 ) -> None:
     page = write_report([make_run("a", accuracy(0.1, 0.5)[1:])], tmp_path / "out.html").read_text()
     assert cells(page) == [
-        ["setting", "seeds", "steps", "best", "final"],
+        ["setting", "seed numbers", "steps", "best", "final"],
         ["grpo", "0", "10", "0.500", "0.500"],
     ]
 

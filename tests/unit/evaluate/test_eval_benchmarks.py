@@ -12,8 +12,8 @@ from test_eval_command import run
 
 from nemo_grpo.data.manifest import write_manifest
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.benchmarks import Choice, load_benchmarks
-from nemo_grpo.evaluate.protocols import find_protocol
+from nemo_grpo.evaluate.benchmarks import load_benchmarks
+from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.files import sha256_of
 from nemo_grpo.sampling.local_generator import LocalGenerator
 
@@ -142,7 +142,7 @@ def test_any_responses_that_are_missing_are_sampled_as_before(unbroken, model, d
 SLOWLY = """
 import sys, time
 from nemo_grpo.cli import app
-from nemo_grpo.evaluate.responses import ResponseLog
+from nemo_grpo.evaluate.response_cache import ResponseLog
 write = ResponseLog.write
 def slow(self, lines):
     for line in lines:
@@ -243,10 +243,11 @@ def test_results_are_not_replaced_under_another_prompt_or_task(model, data, tmp_
     ],
 )
 def test_a_protocol_has_its_sources_values(name, k, temperature, top_p, max_tokens, prompt, data):
-    protocol = find_protocol(name)
-    assert tuple(protocol.options().values()) == (k, temperature, top_p, max_tokens)
-    choice = Choice(data, limit=1, prompts=protocol.prompts)
-    assert load_benchmarks("aime24", choice)[0].prompt_name == prompt
+    options = {"protocol": name, "benchmarks": "aime24", "data_dir": data, "num_problems": 1, "batch_size": 1}
+    config = EvalConfig.of(data, None, options)
+    assert (config.k, config.temperature) == (k, temperature)
+    assert (config.top_p, config.max_tokens) == (top_p, max_tokens)
+    assert load_benchmarks(config)[0].prompt_name == prompt
 
 
 @pytest.mark.parametrize(
@@ -263,9 +264,9 @@ def test_a_set_with_images_is_asked_as_gpgs_release_asks_it(name, task, prompt, 
     (tmp_path / "x.png").touch()
     line = {"id": "a", "question": "q", "answer": answer, "metadata": {"images": ["x.png"]}}
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
-    prompts = find_protocol("gpg_vision").prompts
-    choice = Choice(tmp_path, task=task, prompts=prompts, images=True)
-    assert load_benchmarks(str(tmp_path / f"{name}.jsonl"), choice)[0].prompt_name == prompt
+    options = {"protocol": "gpg_vision", "task": task, "generator": "vllm", "batch_size": 1}
+    config = EvalConfig.of(tmp_path, None, {**options, "benchmarks": str(tmp_path / f"{name}.jsonl")})
+    assert load_benchmarks(config)[0].prompt_name == prompt
 
 
 def test_a_protocol_is_recorded_cut_to_the_models_length_and_gives_way_to_options(model, data, tmp_path):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from checkpoints_conv.model_card import Training, write_card
 from nemo_grpo.cli.eval import eval_command
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.settings import fitting_batch_size
+from nemo_grpo.evaluate.config import fitting_batch_size
 
 app = typer.Typer()
 app.command()(eval_command)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from nemo_grpo.evaluate import evaluate, runner
-from nemo_grpo.evaluate.responses import ResponseLog, Resumable
+from nemo_grpo.evaluate.response_cache import ResponseCache, ResponseLog
 from nemo_grpo.progress import TokenMeter
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 from nemo_grpo.sampling.images import image_digest
-from nemo_grpo.sampling.requests import Ended, Rollout, SamplingParams
+from nemo_grpo.sampling.requests import Rollout, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 
 RIGHT = "<think></think><answer>Knight, knave</answer>"
@@ -47,7 +47,7 @@ class Killed(BaseException):
 class ScriptedGenerator:
     """Answers each prompt from a script: {prompt: (greedy response, [sampled responses])}.
 
-    Tells of the last rows first, and is killed after ``life`` of them.
+    It is killed in the call after ``life`` others.
     """
 
     def __init__(self, script, life=math.inf):
@@ -55,6 +55,8 @@ class ScriptedGenerator:
 
     def generate(self, request):
         prompts, num_generations, sampling = request.prompts, request.num_generations, request.sampling
+        if len(self.calls) == self.life:
+            raise Killed
         self.calls.append((len(prompts), num_generations, sampling, request.seed))
         texts = []
         for prompt in prompts:
@@ -66,14 +68,8 @@ class ScriptedGenerator:
             tokens[row, : len(text)] = torch.tensor([ord(character) for character in text])
         truncated = torch.tensor([text == NONE for text in texts])
         lengths = torch.tensor([len(text) for text in texts]) + (~truncated).long()
-        lengths[[*request.known]] = 0
-        for row in reversed(range(len(texts))):
-            if row not in request.known:
-                ended = Ended(row, tokens[row, : lengths[row]].tolist(), bool(truncated[row]))
-                request.heard(len(ended.tokens), [ended])
-                self.life -= 1
-            if self.life == 0:
-                raise Killed
+        if request.meter is not None:
+            request.meter(int(lengths.sum()), len(texts))
         zeros = torch.zeros(tokens.shape)
         return Rollout(tokens, zeros, lengths, truncated)
 
@@ -92,9 +88,10 @@ SCRIPT = {
 SAMPLING = SamplingParams(100, temperature=0.7, top_p=0.9, stop_token_ids=(END,))
 
 
-def run(task, generator=None, meter=None, recall=None):
+def run(task, generator=None, meter=None, cache=None, **more):
     generator = generator or ScriptedGenerator(SCRIPT)
-    return evaluate(generator, CharacterTokenizer(), task, Prompt(), PROBLEMS, 4, SAMPLING, 7, meter, recall)
+    asked = (task, Prompt(), PROBLEMS, 4, SAMPLING, 7)
+    return evaluate(generator, CharacterTokenizer(), *asked, meter, cache, **more)
 
 
 def test_metrics_by_hand(task):
@@ -142,7 +139,7 @@ def test_samples_at_temperature_0_are_the_greedy_response_again(task, tmp_path):
     with ResponseLog(tmp_path / "responses.jsonl") as log:
         result = evaluate(
             generator, CharacterTokenizer(), task, Prompt(), PROBLEMS, 4, greedy, 7,
-            recall=Resumable(log, "b", {}),
+            cache=ResponseCache(log, "b", {}),
         )  # fmt: skip
     assert [len(problem.samples.scores) for problem in result.problems] == [4, 4, 4]
     # one problem of three is solved, by all of its samples or by none
@@ -161,19 +158,22 @@ def test_metrics_do_not_depend_on_the_chunk_size(task, monkeypatch, problems_per
     assert max(call[0] for call in generator.calls) == problems_per_call
 
 
-@pytest.mark.parametrize("life", [1, 2, 4, 9, 15])
-def test_a_killed_run_keeps_each_response_that_has_ended_and_samples_the_others(task, tmp_path, life):
+@pytest.mark.parametrize("life", range(6))
+def test_a_killed_run_keeps_each_call_that_has_ended_and_samples_the_others(task, tmp_path, life):
+    """Three problems, one a call: greedily, then four samples."""
     expected, told = run(task), []
+    killed = ScriptedGenerator(SCRIPT, life)
     with ResponseLog(tmp_path / "log.jsonl") as log, pytest.raises(Killed):
-        run(task, ScriptedGenerator(SCRIPT, life), recall=Resumable(log, "b", {}))
-    assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == life
+        run(task, killed, cache=ResponseCache(log, "b", {}), problems_per_call=1)
+    kept = 5 * (life // 2) + life % 2
+    assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == kept
     meter = TokenMeter(lambda note, amount: told.append(amount), 3 * (1 + 4), 100)
     generator = ScriptedGenerator(SCRIPT)
     with ResponseLog(tmp_path / "log.jsonl") as log:
-        assert run(task, generator, meter, Resumable(log, "b", {})) == expected
-    assert math.inf == generator.life
+        assert run(task, generator, meter, ResponseCache(log, "b", {}), problems_per_call=1) == expected
+    assert len(generator.calls) == 6 - life
     assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == 15  # none twice
-    assert (meter.num_ended, sum(told)) == (15 - life, 15)
+    assert (meter.num_ended, sum(told)) == (15 - kept, 15)
 
 
 class SeeingTokenizer(CharacterTokenizer):
@@ -200,16 +200,16 @@ def test_problems_with_the_same_words_and_other_images_are_asked_together(tmp_pa
 
     def ask():
         with ResponseLog(tmp_path / "log.jsonl") as log:
-            recall = Resumable(log, "b", {})
+            cache = ResponseCache(log, "b", {})
             tokenizer = SeeingTokenizer()
             return evaluate(
-                script, tokenizer, task, Prompt(), problems, 2, SAMPLING, 7, recall=recall
+                script, tokenizer, task, Prompt(), problems, 2, SAMPLING, 7, cache=cache
             ).metrics()
 
     assert ask()["accuracy"] == 0.5
     assert [request.images for request in requests] == [[(str(tmp_path / "a"),), (str(tmp_path / "b"),)]] * 2
     ask()
-    assert len(requests) == 2  # all recalled
+    assert len(requests) == 2  # all are on record
     (tmp_path / "b").write_bytes(b"3")
     image_digest.cache_clear()
     ask()

@@ -2,7 +2,7 @@
 
 import io
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,20 @@ from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, Scripted
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark, opens_think
-from nemo_grpo.evaluate.responses import ResponseLog
+from nemo_grpo.evaluate.config import EvalConfig
+from nemo_grpo.evaluate.response_cache import ResponseLog
 from nemo_grpo.evaluate.seeds import over_seeds
 from nemo_grpo.evaluate.show import groups, table
-from nemo_grpo.evaluate.suite import Conditions, longest_prompt, run_suite
+from nemo_grpo.evaluate.suite import longest_prompt, run_suite
 from nemo_grpo.tasks import Prompt, parse_task
 
-CONDITIONS = Conditions("f", "hf", "float32", "cpu", SAMPLING, 4, 7)
+CONFIG = EvalConfig(
+    Path("model"), k=4, temperature=0.7, top_p=0.9, max_tokens=100, stop_token_ids=(0,), batch_size=8
+)
+CONDITIONS = {
+    **{"model": "f", "generator": "hf", "dtype": "float32", "device": "cpu"},
+    **{"sampling": asdict(SAMPLING), "num_samples": 4, "seed": 7},
+}
 
 
 def benchmark(name, problems):
@@ -33,7 +40,7 @@ def evaluated(tmp_path):
         chosen = [benchmark(name, problems) for name, problems in sets.items()]
         generator, tokenizer = ScriptedGenerator(SCRIPT), CharacterTokenizer()
         with ResponseLog(tmp_path / "responses.jsonl") as log:
-            return run_suite(generator, tokenizer, chosen, CONDITIONS, log, problems_per_call=2)
+            return run_suite(generator, tokenizer, chosen, CONFIG, CONDITIONS, log)
 
     return results
 
@@ -41,6 +48,11 @@ def evaluated(tmp_path):
 @pytest.fixture
 def result(evaluated):
     return evaluated(all=PROBLEMS, one=PROBLEMS[:1])
+
+
+def test_conditions_are_those_of_the_sampling() -> None:
+    assert CONFIG.sampling == SAMPLING
+    assert CONFIG.problems_per_call == 2
 
 
 def test_average_by_hand(evaluated):

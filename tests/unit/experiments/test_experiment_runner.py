@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,11 +22,19 @@ from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.engine.inputs import keep_inputs, model_files
 from nemo_grpo.errors import UserError, how_ended
 from nemo_grpo.experiments.experiment import run_experiment
-from nemo_grpo.experiments.jobs import Job, compare_settings, make_jobs
+from nemo_grpo.experiments.jobs import Job, Setting, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
 from nemo_grpo.experiments.runner import Status, check_unchanged, run_jobs
+from nemo_grpo.experiments.sweep import sweep_variants, with_overrides
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+
+
+def settings_of(
+    variants: list[str], overrides: Sequence[str] = (), recipe: Path = QUICKSTART
+) -> list[Setting]:
+    return with_overrides(sweep_variants(recipe, variants, [0]).settings, overrides)
+
 
 # Makes steps one by one from where it stands; SIGTERM ends it with exit code 75, a file fail-NAME breaks it.
 RUN = """
@@ -52,7 +60,7 @@ for step in range(done, 4):
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> list[Job]:
-    return make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"]), [0, 1], tmp_path / "out")
+    return make_jobs(settings_of(["grpo", "gpg"]), [0, 1], tmp_path / "out")
 
 
 @pytest.fixture
@@ -97,14 +105,14 @@ def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path,
     ended = run_jobs(jobs, out, 2, command(0))
     assert starts(jobs) == [1, 1, 1, 1]
     assert list(ended) == [job.name for job in jobs]
-    longer = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["grpo.max_num_steps=999"]), [0], out)
+    longer = make_jobs(settings_of(["grpo"], ["grpo.max_num_steps=999"]), [0], out)
     run_jobs(longer, out, 1, command(0))
     assert starts(jobs) == [2, 1, 1, 1]
 
 
 def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, command) -> None:
     out = tmp_path / "out"
-    jobs = make_jobs(compare_settings(QUICKSTART, ["grpo"], ["policy.precision=auto"]), [0], out)
+    jobs = make_jobs(settings_of(["grpo"], ["policy.precision=auto"]), [0], out)
     for _ in range(2):
         run_jobs(jobs, out, 1, command(0))
         check_unchanged(jobs)
@@ -112,7 +120,7 @@ def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, comm
     with pytest.raises(
         UserError, match=r"policy\.precision: bfloat16 -> float32; undo that, or choose another"
     ):
-        check_unchanged(make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], out))
+        check_unchanged(make_jobs(settings_of(["grpo"]), [0], out))
 
 
 CONSTANT = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
@@ -143,7 +151,7 @@ def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, b
     out = tmp_path / "out"
 
     def jobs(overrides: list[str]) -> list[Job]:
-        return make_jobs(compare_settings(QUICKSTART, ["grpo"], overrides), [0], out)
+        return make_jobs(settings_of(["grpo"], overrides), [0], out)
 
     run_jobs(jobs(before), out, 1, command(0))
     kept = (out / "runs/grpo-s0/recipe.resolved.yaml").read_text()
@@ -162,7 +170,7 @@ def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command) -> No
     weights.parent.mkdir()
     weights.write_text("first")
     model = [f"policy.model_name={weights.parent}", "nemo_grpo.warm_start=null"]
-    jobs = make_jobs(compare_settings(QUICKSTART, ["grpo"], model), [0, 1], tmp_path / "out")
+    jobs = make_jobs(settings_of(["grpo"], model), [0, 1], tmp_path / "out")
     run_jobs(jobs[:1], tmp_path / "out", 1, command(0))
     keep_inputs(jobs[0].folder, model_files(weights.parent))
     check_unchanged(jobs)
@@ -177,7 +185,7 @@ def test_the_last_note_counts_every_run_as_ended(tmp_path, jobs, command, monkey
     notes: list[str] = []
 
     @contextmanager
-    def collected(*_: object) -> Iterator[Callable[..., None]]:
+    def collected(*_: object, **__: object) -> Iterator[Callable[..., None]]:
         yield lambda note="", amount=1: notes.append(note)
 
     monkeypatch.setattr("nemo_grpo.experiments.runner.progress", collected)
@@ -212,6 +220,15 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, comma
     (out / "runs" / "fail-gpg-s0").unlink()
     assert {s.state for s in run_jobs(jobs, out, 1, command(0)).values()} == {"finished"}
     assert starts(jobs) == [1, 2, 1, 1]
+
+
+def test_only_files_that_were_written_are_named(tmp_path, jobs, command) -> None:
+    out = tmp_path / "out"
+    failed = {job.name: Status("failed", 1, 1.0, "error: it broke") for job in jobs}
+    for ended in (failed, run_jobs(jobs, out, 2, command(0)), failed):
+        found = write_results(jobs, ended, out, "x")
+        assert all(file.is_file() for file in found.files)
+        assert (out / "report.html" in found.files) == (out / "report.html").is_file() == bool(found.groups)
 
 
 def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command) -> None:
@@ -268,7 +285,7 @@ def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs, 
 def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
-    longer = make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
+    longer = make_jobs(settings_of(["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
     begun = longer[0].folder / "starts"
     (longer[0].folder / "metrics.jsonl").unlink()  # so that it has steps to make
     with stopped_when(lambda: begun.read_text() == "xx"):
@@ -314,7 +331,7 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
     found = write_results(jobs, ended, tmp_path / "out", "the command")
     text = (tmp_path / "out" / "table.md").read_text()
     head, _, grpo, gpg, *_ = [line for line in text.splitlines() if line.startswith("|")]
-    assert head == "| setting | seeds | steps | start | best | final | gain | least gain |"
+    assert head == "| setting | seed numbers | steps | start | best | final | gain | least gain |"
     # 0.2 and 0.4: mean 0.3, deviation 0.2 / sqrt 2 = 0.141
     assert grpo == (
         "| grpo | 0, 1 | 9 | 0.100 +- 0.000 | 0.300 +- 0.141 | 0.300 +- 0.141 | +0.200 +- 0.141 | +0.100 |"

@@ -1,5 +1,7 @@
 """Which runs a comparison or a sweep consists of, and what is refused before any starts."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,15 @@ import pytest
 from nemo_grpo.cli.compare import parse_seeds
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.jobs import Setting, compare_settings, make_jobs
-from nemo_grpo.experiments.sweep import Target, find_sweep, is_sweep, load_sweep, with_overrides
+from nemo_grpo.experiments.jobs import Setting, make_jobs
+from nemo_grpo.experiments.sweep import (
+    Target,
+    find_sweep,
+    is_sweep,
+    load_sweep,
+    sweep_variants,
+    with_overrides,
+)
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -16,8 +25,14 @@ QUICKSTART = RECIPES / "quickstart.yaml"
 PRESETS = sorted((RECIPES / "sweeps").glob("*.yaml"))
 
 
+def settings_of(
+    variants: list[str], overrides: Sequence[str] = (), recipe: Path = QUICKSTART
+) -> list[Setting]:
+    return with_overrides(sweep_variants(recipe, variants, [0]).settings, overrides)
+
+
 def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_variant() -> None:
-    settings = compare_settings(QUICKSTART, ["grpo", "gpg"], ["grpo.max_num_steps=3"])
+    settings = settings_of(["grpo", "gpg"], ["grpo.max_num_steps=3"])
     assert [(s.label, s.recipe.name, s.overrides) for s in settings] == [
         ("grpo", "quickstart.yaml", ("grpo.max_num_steps=3",)),
         ("gpg", "quickstart-gpg.yaml", ("grpo.max_num_steps=3",)),
@@ -26,7 +41,7 @@ def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_varian
 
 def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -> None:
     recipe = RECIPES / "quickstart-tr_grpo.yaml"  # has keys that GPG does not know, and no overlay of its own
-    job = make_jobs(compare_settings(recipe, ["gpg"]), [0], tmp_path)[0]
+    job = make_jobs(settings_of(["gpg"], recipe=recipe), [0], tmp_path)[0]
     assert job.setting.recipe == recipe
     assert job.recipe.loss_fn.model_dump() == {
         **job.recipe.loss_fn.model_dump(),
@@ -37,7 +52,7 @@ def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -
 
 
 def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Path) -> None:
-    jobs = make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"]), [0, 7], tmp_path, same_start=True)
+    jobs = make_jobs(settings_of(["grpo", "gpg"]), [0, 7], tmp_path)
     named = [(job.name, job.recipe.grpo.seed) for job in jobs]
     assert named == [("grpo-s0", 0), ("gpg-s0", 0), ("grpo-s7", 7), ("gpg-s7", 7)]
     assert jobs[3].folder == tmp_path / "runs" / "gpg-s7"
@@ -45,23 +60,23 @@ def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Pa
 
 
 def test_variants_that_do_not_exist_or_come_twice_are_refused() -> None:
-    with pytest.raises(UserError, match=r"grp' is not a variant; did you mean 'grpo'\?"):
-        compare_settings(QUICKSTART, ["grpo", "grp"])
-    with pytest.raises(UserError, match="a variant is given twice"):
-        compare_settings(QUICKSTART, ["grpo", "grpo"])
-    with pytest.raises(UserError, match="is what --variants varies"):
-        compare_settings(QUICKSTART, ["grpo"], ["loss_fn.variant=gpg"])
+    with pytest.raises(UserError, match=r"grp: .*did you mean 'grpo'\?"):
+        make_jobs(settings_of(["grpo", "grp"]), [0], Path("out"))
+    with pytest.raises(UserError, match="--variants grpo,grpo: the setting 'grpo' is repeated; name it once"):
+        settings_of(["grpo", "grpo"])
+    with pytest.raises(UserError, match=r"loss_fn\.variant is what the settings vary; leave"):
+        settings_of(["grpo"], ["loss_fn.variant=gpg"])
 
 
 def test_a_setting_that_is_not_valid_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gpg: .*loss_fn\.tau"):
-        make_jobs(compare_settings(QUICKSTART, ["grpo", "gpg"], ["loss_fn.tau=1"])[1:], [0], tmp_path)
+        make_jobs(settings_of(["grpo", "gpg"], ["loss_fn.tau=1"])[1:], [0], tmp_path)
     with pytest.raises(UserError, match="nothing to run"):
         make_jobs([], [0], tmp_path)
 
 
 def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
-    one = compare_settings(QUICKSTART, ["grpo"], [f"checkpointing.checkpoint_dir={tmp_path}"])
+    one = settings_of(["grpo"], [f"checkpointing.checkpoint_dir={tmp_path}"])
     with pytest.raises(UserError, match="several runs would share the checkpoints"):
         make_jobs(one, [0, 1], tmp_path)
     alike = [Setting("a b", QUICKSTART), Setting("a/b", QUICKSTART)]
@@ -75,7 +90,7 @@ def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
 def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path, override: str) -> None:
     key = override.lstrip("+").partition("=")[0]
     with pytest.raises(UserError, match=f"{key} cannot be set for all runs"):
-        make_jobs(compare_settings(QUICKSTART, ["grpo"], [override]), [0], tmp_path)
+        make_jobs(settings_of(["grpo"], [override]), [0], tmp_path)
     grid = load_sweep(write_sweep(tmp_path, "  grids: [{grpo.seed: [3, 4]}]\n"))
     with pytest.raises(UserError, match=r"name the seeds in --seeds, or in sweep\.seeds"):
         make_jobs(grid.settings, [0], tmp_path)
@@ -83,17 +98,30 @@ def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["runs #1", "a: b", "{z}", "1"])
 def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name: str) -> None:
-    job = make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], tmp_path / name)[0]
+    job = make_jobs(settings_of(["grpo"]), [0], tmp_path / name)[0]
     assert job.folder == tmp_path / name / "runs" / "grpo-s0"
-    job = make_jobs(compare_settings(QUICKSTART, ["grpo"]), [0], Path(name))[0]
+    job = make_jobs(settings_of(["grpo"]), [0], Path(name))[0]
     assert job.folder == Path(name, "runs", "grpo-s0")
 
 
 def test_a_comparison_from_different_starts_is_refused(tmp_path: Path) -> None:
     settings = [Setting("a", QUICKSTART), Setting("b", QUICKSTART, ("nemo_grpo.warm_start.num_steps=7",))]
     with pytest.raises(UserError, match=r"nemo_grpo\.warm_start of b .* differs from that of a"):
-        make_jobs(settings, [0], tmp_path, same_start=True)
-    assert len(make_jobs(settings, [0], tmp_path)) == 2  # a sweep may vary the start
+        make_jobs(settings, [0], tmp_path)
+    varied = load_sweep(write_sweep(tmp_path, "  grids: [{nemo_grpo.warm_start.num_steps: [7, 8]}]\n"))
+    assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
+
+
+def test_variants_in_a_sweep_have_the_recipes_that_compare_gives_them(tmp_path: Path) -> None:
+    file = write_sweep(tmp_path, "  grids: [{loss_fn.variant: [grpo, gpg, cispo]}]\n")
+    for mine, theirs in zip(load_sweep(file).settings, settings_of(["grpo", "gpg", "cispo"]), strict=True):
+        assert mine == replace(theirs, label=f"variant={theirs.label}")
+
+
+def test_recipe_of_a_sweep_may_be_a_shipped_one(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("sweep: {recipe: nemo_grpo://quickstart.yaml, grids: [{grpo.max_num_steps: [1, 2]}]}")
+    assert {setting.recipe for setting in load_sweep(file).settings} == {QUICKSTART.resolve()}
 
 
 def test_settings_that_are_validated_differently_are_refused(tmp_path: Path) -> None:
@@ -104,11 +132,10 @@ def test_settings_that_are_validated_differently_are_refused(tmp_path: Path) -> 
         ("policy.generation.max_new_tokens=20", r"policy\.generation\.max_new_tokens of b \(20\)"),
     ):
         settings = [Setting("a", QUICKSTART, (follows,)), Setting("b", QUICKSTART, (follows, override))]
-        for same_start in (True, False):
-            with pytest.raises(
-                UserError, match=rf"{key} differs from that of a .* validates all runs alike; add"
-            ):
-                make_jobs(settings, [0], tmp_path, same_start=same_start)
+        with pytest.raises(
+            UserError, match=rf"{key} differs from that of a .* validates all runs alike; add"
+        ):
+            make_jobs(settings, [0], tmp_path)
     varied = load_sweep(write_sweep(tmp_path, "  grids: [{policy.generation.val_temperature: [0, 1]}]\n"))
     assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
 
@@ -235,7 +262,7 @@ def test_a_negative_seed_of_a_sweep_is_refused(tmp_path: Path) -> None:
 def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path: Path, override: str) -> None:
     text = "  overrides: {grpo.max_num_steps: 5}\n  grids: [{loss_fn.tau: [0.5, 2.0]}]\n"
     settings = load_sweep(write_sweep(tmp_path, text)).settings
-    with pytest.raises(UserError, match=r"loss_fn\.tau is what the sweep varies"):
+    with pytest.raises(UserError, match=r"loss_fn\.tau is what the settings vary"):
         with_overrides(settings, [override])
     changed = with_overrides(settings, ["grpo.max_num_steps=6", "loss_fn.tau_convention=multiply"])
     assert [setting.overrides[-2] for setting in changed] == ["grpo.max_num_steps=6"] * 2

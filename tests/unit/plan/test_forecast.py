@@ -3,20 +3,23 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.plan import plan_recipe
-from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale, of_variants
+from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
 from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.remedies import for_memory, for_time
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
 from nemo_grpo.plan.search import _rollouts, best_layouts
 from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.plan.workload import expected_draws, scoring_passes, workload_of
 from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
+from nemo_grpo.recipe.layout import Layout
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
@@ -114,9 +117,6 @@ def test_scoring_passes_follow_the_variant() -> None:
     cluster = load_recipe(RECIPES / "cw_grpo" / "cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml")
     assert scoring_passes(cluster) == 2
     assert scoring_passes(load_recipe(LARGE)) == 1
-    embedded = RECIPES / "quickstart-gpg.yaml"
-    batch = load_recipe(embedded).num_sequences_per_step
-    assert scoring_passes(load_recipe(embedded, [f"policy.train_global_batch_size={batch}"])) == 0
 
 
 def test_setup_follows_the_recipes_own_keys() -> None:
@@ -199,15 +199,6 @@ def test_wrong_hardware_is_refused(tmp_path: Path, text: str, message: str) -> N
     file.write_text(text)
     with pytest.raises(UserError, match=message):
         hardware_of("mine", file)
-
-
-def test_algorithms_differ_by_draws_and_passes(recipe: Recipe, base: Forecast) -> None:
-    found = of_variants(recipe, base, ["grpo", "cw_grpo", "gpg"], Assumptions(4000))
-    plain, weighted, gpg = (found[name].step for name in found)
-    assert weighted.phases["scoring"] == pytest.approx(2 * plain.phases["scoring"])
-    assert gpg.rollout == pytest.approx(2 * plain.rollout, rel=0.01)
-    with pytest.raises(UserError, match="--compare gpgg: not a variant; did you mean 'gpg'"):
-        of_variants(recipe, base, ["gpgg"], Assumptions())
 
 
 def test_best_layout_is_faster_and_fits_when_its_overrides_are_given(recipe: Recipe, base: Forecast) -> None:
@@ -361,7 +352,51 @@ def test_steps_within_a_time_leave_room_for_a_checkpoint(base: Forecast) -> None
     assert base.steps_within(save) == 0
 
 
-def test_validation_is_what_the_engine_samples() -> None:
-    asked = ["grpo.val_num_generations_per_prompt=3", "nemo_grpo.evaluation.num_samples=32"]
-    recipe = load_recipe("quickstart", asked)
-    assert workload_of(recipe, of_mean(20.0, 40, 10.0)).val_samples == 3 * recipe.grpo.max_val_samples
+@pytest.mark.parametrize(
+    ("name", "remedy", "possible", "not_possible"),
+    [
+        ("forward and backward", "no recomputation", {"recompute": ("full",)}, {"recompute": ()}),
+        ("scoring", "leave out the KL penalty", {"has_penalty": True}, {"has_penalty": False}),
+        ("optimizer", "no optimizer_cpu_offload", {"offload_fraction": 0.5}, {"offload_fraction": 0.0}),
+        ("refit", "fewer stages", {"layout": Layout(pipeline=2)}, {"layout": Layout()}),
+        ("refit", "fewer expert ranks", {"layout": Layout(expert=2)}, {"layout": Layout()}),
+        ("decode", "FP8 rollouts", {"vllm_fp8": False}, {"vllm_fp8": True}),
+    ],
+)
+def test_remedy_of_a_slow_phase_is_named_where_it_is_possible(
+    base: Forecast, name: str, remedy: str, possible: dict[str, Any], not_possible: dict[str, Any]
+) -> None:
+    assert remedy in for_time(name, replace(base.setup, **possible), base.work)
+    assert remedy not in for_time(name, replace(base.setup, **not_possible), base.work)
+
+
+def test_rollouts_that_run_ahead_are_not_advised_again(base: Forecast) -> None:
+    assert "grpo.async_grpo" in for_time("tail", base.setup, base.work)
+    assert "grpo.async_grpo" not in for_time("tail", base.setup, replace(base.work, trajectory_age=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy", "possible", "not_possible"),
+    [
+        ("optimizer", "the distributed", {"distributed_optimizer": False}, {"distributed_optimizer": True}),
+        ("optimizer", "optimizer_cpu_offload", {"offload_fraction": 0.0}, {"offload_fraction": 1.0}),
+        ("optimizer", "optimizer_cpu_offload", {"embedded": False}, {"embedded": True}),
+        ("activations", "activation_checkpointing=true", {"recompute": ("mlp",)}, {"recompute": ("full",)}),
+        ("activations", "train_micro_batch_size", {"train_tokens": 200_000}, {"train_tokens": 1000}),
+        ("logits", "policy.logprob_chunk_size", {"logprob_chunk": 0}, {"logprob_chunk": 1024}),
+        ("reference", "leave out the KL penalty", {"has_penalty": True}, {"has_penalty": False}),
+    ],
+)
+def test_remedy_of_too_little_memory_is_named_where_it_is_possible(
+    base: Forecast, name: str, remedy: str, possible: dict[str, Any], not_possible: dict[str, Any]
+) -> None:
+    assert remedy in for_memory(name, replace(base.setup, **possible))
+    assert remedy not in for_memory(name, replace(base.setup, **not_possible))
+
+
+def test_penalty_can_be_left_out_only_where_nothing_else_needs_the_reference(recipe: Recipe) -> None:
+    penalty = ["loss_fn.reference_policy_kl_penalty=0.01"]
+    assert not setup_of(recipe).has_penalty
+    assert setup_of(load_recipe(LARGE, penalty)).has_penalty
+    erpo = next((RECIPES / "erpo").glob("*-1n8g.yaml"))
+    assert setup_of(load_recipe(erpo)).has_penalty is False  # its advantages compare with the reference

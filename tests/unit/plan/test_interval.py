@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nemo_grpo.plan.interval import COVERAGE, seen_of
+from benchmarks.plan_vs_published import COVERAGE, seen_of
 
 
 def test_interval_of_few_steps_reaches_from_the_least_to_the_largest_ratio() -> None:

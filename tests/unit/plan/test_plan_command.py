@@ -15,8 +15,8 @@ from nemo_grpo.cli import plan as command
 from nemo_grpo.errors import UserError
 from nemo_grpo.families import read_spec
 from nemo_grpo.plan import HARDWARE, plan_recipe
+from nemo_grpo.plan.efficiency import PUBLISHED
 from nemo_grpo.plan.forecast import Assumptions
-from nemo_grpo.plan.interval import PUBLISHED
 from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.rules import training_fits_in_memory
 from nemo_grpo.plan.setup import setup_of
@@ -201,7 +201,7 @@ def test_plan_shows_what_drafts_yield() -> None:
 
 
 def test_json_holds_what_the_tables_show() -> None:
-    arguments = ("--json", "--price", "2", "--compare", "grpo,gpg", "--scale", "8,16", "--best")
+    arguments = ("--json", "--price", "2", "--scale", "8,16", "--best")
     code, output = run(SMALL, *arguments)
     assert code == 0
     found = json.loads(output)
@@ -218,7 +218,6 @@ def test_json_holds_what_the_tables_show() -> None:
         time["interval"]["run_seconds"][0] / time["run_seconds"]
     )
     assert time["interval"]["covered"] == PUBLISHED["h100"].covered
-    assert list(found["compare"]) == ["grpo", "gpg"]
     assert [point["num_gpus"] for point in found["scale"]] == [8, 16]
     assert found["best"][0]["step_seconds"] <= time["step_seconds"]
 

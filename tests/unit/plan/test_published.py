@@ -7,8 +7,7 @@ import pytest
 
 from benchmarks.plan_vs_published import blind, fit, seen_by_gpu
 from benchmarks.published_rows import FOLDER, Row, error, predicted, read_blind, read_rows
-from nemo_grpo.plan.efficiency import FITTED
-from nemo_grpo.plan.interval import OTHER, PUBLISHED
+from nemo_grpo.plan.efficiency import FITTED, OTHER, PUBLISHED
 
 ROWS = read_rows()
 

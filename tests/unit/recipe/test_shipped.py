@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from nemo_grpo import shipped
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.jobs import compare_settings
+from nemo_grpo.experiments.sweep import sweep_variants
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -68,7 +68,7 @@ def test_list_names_every_recipe():
 def test_a_job_and_a_comparison_get_the_shipped_file_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert f" {RECIPES}/quickstart.yaml" in runner.invoke(app, ["launch", "quickstart", "--dry-run"]).stdout
-    settings = compare_settings(Path("quickstart"), ["grpo", "gpg"])
+    settings = sweep_variants(Path("quickstart"), ["grpo", "gpg"], [0]).settings
     assert [setting.recipe for setting in settings] == [
         RECIPES / "quickstart.yaml",
         RECIPES / "quickstart-gpg.yaml",

@@ -7,7 +7,7 @@ from toy_models import logprobs_of, make_generator, make_model
 
 from nemo_grpo.engine.warm_start import build_tokenizer
 from nemo_grpo.errors import UserError
-from nemo_grpo.sampling.episodes import Response, StopTexts, Written, sample_responses
+from nemo_grpo.sampling.episodes import Response, StopTexts, sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams, Turn
@@ -56,6 +56,8 @@ class ScriptedGenerator:
         logprobs = -torch.arange(1.0, width + 1).expand(len(rows), -1)
         lengths = torch.tensor([len(tokens) for tokens, _ in rows])
         truncated = torch.tensor([cut for _, cut in rows])
+        if request.meter is not None:
+            request.meter(int(lengths.sum()), len(rows))
         return Rollout(ids, logprobs, lengths, truncated)
 
 
@@ -73,19 +75,19 @@ ASK, TOLD = "<search>a</search>", "\n<information>[1] A!</information>\n"
 ANSWER = "<answer>A</answer>"
 
 
-def converse(task, script, prompts, num_generations, max_new_tokens=200, heard=None):
+def converse(task, script, prompts, num_generations, max_new_tokens=200, meter=None):
     generator = ScriptedGenerator(script)
     ids = [[ord(character) for character in prompt] for prompt in prompts]
     sampling = SamplingParams(max_new_tokens, stop_token_ids=(END,))
-    request = Request(ids, num_generations, sampling, 0)
-    sampled = sample_responses(generator, CharacterTokenizer(), task, request, heard)
+    request = Request(ids, num_generations, sampling, 0, meter=meter)
+    sampled = sample_responses(generator, CharacterTokenizer(), task, request)
     return sampled, generator.calls
 
 
 def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
     script = {"p": [ASK, "no\0"], f"p{ASK}{TOLD}": ANSWER}
     told = []
-    (first, second), calls = converse(task, script, ["p"], 2, heard=lambda *step: told.append(step))
+    (first, second), calls = converse(task, script, ["p"], 2, meter=lambda *step: told.append(step))
     assert first.text == ASK + TOLD + ANSWER
     assert "".join(map(chr, first.tokens.tolist())) == first.text
     spoken = [True] * len(ASK) + [False] * len(TOLD) + [True] * len(ANSWER)
@@ -95,10 +97,8 @@ def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
     assert (first.truncated, first.episode) == (False, Episode(2, 1, 0))
     assert (second.text, second.tokens.tolist()) == ("no", [ord("n"), ord("o"), END])
     assert (second.truncated, second.episode) == (False, Episode(1, 0, 0))
-    assert [ended for _, ended in told] == [
-        [(1, Written("no", 3, False))],
-        [(0, Written(first.text, len(ASK) + len(ANSWER), False))],
-    ]
+    # two turns in the first call, one of which ends its response; then the other response's last turn
+    assert told == [(len(ASK) + 3, 0), (0, 1), (len(ANSWER), 0), (0, 1)]
     left = 200 - len(ASK) - len(TOLD)  # the second call: only who goes on, with what is left
     assert [(prompts, n, turn.max_new_tokens) for prompts, n, turn in calls] == [
         (["p"], 2, [200]),

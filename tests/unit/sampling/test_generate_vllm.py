@@ -2,7 +2,7 @@
 
 import importlib.machinery
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,7 +11,7 @@ from PIL import Image
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, vllm_device
-from nemo_grpo.sampling.requests import Ended, Request, SamplingParams, Turn
+from nemo_grpo.sampling.requests import Request, SamplingParams, Turn
 
 END = 9
 
@@ -136,18 +136,11 @@ def test_what_is_asked_of_vllm(generator):
     }  # fmt: skip
 
 
-def test_every_token_and_every_end_is_heard_and_what_is_known_is_not_asked(generator):
+def test_every_token_and_every_end_is_counted(generator):
     told = []
-    request = Request([[3], [6]], 3, SAMPLING, 1, known=frozenset({2, 3}))
-    request = replace(request, heard=lambda num_tokens, ended: told.append((num_tokens, sorted(ended))))
-    rollout = generator.generate(request)
-    assert rollout.lengths.tolist() == [1, 2, 0, 0, 1, 2]
-    first = [Ended(0, [END], False), Ended(4, [END], False)]
-    assert told == [(4, first), (2, [Ended(1, [3, END], False), Ended(5, [6, END], False)])]
-    whole = generator.generate(replace(request, known=frozenset(), heard=None))
-    assert whole.lengths.tolist() == [1, 2, 2, 1, 2, 2]
-    asked, unbroken = ([params.seed for params in call[1]] for call in LLM.last.calls)
-    assert asked == [seed for row, seed in enumerate(unbroken) if row not in request.known]
+    generator.generate(Request([[3], [6]], 3, SAMPLING, 1, meter=lambda *step: told.append(step)))
+    # responses of 1, 2, 2, 1, 2, 2 tokens, each with one more in each step
+    assert told == [(6, 2), (4, 4)]
 
 
 @pytest.mark.parametrize("platform", ["cpu"], indirect=True)

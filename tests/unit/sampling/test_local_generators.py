@@ -13,7 +13,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.draws import draw, response_uniforms
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
-from nemo_grpo.sampling.requests import Ended, Request, SamplingParams
+from nemo_grpo.sampling.requests import Request, SamplingParams
 
 VOCAB = 40
 PROMPTS = [[3, 7, 1], [5], [9, 9, 2, 30, 11, 4, 8], [12, 1]]
@@ -142,34 +142,13 @@ def test_responses_do_not_depend_on_the_rest_of_the_batch(kind, model, generator
         assert alone == responses(reversed_order)[4 * (3 - row) : 4 * (3 - row) + 4]
 
 
-def test_every_token_and_every_end_is_heard_as_it_comes(kind, model):
+def test_every_token_and_every_end_is_counted_as_it_comes(kind, model):
     generator, told = make_generator(kind, model, max_batch_size=3), []
     request = Request(PROMPTS, 2, SamplingParams(6, stop_token_ids=(4, 5)), 0)
-    rollout = generator.generate(replace(request, heard=lambda *step: told.append(step)))
+    rollout = generator.generate(replace(request, meter=lambda *step: told.append(step)))
     assert sum(num_tokens for num_tokens, _ in told) == int(rollout.lengths.sum())
+    assert sum(num_ended for _, num_ended in told) == 8
     assert told[0][0] == 3
-    ended = sorted(one for _, ends in told for one in ends)
-    assert ended == [*map(Ended, range(8), responses(rollout), rollout.truncated.tolist())]
-    assert len({one.truncated for one in ended}) == 2
-    lengths = [len(one.tokens) for _, ends in told for one in ends]
-    assert sorted(lengths) != lengths  # a batch's before the next begins
-
-
-def test_a_part_of_a_request_tells_the_rows_of_the_whole(generator):
-    ended = []
-    request = Request(PROMPTS, 2, SamplingParams(2), 0, heard=lambda _, ends: ended.extend(ends))
-    part = responses(generator.generate(request.select([3, 1])))
-    assert {one.row: one.tokens for one in ended} == dict(zip([6, 7, 2, 3], part, strict=True))
-
-
-def test_what_is_known_is_not_sampled_and_changes_no_other(kind, model):
-    generator, request = (
-        make_generator(kind, model, max_batch_size=3),
-        Request(PROMPTS, 2, SamplingParams(6), 0),
-    )
-    whole = responses(generator.generate(request))
-    rest = responses(generator.generate(replace(request, known=frozenset({0, 1, 5}))))
-    assert rest == [[] if row in (0, 1, 5) else whole[row] for row in range(8)]
 
 
 def test_the_same_prompt_twice_gives_independent_responses(generator):

@@ -10,7 +10,6 @@ from steps import ALL, IDS, PARAMETERS
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.engine.learning import Learner
-from nemo_grpo.plan.workload import scoring_passes
 from nemo_grpo.variants.checking.steps import counts, random_step
 from nemo_grpo.variants.grpo import GRPO
 
@@ -66,13 +65,10 @@ class EntropyAlone(GRPO):
 
 
 def test_entropies_wait_for_the_scoring_pass_as_logprobs_do(monkeypatch):
-    """The engine scores before the update, and the planner counts the pass."""
+    """The engine scores before the update."""
     config = EntropyAlone()
     assert not config.needs_prev_logprobs
-    recipe = SimpleNamespace(
-        loss_fn=config, num_updates_per_step=1, nemo_grpo=SimpleNamespace(target="embedded")
-    )
-    assert scoring_passes(recipe) == 1
+    recipe = SimpleNamespace(loss_fn=config, num_updates_per_step=1)
 
     class Scored(Exception):
         pass

@@ -1,4 +1,4 @@
-"""The log of responses: what it survives, and what it does not mix."""
+"""Responses on disk: kills that they survive, and conditions that are not mixed."""
 
 import errno
 import json
@@ -9,10 +9,10 @@ import pytest
 
 from nemo_grpo import files
 from nemo_grpo.errors import UserError
-from nemo_grpo.evaluate.responses import Entry, ResponseLog, Resumable, fingerprint
-from nemo_grpo.sampling.episodes import Written
+from nemo_grpo.evaluate.config import fingerprint
+from nemo_grpo.evaluate.response_cache import Completion, ResponseCache, ResponseLog
 
-ONE, TWO = Written("a", 1, False), Written("b\u2028c", 2, True)
+ONE, TWO = Completion("a", 1, False), Completion("b\u2028c", 2, True)
 
 
 @pytest.fixture
@@ -20,19 +20,17 @@ def path(tmp_path):
     return tmp_path / "out" / "responses.jsonl"
 
 
-def samples(prompt, *responses):
-    return [Entry("p", prompt, False, number, response) for number, response in enumerate(responses)]
-
-
 def test_responses_come_back_from_the_file(path):
     with ResponseLog(path) as log:
-        recall = Resumable(log, "set", {"seed": 1})
-        assert recall.get("p", [1, 2], False, 2) == [None, None]
-        recall.put([*samples([1, 2], ONE, TWO), Entry("p", [1, 2], True, 0, TWO)])
+        cache = ResponseCache(log, "set", {"seed": 1})
+        assert cache.get("p", [1, 2], 2, greedy=False) is None
+        cache.put([("p", [1, 2], [ONE, TWO])], greedy=False)
+        cache.put([("p", [1, 2], [TWO])], greedy=True)
     with ResponseLog(path) as log:
-        recall = Resumable(log, "set", {"seed": 1})
-        assert recall.get("p", [1, 2], False, 2) == [ONE, TWO]
-        assert recall.get("p", [1, 2], True, 1) == [TWO]
+        cache = ResponseCache(log, "set", {"seed": 1})
+        assert cache.get("p", [1, 2], 2, greedy=False) == [ONE, TWO]
+        assert cache.get("p", [1, 2], 1, greedy=False) == [ONE]
+        assert cache.get("p", [1, 2], 1, greedy=True) == [TWO]
         assert len(log) == 3
     assert json.loads(path.read_text().splitlines()[2])["sample"] == "greedy"
 
@@ -50,9 +48,9 @@ def test_responses_come_back_from_the_file(path):
 )
 def test_nothing_is_mixed_with_other_conditions(path, benchmark, conditions, problem, prompt, count):
     with ResponseLog(path) as log:
-        Resumable(log, "set", {"seed": 1}).put(samples([1], ONE))
-        assert None in Resumable(log, benchmark, conditions).get(problem, prompt, False, count)
-        assert Resumable(log, "set", {"seed": 1}).get("p", [1], False, 1) == [ONE]
+        ResponseCache(log, "set", {"seed": 1}).put([("p", [1], [ONE])], greedy=False)
+        assert ResponseCache(log, benchmark, conditions).get(problem, prompt, count, greedy=False) is None
+        assert ResponseCache(log, "set", {"seed": 1}).get("p", [1], 1, greedy=False) == [ONE]
 
 
 def test_a_disk_without_locks_is_used_with_a_warning(path, monkeypatch, caplog):
@@ -61,26 +59,26 @@ def test_a_disk_without_locks_is_used_with_a_warning(path, monkeypatch, caplog):
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
     with ResponseLog(path) as log:
-        Resumable(log, "set", {}).put(samples([1], ONE))
+        ResponseCache(log, "set", {}).put([("p", [1], [ONE])], greedy=False)
     assert f"No locks available), so do not start it twice; else: {path} is being written" in caplog.text
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(path):
     with ResponseLog(path) as log:
-        Resumable(log, "set", {}).put(samples([1], ONE, TWO))
+        ResponseCache(log, "set", {}).put([("p", [1], [ONE, TWO])], greedy=False)
     whole = path.read_bytes()
     path.write_bytes(whole[:-7])
     with ResponseLog(path) as log:
-        recall = Resumable(log, "set", {})
+        cache = ResponseCache(log, "set", {})
         assert len(log) == 1
-        assert recall.get("p", [1], False, 2) == [ONE, None]
-        recall.put(samples([1], ONE, TWO))
+        assert cache.get("p", [1], 1, greedy=False) == [ONE]
+        cache.put([("p", [1], [ONE, TWO])], greedy=False)
     assert path.read_bytes() == whole
 
 
 def test_a_line_that_is_damaged_in_the_middle_is_named(path):
     with ResponseLog(path) as log:
-        Resumable(log, "set", {}).put(samples([1], ONE, TWO))
+        ResponseCache(log, "set", {}).put([("p", [1], [ONE, TWO])], greedy=False)
     first, second = path.read_text().splitlines()
     path.write_text(f"{first[:-3]}\n{second}\n")
     with pytest.raises(UserError, match=r"responses\.jsonl:1 is damaged"):

@@ -1,0 +1,275 @@
+"""One evaluation: the model, what it is asked, how it samples, and what computes."""
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.hf_folder import end_tokens, load_config
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.own import NemoGRPOSection
+from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
+from nemo_grpo.sampling.generators import build_local, choose
+from nemo_grpo.sampling.requests import Sampler, SamplingParams, check_fits
+
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "cw_grpo": {
+        "source": "the release's README (WangCheng0116/CW-GRPO); its model length at 7B is 4096",
+        **{"k": 1, "temperature": 0.6, "top_p": 0.95, "max_tokens": 32768},
+        "presets": {"math": "lighteval"},
+    },
+    "erpo": {
+        "source": "ERPO A.3, where Minerva is minerva-40",
+        **{"k": 16, "temperature": 1.0, "top_p": 0.95, "max_tokens": 2048},
+    },
+    "tr_grpo": {
+        "source": "TR-GRPO section 4.1: greedy for OlympiadBench, Minerva, MATH-500, avg@16 and pass@16 for "
+        "AMC, AIME; temperature and length of training (Table 6), as it states none",
+        **{"k": 16, "temperature": 1.0, "top_p": 1.0, "max_tokens": 4096},
+        "presets": {"math": "tr_grpo_math"},
+    },
+    "gpg": {
+        "source": "the release's open-rs/eval.sh (AMAP-ML/GPG), for its 1.5B models",
+        **{"k": 1, "temperature": 0.6, "top_p": 0.95, "max_tokens": 32768},
+        "presets": {"math": "lighteval"},
+    },
+    "gpg_vision": {
+        "source": "the release's R1-V and VisualThinker-R1-Zero evaluations (AMAP-ML/GPG): greedy; "
+        "Visual-RFT's leave the sampling to the model's generation_config.json and allow 128 tokens on LISA",
+        **{"k": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 1024},
+        "presets": {"vision_classification": "question", "cv-bench": "gpg_cv_bench"},
+    },
+    "r1": {
+        "source": "DeepSeek-R1's model card (2501.12948)",
+        **{"k": 64, "temperature": 0.6, "top_p": 0.95, "max_tokens": 32768},
+    },
+    "qwen-math": {
+        "source": "Qwen2.5-Math's evaluation/sh/eval.sh and math_eval.py (QwenLM/Qwen2.5-Math)",
+        **{"k": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 2048},
+        "presets": {"math": "qwen_math"},
+    },
+    "greedy": {
+        "source": "no paper: the most likely response, as long as the model reads",
+        **{"k": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 32768},
+    },
+}
+"""Papers' evaluations by name: fields of `EvalConfig`, and where their values stand."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Everything that the command line, a recipe and a protocol decide. The defaults are ERPO's (A.3).
+
+    Attributes:
+        model: a Hugging Face folder.
+        benchmarks: prepared sets, JSONL files and ``recipe``, comma-separated; None: the recipe's problems.
+        data_dir: of prepared sets.  num_problems: at most; None: all, or the recipe's number.
+        task: of files without a manifest; None: math.
+        prompt: a preset's name; None: the recipe's prompt, or the task's default.
+        presets: benchmark or task -> preset, where neither a recipe nor ``prompt`` decides.
+        section: a recipe's own section, with its task and prompt.
+        protocol, source: a key of `PROTOCOLS` that was asked for, and where its values stand.
+        k: samples per problem.  pass_at: more k for pass@k.  temperature: 0 is greedy.
+        max_tokens: longest response.  stop_token_ids: beside the model's own, `end_tokens`.
+        dtype: of the weights; auto: bfloat16 on a GPU, float32 on a CPU.
+        batch_size: responses that are sampled together; not for vllm.
+        tensor_parallel, cache_gib: of vllm: GPUs; memory of the KV cache.
+        num_threads: on a CPU; None: torch's default.
+    """
+
+    model: Path
+    benchmarks: str | None = None
+    data_dir: Path = Path("data")
+    num_problems: int | None = None
+    task: str | None = None
+    prompt: str | None = None
+    presets: Mapping[str, str] = field(default_factory=dict)
+    section: NemoGRPOSection | None = None
+    protocol: str | None = None
+    source: str = ""
+    k: int = 16
+    pass_at: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_tokens: int = 2048
+    stop_token_ids: tuple[int, ...] = ()
+    generator: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    batch_size: int = 256
+    tensor_parallel: int = 1
+    cache_gib: float | None = None
+    num_threads: int | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(cls, model: Path, recipe: Recipe | None, options: Mapping[str, Any]) -> Self:
+        """Options; those that are None are the protocol's, else the recipe's, else the defaults.
+
+        Raises: UserError: an unknown protocol, or k below 1.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        values = _of_recipe(recipe) if recipe else {}
+        if name := given.get("protocol"):
+            if name not in PROTOCOLS:
+                raise UserError(f"--protocol {name} is unknown{did_you_mean(name, PROTOCOLS)}")
+            values |= PROTOCOLS[name]
+        values |= given
+        if "batch_size" not in values:
+            values["batch_size"] = fitting_batch_size(model, values.get("max_tokens", cls.max_tokens))
+        config = cls(model, **values)
+        if config.k < 1:
+            raise UserError(f"--k {config.k} must be at least 1")
+        return config
+
+    @property
+    def uses_vllm(self) -> bool:
+        """True if vLLM samples, which alone takes images."""
+        return self.generator == "vllm"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Raises: UserError: sampling that no generator supports."""
+        return SamplingParams(
+            max_new_tokens=self.max_tokens,
+            temperature=self.temperature or 1.0,
+            greedy=self.temperature == 0,
+            top_p=self.top_p,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    @property
+    def problems_per_call(self) -> int:
+        """vLLM fills its batches itself; others get one batch at a time."""
+        at_once = max(self.batch_size, 1024) if self.uses_vllm else self.batch_size
+        return max(1, at_once // self.k)
+
+    def resolved(self, tokenizer: Any) -> Self:
+        """The same with the generator, device, dtype and stop tokens that ``auto`` and the model decide.
+
+        Raises: UserError: an unavailable device or generator.
+        """
+        device = vllm_device(self.device) if self.uses_vllm else self.device
+        on_gpu = device != "cpu" and torch.cuda.is_available()
+        if device == "cuda" and not on_gpu:
+            raise UserError("--device cuda: no CUDA device here; use cpu or auto")
+        return replace(
+            self,
+            generator="vllm" if self.uses_vllm else choose(self.generator, self.model),
+            device="cuda" if on_gpu else "cpu",
+            dtype=self.dtype if self.dtype != "auto" else "bfloat16" if on_gpu else "float32",
+            stop_token_ids=(*end_tokens(self.model, tokenizer), *self.stop_token_ids),
+        )
+
+    def conditions(self) -> dict[str, Any]:
+        """Everything except the problems that a response depends on, by name; of a resolved configuration.
+
+        The device's name: results differ between kinds of device and generators in the last digits.
+        """
+        on_gpu = self.device == "cuda"
+        return {
+            "model": fingerprint(self.model),
+            "generator": self.generator,
+            "dtype": self.dtype,
+            "device": torch.cuda.get_device_name() if on_gpu else f"cpu ({platform.machine()})",
+            "sampling": asdict(self.sampling),
+            "num_samples": self.k,
+            "seed": self.seed,
+        }
+
+    def build_generator(self, longest: int, max_images: int = 0) -> Sampler:
+        """The generator of a resolved configuration.
+
+        Args: longest: tokens of the longest prompt.  max_images: the most images of a prompt.
+        """
+        if self.uses_vllm:
+            check_sampling(self.sampling)  # loading takes longer
+            return VLLMGenerator(
+                self.model,
+                self.dtype,
+                max_model_len=longest + self.max_tokens,
+                tensor_parallel_size=self.tensor_parallel,
+                cache_bytes=None if self.cache_gib is None else int(self.cache_gib * (1 << 30)),
+                max_images=max_images,
+            )
+        torch.set_num_threads(self.num_threads or torch.get_num_threads())
+        dtype = getattr(torch, self.dtype)
+        generator = build_local(self.generator, self.model, dtype, self.device, self.batch_size)
+        check_fits(longest, self.max_tokens, *generator.context)
+        return generator
+
+
+def describe(conditions: Mapping[str, Any], seeds: Sequence[int] = ()) -> str:
+    """Conditions in words.  Args: seeds: of several results under them."""
+    c, sampling = conditions, conditions["sampling"]
+    seeded = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {c['seed']}"
+    drawn = f"temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g}"
+    return (
+        f"{c['num_samples']} samples, {'greedy' if sampling['greedy'] else drawn}, at most "
+        f"{sampling['max_new_tokens']} tokens, {seeded}, {c['generator']} in {c['dtype']} on {c['device']}"
+    )
+
+
+def _of_recipe(recipe: Recipe) -> dict[str, Any]:
+    section, generation = recipe.nemo_grpo, recipe.policy.generation
+    return {
+        "section": section,
+        "k": section.evaluation.num_samples,
+        "temperature": section.evaluation.temperature,
+        "top_p": section.evaluation.top_p,
+        "max_tokens": generation.max_new_tokens,
+        "stop_token_ids": tuple(generation.stop_token_ids or ()),
+        "generator": section.engine.generator,
+        "dtype": recipe.policy.precision,
+        "device": section.engine.device,
+        "batch_size": recipe.policy.generation_batch_size,
+        "num_threads": section.engine.num_threads,
+    }
+
+
+CACHE_BYTES = 1 << 30
+"""Bytes of the KV cache of responses that are sampled together."""
+
+
+def fitting_batch_size(model: Path, max_tokens: int) -> int:
+    """Responses of this length whose KV cache fits `CACHE_BYTES` in float32, between 1 and the default.
+
+    A large model then gets few at a time: answers come, and are on disk, early.
+    """
+    config = load_config(model).get_text_config()  # of a model with images, its decoder's
+    if not hasattr(config, "num_attention_heads"):  # without attention there is no such cache
+        return EvalConfig.batch_size
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_response = 2 * 4 * config.num_hidden_layers * heads * width * max_tokens
+    return max(1, min(EvalConfig.batch_size, CACHE_BYTES // per_response))
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of a model folder's content: the same for a copy, another after any edit.
+
+    Files are read whole, in pieces by several threads, which takes about as long as loading them.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    sizes = [path.stat().st_size for path in files]
+    pieces = [(p, start) for p, size in zip(files, sizes, strict=True) for start in range(0, size, _PIECE)]
+    names = [f"{path.name} {size}" for path, size in zip(files, sizes, strict=True)]
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256("\n".join([*names, *pool.map(_digest, pieces)]).encode()).hexdigest()
+
+
+def _digest(piece: tuple[Path, int]) -> str:
+    path, start = piece
+    with path.open("rb") as file:
+        file.seek(start)
+        return hashlib.sha256(file.read(_PIECE)).hexdigest()
+
+
+_PIECE = 1 << 23
+"""Bytes that a thread hashes at a time."""
