@@ -59,6 +59,7 @@ def test_a_rehearsal_keeps_the_clip_of_whoever_wrote_it(clip, kept, tmp_path):
         "loss_fn": {"_override_": True, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2},
         "nemo_grpo": {"_override_": True},
         "checkpointing": {"checkpoint_dir": "results/mine"},
+        "logger": {"_override_": True, "log_dir": "logs"},
     }
     (tmp_path / "stock.yaml").write_text(yaml.safe_dump(merge(load_tree(CW_GRPO), stock)))
     path.write_text(yaml.safe_dump({"defaults": "stock.yaml", "loss_fn": {"variant": "dapo", **clip}}))
