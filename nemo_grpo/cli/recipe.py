@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nemo_grpo import shipped
 from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
 from nemo_grpo.extensions import is_reference
 
@@ -214,7 +215,6 @@ def list_recipes(
 
     Example: nemo-grpo recipe list quickstart
     """
-    from nemo_grpo import shipped
     from nemo_grpo.recipe import load_recipe
 
     names = [name for name in shipped.recipe_names() if pattern in name]
@@ -235,11 +235,9 @@ def copy(
 
     Example: nemo-grpo recipe copy quickstart my.yaml
     """
-    from nemo_grpo import shipped
-
-    source = shipped.recipe_at(f"{name.removesuffix('.yaml')}.yaml")
-    if not source.is_file():
-        near = did_you_mean(source.stem, shipped.recipe_names())
+    source = shipped.named(name)
+    if source is None:
+        near = did_you_mean(name, shipped.recipe_names())
         raise UserError(f"{name} is no name of a shipped recipe{near}; `nemo-grpo recipe list` shows them")
     written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
     try:
@@ -270,7 +268,7 @@ def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
 
     Raises: UserError: there is no recipe to ``verb``.
     """
-    paths = [path for item in items if not is_override(item) for path in recipe_files(Path(item))]
+    paths = [path for item in items if not is_override(item) for path in recipe_files(item)]
     if not paths:
         raise UserError(f"no recipe to {verb}; name a file, or a folder that holds *.yaml")
     return paths, [item for item in items if is_override(item)]
@@ -281,8 +279,9 @@ def is_override(item: str) -> bool:
     return item.startswith(("~", "++")) or ("=" in item and not Path(item).exists())
 
 
-def recipe_files(path: Path) -> list[Path]:
+def recipe_files(item: str) -> list[Path]:
     """The file itself, or every recipe below a folder, except in folders named base."""
+    path = shipped.beside(Path(), item) if item.startswith(shipped.SCHEME) else Path(item)
     if not path.is_dir():
         return [path]
     return sorted(file for file in path.rglob("*.yaml") if "base" not in file.relative_to(path).parts[:-1])

@@ -105,7 +105,7 @@ def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
     file = _read(path).of(target)
     common = tuple(_override(key, value) for key, value in file.overrides.items())
     points = [*file.settings, *itertools.chain.from_iterable(map(_combinations, file.grids))]
-    recipe = path.parent / file.recipe
+    recipe = shipped.beside(path, file.recipe)
     settings = [_setting(point, recipe, common) for point in points]
     labels = [setting.label for setting in settings]
     if not labels:

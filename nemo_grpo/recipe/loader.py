@@ -118,7 +118,7 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
         raise UserError(f"{path}: defaults={bases!r} must be a file name or a list of file names")
     below = Written({}, {})
     for base in bases:
-        file = shipped.recipe_at(base) if base.startswith(shipped.SCHEME) else path.parent / base
+        file = shipped.beside(path, base)
         if not file.is_file():
             raise UserError(
                 f"{path}: defaults={base!r}: there is no file {file}; paths are relative to the recipe, and "

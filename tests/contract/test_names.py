@@ -70,3 +70,12 @@ def test_names_are_found_where_they_are_written():
     assert names_in("for the task search_qa.") == {"search_qa"}
     assert names_in("cw_grpo") == {"cw_grpo"}
     assert names_in("grpo.seed and tr_grpo_math") == set()
+
+
+@pytest.mark.parametrize("folder", ["nemo_grpo", "checkpoints_conv", "slurm"])
+def test_no_message_names_a_page_which_a_wheel_lacks(folder: str) -> None:
+    page = re.compile(r"\bdocs/\w+\.md")
+    for path in sorted((ROOT / folder).rglob("*")):
+        is_shell = path.suffix in (".sh", ".sbatch")
+        said = texts(path) if path.suffix == ".py" else [path.read_text()] if is_shell else []
+        assert [text for text in said if page.search(text)] == [], path
