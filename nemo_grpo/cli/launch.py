@@ -40,7 +40,7 @@ Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
 Gpu = Annotated[str, typer.Option(help="GPU that the plan is for, as `nemo-grpo plan --gpu`.")]
 Container = Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")]
 Mounts = Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")]
-LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: logs.", envvar="LOGS")]
+LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")]
 Sbatch = Annotated[
     list[str] | None,
     typer.Option(help="Another option of sbatch: --sbatch qos=high, --sbatch exclusive. May be repeated."),
@@ -92,6 +92,7 @@ def submit(
         typer.echo(str(submission))
         return
     job, run = run_sbatch(submission), loaded.nemo_grpo.run_name
+    logs = logs or (Path(os.environ["LOGS"]) if os.environ.get("LOGS") else None)
     driver = (logs or Path("logs")) / run / "latest/driver.log"
     typer.echo(f"job {job} ({run})")
     where = f" --logs {shlex.quote(str(logs))}" if logs else ""
