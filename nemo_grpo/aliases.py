@@ -93,9 +93,10 @@ TABLE = (
     Alias("checkpointing.checkpoint_dir", "output_dir", "default_local_dir", "ckpt_path"),
     Alias("logger.wandb_enabled", "report_to", "logger", "use_wandb"),
     Alias("nemo_grpo.run_name", "run_name", "experiment_name", "wandb_run_name"),
-    Alias("nemo_grpo.task", "train_dataset", "train_files val_files", "prompt_data", "docs/tasks.md"),
+    Alias("nemo_grpo.task", "train_dataset", "train_files val_files", "prompt_data",
+          "a task's name, and its JSONL files of question and answer"),
     Alias("nemo_grpo.rewards", "reward_funcs reward_weights", "custom_reward_function", "remote_rm_url",
-          "docs/own.md"),
+          "the task's own, or your function: {reward.py:score: 1.0}"),
 )  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def advice_on_verl(key: str) -> str:
     if section not in VERL_SECTIONS:
         return ""
     found = "" if section in ("critic", "reward_model") else advice_on(name, also_same=True)
-    return found or "; it is verl's: `nemo-grpo recipe import FILE` says what carries over"
+    return found or "; it is verl's, and no key here stands for it; leave it out"
 
 
 def markdown() -> str:

@@ -42,30 +42,44 @@ def portable(recipe: Path) -> str:
 
 
 def recipe_file(given: str | Path) -> Path:
-    """A recipe on this machine: the file itself, or the shipped one of that name (`recipe_names`).
+    """A recipe on this machine: the file itself, or the shipped one of that name (`named`).
 
     Raises: UserError: it is neither.
     """
-    given = Path(given)
-    if given.exists():
-        return given
-    shipped = folder("recipes") / (given if given.suffix == ".yaml" else f"{given}.yaml")
-    if shipped.is_file():
-        return shipped
-    near = did_you_mean(given.stem, {Path(name).name for name in recipe_names()})
-    raise UserError(
-        f"{given}: No such file, nor a shipped recipe of that name"
-        f"{near if near.startswith('; did') else ''}; `nemo-grpo recipe list` shows them"
-    )
+    file = Path(given) if Path(given).exists() else named(str(given))
+    if file is None:
+        raise UserError(f"{given}: No such file, nor a shipped recipe of that name{_nearest(str(given))}")
+    return file
 
 
-def recipe_at(name: str) -> Path:
-    """The shipped file that ``nemo_grpo://name`` means; it may not exist.
+def named(name: str) -> Path | None:
+    """The shipped recipe of a name, with or without `SCHEME`, folder and ``.yaml``; None: there is none."""
+    name, root = _bare(name), folder("recipes")
+    if (file := root / f"{name}.yaml").is_file() and ".." not in file.parts:
+        return file
+    same = [known for known in recipe_names() if known.rpartition("/")[2] == name]
+    return root / f"{same[0]}.yaml" if len(same) == 1 else None
+
+
+def beside(file: Path, name: str) -> Path:
+    """The recipe that another file names: relative to it, or with `SCHEME` a shipped one. It may not exist.
 
     Raises: UserError: the name leads out of the shipped recipes.
     """
+    if not name.startswith(SCHEME):
+        return file.parent / name
     root = folder("recipes").resolve()
-    file = (root / name.removeprefix(SCHEME)).resolve()
-    if not file.is_relative_to(root):
+    found = (root / name.removeprefix(SCHEME)).resolve()
+    if not found.is_relative_to(root):
         raise UserError(f"{name} is no name of a shipped recipe; `nemo-grpo recipe list` shows them")
-    return file
+    return found
+
+
+def _bare(name: str) -> str:
+    """A name without scheme, of which a `Path` keeps one slash, and ending."""
+    return re.sub(f"^{SCHEME[:-1]}/*", "", name).removesuffix(".yaml")
+
+
+def _nearest(name: str) -> str:
+    near = did_you_mean(Path(_bare(name)).name, {known.rpartition("/")[2] for known in recipe_names()})
+    return f"{near if near.startswith('; did') else ''}; `nemo-grpo recipe list` shows them"

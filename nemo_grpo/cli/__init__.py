@@ -3,9 +3,11 @@
 import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from nemo_grpo import __version__
 from nemo_grpo.cli import (
     compare,
     convert,
@@ -30,8 +32,25 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train reasoning policies with GRPO and its variants, from one recipe.",
 )
+
+
+def print_version(asked: bool) -> None:
+    """Print the version and exit, if asked."""
+    if asked:
+        typer.echo(f"nemo-grpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train reasoning policies with GRPO and its variants, from one recipe."""
+
+
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,15 +34,6 @@ app = typer.Typer(
     help="Recipes as Slurm jobs: `launch RECIPE --nodes N --time T` plans and submits, `launch status RUN`.",
 )
 
-PLANNED = {
-    "nodes": "cluster.num_nodes=",
-    "gpus-per-node": "cluster.gpus_per_node=",
-    "time": "--time",
-}
-"""Options of sbatch -> what sets them for the plan and the run, too."""
-NO_GPUS = "gpus-per-node=0"
-"""Where Slurm does not manage GPUs."""
-
 Time = Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")]
 Account = Annotated[str | None, typer.Option(help="Slurm account.")]
 Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
@@ -49,9 +42,10 @@ Container = Annotated[str | None, typer.Option(help="Image for Pyxis. Default: C
 Mounts = Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")]
 LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")]
 Sbatch = Annotated[
-    list[str] | None, typer.Option(help="Another option of sbatch: --sbatch qos=high. May be repeated.")
+    list[str] | None,
+    typer.Option(help="Another option of sbatch: --sbatch qos=high, --sbatch exclusive. May be repeated."),
 ]
-Logs = Annotated[Path, typer.Option(help="Folder of the jobs' logs.")]
+Logs = Annotated[Path, typer.Option(help="Folder of the jobs' logs.", envvar="LOGS")]
 
 
 @app.command()
@@ -88,23 +82,26 @@ def submit(
     limit = None if time is None else parse_time_limit(time)
     if time is not None:
         typer.echo(f"time limit of an attempt: {limit or 'none'}", err=True)
-    _plan(loaded, gpu, limit)
+    options = sbatch_options(time, account, partition, sbatch)
+    _plan(loaded, gpu, limit, options.get("signal"))
     _check_data(loaded, refuse=not dry_run)
     if rehearse:
         _rehearse(recipe, overrides)
-    options = sbatch_options(time, account, partition, sbatch)
     submission = prepare(loaded, recipe, overrides, options, job_environment(container, mounts, logs))
     if dry_run:
         typer.echo(str(submission))
         return
     job, run = run_sbatch(submission), loaded.nemo_grpo.run_name
+    logs = logs or (Path(os.environ["LOGS"]) if os.environ.get("LOGS") else None)
+    driver = (logs or Path("logs")) / run / "latest/driver.log"
     typer.echo(f"job {job} ({run})")
-    typer.echo(f"  status  nemo-grpo launch status {run}{f' --logs {logs}' if logs else ''}")
-    typer.echo(f"  follow  tail -F {logs or 'logs'}/{run}/latest/driver.log")
+    where = f" --logs {shlex.quote(str(logs))}" if logs else ""
+    typer.echo(f"  status  nemo-grpo launch status {run}{where}")
+    typer.echo(f"  follow  tail -F {shlex.quote(str(driver))}")
     typer.echo(f"  cancel  scancel {job}")
 
 
-def _plan(recipe: Recipe, gpu: str, limit: timedelta | None) -> None:
+def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None) -> None:
     from nemo_grpo.launch.verdicts import plan_verdict, time_verdict
 
     accepted, sentence = plan_verdict(recipe, gpu)
@@ -112,7 +109,7 @@ def _plan(recipe: Recipe, gpu: str, limit: timedelta | None) -> None:
     if not accepted:
         raise UserError("the plan refuses the recipe; nothing was submitted")
     if limit is not None:
-        enough, sentence = time_verdict(recipe, gpu, limit)
+        enough, sentence = time_verdict(recipe, gpu, limit, signal)
         if not enough:
             raise UserError(f"{sentence}; nothing was submitted")
         typer.echo(f"plan: {sentence}", err=True)
@@ -140,21 +137,21 @@ def sbatch_options(
 ) -> dict[str, str | None]:
     """sbatch's long options.
 
-    Raises: UserError: one of ``others`` is not name=value, or is what was planned.
+    Raises: UserError: see `nemo_grpo.launch.submit.sbatch_option`.
     """
-    named, found = {"time": time, "account": account, "partition": partition}, dict[str, str | None]()
-    for option in others or []:
-        name, equals, value = option.lstrip("-").partition("=")
-        if not equals:
-            raise UserError(f"--sbatch {option!r} must be name=value, such as qos=high")
-        if name in PLANNED and option.lstrip("-") != NO_GPUS:
-            raise UserError(f"--sbatch {option}: the plan would not know of it; use {PLANNED[name]}")
-        found[name] = value
-    return named | found
+    from nemo_grpo.launch.submit import sbatch_option
+
+    named = {"time": time, "account": account, "partition": partition}
+    return named | dict(map(sbatch_option, others or ()))
 
 
 def job_environment(container: str | None, mounts: str | None, logs: Path | None) -> dict[str, str | None]:
-    """Variables that the job scripts read."""
+    """Variables that the job scripts read.
+
+    Raises: UserError: mounts without a container.
+    """
+    if mounts and not (container or os.environ.get("CONTAINER")):
+        raise UserError(f"--mounts {mounts}: nothing is mounted without a container; add --container")
     return {"CONTAINER": container, "MOUNTS": mounts, "LOGS": str(logs.absolute()) if logs else None}
 
 
@@ -172,7 +169,7 @@ def status(
 
     found = status_of(run, logs, lines)
     known = ", ".join(f"{key} {value}" for key, value in found.slurm.items() if value not in ("", "None"))
-    typer.echo(f"job {found.job}: {known or 'Slurm no longer knows it'}")
+    typer.echo(f"job {found.job}: {known or 'Slurm does not know it'}")
     for a in found.attempts:
         typer.echo(
             f"  attempt {a.number}, ended {a.time}: {a.cause}, exit code {a.exit_code}, checkpoints "
@@ -180,7 +177,7 @@ def status(
         )
     if found.step is not None:
         typer.echo(f"  newest checkpoint: {f'step {found.step}' if found.step else 'none'}")
-    typer.echo(f"  logs: {found.logs}")
+    typer.echo(f"  logs: {found.logs or 'none yet'}")
     for line in found.last_lines:
         typer.echo(f"  | {line}")
 

@@ -116,7 +116,7 @@ def _interval(found: Forecast) -> str:
     held = f"{seen.covered:.0%} of {seen.num_steps} {seen.what}"
     return (
         f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold {held}, predicted "
-        f"with a median error of {seen.median:.0%}, {seen.worst:.0%} at worst (docs/plan.md)"
+        f"with a median error of {seen.median:.0%}, {seen.worst:.0%} at worst"
     )
 
 

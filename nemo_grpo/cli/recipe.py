@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nemo_grpo import shipped
 from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
 from nemo_grpo.extensions import is_reference
 
@@ -214,7 +215,6 @@ def list_recipes(
 
     Example: nemo-grpo recipe list quickstart
     """
-    from nemo_grpo import shipped
     from nemo_grpo.recipe import load_recipe
 
     names = [name for name in shipped.recipe_names() if pattern in name]
@@ -235,56 +235,19 @@ def copy(
 
     Example: nemo-grpo recipe copy quickstart my.yaml
     """
-    from nemo_grpo import shipped
-
-    source = shipped.recipe_at(f"{name.removesuffix('.yaml')}.yaml")
-    if not source.is_file():
-        near = did_you_mean(source.stem, shipped.recipe_names())
+    source = shipped.named(name)
+    if source is None:
+        near = did_you_mean(name, shipped.recipe_names())
         raise UserError(f"{name} is no name of a shipped recipe{near}; `nemo-grpo recipe list` shows them")
     written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
-    _write_new(written, shipped.portable(source))
-    typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
-
-
-def _write_new(path: Path, text: str) -> None:
-    """Raises: UserError: the file exists, or cannot be written."""
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with written.open("x", encoding="utf-8") as file:
+            file.write(shipped.portable(source))
     except FileExistsError:
-        raise UserError(f"{path} exists; name another file") from None
+        raise UserError(f"{written} exists; name another file") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
-
-
-@app.command("import")
-def import_(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of TRL or verl.", show_default=False)],
-    overrides: Overrides = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write. Default: standard output.")
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of a TRL run, which counts batches by GPU.")] = 8,
-) -> None:
-    """Write a recipe from a GRPO configuration of TRL or verl, and say what does not carry over.
-
-    Data and rewards stay to be chosen: nemo_grpo.task. KEY=VALUE is verl's command line.
-
-    Example: nemo-grpo recipe import verl_config.yaml actor_rollout_ref.rollout.n=8 -o mine.yaml
-    """
-    from nemo_grpo.recipe.importing import import_recipe
-    from nemo_grpo.recipe.recipe import as_text
-
-    found = import_recipe(path, overrides or (), gpus)
-    text = f"# From {path.name}, of {found.library}.\n{as_text(found.recipe, {})}"
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        _write_new(output, text)
-        typer.echo(f"{output}: choose nemo_grpo.task, then `nemo-grpo recipe check {output}`", err=True)
-    of_sections = (f"{key or 'no counterpart'}: {', '.join(names)}" for key, names in found.unknown.items())
-    for line in (*found.left, *of_sections):
-        typer.echo(f"       {typer.style('left', fg='yellow')} {line}", err=True)
+        raise UserError(f"{written} cannot be written: {error.strerror}") from None
+    typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -305,7 +268,7 @@ def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
 
     Raises: UserError: there is no recipe to ``verb``.
     """
-    paths = [path for item in items if not is_override(item) for path in recipe_files(Path(item))]
+    paths = [path for item in items if not is_override(item) for path in recipe_files(item)]
     if not paths:
         raise UserError(f"no recipe to {verb}; name a file, or a folder that holds *.yaml")
     return paths, [item for item in items if is_override(item)]
@@ -316,8 +279,9 @@ def is_override(item: str) -> bool:
     return item.startswith(("~", "++")) or ("=" in item and not Path(item).exists())
 
 
-def recipe_files(path: Path) -> list[Path]:
+def recipe_files(item: str) -> list[Path]:
     """The file itself, or every recipe below a folder, except in folders named base."""
+    path = shipped.beside(Path(), item) if item.startswith(shipped.SCHEME) else Path(item)
     if not path.is_dir():
         return [path]
     return sorted(file for file in path.rglob("*.yaml") if "base" not in file.relative_to(path).parts[:-1])

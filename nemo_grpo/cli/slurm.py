@@ -1,5 +1,6 @@
 """``nemo-grpo slurm``: the job scripts of an installation without a clone."""
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -47,5 +48,6 @@ def scripts(
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error}); name another folder") from None
     typer.echo(
-        f"{folder / 'slurm'}: job scripts; export NEMO_GRPO_ROOT={folder.absolute()} for nemo-grpo launch"
+        f"{folder / 'slurm'}: job scripts; export NEMO_GRPO_ROOT={shlex.quote(str(folder.absolute()))} for "
+        "nemo-grpo launch"
     )

@@ -109,8 +109,7 @@ def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
     points = [*file.settings, *itertools.chain.from_iterable(map(_combinations, file.grids))]
     if not points:
         raise UserError(f"{path}: nothing is varied; set sweep.settings or sweep.grids")
-    shipped_one = file.recipe.startswith(shipped.SCHEME)
-    recipe = shipped.recipe_at(file.recipe) if shipped_one else path.parent / file.recipe
+    recipe = shipped.beside(path, file.recipe)
     seeds = list(range(file.seeds)) if isinstance(file.seeds, int) else file.seeds
     return Sweep(path.stem, _settings(str(path), points, recipe, common), seeds)
 

@@ -71,7 +71,10 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
         if file.suffix == ".jsonl" and file.stem in SOURCES:
             folders.setdefault(str(file.parent), []).append(file.stem)
         else:
-            yield f"nemo_grpo.task: {file} is missing; write it (docs/tasks.md, Files), or correct the path"
+            yield (
+                f"nemo_grpo.task: {file} is missing; correct the path, or write it: of problems, JSON lines "
+                "with question and answer"
+            )
     for folder, names in folders.items():
         yield (
             f"nemo_grpo.task: {len(names)} of its files are missing in {folder}; write them with "

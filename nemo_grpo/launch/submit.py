@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,52 @@ from nemo_grpo.recipe.loader import load_tree
 SCRIPTS = {"cluster": "train.sbatch", "embedded": "embedded.sbatch"}
 """nemo_grpo.target -> the script that runs it."""
 
+
+_UNKNOWN = "the plan would not know of it; use "
+SET_BY_LAUNCH = {
+    **dict.fromkeys(("nodes", "nodefile"), f"{_UNKNOWN}cluster.num_nodes="),
+    **dict.fromkeys(
+        (
+            "gpus",
+            "gpus-per-node",
+            "gpus-per-socket",
+            "gpus-per-task",
+            "gres",
+            "ntasks-per-gpu",
+            "tres-per-task",
+        ),
+        f"{_UNKNOWN}cluster.gpus_per_node=",
+    ),
+    **dict.fromkeys(("time", "time-min"), f"{_UNKNOWN}--time"),
+    **dict.fromkeys(
+        ("ntasks", "ntasks-per-core", "ntasks-per-node", "ntasks-per-socket"),
+        "a job has one task on each node, which starts the others; leave it out",
+    ),
+    "array": "its jobs would train one run side by side; submit each with a nemo_grpo.run_name of its own",
+    "job-name": "logs and status go by the run's name; use nemo_grpo.run_name=",
+    "chdir": "the recipe's paths are relative to the folder of this command; change into another one first",
+    "wrap": "the job has its own script; leave it out",
+    **dict.fromkeys(
+        ("export", "export-file"),
+        "the job's variables would be lost; use export=ALL,NAME=VALUE or leave it out",
+    ),
+    "account": "use --account",
+    "partition": "use --partition",
+    **dict.fromkeys(("container", "container-image"), "use --container"),
+    "container-mounts": "use --mounts",
+}
+"""Options of sbatch that contradict what a submission sets or plans -> why, and what to use instead."""
+ALLOWED: dict[str, Callable[[str], bool]] = {
+    "gpus-per-node": lambda value: value == "0",  # where Slurm does not manage GPUs
+    "export": lambda value: value.split(",")[0] == "ALL",
+    **dict.fromkeys(("gres", "tres-per-task"), lambda value: "gpu" not in value),
+}
+"""Of these: values that contradict nothing."""
+FLAGS = (
+    *("contiguous", "exclusive", "hold", "no-kill", "no-requeue", "overcommit", "oversubscribe", "reboot"),
+    *("requeue", "spread-job", "use-min-nodes"),
+)
+"""Options of sbatch without a value."""
 
 INHERITED = ("CONTAINER", "MOUNTS", "PYTHON", "LOGS", "NEMO_GRPO_ROOT", "MAX_RETRIES")
 """Variables that the job scripts read and a job takes from the shell that submits it."""
@@ -88,7 +134,8 @@ def prepare(
 ) -> Submission:
     """Put together the command that submits a recipe.
 
-    Args:    path, overrides: where the recipe came from.  options: long options of sbatch; None: not given.
+    Args:    path, overrides: where the recipe came from.
+             options: long options of sbatch; None: not given, "": without a value.
              environment: CONTAINER, MOUNTS, LOGS...; None: as it is.
     Returns: the command; nodes and GPUs are the recipe's, the job's name is the run's.
     Raises:  UserError: the embedded engine on several nodes.
@@ -108,11 +155,39 @@ def prepare(
         given["gpus-per-node"] = str(cluster.gpus_per_node)
     given |= {name: value for name, value in options.items() if value is not None}
     script = scripts_folder() / SCRIPTS[target]
-    command = ("sbatch", *(f"--{k}={v}" for k, v in given.items()), str(script), str(path), *overrides)
+    shown = (f"--{name}={value}" if value else f"--{name}" for name, value in given.items())
+    command = ("sbatch", *shown, str(script), str(path), *overrides)
     added = {name: value for name, value in environment.items() if value is not None}
     if not {**os.environ, **added}.get("CONTAINER") and "PYTHON" not in os.environ:
         added["PYTHON"] = sys.executable
     return Submission(command, added)
+
+
+def sbatch_option(given: str) -> tuple[str, str]:
+    """``name=value`` of sbatch, or one of `FLAGS`, as (name, value or "").
+
+    Raises: UserError: it is neither, or contradicts what a submission sets; sbatch takes abbreviations, too.
+    """
+    name, equals, value = given.lstrip("-").partition("=")
+    if not (value if equals else name in FLAGS):
+        raise UserError(
+            f"--sbatch {given!r} must be name=value, such as qos=high, or one of {', '.join(FLAGS)}"
+        )
+    meant = [name] if name in SET_BY_LAUNCH else [known for known in SET_BY_LAUNCH if known.startswith(name)]
+    for known in meant[:1]:
+        if known not in ALLOWED or not ALLOWED[known](value):
+            raise UserError(f"--sbatch {given}: {SET_BY_LAUNCH[known]}")
+    return name, value
+
+
+def signal_lead(target: str, signal: str | None) -> int:
+    """Seconds before its time limit at which a job is told to save and stop.
+
+    Args: signal: the option of sbatch; None: the script's own.
+    """
+    text = signal or (scripts_folder() / SCRIPTS[target]).read_text().partition("#SBATCH --signal=")[2]
+    found = re.match(r"[\w:]*@(\d+)", text)
+    return int(found[1]) if found else 60  # sbatch's default
 
 
 def submit(submission: Submission) -> str:

@@ -4,8 +4,13 @@ from datetime import timedelta
 from pathlib import Path
 
 from nemo_grpo.errors import UserError
+from nemo_grpo.launch.submit import signal_lead
 from nemo_grpo.plan import HARDWARE, plan_recipe
 from nemo_grpo.recipe import Recipe
+
+START = 85.0
+"""Seconds until NeMo-RL's first step: Ray, workers and vLLM with a tiny model on two CPU cores, measured.
+Larger models take longer."""
 
 
 def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
@@ -27,26 +32,37 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
     return True, f"{plan.num_parameters / 1e9:.1f}e9 parameters, {memory}"
 
 
-def time_verdict(recipe: Recipe, gpu: str, limit: timedelta) -> tuple[bool, str]:
-    """Whether a step and a checkpoint fit into a job's time limit, and how many steps do.
+def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None = None) -> tuple[bool, str]:
+    """Whether a job's start, a step and a checkpoint fit into its time limit, and how many steps do.
 
     Refused is only what does not fit even if the step is faster than predicted by the worst error that was
-    seen. The start of the job is not counted. Recipes that are not planned are accepted.
+    seen. Steps of recipes that are not planned are not compared.
 
+    Args:   signal: sbatch's option; None: the job script's.
     Raises: UserError: unknown GPU or model.
     """
-    found = plan_recipe(recipe, gpu).forecast if recipe.nemo_grpo.target == "cluster" else None
+    target, seconds = recipe.nemo_grpo.target, limit.total_seconds()
+    lead = signal_lead(target, signal)
+    told = f"{lead} s before the limit the job is told to save and stop"
+    found = plan_recipe(recipe, gpu).forecast if target == "cluster" else None
     if found is None:
+        if seconds <= lead:
+            return False, f"--time {limit}: {told}; give more time, or --sbatch signal=B:USR1@SECONDS"
         return True, f"--time {limit}: not compared with the steps"
     step, save = found.step.seconds, found.step.checkpoint
-    fastest = step / (1 + found.seen.worst)
-    if fastest + save > limit.total_seconds():
+    least = START + step / (1 + found.seen.worst) + save
+    if seconds <= max(least, START + lead):
         return False, (
             f"--time {limit}: a step takes about {step:.0f} s and a checkpoint {save:.0f} s on {gpu}, and "
-            "not one of each fits; give more time or GPUs, or see nemo-grpo plan"
+            f"not one of each fits: NeMo-RL starts in {START:.0f} s or more, and {told}; give more time or "
+            "GPUs, or see nemo-grpo plan"
         )
-    steps, total = found.steps_within(limit.total_seconds()), found.work.num_steps
-    return True, f"--time {limit}: about {min(steps, total)} of {total} steps of {step:.0f} s fit"
+    begun = 1 + int((seconds - START - lead) / step)  # the step of the signal is finished
+    steps, total = max(min(found.steps_within(seconds - START), begun), 1), found.work.num_steps
+    return True, (
+        f"--time {limit}: about {min(steps, total)} of {total} steps of {step:.0f} s fit; NeMo-RL starts in "
+        f"{START:.0f} s or more, and {told}"
+    )
 
 
 def num_parameters(recipe: Recipe) -> int | None:

@@ -14,9 +14,9 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.hooks import HOOKS
 from nemo_grpo.nemorl.uses import BASE, CONTROLLER_CONFIG, SFT, VISION_BASE
-from nemo_grpo.recipe import Recipe, host, load_recipe_dict
+from nemo_grpo.recipe import Recipe, host, load_recipe
 from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
-from nemo_grpo.recipe.loader import Tree, apply_overrides, load_tree, merge, resolve
+from nemo_grpo.recipe.loader import Tree, merge, resolve
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
 
     Raises: UserError: the recipe is refused, is not for the cluster, or does not fit this NeMo-RL.
     """
-    written, overrides = load_tree(path), list(overrides)
-    recipe = load_recipe_dict(written, overrides)
+    recipe = load_recipe(path, overrides)
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine (nemo-grpo "
@@ -89,24 +88,19 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         refuse_what_0_7_0_ignores(recipe)
     for note in recipe.notes:
         log.info("%s", note)
-    given = resolve(apply_overrides(written, overrides))
-    if recipe.nemo_grpo.task is None:
-        tree = host_tree(recipe, given)
-    else:
-        tree = nemo_rl_tree(recipe, given, _base_tree(recipe))
+    tree = host_tree(recipe) if recipe.nemo_grpo.task is None else nemo_rl_tree(recipe, _base_tree(recipe))
     gather_before_refits(recipe, tree)
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
     return ClusterRun(recipe, _validated(tree, compat.GRPO if recipe.async_rl is None else CONTROLLER_CONFIG))
 
 
-def nemo_rl_tree(recipe: Recipe, given: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
-    """NeMo-RL's configuration as a plain mapping.
+def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
+    """NeMo-RL's configuration as a plain mapping; what the recipe's writer left out keeps NeMo-RL's value.
 
-    Args:    given: recipe and overrides, resolved, without our defaults: missing keys keep NeMo-RL's values.
-             base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
+    Args: base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
     """
-    over = {name: section for name, section in given.items() if name not in FROM_THE_RECIPE}
+    over = {name: section for name, section in recipe.settings.items() if name not in FROM_THE_RECIPE}
     kept = {name: section for name, section in base.items() if name not in FROM_THE_RECIPE}
     tree = resolve(merge(kept, _without_null_sections(over, kept)))
     tree["loss_fn"] = loss_section(recipe)
@@ -135,12 +129,9 @@ def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
         set_value(tree, OVERLAP, False)
 
 
-def host_tree(recipe: Recipe, given: Mapping[str, Any]) -> Tree:
-    """NeMo-RL's configuration of a recipe that keeps its data.
-
-    Args: given: recipe and overrides, resolved, without our defaults.
-    """
-    tree, _ = host.adapted(given)
+def host_tree(recipe: Recipe) -> Tree:
+    """NeMo-RL's configuration of a recipe that keeps its data."""
+    tree = merge({}, recipe.settings)
     if not recipe.loss_fn.is_stock:
         tree["loss_fn"] |= loss_section(recipe)
     tree["nemo_grpo"] = recipe.nemo_grpo.model_dump(mode="json")

@@ -2,11 +2,13 @@
 
 ``gen_kl_error`` is the token mean of k3 between the rollout's logprobs and the policy's logprobs of the same
 tokens before its update; of several updates in a step NeMo-RL logs the mean. In synchronous training both use
-the same weights and differ only by rounding and kernels. A refit that sends old or wrong weights raises no
-error, but shows here.
+the same weights and differ only by rounding and kernels; asynchronous rollouts are older by some steps, too.
+A refit that sends old or wrong weights raises no error, nor does a cache of what older weights computed, but
+both show here.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,11 +30,14 @@ BF16_BOUND = 1e-2
 FP8_BOUND = 3e-2
 """Of FP8 training or rollouts. NeMo-RL's tests of such runs allow a token_mult_prob_error of 1.1, which is
 0.007 for normally distributed differences and several times that with tails; stale weights gave 0.046."""
+STEP = math.log(1.2)
+"""Most by which a step moves a token's logprob in the mean: where the ratio's usual clip stops it."""
 
 WARNING = (
     "step %d: %s is %.2g, above %.2g: rollout and policy disagree about the same tokens, so vLLM has other "
     f"weights or computes differently. Check {OVERLAP} (false), the messages of the refit, {VLLM}.precision, "
-    "policy.megatron_cfg.fp8_cfg, and Megatron's fusions (policy.megatron_cfg.*_fusion)"
+    "policy.megatron_cfg.fp8_cfg, Megatron's fusions (policy.megatron_cfg.*_fusion), and of asynchronous "
+    "rollouts recompute_kv_cache_after_weight_updates (true)"
 )
 LENGTH = "mean_gen_tokens_per_sample"
 EMPTY = (
@@ -41,31 +46,28 @@ EMPTY = (
 )
 
 
-def bound(recipe: Recipe) -> float | None:
-    """The largest healthy error of a step; None where rollouts may use older weights."""
-    if recipe.rollouts_ahead:
-        return None
-    return FP8_BOUND if uses_fp8(recipe) else BF16_BOUND
+def bound(recipe: Recipe, step: int) -> float:
+    """Largest healthy error of a step: rounding, and k3 of as many steps as its rollouts may be older.
+
+    Args: step: from 1, whose rollouts come from the weights that it trains.
+    """
+    older = STEP * min(recipe.rollouts_ahead, step - 1)
+    return (FP8_BOUND if uses_fp8(recipe) else BF16_BOUND) + math.expm1(older) - older
 
 
 @contextmanager
 def watch_rollouts(recipe: Recipe, logger: Any) -> Iterator[None]:
-    """Within the block, warn of every step without tokens, and of every one above the bound.
-
-    Where there is a bound, `EXCEEDS` is logged with every step.
+    """Within the block, warn of every step without tokens and of every one above the bound; log `EXCEEDS`.
 
     Args: logger: NeMo-RL's.
     """
-    limit = bound(recipe)
 
     def judge(metrics: Mapping[str, Any], step: int, _prefix: str) -> Mapping[str, float]:
         if METRIC not in metrics:
             return {}
         if metrics.get(LENGTH) == 0:
             log.warning(EMPTY, step)
-        if limit is None:
-            return {}
-        error = float(metrics[METRIC])
+        error, limit = float(metrics[METRIC]), bound(recipe, step)
         exceeds = not error <= limit  # nan does
         if exceeds:
             log.warning(WARNING, step, METRIC, error, limit)

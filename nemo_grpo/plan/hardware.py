@@ -112,5 +112,7 @@ def hardware_of(gpu: str, file: Path | None = None) -> Hardware:
     """
     known = HARDWARE | (read_hardware(file) if file else {})
     if gpu not in known:
-        raise UserError(f"--gpu {gpu}: unknown{did_you_mean(gpu, known)}; describe it in a --hardware FILE")
+        raise UserError(
+            f"--gpu {gpu}: unknown{did_you_mean(gpu, known)}; `nemo-grpo plan --hardware FILE` takes others"
+        )
     return known[gpu]

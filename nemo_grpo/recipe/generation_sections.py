@@ -47,6 +47,8 @@ class VLLM(Section):
     """FP8 with a scale per 32 numbers."""
     quantization_ignored_layer_kws: list[str] = Field(default_factory=list)
     """Parts of the names of layers that FP8 leaves alone."""
+    enable_prefix_caching: bool | None = None
+    """Keep what is computed of a prompt for the next one that begins alike; null: on GPUs from Ampere on."""
     async_engine: bool = False
     """Answer each request as soon as it is finished."""
     reset_encoder_cache_after_weight_update: bool = False

@@ -5,7 +5,7 @@ and backend. Without ``loss_fn.variant`` it keeps NeMo-RL's loss and advantages,
 decides.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,17 @@ ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
 VISION_PROCESSOR = "vlm_hf_data_processor"
 """NeMo-RL's, of all its data with images, sound and films."""
 CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
-"""What a recipe leaves at NeMo-RL's defaults, as its bases do, is the variant's own; a clip has two sides."""
+"""What NeMo-RL's files leave at its defaults is the variant's own; a clip has two sides."""
+
+OTHER_ALGORITHMS = {
+    "distillation": ("distillation", "use NeMo-RL's own script"),
+    "dpo": ("DPO", "use NeMo-RL's own script"),
+    "eval": ("evaluation", "use `nemo-grpo eval`, or NeMo-RL's own script"),
+    "ppo": ("PPO", "use NeMo-RL's own script, or a recipe for GRPO, which needs no value model"),
+    "rm": ("reward models", "use NeMo-RL's own script"),
+    "sft": ("supervised training", "use NeMo-RL's own script, or loss_fn.variant=sft with a nemo_grpo.task"),
+}
+"""Section that names one of NeMo-RL's other algorithms -> (its name, remedy)."""
 
 KL_PENALTY = "reference_policy_kl_penalty"
 
@@ -32,9 +42,17 @@ def keeps_its_data(tree: Mapping[str, Any]) -> bool:
     return value_of(tree, "nemo_grpo.task") is None and value_of(tree, "data.train") is not None
 
 
-def adapted(tree: Mapping[str, Any]) -> tuple[Tree, list[str]]:
+def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
+    """Raises: UserError: it is a recipe of NeMo-RL's that trains by none of the losses here."""
+    for section, (name, remedy) in OTHER_ALGORITHMS.items():
+        if section in tree:
+            raise UserError(f"{section}: this is a recipe for NeMo-RL's {name}, not for GRPO; {remedy}")
+
+
+def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[Tree, list[str]]:
     """A recipe of NeMo-RL's with our names for what it says; others unchanged.
 
+    Args:    is_stock: true for a key whose value came from NeMo-RL's own files.
     Returns: (settings, notes: one sentence for each setting that the variant replaces).
     """
     adapted = merge({}, tree)
@@ -50,7 +68,7 @@ def adapted(tree: Mapping[str, Any]) -> tuple[Tree, list[str]]:
         return adapted, []
     if config.is_stock:
         return adapted, []
-    return adapted, [*_replace_loss(loss, config), *_replace_advantages(adapted, config)]
+    return adapted, [*_replace_loss(loss, config, is_stock), *_replace_advantages(adapted, config)]
 
 
 def _name_the_run(tree: Tree) -> None:
@@ -63,7 +81,7 @@ def _name_the_run(tree: Tree) -> None:
         own["run_name"], own["runs_dir"] = Path(folder).name, str(Path(folder).parent)
 
 
-def _replace_loss(loss: Tree, config: Any) -> Iterator[str]:
+def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
     """Take out what belongs to NeMo-RL's own loss; keys that the variant has, too, keep their values."""
     variant, of_the_stock = loss["variant"], NeMoRLLoss.keys()
     by_tokens, own = loss.pop("token_level_loss", None), config.model_fields["aggregation"].default
@@ -74,18 +92,17 @@ def _replace_loss(loss: Tree, config: Any) -> Iterator[str]:
         yield _replaced("loss_fn.token_level_loss", by_tokens, f"{variant} has loss_fn.aggregation={used}")
     if config.stock_switch:
         loss.pop(config.stock_switch, None)
-    for keys in CLIP:
-        if all(loss.get(key, of_the_stock[key]) == of_the_stock[key] for key in keys):
-            for key in [key for key in keys if key in loss]:
-                value, field = loss.pop(key), config.model_fields.get(key)
-                if field is not None and field.default != value:
-                    yield _unset(key, value, f"{variant} has {as_yaml(field.default)}")
-    field = config.model_fields.get(KL_PENALTY)
-    if field is not None and loss.get(KL_PENALTY) == of_the_stock[KL_PENALTY] != field.default:
-        value, default = as_yaml(loss[KL_PENALTY]), as_yaml(field.default)
-        yield f"loss_fn.{KL_PENALTY}={value} is NeMo-RL's default and kept; {variant}'s default is {default}"
+    for keys in (*CLIP, (KL_PENALTY,)):
+        there = [key for key in keys if key in loss]
+        unset = keys in CLIP and all(
+            is_stock(f"loss_fn.{key}") and loss[key] == of_the_stock[key] for key in there
+        )
+        for key in there:
+            value, field = loss.pop(key) if unset else loss[key], config.model_fields.get(key)
+            if field is not None and value == of_the_stock[key] != field.default:
+                yield _at_default(key, value, variant, field.default, unset)
     for key in [key for key in loss if key in of_the_stock and key not in config.model_fields]:
-        if loss[key] == of_the_stock[key]:
+        if loss[key] == of_the_stock[key] and (is_stock(f"loss_fn.{key}") or loss[key] in (None, False)):
             del loss[key]
         elif key not in REFUSED_STOCK_KEYS:
             yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{variant} has no such term")
@@ -109,10 +126,13 @@ def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
             set_value(tree, place, used)
 
 
-def _unset(key: str, value: Any, instead: str) -> str:
-    """Note on NeMo-RL's default, whoever wrote it: a resolved recipe does not tell."""
-    nearly = f"; to train with {value}, write {value * 1.0001:g}" if isinstance(value, float) else ""
-    return f"loss_fn.{key}={as_yaml(value)} is NeMo-RL's default and counts as unset, and {instead}{nearly}"
+def _at_default(key: str, value: Any, variant: str, default: Any, unset: bool) -> str:
+    """Note on a value at NeMo-RL's default, where the variant's own is another."""
+    given, own = f"loss_fn.{key}={as_yaml(value)}", f"{variant}'s {as_yaml(default)}"
+    if not unset:
+        return f"{given} is NeMo-RL's default and kept, in place of {own}"
+    keep = "" if value is False else "; write it beside loss_fn.variant to keep it"
+    return f"{given} comes from NeMo-RL's files and gives way to {own}{keep}"
 
 
 def _replaced(key: str, value: Any, instead: str) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -21,7 +21,7 @@ from omegaconf.errors import (
 from omegaconf.resolvers import oc
 
 from nemo_grpo import shipped
-from nemo_grpo.dotted import leaves, parents, scalars, set_value, value_of
+from nemo_grpo.dotted import is_missing, leaves, parents, scalars, set_value, value_of
 from nemo_grpo.errors import UNREADABLE, UserError, first_line, reading
 from nemo_grpo.recipe.interpolation import RESOLVERS, Tree, keys_in, resolved_values
 from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
@@ -50,20 +50,63 @@ def register_resolvers() -> None:
     register("oc.env", _environment_variable, replace=True)
 
 
-def load_tree(path: str | Path) -> Tree:
-    """One file merged onto its ``defaults``, interpolations not yet resolved.
+OVERRIDE = "an override"
+"""What `Written.given` names for a key of the command line."""
+
+
+class Written(NamedTuple):
+    """Settings as their writer left them: files merged, overrides applied, interpolations unresolved.
+
+    Attributes: tree: nested.  given: key -> the file that gave its value, or `OVERRIDE`.
+        stock: files that set no loss_fn.variant, nor do their defaults: NeMo-RL's.
+    """
+
+    tree: Tree
+    given: Mapping[str, str]
+    stock: frozenset[str] = frozenset()
+
+    def over(self, base: "Written") -> "Written":
+        """These settings on top of others, see `merge`."""
+        tree, given = merge(base.tree, self.tree), {**base.given, **self.given}
+        left = {key: given[key] for key, _ in leaves(tree) if key in given}
+        return Written(tree, left, base.stock | self.stock)
+
+    def with_overrides(self, overrides: Iterable[str]) -> "Written":
+        """Apply overrides in order, see `apply_overrides`."""
+        overrides = list(overrides)
+        tree = apply_overrides(self.tree, overrides)
+        keys = {override.removeprefix("++").partition("=")[0] for override in overrides}
+        given = {
+            key: self.given.get(key, OVERRIDE) if keys.isdisjoint((*parents(key), key)) else OVERRIDE
+            for key, _ in leaves(tree)
+        }
+        return Written(tree, given, self.stock)
+
+    def is_stock(self, key: str) -> bool:
+        """True for a value that came from NeMo-RL's own files."""
+        return self.given.get(key) in self.stock
+
+
+def read(path: str | Path, overrides: Iterable[str] = ()) -> Written:
+    """Read one file merged onto its ``defaults``, with overrides.
 
     Args:   path: a file, or the name of a shipped recipe, such as ``quickstart``.
-    Raises: UserError: a file is missing, a sweep or not a YAML mapping, or the defaults form a cycle.
+    Raises: UserError: a file is missing, a sweep or not a YAML mapping, the defaults form a cycle, or an
+            override cannot be applied.
     """
     path = shipped.recipe_file(path)
-    tree = _load_tree(path, ())
-    if list(tree) == ["sweep"]:
+    written = _read(path, ())
+    if list(written.tree) == ["sweep"]:
         raise UserError(f"{path} is a sweep, not a recipe; give it to `nemo-grpo sweep` or `recipe check`")
-    return tree
+    return written.with_overrides(overrides)
 
 
-def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
+def load_tree(path: str | Path) -> Tree:
+    """As `read`, the settings alone."""
+    return read(path).tree
+
+
+def _read(path: Path, including: tuple[Path, ...]) -> Written:
     resolved = path.resolve()
     if resolved in including:
         circle = " -> ".join(str(p.name) for p in (*including[including.index(resolved) :], resolved))
@@ -73,16 +116,18 @@ def _load_tree(path: Path, including: tuple[Path, ...]) -> Tree:
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(f"{path}: defaults={bases!r} must be a file name or a list of file names")
-    merged: Tree = {}
+    below = Written({}, {})
     for base in bases:
-        file = shipped.recipe_at(base) if base.startswith(shipped.SCHEME) else path.parent / base
+        file = shipped.beside(path, base)
         if not file.is_file():
             raise UserError(
                 f"{path}: defaults={base!r}: there is no file {file}; paths are relative to the recipe, and "
                 f"a shipped recipe is {shipped.SCHEME}base/embedded.yaml or the like"
             )
-        merged = merge(merged, _load_tree(file, (*including, resolved)))
-    return merge(merged, tree)
+        below = _read(file, (*including, resolved)).over(below)
+    merged = Written(tree, {key: str(resolved) for key, _ in leaves(tree)}).over(below)
+    is_stock = is_missing(merged.tree, "loss_fn.variant")
+    return merged._replace(stock=below.stock | {str(resolved)}) if is_stock else merged
 
 
 def _read_yaml(path: Path) -> Tree:

@@ -13,6 +13,8 @@ from nemo_grpo.recipe.megatron_sections import section_rule
 from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
 from nemo_grpo.tasks.rewards.own_reward import parameters_of
 
+FOLDER_NAME = r"\w[\w.,=+@-]{0,199}"
+"""A run's name, which goes into paths and scripts."""
 MAX_REWARD = 1e6
 """Largest weight of a reward component."""
 
@@ -143,7 +145,7 @@ class NemoGRPOSection(OwnSection):
     @classmethod
     def _run_name_is_a_folder_name(cls, name: Any) -> Any:
         name = str(name) if type(name) is int else name  # YAML reads run_name=1 as a number
-        if isinstance(name, str) and name and not re.fullmatch(r"\w[\w.,=+@-]{0,199}", name, re.ASCII):
+        if isinstance(name, str) and name and not re.fullmatch(FOLDER_NAME, name, re.ASCII):
             raise UserError(
                 f"nemo_grpo.run_name={name!r} must be a plain folder name of letters, digits and _.,=+@-, as "
                 "it goes into paths and scripts; its parent is nemo_grpo.runs_dir"

@@ -50,8 +50,12 @@ class Recipe(BaseModel):
     nemo_grpo: NemoGRPOSection
     """Settings that NeMo-RL's config lacks."""
     _notes: tuple[str, ...] = PrivateAttr(())
-
+    _settings: Tree = PrivateAttr(default_factory=dict)
     _from_environment: Tree = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare values, however they were written."""
+        return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
 
     @field_validator("loss_fn", mode="before")
     @classmethod
@@ -62,6 +66,11 @@ class Recipe(BaseModel):
     def notes(self) -> tuple[str, ...]:
         """What the variant replaces and what is lost in a recipe of NeMo-RL's own; a sentence each."""
         return self._notes
+
+    @property
+    def settings(self) -> Tree:
+        """The settings of its writer, resolved and with our names; keys that nobody set are missing."""
+        return self._settings
 
     @property
     def or_passes(self) -> str:

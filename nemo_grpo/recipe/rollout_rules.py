@@ -7,7 +7,7 @@ from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
-from nemo_grpo.recipe.sections import GENERATION, VLLM
+from nemo_grpo.recipe.sections import GENERATION, VLLM, AsyncGRPO, AsyncRL
 from nemo_grpo.tasks.base import check_num_validation
 from nemo_grpo.tasks.jsonl import VALIDATION_FILES, FileTaskConfig, listed_problems
 
@@ -119,6 +119,27 @@ def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@rule(Scope.ADVICE)
+def prefixes_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL's other trainers reset the cache, or let the engine sleep, between rollouts."""
+    trainer: AsyncGRPO | AsyncRL | None = recipe.grpo.async_grpo if recipe.grpo.is_async else recipe.async_rl
+    name = "grpo.async_grpo" if recipe.grpo.is_async else "async_rl"
+    cache = recipe.policy.generation.vllm_cfg.enable_prefix_caching
+    if trainer is None or not samples_with_vllm(recipe) or cache is False:
+        return
+    if not trainer.recompute_kv_cache_after_weight_updates:
+        yield (
+            f"{name}.recompute_kv_cache_after_weight_updates=false: after a refit vLLM goes on from what "
+            f"older weights cached of a prompt ({VLLM}.enable_prefix_caching={as_yaml(cache)}; null: on from "
+            "Ampere on); set it to true, or the cache to false"
+        )
+    elif isinstance(trainer, AsyncGRPO) and not trainer.in_flight_weight_updates:
+        yield (
+            f"{name}.recompute_kv_cache_after_weight_updates=true: NeMo-RL 0.7.0 reads it only with "
+            f"{name}.in_flight_weight_updates=true; set that, or {VLLM}.enable_prefix_caching=false"
+        )
+
+
 @rule(Scope.ALL)
 def number_of_validation_problems_is_set(recipe: Recipe) -> Iterator[str]:
     """Null is for NeMo-Gym (algorithms/grpo.py, `GRPOConfig`); else NeMo-RL divides by it."""
@@ -143,15 +164,32 @@ def validation_files_hold_the_validation_problems(recipe: Recipe) -> Iterator[st
         yield str(error)
 
 
+def validation_sizes(recipe: Recipe) -> tuple[int, int] | None:
+    """Problems and batch of NeMo-RL's validation by rollouts; None: there is none, or NeMo-Gym chooses."""
+    problems, batch = recipe.grpo.max_val_samples, recipe.grpo.val_batch_size
+    if problems is None or batch is None or not recipe.grpo.validates:
+        return None
+    return None if recipe.loss_fn.learns_from_demonstrations else (problems, batch)
+
+
+@rule(Scope.CLUSTER)
+def validation_has_a_whole_batch(recipe: Recipe) -> Iterator[str]:
+    """`validate` of both versions fails with none; with a data plane it reports an accuracy of 0."""
+    problems, batch = validation_sizes(recipe) or (0, 0)
+    if problems < batch:
+        yield (
+            f"grpo.val_batch_size={batch} exceeds grpo.max_val_samples={problems}: NeMo-RL validates whole "
+            "batches only, and fails where there is none; make them equal"
+        )
+
+
 @rule(Scope.CARE)
 def validation_batches_divide_the_problems(recipe: Recipe) -> Iterator[str]:
-    g, batch, problems = recipe.grpo, recipe.grpo.val_batch_size, recipe.grpo.max_val_samples
-    if batch is None or problems is None:  # number_of_validation_problems_is_set
-        return
-    if g.validates and problems % batch:
+    problems, batch = validation_sizes(recipe) or (0, 1)
+    if problems >= batch and problems % batch:
         yield (
             f"grpo.val_batch_size={batch} does not divide grpo.max_val_samples={problems}: NeMo-RL "
-            " validates whole batches only, and with none reports an accuracy of 0; make them equal"
+            f"validates whole batches only, {problems - problems % batch} problems; make them equal"
         )
 
 

@@ -50,6 +50,8 @@ class AsyncGRPO(Section):
     """Steps by which a response's policy may be older than the one that it trains."""
     in_flight_weight_updates: bool = False
     """Give vLLM's asynchronous engines new weights while they decode; false: after their responses."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Forget after each refit what the old weights cached of prompts and responses."""
 
 
 class StalenessSampler(Section):
@@ -83,6 +85,8 @@ class AsyncRL(Section):
     """Groups that are trained on as soon as they are there; a step's chunks add up to one update."""
     max_buffered_rollouts: int = Field(default=64, gt=0)
     """Groups that wait for training at most."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Forget after each refit what the old weights cached of prompts and responses."""
 
 
 class AdvantageEstimator(Section):

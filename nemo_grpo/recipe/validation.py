@@ -20,7 +20,7 @@ from nemo_grpo.recipe import (  # noqa: F401 - they register
     saving_rules,
 )
 from nemo_grpo.recipe.keys import dotted_key_errors, shown, unknown_key_errors, unknown_key_message
-from nemo_grpo.recipe.loader import Tree, apply_overrides, from_environment, load_tree, merge, resolve
+from nemo_grpo.recipe.loader import Tree, Written, from_environment, merge, read, resolve
 from nemo_grpo.recipe.megatron_sections import WITHOUT_RULES
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, messages
@@ -55,7 +55,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Returns: the recipe.
     Raises:  UserError: all errors that can be found at once.
     """
-    return load_recipe_dict(load_tree(path), overrides)
+    return _load(read(path, overrides))
 
 
 def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
@@ -63,15 +63,19 @@ def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> 
 
     Raises: UserError: as `load_recipe`.
     """
-    given = apply_overrides(tree, overrides)
-    resolved = resolve(given)
-    return _validated(resolved).with_references(_references(resolved, given))
+    return _load(Written(dict(tree), {}).with_overrides(overrides))
 
 
-def _validated(tree: Tree) -> Recipe:
+def _load(written: Written) -> Recipe:
+    host.refuse_other_algorithms(written.tree)
+    resolved = resolve(written.tree)
+    return _validated(resolved, written).with_references(_references(resolved, written.tree))
+
+
+def _validated(tree: Tree, written: Written) -> Recipe:
     if errors := dotted_key_errors(tree):
         raise RecipeErrors(errors)
-    tree, notes = host.adapted(tree)
+    tree, notes = host.adapted(tree, written.is_stock)
     errors, filled = unknown_key_errors(tree), _with_derived_defaults(tree)
     try:
         recipe = Recipe.model_validate(filled)
@@ -90,7 +94,7 @@ def _validated(tree: Tree) -> Recipe:
         (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
     if errors:
         raise RecipeErrors(errors)
-    recipe._notes = tuple(notes)
+    recipe._notes, recipe._settings = tuple(notes), tree
     return recipe
 
 
@@ -134,11 +138,12 @@ def settings_of(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
 
     Raises: UserError: the file cannot be read, or an override or interpolation cannot be carried out.
     """
-    given = apply_overrides(load_tree(path), overrides)
-    tree = resolve(given)
-    references = _references(tree, given)
+    written = read(path, overrides)
+    host.refuse_other_algorithms(written.tree)
+    tree = resolve(written.tree)
+    references = _references(tree, written.tree)
     try:
-        return Settings(_validated(tree).to_dict(), references, [])
+        return Settings(_validated(tree, written).to_dict(), references, [])
     except RecipeErrors as error:
         return Settings(_with_derived_defaults(tree), references, error.errors)
 

@@ -16,7 +16,6 @@ from statistics import fmean
 import torch
 
 from nemo_grpo.core.reward_shaping import overlong_penalty
-from nemo_grpo.nemorl.rollout_error import bound
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.comparisons import (
     bridges_export,
@@ -145,7 +144,7 @@ def refit(evidence: Evidence) -> str:
     _refuse(len(errors) < max(len(evidence.steps), 1), f"{shown}; not logged in every step")
     lengths = evidence.series("length/mean")
     _refuse(not all(lengths), f"{shown}; mean lengths {lengths}: without tokens nothing is compared")
-    bounded = errors if bound(recipe) is not None else errors[:1]
+    bounded = errors[:1] if recipe.rollouts_ahead else errors
     allowed = REFIT_BOUND
     if not all(error <= allowed for error in bounded):
         allowed = max(allowed, 2 * evidence.rounding_of_logprobs)
@@ -153,7 +152,7 @@ def refit(evidence: Evidence) -> str:
         not all(error <= allowed for error in bounded),
         f"{shown}; the bound{' of the first step' * (len(bounded) < len(errors))} is {allowed:.2g}",
     )
-    if bound(recipe) is None:
+    if recipe.rollouts_ahead:
         return f"{shown}; later steps have no bound: asynchronous rollouts may be of older weights"
     stale = _error_of_old_weights(evidence)
     _refuse(

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import yaml
 
-from nemo_grpo.dotted import set_value
-from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.loader import apply_overrides, load_tree
+from nemo_grpo.dotted import is_missing, set_value
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe.loader import merge, read
 from nemo_grpo.rehearsal import host
 from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.rehearsal.model import RehearsalModel
@@ -241,7 +241,12 @@ def _multiple(number: int, unit: int) -> int:
 
 def write_recipe(path: Path, source: Path, overrides: Iterable[str], changed: Iterable[Change]) -> None:
     """A recipe file: the source with its overrides and the changes on top, interpolations unresolved."""
-    tree = apply_overrides(load_tree(source), overrides)
+    written = read(source, overrides)
+    tree = merge({}, written.tree)
+    if not is_missing(
+        tree, "loss_fn.variant"
+    ):  # the file has one writer: what NeMo-RL's files said is settled
+        tree["loss_fn"] = load_recipe(source, overrides).settings["loss_fn"]
     for change in changed:
         set_value(tree, change.key, change.value)
     path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")

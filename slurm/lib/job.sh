@@ -1,7 +1,7 @@
 # Shared by all jobs: exit codes, messages, the log folder, steps on nodes. Sourced after $ROOT is set.
 # shellcheck shell=bash disable=SC2034,SC2154
 
-# Otherwise a job ends with the exit code of its driver. docs/slurm.md explains each.
+# Otherwise a job ends with the exit code of its driver.
 readonly EXIT_REFUSED=2 EXIT_PREFLIGHT=69 EXIT_HEAD_LOST=70 EXIT_WORKER_LOST=71 EXIT_NODE_MISSING=72
 readonly EXIT_NO_PROGRESS=74 EXIT_REQUEUE=75 EXIT_CANCELLED=143
 
@@ -32,12 +32,12 @@ open_logs() {
     say "job $SLURM_JOB_ID on ${NODES[*]}, logs in $LOG"
 }
 
-# The name of a job's logs: its own, or, if it was not given one, the recipe's.
+# The name of a job's logs, one folder: its own, or, if it was not given one, the recipe's.
 log_name() {
-    case $SLURM_JOB_NAME in
-        *.sbatch) basename "${1%.yaml}" ;;
-        *) printf '%s\n' "$SLURM_JOB_NAME" ;;
-    esac
+    local name=$SLURM_JOB_NAME
+    case $name in *.sbatch) name=$(basename "${1%.yaml}") ;; esac
+    name=${name//[^[:alnum:]_.,=+@-]/_}
+    printf '%s\n' "${name/#./_}"
 }
 
 # CPUs that every node of this job has: "64(x2),48" -> 48.

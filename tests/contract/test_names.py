@@ -25,7 +25,6 @@ ALLOWED = {
     },
     "nemo_grpo/cli/eval.py": {"cw_grpo", "erpo", "tr_grpo"},  # its help lists the protocols
     "nemo_grpo/aliases.py": {"gspo"},  # what a key of other trainers becomes
-    "nemo_grpo/recipe/importing.py": {"cispo"},  # of TRL's, which bounds it otherwise
     "nemo_grpo/rehearsal/host.py": {"math"},  # an environment of NeMo-RL's
     "nemo_grpo/cli/compare.py": {"cw_grpo", "tr_grpo", "erpo"},  # what it compares unless told otherwise
 }
@@ -71,3 +70,12 @@ def test_names_are_found_where_they_are_written():
     assert names_in("for the task search_qa.") == {"search_qa"}
     assert names_in("cw_grpo") == {"cw_grpo"}
     assert names_in("grpo.seed and tr_grpo_math") == set()
+
+
+@pytest.mark.parametrize("folder", ["nemo_grpo", "checkpoints_conv", "slurm"])
+def test_no_message_names_a_page_which_a_wheel_lacks(folder: str) -> None:
+    page = re.compile(r"\bdocs/\w+\.md")
+    for path in sorted((ROOT / folder).rglob("*")):
+        is_shell = path.suffix in (".sh", ".sbatch")
+        said = texts(path) if path.suffix == ".py" else [path.read_text()] if is_shell else []
+        assert [text for text in said if page.search(text)] == [], path

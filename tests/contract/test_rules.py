@@ -85,6 +85,7 @@ SHORT["GYM"] = (
 SHORT["ASYNC"] = Template("grpo.async_grpo.enabled=true; $V.async_engine=true; $GPUS=2; $APART").substitute(
     SHORT
 )
+SHORT["RECOMPUTE"] = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
 SHORT["CHUNK"] = "async_rl.min_groups_for_streaming_train"
 SHORT["CONTROLLER"] = Template(
     "$PLANE; ++$CHUNK=2; $V.async_engine=true; $GPUS=2; $APART; checkpointing.metric_name=null; $CORRECTED; "
@@ -442,7 +443,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("single_controller_reads_the_keys", "cluster", "$CONTROLLER; grpo.advantage_clip_low=-1",
      "advantage_clip_low=-1.0 has no effect .*to null", "grpo.advantage_clip_low=null"),
     ("older_rollouts_are_corrected", "cluster",
-     "$CONTROLLER; loss_fn.use_importance_sampling_correction=false",
+     "$CONTROLLER; loss_fn.use_importance_sampling_correction=false; ++$V.enable_prefix_caching=false",
      "sampler.name=in_order: rollouts are older", "++async_rl.sampler.max_lookahead_versions=0"),
     # NeMo-RL: the data plane
     ("data_plane_trains_synchronously", "cluster", "$PLANE; grpo.async_grpo.enabled=true; $CORRECTED",
@@ -521,8 +522,25 @@ CASES: list[tuple[str, str, str, str, str]] = [
      f"nemo_grpo.task.validation_files=[{RECIPES.parent}/README.md]",
      r"validation_files: .*README.md:1: not JSON",
      f"nemo_grpo.task.validation_files=[{PROBLEMS}]; grpo.max_val_samples=3"),
-    ("validation_batches_divide_the_problems", "cluster", "grpo.max_val_samples=64; ~grpo.val_batch_size",
-     "val_batch_size=256 does not divide grpo.max_val_samples=64", "++grpo.val_batch_size=32"),
+    ("validation_has_a_whole_batch", "cluster stock", "grpo.max_val_samples=64; ++grpo.val_batch_size=256",
+     "val_batch_size=256 exceeds grpo.max_val_samples=64", "grpo.val_batch_size=64"),
+    ("validation_has_a_whole_batch", "cluster", "grpo.max_val_samples=255; ~grpo.val_batch_size",
+     "val_batch_size=256 exceeds grpo.max_val_samples=255",
+     "grpo.val_period=0; grpo.val_at_start=false; grpo.val_at_end=false; checkpointing.metric_name=null"),
+    ("validation_batches_divide_the_problems", "cluster", "grpo.max_val_samples=100; grpo.val_batch_size=64",
+     "val_batch_size=64 does not divide grpo.max_val_samples=100: .* only, 64 problems",
+     "grpo.val_batch_size=25"),
+    ("prefixes_are_read_with_the_new_weights", "cluster", "$ASYNC; $CORRECTED",
+     "async_grpo.recompute_kv_cache_after_weight_updates=false: after a refit",
+     "++$RECOMPUTE; ++grpo.async_grpo.in_flight_weight_updates=true"),
+    ("prefixes_are_read_with_the_new_weights", "cluster", "$ASYNC; $CORRECTED",
+     "set it to true, or the cache to false", "++$V.enable_prefix_caching=false"),
+    ("prefixes_are_read_with_the_new_weights", "cluster", "$ASYNC; $CORRECTED; ++$RECOMPUTE",
+     "NeMo-RL 0.7.0 reads it only with", "$V.enable_prefix_caching=false"),
+    ("prefixes_are_read_with_the_new_weights", "stock", "$CONTROLLER",
+     "async_rl.recompute_kv_cache_after_weight_updates=false: after a refit",
+     "++async_rl.recompute_kv_cache_after_weight_updates=true"),
+    ("prefixes_are_read_with_the_new_weights", "stock", "$CONTROLLER", "after a refit", "$G.backend=sglang"),
     ("fp8_kv_cache_needs_fp8_weights", "small huge", "$V.kv_cache_dtype=fp8; $CORRECTED", "dtype=fp8 needs",
      "$V.kv_cache_dtype=auto"),
     ("fp8_needs_importance_sampling_correction", "cluster", "$V.precision=fp8", "correction=false: FP8",

@@ -78,6 +78,20 @@ def calls(place):
     return (place / "calls").read_text().splitlines()
 
 
+@pytest.mark.parametrize(
+    ("job", "folder"),
+    [
+        ("eval.sbatch", "eval"), ("gpg-7b_x", "gpg-7b_x"), ("../../x", "_._.._x"), ("..", "_."),
+        ("/tmp/x y", "_tmp_x_y"), (".x", "_x"),
+    ],
+)  # fmt: skip
+def test_logs_of_a_job_lie_in_a_folder_of_the_logs(place, job, folder):
+    done = run(place, "eval.sbatch", "run/hf", "aime24", SLURM_JOB_NAME=job, SLURM_ARRAY_TASK_ID="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in (place / "logs").iterdir()] == [folder]
+    assert (place / "logs" / folder / "latest").resolve() == place / "logs" / folder / "7/attempt-0"
+
+
 def test_last_array_task_finds_a_repository_path_with_a_space(place):
     done = run(place, "eval.sbatch", "run/hf", "aime24,math500", SLURM_ARRAY_TASK_ID="1")
     assert done.returncode == 0, done.stdout + done.stderr

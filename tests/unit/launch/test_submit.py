@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
@@ -114,13 +115,11 @@ def test_embedded_recipe_goes_to_its_own_script():
     [
         ((QUICKSTART, "--nodes", "2", "--dry-run"), "the embedded engine runs on one node"),
         ((CLUSTER, "policy.generation.vllm_cfg.gpu_memory_utilization=0.1", "--dry-run"), "the plan refuses"),
-        ((CLUSTER, "--sbatch", "qos", "--dry-run"), "must be name=value"),
         (
-            (CLUSTER, "--sbatch", "nodes=2", "--dry-run"),
-            "--sbatch nodes=2: the plan would not know of it; use cl",
+            (CLUSTER, "--mounts", "/a:/a", "--dry-run"),
+            "--mounts /a:/a: nothing is mounted without a container",
         ),
-        ((CLUSTER, "--sbatch", "--gpus-per-node=4", "--dry-run"), "use cluster.gpus_per_node="),
-        ((CLUSTER, "--sbatch", "time=00:01:00", "--dry-run"), "use --time"),
+        ((CLUSTER, "--gpu", "h1000", "--dry-run"), "`nemo-grpo plan --hardware FILE` takes others"),
         ((QUICKSTART,), "sbatch is not on this machine"),
     ],
 )
@@ -129,6 +128,56 @@ def test_what_cannot_run_is_not_submitted(arguments, part, monkeypatch):
     done = launch(*arguments)
     assert isinstance(done.exception, UserError)
     assert part in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("option", "part"),
+    [
+        *((name, "must be name=value, such as qos=high, or one of") for name in ("qos", "qos=", "wrap", "")),
+        ("nodes=2", "--sbatch nodes=2: the plan would not know of it; use cluster.num_nodes="),
+        ("--gpus-per-node=4", "use cluster.gpus_per_node="),
+        *(
+            (f"{name}=1", "use cluster.gpus_per_node=")
+            for name in ("gpus", "gpus-per-task", "gpus-per-socket")
+        ),
+        *((f"gres={value}", "use cluster.gpus_per_node=") for value in ("gpu:1", "gpu", "tmp:5,gpu:h100:2")),
+        ("tres-per-task=gres/gpu:1", "use cluster.gpus_per_node="),
+        ("ntasks-per-gpu=1", "use cluster.gpus_per_node="),
+        ("gpus-per-no=1", "use cluster.gpus_per_node="),  # sbatch takes abbreviations
+        *(
+            (f"ntasks{name}=8", "one task on each node")
+            for name in ("", "-per-node", "-per-core", "-per-socket")
+        ),
+        ("ntasks-per-nod=8", "one task on each node"),
+        ("array=0-3", "train one run side by side"),
+        ("job-name=../../x", "use nemo_grpo.run_name="),
+        ("chdir=/tmp", "relative to the folder of this command"),
+        *((option, "use --time") for option in ("time=00:01:00", "time-min=1")),
+        *((f"export={value}", "use export=ALL") for value in ("NONE", "NIL", "PYTHON", "ALLOWED")),
+        ("wrap=true", "its own script"),
+        *(("partition=a", "use --partition"), ("account=a", "use --account")),
+        ("container-image=x", "use --container"),
+    ],
+)
+def test_options_that_contradict_the_submission_are_refused(option, part):
+    done = launch(CLUSTER, "--sbatch", option, "--dry-run")
+    assert isinstance(done.exception, UserError), done.output
+    assert part in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("option", "passed"),
+    [
+        ("exclusive", "--exclusive"), ("--exclusive", "--exclusive"), ("exclusive=user", "--exclusive=user"),
+        ("hold", "--hold"), ("qos=high", "--qos=high"), ("gres=tmpdisk:100", "--gres=tmpdisk:100"),
+        ("export=ALL,A=1", "--export=ALL,A=1"), ("gpus-per-node=0", "--gpus-per-node=0"),
+        ("signal=B:USR1@900", "--signal=B:USR1@900"), ("mem=64G", "--mem=64G"),
+        ("gres-flags=x", "--gres-flags=x"),
+    ],
+)  # fmt: skip
+def test_other_options_are_passed_on(option, passed):
+    printed = shlex.split(launch(CLUSTER, "--sbatch", option, "--dry-run").stdout)
+    assert printed.index(passed) < printed.index(f"{ROOT}/slurm/train.sbatch")
 
 
 def test_submission_names_the_job_and_how_to_follow_it(monkeypatch):
@@ -145,6 +194,10 @@ def test_submission_names_the_job_and_how_to_follow_it(monkeypatch):
         "  follow  tail -F logs/quickstart/latest/driver.log",
         "  cancel  scancel 41",
     ]
+    for arguments, environment in (("--logs", "/my logs"), {}), ((), {"LOGS": "/my logs"}):
+        lines = launch(QUICKSTART, *arguments, **environment).stdout.splitlines()
+        assert shlex.split(lines[1])[-2:] == ["--logs", "/my logs"]
+        assert shlex.split(lines[2])[-1] == "/my logs/quickstart/latest/driver.log"
 
 
 def test_refusal_of_sbatch_is_passed_on(monkeypatch):
@@ -176,7 +229,7 @@ def logs(tmp_path):
 def test_status_shows_attempts_newest_checkpoint_and_last_lines(run, logs):
     done = launch("status", run, "--logs", logs, "--lines", 2, PATH="/nonexistent")
     assert done.stdout.splitlines() == [
-        "job 41: Slurm no longer knows it",
+        "job 41: Slurm does not know it",
         "  attempt 0, ended 2026-01-02T03:04:05: time limit, exit code 75, checkpoints 0 -> 5, retry",
         "  newest checkpoint: step 20",
         f"  logs: {logs}/run/41/attempt-1",
@@ -188,3 +241,26 @@ def test_status_shows_attempts_newest_checkpoint_and_last_lines(run, logs):
 def test_status_of_an_unknown_run_names_the_nearest(logs):
     with pytest.raises(UserError, match="did you mean 'run'"):
         status_of("rum", logs)
+    for name in ("../../x", "a/b", "..", ""):
+        with pytest.raises(UserError, match="is no name of a run"):
+            status_of(name, logs)
+
+
+@pytest.mark.parametrize(
+    ("queue", "run", "job"),
+    [
+        ("42|run\n7|other", "run", "42"),  # newer than the logs
+        ("42|run\n43|run", "42", "42"),
+        ("42|new", "new", "42"),  # no logs yet
+        ("42|new", "42", "42"),
+        ("41|run\n40|run", "run", "41"),
+    ],
+)
+def test_status_of_a_job_that_waits_is_slurms(queue, run, job, logs, monkeypatch):
+    reasons = "JobState=PENDING Reason=Resources"
+    programs = {"squeue": f"echo '{queue}'", "scontrol": f'[ "$3" = {job} ] && echo "JobId={job} {reasons}"'}
+    write_programs(logs.parent / "bin", **programs)
+    monkeypatch.setenv("PATH", f"{logs.parent}/bin:/usr/bin:/bin")
+    said = launch("status", run, LOGS=str(logs)).stdout.splitlines()
+    assert said[0] == f"job {job}: JobState PENDING, Reason Resources"
+    assert ("  logs: none yet" in said) == (job == "42")

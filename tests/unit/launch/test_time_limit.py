@@ -3,27 +3,63 @@
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
 from nemo_grpo.launch.verdicts import kind_of, time_verdict
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+SMALL = RECIPES / "tr_grpo" / "tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml"
+SHORT = [
+    "grpo.num_prompts_per_step=8",
+    "policy.train_global_batch_size=64",
+    "policy.generation.max_new_tokens=256",
+]
 LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
 
 
-def test_time_without_a_step_and_a_checkpoint_is_refused() -> None:
+def test_time_without_a_start_a_step_and_a_checkpoint_is_refused() -> None:
     recipe = load_recipe(LARGE)
     found = plan_recipe(recipe).forecast
     assert found is not None
-    least = found.step.seconds / (1 + found.seen.worst) + found.step.checkpoint
-    assert not time_verdict(recipe, "h100", timedelta(seconds=least - 1))[0]
-    assert time_verdict(recipe, "h100", timedelta(seconds=least + 1))[0]
-    ten = timedelta(seconds=10 * found.step.seconds + found.step.checkpoint + 1)
-    assert "about 10 of 1100 steps" in time_verdict(recipe, "h100", ten)[1]
+    step, save = found.step.seconds, found.step.checkpoint
+
+    def verdict(seconds: float, signal: str = "B:USR1@1") -> tuple[bool, str]:
+        return time_verdict(recipe, "h100", timedelta(seconds=seconds), signal)
+
+    least = 85 + step / (1 + found.seen.worst) + save
+    assert not verdict(least - 1)[0]
+    assert verdict(least + 1)[0]
+    assert "about 10 of 1100 steps" in verdict(85 + 10 * step + save + 1)[1]
+    assert "about 9 of 1100 steps" in verdict(85 + 10 * step + save - 1)[1]
 
 
-def test_embedded_recipes_are_not_compared() -> None:
-    assert time_verdict(load_recipe(RECIPES / "quickstart.yaml"), "h100", timedelta(minutes=1))[0]
+@pytest.mark.parametrize(("signal", "lead"), [(None, 300), ("B:USR1@3000", 3000), ("B:USR1", 60)])
+def test_steps_begin_before_the_signal_to_stop(signal: str | None, lead: int) -> None:
+    """The job scripts' own signal comes 300 s before the limit, one of sbatch without a time 60 s."""
+    recipe = load_recipe(SMALL, SHORT)
+    found = plan_recipe(recipe).forecast
+    assert found is not None
+    step = found.step.seconds
+    assert found.step.checkpoint + step < 60 <= lead
+    assert not time_verdict(recipe, "h100", timedelta(seconds=85 + lead), signal)[0]
+    accepted, said = time_verdict(recipe, "h100", timedelta(seconds=85 + lead + 4.5 * step), signal)
+    assert accepted
+    assert "about 5 of " in said
+    assert f"{lead} s before the limit" in said
+
+
+def test_a_minute_is_no_time_for_a_job() -> None:
+    for recipe in (LARGE, SMALL, RECIPES / "quickstart.yaml"):
+        assert not time_verdict(load_recipe(recipe), "h100", timedelta(minutes=1))[0]
+
+
+def test_embedded_recipes_are_not_compared_with_steps() -> None:
+    recipe = load_recipe(RECIPES / "quickstart.yaml")
+    assert time_verdict(recipe, "h100", timedelta(minutes=6))[0]
+    assert not time_verdict(recipe, "h100", timedelta(minutes=5))[0]
+    assert time_verdict(recipe, "h100", timedelta(minutes=1), "B:USR1@30")[0]
 
 
 def test_gpus_are_known_by_their_longest_name() -> None:

@@ -8,11 +8,11 @@ from unit.nemorl.loggers import Logger
 from nemo_grpo.nemorl.rollout_error import BF16_BOUND, EXCEEDS, FP8_BOUND, bound, watch_rollouts
 
 
-def recipe(num_updates=1, precision="bfloat16", fp8=False, is_async=False):
+def recipe(num_updates=1, precision="bfloat16", fp8=False, ahead=0):
     policy = Of(
         megatron_cfg=Of(fp8_in_use=fp8), generation=Of(backend="vllm", vllm_cfg=Of(precision=precision))
     )
-    return Of(policy=policy, rollouts_ahead=int(is_async), num_updates_per_step=num_updates)
+    return Of(policy=policy, rollouts_ahead=ahead, num_updates_per_step=num_updates)
 
 
 def logged(recipe, error):
@@ -40,6 +40,13 @@ def logged(recipe, error):
         ({"precision": "fp8"}, 0.0456, 1.0),
         ({"precision": "fp8"}, 0.029, 0.0),
         ({"fp8": True}, 0.029, 0.0),
+        ({"ahead": 1}, 0.0276, 0.0),  # 0.01 + 1.2 - 1 - ln(1.2) = 0.02768
+        ({"ahead": 1}, 0.0278, 1.0),
+        ({"ahead": 1, "fp8": True}, 0.0476, 0.0),
+        ({"ahead": 1, "fp8": True}, 0.0478, 1.0),
+        ({"ahead": 4}, 0.354, 0.0),  # 0.01 + 1.2^4 - 1 - 4 ln(1.2) = 0.35431
+        ({"ahead": 4}, 0.355, 1.0),
+        ({"ahead": 4}, float("nan"), 1.0),
     ],
 )
 def test_error_above_the_bound_is_warned_of_and_logged(settings, error, exceeds, caplog):
@@ -51,16 +58,17 @@ def test_error_above_the_bound_is_warned_of_and_logged(settings, error, exceeds,
     assert all("step 7: gen_kl_error" in text and "overlap_param_gather" in text for text in messages)
 
 
-def test_asynchronous_rollouts_may_be_of_older_weights(caplog):
-    assert logged(recipe(is_async=True), 0.5) == {"gen_kl_error": 0.5}
-    assert caplog.records == []
-    assert bound(recipe(is_async=True)) is None
+def test_rollouts_are_older_by_no_more_than_the_steps_that_there_were():
+    bounds = [bound(recipe(ahead=3), step) for step in (1, 2, 3, 4, 5)]
+    assert bounds[0] == bound(recipe(), 1) == BF16_BOUND
+    assert bounds[1:3] == [bound(recipe(ahead=ahead), 9) for ahead in (1, 2)]
+    assert bounds[3] == bounds[4] == pytest.approx(0.01 + 1.728 - 1 - 3 * 0.1823216, abs=1e-6)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_step_whose_every_response_is_empty_is_warned_of(is_async, caplog):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_step_whose_every_response_is_empty_is_warned_of(ahead, caplog):
     """NeMo-RL's asynchronous rollouts go on when vLLM refuses every request."""
-    with watch_rollouts(recipe(is_async=is_async), logger := Logger()):
+    with watch_rollouts(recipe(ahead=ahead), logger := Logger()):
         for step, length in ((3, 0.5), (4, 0.0)):
             metrics = {"gen_kl_error": 0.0, "mean_gen_tokens_per_sample": length}
             logger.log_metrics(metrics, step, prefix="train")
@@ -70,7 +78,7 @@ def test_step_whose_every_response_is_empty_is_warned_of(is_async, caplog):
 
 
 def test_bounds_lie_below_what_stale_weights_gave():
-    assert bound(recipe()) == BF16_BOUND < bound(recipe(fp8=True)) == FP8_BOUND < 0.0456
+    assert bound(recipe(), 9) == BF16_BOUND < bound(recipe(fp8=True), 9) == FP8_BOUND < 0.0456
 
 
 def test_other_metrics_pass_as_they_are():

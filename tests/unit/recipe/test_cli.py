@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import nemo_grpo
 from nemo_grpo.cli import app, recipe
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
@@ -173,3 +174,7 @@ def test_names_that_lead_out_of_the_shipped_recipes_are_refused(tmp_path: Path) 
     code, output = run("check", str(tmp_path / "a.yaml"))
     assert code == 2
     assert "is no name of a shipped recipe" in output
+
+
+def test_the_version_is_the_packages() -> None:
+    assert runner.invoke(app, ["--version"]).output == f"nemo-grpo {nemo_grpo.__version__}\n"

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
-from nemo_grpo.recipe import advice, host, load_recipe_dict
+from nemo_grpo.recipe import advice, host, load_recipe, load_recipe_dict
 from nemo_grpo.recipe.loader import merge
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
@@ -51,15 +51,23 @@ STOCK = {
 """What NeMo-RL's base configurations set, as far as this package reads it."""
 
 
-def recipe(**loss_fn):
-    return load_recipe_dict(merge(STOCK, {"loss_fn": loss_fn}))
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe whose defaults are a file of NeMo-RL's, with ``loss_fn`` of its own."""
+
+    def load(*overrides, **loss_fn):
+        for name, tree in (("stock", STOCK), ("mine", {"defaults": "stock.yaml", "loss_fn": loss_fn})):
+            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+        return load_recipe(tmp_path / "mine.yaml", overrides)
+
+    return load
 
 
 def notes(loaded):
     return "\n".join(loaded.notes)
 
 
-def test_without_a_variant_the_loss_stays_nemo_rls():
+def test_without_a_variant_the_loss_stays_nemo_rls(recipe):
     stock = recipe()
     assert stock.loss_fn.is_stock
     assert stock.loss_fn.model_dump()["ratio_clip_max"] == 0.2
@@ -69,7 +77,7 @@ def test_without_a_variant_the_loss_stays_nemo_rls():
     assert stock.checkpoint_dir == stock.run_dir
 
 
-def test_one_line_adds_a_variant_whose_own_keys_keep_the_recipes_values():
+def test_one_line_adds_a_variant_whose_own_keys_keep_the_recipes_values(recipe):
     mine = recipe(variant="tr_grpo")
     assert (mine.loss_fn.variant, mine.loss_fn.reference_policy_kl_penalty) == ("tr_grpo", 0.02)
     assert (mine.loss_fn.ratio_clip_max, mine.loss_fn.tau) == (0.24, 9.0)  # nobody has chosen a clip
@@ -79,7 +87,7 @@ def test_one_line_adds_a_variant_whose_own_keys_keep_the_recipes_values():
     assert mine.env.settings == STOCK["env"]
 
 
-def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so():
+def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so(recipe):
     mine = recipe(variant="dr_grpo")
     assert (mine.grpo.normalize_rewards, mine.grpo.use_leave_one_out_baseline) == (False, False)
     assert mine.to_dict()["grpo"]["adv_estimator"]["normalize_rewards"] is False
@@ -103,14 +111,14 @@ def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so():
     ],
 )
 def test_token_level_loss_sets_the_aggregation_where_the_paper_leaves_it(
-    variant, by_tokens, aggregation, noted
+    recipe, variant, by_tokens, aggregation, noted
 ):
     mine = recipe(variant=variant, token_level_loss=by_tokens)
     assert mine.loss_fn.aggregation == aggregation
     assert ("loss_fn.token_level_loss" in notes(mine)) is noted
 
 
-def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note():
+def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note(recipe):
     assert "ratio_clip" not in notes(recipe(variant="gpg"))  # at NeMo-RL's default: nothing was asked for
     asked = recipe(variant="gpg", ratio_clip_max=0.28, kl_input_clamp_value=None)
     assert "loss_fn.ratio_clip_max=0.28 is a setting of NeMo-RL" in notes(asked)
@@ -121,20 +129,52 @@ def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note():
     ("variant", "penalty", "noted"),
     [("gpg", 0.01, True), ("tr_grpo", 0.01, True), ("gpg", 0.02, False), ("gpg", 0.0, False)],
 )  # fmt: skip
-def test_nemo_rls_kl_penalty_is_kept_with_a_note(variant, penalty, noted):
+def test_nemo_rls_kl_penalty_is_kept_with_a_note(recipe, variant, penalty, noted):
     mine = recipe(variant=variant, reference_policy_kl_penalty=penalty)
     assert mine.loss_fn.reference_policy_kl_penalty == penalty
     assert ("loss_fn.reference_policy_kl_penalty=0.01 is NeMo-RL's default and kept" in notes(mine)) is noted
 
 
-def test_a_clip_at_nemo_rls_default_counts_as_unset_with_a_note():
-    mine = recipe(variant="dapo")
-    assert (mine.loss_fn.ratio_clip_min, mine.loss_fn.ratio_clip_max) == (0.2, 0.28)
-    assert (
-        "loss_fn.ratio_clip_max=0.2 is NeMo-RL's default and counts as unset, and dapo has 0.28; to train "
-        "with 0.2, write 0.20002"
-    ) in notes(mine)
-    assert recipe(variant="dapo", ratio_clip_max=0.20002).loss_fn.ratio_clip_max == 0.20002
+@pytest.mark.parametrize(
+    ("files", "overrides", "clip"),
+    [
+        ({"mine": {"variant": "dapo"}}, [], 0.28),
+        ({"mine": {"variant": "dapo", "ratio_clip_max": 0.2}}, [], 0.2),
+        ({"mine": {"variant": "dapo", "ratio_clip_min": 0.2}}, [], 0.2),  # a clip has two sides
+        ({"mine": {"variant": "dapo"}}, ["loss_fn.ratio_clip_max=0.2"], 0.2),
+        ({"mine": {"variant": "dapo"}}, ["loss_fn={variant: dapo, ratio_clip_max: 0.2}"], 0.2),
+        ({"mine": {"ratio_clip_max": 0.2}}, ["++loss_fn.variant=dapo"], 0.28),
+        ({"mine": {"ratio_clip_max": 0.25}}, ["++loss_fn.variant=dapo"], 0.25),
+        ({"more": {"ratio_clip_max": 0.2}, "mine": {"variant": "dapo"}}, [], 0.28),
+        ({"more": {"variant": "dapo"}, "mine": {"ratio_clip_max": 0.2}}, [], 0.2),
+        ({"more": {"variant": "grpo", "ratio_clip_max": 0.2}, "mine": {"variant": "dapo"}}, [], 0.2),
+    ],
+)
+def test_a_clip_is_the_users_if_it_is_written_with_the_variant_or_above_it(files, overrides, clip, tmp_path):
+    below = "stock"
+    (tmp_path / "stock.yaml").write_text(yaml.safe_dump(STOCK))
+    for name, loss_fn in files.items():
+        tree = {"defaults": f"{below}.yaml", "loss_fn": loss_fn}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+        below = name
+    mine = load_recipe(tmp_path / "mine.yaml", overrides)
+    assert (mine.loss_fn.ratio_clip_min, mine.loss_fn.ratio_clip_max) == (0.2, clip)
+    gave_way = "loss_fn.ratio_clip_max=0.2 comes from NeMo-RL's files and gives way to dapo's 0.28"
+    kept = "loss_fn.ratio_clip_max=0.2 is NeMo-RL's default and kept, in place of dapo's 0.28"
+    assert (gave_way in notes(mine), kept in notes(mine)) == (clip == 0.28, clip == 0.2)
+    (tmp_path / "resolved.yaml").write_text(mine.to_yaml())
+    assert load_recipe(tmp_path / "resolved.yaml").to_dict() == mine.to_dict()
+
+
+@pytest.mark.parametrize("section", ["distillation", "dpo", "eval", "ppo", "rm", "sft"])
+@pytest.mark.parametrize("overrides", [[], ["++loss_fn.variant=grpo", "++grpo.seed=1"]])
+def test_a_recipe_of_another_algorithm_is_refused_in_one_sentence(section, overrides, tmp_path):
+    path = tmp_path / "other.yaml"
+    path.write_text(yaml.safe_dump({section: {"steps": "???"}, "policy": {"model_name": "a", "odd": 1}}))
+    with pytest.raises(
+        UserError, match=rf"^{section}: this is a recipe for NeMo-RL's .*, not for GRPO; [^;]*$"
+    ):
+        load_recipe(path, overrides)
 
 
 def test_keys_of_the_stock_loss_have_the_defaults_of_nemo_rls_class():
@@ -154,12 +194,12 @@ def test_keys_of_the_stock_loss_have_the_defaults_of_nemo_rls_class():
 
 
 @pytest.mark.parametrize("key", ["use_cispo", "use_kl_in_reward", "disable_ppo_ratio"])
-def test_a_request_for_another_objective_is_refused(key):
+def test_a_request_for_another_objective_is_refused(recipe, key):
     with pytest.raises(UserError, match=f"loss_fn.{key}=true is not supported: "):
         recipe(variant="grpo", **{key: True})
 
 
-def test_a_misspelt_variant_or_stock_key_is_refused():
+def test_a_misspelt_variant_or_stock_key_is_refused(recipe):
     with pytest.raises(UserError, match=r"varaint is not a parameter.*did you mean 'variant'"):
         recipe(varaint="cw_grpo")
     with pytest.raises(UserError, match="variant='cw_gppo' is not a variant; did you mean 'cw_grpo'"):
@@ -170,7 +210,7 @@ def test_a_misspelt_variant_or_stock_key_is_refused():
         recipe(aggregation="constant")
 
 
-def test_a_resolved_recipe_is_read_again_as_the_same():
+def test_a_resolved_recipe_is_read_again_as_the_same(recipe):
     for loss in ({}, {"variant": "cw_grpo"}):
         first = recipe(**loss)
         assert load_recipe_dict(first.to_dict()).to_dict() == first.to_dict()
@@ -181,7 +221,7 @@ def test_a_recipe_with_neither_task_nor_data_lacks_its_task():
         load_recipe_dict({key: value for key, value in STOCK.items() if key != "data"})
 
 
-def test_gspo_and_cispo_come_with_their_own_clips():
+def test_gspo_and_cispo_come_with_their_own_clips(recipe):
     gspo, cispo = recipe(variant="gspo").loss_fn, recipe(variant="cispo").loss_fn
     assert (gspo.ratio_clip_max, gspo.sequence_level_importance_ratios, gspo.aggregation) == (
         *(4e-4, True),
@@ -193,7 +233,7 @@ def test_gspo_and_cispo_come_with_their_own_clips():
     assert recipe(variant="cispo", **stock).loss_fn.ratio_clip_max == 4.0
 
 
-def test_a_forced_ratio_is_taken_over_where_the_advantages_allow():
+def test_a_forced_ratio_is_taken_over_where_the_advantages_allow(recipe):
     assert recipe(variant="grpo", force_on_policy_ratio=True).loss_fn.force_on_policy_ratio
     with pytest.raises(UserError, match="force_on_policy_ratio=true: the advantages are shaped by"):
         recipe(variant="cw_grpo", force_on_policy_ratio=True)

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from nemo_grpo import shipped
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.sweep import sweep_variants
+from nemo_grpo.experiments.sweep import load_sweep, sweep_variants
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -23,9 +24,36 @@ def test_a_shipped_recipe_is_found_by_name_from_anywhere(tmp_path, monkeypatch):
     assert load_recipe("quickstart").grpo.seed == 7  # a file comes first
 
 
+@pytest.mark.parametrize("name", shipped.recipe_names())
+def test_a_shipped_recipe_needs_neither_folder_nor_ending(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = name.rpartition("/")[2]
+    for given in (name, short, f"{short}.yaml", f"nemo_grpo://{name}.yaml", Path(f"nemo_grpo://{name}.yaml")):
+        assert shipped.recipe_file(given) == RECIPES / f"{name}.yaml"
+
+
+def test_a_recipe_is_checked_varied_and_copied_by_its_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    address = "nemo_grpo://quickstart.yaml"
+    checked = runner.invoke(app, ["recipe", "check", address]).output
+    assert checked.startswith(f"ok     {RECIPES}/quickstart.yaml: grpo")
+    sweep = {"sweep": {"recipe": address, "settings": [{"grpo.seed": 1}]}}
+    Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
+    assert load_sweep(Path("sweep.yaml")).settings[0].recipe == RECIPES / "quickstart.yaml"
+    for name in (address, "tr_grpo-qwen2.5-7b-orz-1n8g"):
+        done = runner.invoke(app, ["recipe", "copy", name])
+        assert done.exit_code == 0, done.output
+        assert load_recipe(done.output.partition(":")[0]) == load_recipe(name)
+
+
 def test_a_name_that_is_neither_is_answered_by_the_nearest(tmp_path):
     with pytest.raises(UserError, match=r"No such file.*did you mean 'quickstart'"):
         load_recipe("quickstrat")
+    with pytest.raises(UserError, match=r"did you mean 'tr_grpo-qwen2.5-7b-orz-1n8g'"):
+        load_recipe("tr_grpo-qwen2.5-7b-oz-1n8g")
+    for outside in ("nemo_grpo://../pyproject", "../recipes/quickstart", "nemo_grpo://"):
+        with pytest.raises(UserError, match="nor a shipped recipe"):
+            load_recipe(outside)
     with pytest.raises(UserError, match=r"nor a shipped recipe of that name; `nemo-grpo recipe list`"):
         load_recipe(tmp_path / "mine.yaml")
 

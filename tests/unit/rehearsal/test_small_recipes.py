@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_grpo.cli.rehearse import run_rehearsal
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.rehearsal.model import RehearsalModel
@@ -46,6 +48,24 @@ def test_a_shipped_recipe_stays_one_when_made_small(path, tmp_path):
     assert fp8 is None or not fp8.enabled
     if "fp8" in path.stem:
         assert any("FP8" in change.reason for change in changed), "what is left out is said"
+
+
+@pytest.mark.parametrize(("clip", "kept"), [({}, 0.28), ({"ratio_clip_max": 0.2}, 0.2)])
+def test_a_rehearsal_keeps_the_clip_of_whoever_wrote_it(clip, kept, tmp_path):
+    path, written = tmp_path / "mine.yaml", tmp_path / "written.yaml"
+    stock = {
+        "data": {"train": {"dataset_name": "gsm8k"}, "default": {"env_name": "math"}},
+        "env": {"math": {"num_workers": 8}},
+        "loss_fn": {"_override_": True, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2},
+        "nemo_grpo": {"_override_": True},
+        "checkpointing": {"checkpoint_dir": "results/mine"},
+        "logger": {"_override_": True, "log_dir": "logs"},
+    }
+    (tmp_path / "stock.yaml").write_text(yaml.safe_dump(merge(load_tree(CW_GRPO), stock)))
+    path.write_text(yaml.safe_dump({"defaults": "stock.yaml", "loss_fn": {"variant": "dapo", **clip}}))
+    small.write_recipe(written, path, [], [])
+    assert load_recipe(written).loss_fn == load_recipe(path).loss_fn
+    assert load_recipe(written).loss_fn.ratio_clip_max == kept
 
 
 LAYOUTS = [
