@@ -52,36 +52,37 @@ def group_advantages(
     groups = Groups.from_ids(batch.group_ids)
     highest = groups.spread(groups.extreme(rewards, valid, "amax"))
     differs = valid & (highest > groups.spread(groups.extreme(rewards, valid, "amin")))
-    values = rewards - groups.spread(groups.mean(rewards, valid))
     if leave_one_out:
-        values = _leave_one_out(values, rewards, valid, groups, normalization, eps)
-    elif normalization == "group":
-        values = values / (groups.spread(groups.std(rewards, valid)) + eps)
-    elif normalization == "batch":
-        values = values / (row_std(rewards, valid) + eps)
+        values = _leave_one_out(rewards, valid, groups, normalization, eps)
+    else:
+        values = groups.centred(rewards, valid)
+        if normalization == "group":
+            values = values / (groups.spread(groups.std(rewards, valid)) + eps)
+        elif normalization == "batch":
+            values = values / (row_std(rewards, valid) + eps)
     values = torch.where(differs, values, 0.0).to(batch.rewards.dtype)
     sizes = groups.spread(groups.sum(batch.sample_mask)).long()
     return GroupAdvantages(values, groups, sizes, differs & batch.sample_mask)
 
 
 def _leave_one_out(
-    centred: Tensor,
-    rewards: Tensor,
-    valid: Tensor,
-    groups: Groups,
-    normalization: RewardNormalization,
-    eps: float,
+    rewards: Tensor, valid: Tensor, groups: Groups, normalization: RewardNormalization, eps: float
 ) -> Tensor:
-    others = (groups.spread(groups.sum(valid)) - 1).clamp(min=1)
-    mean = (groups.spread(groups.sum(torch.where(valid, rewards, 0.0))) - rewards) / others
-    if normalization == "none":
-        return rewards - mean
+    """[B] float64: a group's rewards against all others one by one; no sum from which the own is subtracted."""
     if normalization == "batch":
         raise ValueError("leave_one_out with normalization='batch' is not defined; use 'none' or 'group'")
-    # Var of the others = (sum of all squares - own square) around the others' mean, computed about the group
-    # mean.
-    squares = groups.spread(groups.sum(torch.where(valid, centred.square(), 0.0))) - centred.square()
-    shift = mean - groups.spread(groups.mean(rewards, valid))
-    variance = (squares - others * shift.square()).clamp(min=0.0) / (others - 1).clamp(min=1)
-    std = variance.sqrt()
-    return (rewards - mean) / torch.where(std > 1e-8, std + eps, 1.0)
+    values = torch.zeros_like(rewards)
+    for group in range(groups.num_groups):
+        rows = (valid & (groups.index == group)).nonzero()[:, 0]
+        if (size := len(rows)) < 2:
+            continue
+        own = rewards[rows]
+        apart = ~torch.eye(size, dtype=torch.bool, device=own.device)
+        others = own.expand(size, size)[apart].view(size, size - 1)
+        ahead = own[:, None] - others
+        values[rows] = mean = ahead.mean(1)
+        if normalization == "group":
+            squares = (ahead - mean[:, None]).square().sum(1)
+            differ = others.amax(1) > others.amin(1)
+            values[rows] = mean / torch.where(differ, (squares / max(size - 2, 1)).sqrt() + eps, 1.0)
+    return values

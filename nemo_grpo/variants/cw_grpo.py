@@ -27,7 +27,7 @@ from nemo_grpo.core.aggregation import Aggregation
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Shaped, TokenTerms
-from nemo_grpo.core.statistics import token_mean
+from nemo_grpo.core.statistics import row_centred, token_mean
 from nemo_grpo.core.surrogates import importance_ratio
 from nemo_grpo.core.token_weights import Centring, Scope, gaussian_kernel_weights, group_covariance
 from nemo_grpo.variants.base import RatioConfig, ratio_metrics
@@ -123,7 +123,7 @@ def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
     if not mask.any():  # nothing trains in this group: no sum of weights to divide by
         return torch.zeros_like(logprobs)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    centred = torch.where(mask, logprobs - logprobs.sum(1, keepdim=True) / lengths, 0.0)
+    centred = row_centred(logprobs, mask).to(logprobs.dtype)
     # A_i, whose mean over a whole group is 0
     covariance = centred * torch.where(mask, advantages.sum(1, keepdim=True) / lengths, 0.0)
     values = covariance[mask]

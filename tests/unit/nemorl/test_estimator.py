@@ -178,7 +178,7 @@ def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(
     save_side_files(manager, side, side, whole)
     manager.init_tmp_checkpoint()
     step(whole, 3.0)
-    assert whole.carried == {"mean": 2.0, "square": 5.0}
+    assert whole.carried == {"mean": 2.0, "variance": 1.0}
 
     config, resumed = parse_loss_fn(loss_fn), StepExchange()
     resume_carried(config, SimpleNamespace(get_latest_checkpoint_path=lambda: None), resumed)
