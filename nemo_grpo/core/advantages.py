@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.statistics import Groups, row_std
 
 RewardNormalization = Literal["none", "group", "batch"]
+PLAUSIBLE = 100.0
+"""Largest plausible advantage, in units of the group's range of rewards, or of 1 if that is larger.
+
+A centred reward stays within the range, a standardised one of n responses below sqrt(n)."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,23 @@ def _leave_one_out(
             differ = others.amax(1) > others.amin(1)
             values[rows] = mean / torch.where(differ, (squares / max(size - 2, 1)).sqrt() + eps, 1.0)
     return values
+
+
+def implausible_advantage(prepared: PreparedBatch) -> str | None:
+    """Name the step's largest advantage and its group if the rewards do not explain its size."""
+    batch = prepared.batch
+    groups, sizes = Groups.from_ids(batch.group_ids), torch.where(batch.mask, prepared.advantages.abs(), 0.0)
+    if not sizes.numel():
+        return None
+    highest, lowest = (groups.extreme(batch.rewards, batch.in_groups, kind) for kind in ("amax", "amin"))
+    ranges = groups.spread(highest - lowest).clamp(min=0)
+    row = int((sizes.amax(1) / ranges.clamp(min=1)).argmax())
+    column = int(sizes[row].argmax())
+    largest, limit = float(sizes[row, column]), PLAUSIBLE * max(float(ranges[row]), 1.0)
+    if largest <= limit:
+        return None
+    return (
+        f"group {int(batch.group_ids[row])} has an advantage of {float(prepared.advantages[row, column]):.6g} "
+        f"where its rewards span {float(ranges[row]):.6g} (plausible: up to {limit:g}): something divides by "
+        "a spread near 0; raise loss_fn.advantage_eps, turn use_leave_one_out_baseline off, or correct shape()"
+    )

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.errors import UserError
@@ -120,6 +121,8 @@ class VariantEstimator:
         prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
         self.exchange.carried = prepared.carried
         self.step += 1
+        if told := implausible_advantage(prepared):
+            log.warning("step %d: %s", self.step, told)
         if prepared.row_factors is not None:
             self.exchange.num_sequences = int(prepared.batch.sample_mask.sum())
         if self.folds:
