@@ -156,11 +156,11 @@ class VariantEstimator:
             )  # fmt: skip
 
     def _folded(self, prepared: PreparedBatch) -> PreparedBatch:
-        if prepared.token_weights is not None and not self.config.scales_with_advantages:
+        if prepared.token_weights is not None and not self.config.found.folds:
             raise UserError(
                 f"data_plane.enabled=true: {self.objective.name} returns token_weights from shape(), and "
-                "NeMo-RL brings the loss advantages alone; set data_plane.enabled=false, or declare "
-                "scales_with_advantages = True if terms() multiplies its policy term by them"
+                "NeMo-RL brings the loss advantages alone; set data_plane.enabled=false, or let terms() "
+                "multiply its policy term by them"
             )
         return prepared.folded()
 

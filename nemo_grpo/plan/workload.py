@@ -97,7 +97,7 @@ def scoring_passes(recipe: Recipe) -> int:
     if recipe.nemo_grpo.target == "cluster":
         scores = recipe.policy_is_scored
     else:
-        scores = variant.needs_scores or recipe.num_updates_per_step > 1
+        scores = recipe.num_updates_per_step > 1 or variant.needs_scores
     return int(scores) + int(variant.needs_reference)
 
 

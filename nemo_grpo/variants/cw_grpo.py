@@ -38,7 +38,6 @@ class CWGRPO(RatioConfig):
 
     title: ClassVar[str] = "CW-GRPO"
     paper: ClassVar[str] = "Taming Extreme Tokens (2605.11538)"
-    shapes_advantages: ClassVar[bool] = True
     whole_groups_key: ClassVar[str | None] = "author_compat"
 
     variant: Literal["cw_grpo"] = "cw_grpo"
@@ -77,11 +76,6 @@ class CWGRPO(RatioConfig):
                 f"author_compat=true is the released code, which has no {changed}; remove one of the two"
             )
         return self
-
-    @property
-    def beyond_groups(self) -> str | None:
-        """Nothing within scope=group."""
-        return None if self.scope == "group" else f"scope={self.scope} takes sigma over the step's tokens"
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Fold the kernel weights into the advantages: weights are >= 0, so this commutes with any clip."""

@@ -57,7 +57,6 @@ class ERPO(RatioConfig):
     title: ClassVar[str] = "ERPO"
     paper: ClassVar[str] = "Entropy-Regulated Policy Optimization"
     needs_entropy: ClassVar[bool] = True
-    shapes_advantages: ClassVar[bool] = True
     compares_with_reference: ClassVar[bool] = True
 
     variant: Literal["erpo"] = "erpo"

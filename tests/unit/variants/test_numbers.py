@@ -11,7 +11,7 @@ from test_equations import as_lists
 
 from nemo_grpo import TokenBatch, UserError, build_objective
 from nemo_grpo.variants import cw_grpo, parse_loss_fn
-from nemo_grpo.variants.checking.steps import counts, loss_and_gradient, random_step
+from nemo_grpo.variants.small_steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
 
