@@ -174,9 +174,8 @@ def _limited(what: str) -> Iterator[None]:
 def place_of(error: BaseException, file: str | None) -> str:
     """``Error: message (file:line)``, the last line of ``file`` that the error passed through."""
     if isinstance(error, ValidationError):
-        said = "; ".join(
-            ": ".join((".".join(map(str, each["loc"])), each["msg"])) for each in error.errors(include_url=False)
-        )
+        told = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        said = "; ".join(map(": ".join, told))
     else:
         said = str(error.msg if isinstance(error, SyntaxError) else error)
     if isinstance(error, PydanticUserError):  # its first sentence; the rest is about pydantic

@@ -72,7 +72,7 @@ def group_advantages(
 def _leave_one_out(
     rewards: Tensor, valid: Tensor, groups: Groups, normalization: RewardNormalization, eps: float
 ) -> Tensor:
-    """[B] float64: a group's rewards against all others one by one; no sum from which the own is subtracted."""
+    """[B] float64: each reward minus every other of its group, so that no sum loses the own one."""
     if normalization == "batch":
         raise ValueError("leave_one_out with normalization='batch' is not defined; use 'none' or 'group'")
     values = torch.zeros_like(rewards)
@@ -106,7 +106,8 @@ def implausible_advantage(prepared: PreparedBatch) -> str | None:
     if largest <= limit:
         return None
     return (
-        f"group {int(batch.group_ids[row])} has an advantage of {float(prepared.advantages[row, column]):.6g} "
-        f"where its rewards span {float(ranges[row]):.6g} (plausible: up to {limit:g}): something divides by "
-        "a spread near 0; raise loss_fn.advantage_eps, turn use_leave_one_out_baseline off, or correct shape()"
+        f"group {int(batch.group_ids[row])} has an advantage of "
+        f"{float(prepared.advantages[row, column]):.6g} where its rewards span {float(ranges[row]):.6g} (plausible: up to {limit:g}): something "
+        "divides by a spread near 0; raise loss_fn.advantage_eps, set use_leave_one_out_baseline=false, or "
+        "correct shape()"
     )

@@ -81,8 +81,8 @@ def chunks_of_a_step_are_independent(recipe: Recipe) -> Iterator[str]:
         return
     if variant.found.spans_groups:
         yield (
-            f"{STREAMING}={groups}: {variant.variant} as set decides a response's advantages by other groups, "
-            f"too; set it to {prompts}, for one chunk a step"
+            f"{STREAMING}={groups}: {variant.variant} as set decides a response's advantages by other "
+            f"groups, too; set it to {prompts}, for one chunk a step"
         )
     masked = recipe.grpo.seq_logprob_error_threshold
     if variant.aggregation == "group_token_mean" and masked is not None:

@@ -85,7 +85,7 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
         except UserError as error:
             raise UserError(_without_annotation(str(error)) or str(error)) from None
     if name.endswith(".py"):
-        raise UserError(f"{key}={name} names a file and no class; write {name}:MyVariant, with the class's name")
+        raise UserError(f"{key}={name} names a file and no class; write {name}:MyVariant")
     if name not in OBJECTIVES:
         raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
     return OBJECTIVES[name]
@@ -100,7 +100,8 @@ def _without_annotation(message: str) -> str:
     known = [known for known in vars(VariantConfig) if not known.startswith("_")]
     hint = did_you_mean(name, known) if difflib.get_close_matches(name, known) else ""
     return (
-        f"{before}{name} is nothing that a variant has{hint}; a parameter is `{name}: type = value` ({place}"
+        f"{before}{name} is nothing that a variant has{hint}; remove it, or write a parameter as "
+        f"`{name}: type = value` ({place}"
     )
 
 

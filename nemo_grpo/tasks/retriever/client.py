@@ -1,4 +1,4 @@
-"""A retriever behind HTTP, by Search-R1's protocol: a limited number of tries, then an error with the remedy."""
+"""A retriever behind HTTP, by Search-R1's protocol: some tries, then an error with the remedy."""
 
 import http.client
 import json

@@ -123,7 +123,7 @@ def metrics_add_up(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | None:
-    """The gradient is the derivative of the loss by central differences, or that with detached values held."""
+    """The gradient is the derivative by central differences, or that with detached values held."""
     if any(_distance_to_differences(objective, batch, held=held) <= 1 for held in (False, True)):
         return None
     return (

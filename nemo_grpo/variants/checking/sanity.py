@@ -67,12 +67,15 @@ def what_it_declares(
 
 
 def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
-    """The same step gives the same advantages, loss and gradient, with another step in between."""
+    """A step gives the same advantages and losses again, after another step, too."""
 
     def results(step: TokenBatch) -> list[Tensor]:
-        value, gradient, prepared = loss_and_gradient(objective, step)
+        prepared, current = objective.prepare(step, seed=SEED), step.next_token_logprobs
+        parts = [prepared.select(p, next_token_logprobs=current[p]) for p in whole(objective, step)]
+        losses = [objective.loss(part, **counts(step))[0].detach() for _ in range(2) for part in parts]
+        one, two = torch.stack(losses).view(2, -1).sum(1)
         weights = prepared.token_weights
-        return [prepared.advantages, gradient, value] + ([] if weights is None else [weights])
+        return [one, two, prepared.advantages, prepared.advantages if weights is None else weights]
 
     try:
         first = results(batch)
@@ -80,13 +83,14 @@ def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
         again = results(batch)
     except Exception:  # the next checks say where
         return None
-    if all(torch.allclose(one, two, 0, 0, equal_nan=True) for one, two in zip(first, again, strict=True)):
+    pairs = [(first[0], first[1]), *zip(first, again, strict=True)]
+    if all(torch.allclose(one, two, 0, 0, equal_nan=True) for one, two in pairs):
         return None
+    losses = ", ".join(f"{value.item():.6g}" for value in (*first[:2], *again[:2]))
     return (
-        f"expected the same from the same step twice; found the loss {first[2].item():.6g} and then "
-        f"{again[2].item():.6g}, or other advantages; keep nothing between calls, in a module's variable or on "
-        "self, and change no tensor in place (Shaped.carried hands numbers to the next step); draw by "
-        "core.random.token_uniforms(batch, seed)"
+        f"expected the same from the same step; found the losses {losses}, or other advantages; keep nothing "
+        "between calls, in a module's variable or on self, and change no tensor in place (Shaped.carried "
+        "hands numbers to the next step); draw by core.random.token_uniforms(batch, seed)"
     )
 
 
@@ -165,9 +169,9 @@ def moves_the_right_way(config: VariantConfig, objective: Objective, batch: Toke
     for sign, way in ((1, "raises"), (-1, "lowers")):
         if (found := sign * moves[sign * goal > 0].sum().item()) < -1e-12:
             return (
-                f"expected that an update {way} the tokens of responses with an advantage {'<>'[sign > 0]} 0; "
-                f"found the opposite ({found:.3g}); policy is to be maximised: look for a minus sign, an abs() "
-                "or exp(prev - next)"
+                f"expected that an update {way} the tokens of responses with an advantage "
+                f"{'<>'[sign > 0]} 0; found the opposite ({found:.3g}); policy is to be maximised: look for "
+                "a minus sign, an abs() or exp(prev - next)"
             )
     return None
 
@@ -195,7 +199,7 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
-    """(what is hard about it, the step in float32)."""
+    """(what is hard about it, the step), in float32 and outliers in float64, too."""
     tensors = {n: x.detach().float() for n in TOKEN_TENSORS if (x := getattr(batch, n)) is not None}
     plain = changed(batch, **tensors, rewards=batch.rewards.float())
     yield "ordinary numbers", plain
@@ -212,6 +216,9 @@ def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
     yield "tokens of probability 1", changed(plain, **{name: x * 0 for name, x in tensors.items()})
     yield "equal rewards in every group", changed(plain, rewards=plain.rewards * 0 + 1)
     yield "one response per group", changed(plain, group_ids=torch.arange(len(plain.rewards)))
-    alone = random_step([3] * 13, [0.05, *[1.4] * 7, 10.0, *[-3.3] * 4], [0] * 8 + [1] * 5)
-    outliers = {n: getattr(alone, n).detach().float() if n in tensors else None for n in TOKEN_TENSORS}
-    yield "one outlier per group", changed(alone, **outliers, rewards=alone.rewards.float())
+    groups = [[0.05, *[-3.3] * 7], [10.0, *[1.4] * 15], [0.1, *[1.4] * 4]]
+    ids = [number for number, group in enumerate(groups) for _ in group]
+    alone = random_step([3] * len(ids), [reward for group in groups for reward in group], ids)
+    for dtype in (torch.float32, torch.float64):  # the sums of each round in other places
+        outliers = {n: getattr(alone, n).detach().to(dtype) if n in tensors else None for n in TOKEN_TENSORS}
+        yield "one outlier per group", changed(alone, **outliers, rewards=alone.rewards.to(dtype))

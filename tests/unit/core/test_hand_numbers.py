@@ -187,7 +187,6 @@ def test_others_that_are_equal_divide_by_one():
         group_advantages(b, normalization="batch", leave_one_out=True)
 
 
-
 def fractions_leave_one_out(rewards: list[float], eps: float) -> list[float]:
     """In exact arithmetic, of rewards as a computer holds them."""
     exact, found = [Fraction(r) for r in rewards], []

@@ -121,7 +121,9 @@ def test_an_offset_of_float32_logits_changes_nothing(offset):
     one, two = logprobs_and_entropy(plain, targets), logprobs_and_entropy(moved, targets)
     for here, there in zip(one, two, strict=True):
         torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
-    gradients = [torch.autograd.grad(sum(x.sum() for x in pair), y) for pair, y in ((one, plain), (two, moved))]
+    gradients = [
+        torch.autograd.grad(sum(x.sum() for x in pair), y) for pair, y in ((one, plain), (two, moved))
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 

@@ -15,7 +15,7 @@ ROWS = GROUPS * SIZE
 OTHERS = {
     "clip_cov": {"variant": "clip_cov", "covariance_min": 0.01, "clip_fraction": 0.2},
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 8},
-    "random": {"variant": "tr_grpo", "weighting": "random"},
+    "random": {"variant": "tr_grpo", "weighting": "random", "reference_policy_kl_penalty": 0.0},
     "std": {"variant": "gpg", "use_alpha": False, "reward_normalization": "group"},
     "batch std": {"variant": "gpg", "use_alpha": False, "reward_normalization": "batch"},
     "batch scope": {"variant": "cw_grpo", "scope": "batch"},

@@ -116,7 +116,7 @@ def test_service_and_local_index_give_the_same_observations(url, retriever):
         (b"\xff\xfe", "Invalid JSON"),
         (b"[]", "model_type"),
         (b"{}", "Field required"),
-        (b'{"queries": "word1"}', "valid list"),
+        (b'{"queries": "word1"}', "valid array"),
         (b'{"queries": [1]}', "valid string"),
         (b'{"queries": ["a"], "topk": -1}', "greater than or equal to 0"),
         (b'{"queries": ["a"], "topk": "many"}', "valid integer"),
@@ -148,7 +148,10 @@ FORMS = {
         {"document": {"id": 18, "contents": '"Basel"\nBasel is a town.'}, "score": 0.5},
     ],
     "BM25 with scores": [
-        {"document": {"title": "Bern", "text": "Bern is a capital.\nIt is old.", "contents": "-"}, "score": 9.5},
+        {
+            "document": {"title": "Bern", "text": "Bern is a capital.\nIt is old.", "contents": "-"},
+            "score": 9.5,
+        },
         {"document": {"title": "Basel", "text": "Basel is a town.", "contents": "-"}, "score": 2.0},
     ],
     "without scores": [
@@ -204,7 +207,7 @@ def test_client_retries_broken_answers_but_not_refusals(url, monkeypatch):
     with pytest.raises(RetrieverError, match="500 Internal Server Error"):
         RetrieverClient(url, num_tries=2).search(["break"], 1)
     assert len(waits) == 1
-    with pytest.raises(RetrieverError, match="refused /retrieve: 422 .*topk"):
+    with pytest.raises(RetrieverError, match=r"refused /retrieve: 422 .*topk"):
         RetrieverClient(url).search(["a"], -1)
     assert len(waits) == 1
     for answer, told in (

@@ -11,8 +11,8 @@ from steps import ALL, IDS, PARAMETERS
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.engine.learning import Learner
 from nemo_grpo.plan.workload import scoring_passes
-from nemo_grpo.variants.small_steps import counts, random_step
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.small_steps import counts, random_step
 
 FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo"}
 
