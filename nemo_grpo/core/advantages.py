@@ -107,7 +107,7 @@ def implausible_advantage(prepared: PreparedBatch) -> str | None:
         return None
     return (
         f"group {int(batch.group_ids[row])} has an advantage of "
-        f"{float(prepared.advantages[row, column]):.6g} where its rewards span {float(ranges[row]):.6g} (plausible: up to {limit:g}): something "
-        "divides by a spread near 0; raise loss_fn.advantage_eps, set use_leave_one_out_baseline=false, or "
-        "correct shape()"
+        f"{float(prepared.advantages[row, column]):.6g} where its rewards span {float(ranges[row]):.6g} "
+        f"(plausible: up to {limit:g}): something divides by a spread near 0; raise loss_fn.advantage_eps, "
+        "set use_leave_one_out_baseline=false, or correct shape()"
     )

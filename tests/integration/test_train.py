@@ -197,7 +197,7 @@ def test_an_advantage_that_no_reward_explains_is_named_by_the_log(recipe, caplog
         "        shaped = super().shape(batch, seed)\n"
         "        return replace(shaped, advantages=1e4 * shaped.advantages)\n"
     )
-    train(setup(recipe("loss_fn={_override_: true, variant: large.py:Large}", "grpo.max_num_steps=1")))
+    train(begin(recipe("loss_fn={_override_: true, variant: large.py:Large}", "grpo.max_num_steps=1")))
     assert re.search(r"step 1: group \d+ has an advantage of -?\d+.* where its rewards span", caplog.text)
 
 
