@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import PydanticUserError, ValidationError
+
 from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
 
 IMPORT_CPU_SECONDS, IMPORT_SECONDS = 30.0, 300.0
@@ -171,7 +173,15 @@ def _limited(what: str) -> Iterator[None]:
 
 def place_of(error: BaseException, file: str | None) -> str:
     """``Error: message (file:line)``, the last line of ``file`` that the error passed through."""
+    if isinstance(error, ValidationError):
+        told = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        said = "; ".join(map(": ".join, told))
+    else:
+        said = str(error.msg if isinstance(error, SyntaxError) else error)
+    if isinstance(error, PydanticUserError):  # its first sentence; the rest is about pydantic
+        said = said.partition("\n")[0].partition(". ")[0]
+    said = " ".join(said.split())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    text = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    text = f"{type(error).__name__}: {said}"
     return f"{text} ({file}:{line})" if line else text

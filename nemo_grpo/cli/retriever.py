@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.retriever.base import TOKEN
 
 if TYPE_CHECKING:
     from nemo_grpo.tasks.retriever import Retriever
@@ -33,14 +31,14 @@ def serve(
         Path | None, typer.Option(help="Folder of the index. Default: CORPUS.bm25 or CORPUS.dense.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address; 0.0.0.0 admits every machine that has NEMO_GRPO_RETRIEVER_TOKEN.")
+        str, typer.Option(help="Address; 0.0.0.0 admits every machine that reaches this one.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8765,
     top_k: Annotated[
         int, typer.Option(min=1, max=100, help="Passages per query, if a request does not say.")
     ] = 3,
 ) -> None:
-    """Build the index, or read it from its folder, and answer queries over HTTP until SIGTERM or Ctrl-C.
+    """Build the index, or read it from its folder, and answer Search-R1's POST /retrieve until Ctrl-C.
 
     Example: nemo-grpo retriever serve --corpus wiki.jsonl --port 8765
     """
@@ -49,10 +47,8 @@ def serve(
     except ImportError as error:
         raise UserError("the service needs starlette and uvicorn; pip install 'nemo-grpo[search]'") from error
     retriever, num_passages = _build(corpus, index, encoder, faiss, device, cache)
-    about = {"index": index, "num_passages": num_passages}
-    token = os.environ.get(TOKEN)
-    service = server.RetrieverServer((host, port), retriever, top_k=top_k, about=about, token=token)
-    server.serve(service, lambda url: typer.echo(f"{num_passages} passages at {url}"))
+    service = server.application(retriever, top_k)
+    server.serve(service, host, port, lambda url: typer.echo(f"{num_passages} passages at {url}"))
 
 
 def _build(

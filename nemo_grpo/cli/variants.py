@@ -23,6 +23,15 @@ class _NameOrCommand(typer.core.TyperGroup):
         return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
 
 
+FOUND = {
+    "reads_scores": "shape() waits for the scored logprobs",
+    "shapes_advantages": "shape() changes the group advantages",
+    "spans_groups": "shape() looks beyond a response's group",
+    "learns_without_advantages": "it learns where advantages are 0",
+    "folds": "its weights can be multiplied into the advantages",
+}
+"""Property of `Probe` -> its sentence."""
+
 app = typer.Typer(cls=_NameOrCommand, invoke_without_command=True)
 
 
@@ -92,7 +101,8 @@ def check(
     given = dict(parse_override(text) for text in settings or [])
     if "max_response_length" in variant_class(name, "variants check").model_fields:
         given = {"max_response_length": 8} | given  # a recipe has it; divides under aggregation=constant
-    failed = dict(check_variant(parse_loss_fn({"variant": name, **given})))
+    config = parse_loss_fn({"variant": name, **given})
+    failed = dict(check_variant(config))
     for each in CHECKS:
         word, color = ("failed", "red") if each in failed else ("ok", "green")
         typer.echo(
@@ -100,6 +110,8 @@ def check(
         )
     if failed:
         raise typer.Exit(1)
+    properties = [text for attribute, text in FOUND.items() if getattr(config.found, attribute)]
+    typer.echo(f"found   {'; '.join(properties) or 'advantages of the group alone'}")
 
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:

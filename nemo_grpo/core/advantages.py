@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.statistics import Groups, row_std
 
 RewardNormalization = Literal["none", "group", "batch"]
+PLAUSIBLE = 100.0
+"""Largest plausible advantage, in units of the group's range of rewards, or of 1 if that is larger.
+
+A centred reward stays within the range, a standardised one of n responses below sqrt(n)."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +56,58 @@ def group_advantages(
     groups = Groups.from_ids(batch.group_ids)
     highest = groups.spread(groups.extreme(rewards, valid, "amax"))
     differs = valid & (highest > groups.spread(groups.extreme(rewards, valid, "amin")))
-    values = rewards - groups.spread(groups.mean(rewards, valid))
     if leave_one_out:
-        values = _leave_one_out(values, rewards, valid, groups, normalization, eps)
-    elif normalization == "group":
-        values = values / (groups.spread(groups.std(rewards, valid)) + eps)
-    elif normalization == "batch":
-        values = values / (row_std(rewards, valid) + eps)
+        values = _leave_one_out(rewards, valid, groups, normalization, eps)
+    else:
+        values = groups.centred(rewards, valid)
+        if normalization == "group":
+            values = values / (groups.spread(groups.std(rewards, valid)) + eps)
+        elif normalization == "batch":
+            values = values / (row_std(rewards, valid) + eps)
     values = torch.where(differs, values, 0.0).to(batch.rewards.dtype)
     sizes = groups.spread(groups.sum(batch.sample_mask)).long()
     return GroupAdvantages(values, groups, sizes, differs & batch.sample_mask)
 
 
 def _leave_one_out(
-    centred: Tensor,
-    rewards: Tensor,
-    valid: Tensor,
-    groups: Groups,
-    normalization: RewardNormalization,
-    eps: float,
+    rewards: Tensor, valid: Tensor, groups: Groups, normalization: RewardNormalization, eps: float
 ) -> Tensor:
-    others = (groups.spread(groups.sum(valid)) - 1).clamp(min=1)
-    mean = (groups.spread(groups.sum(torch.where(valid, rewards, 0.0))) - rewards) / others
-    if normalization == "none":
-        return rewards - mean
+    """[B] float64: each reward minus every other of its group, so that no sum loses the own one."""
     if normalization == "batch":
         raise ValueError("leave_one_out with normalization='batch' is not defined; use 'none' or 'group'")
-    # Var of the others = (sum of all squares - own square) around the others' mean, computed about the group
-    # mean.
-    squares = groups.spread(groups.sum(torch.where(valid, centred.square(), 0.0))) - centred.square()
-    shift = mean - groups.spread(groups.mean(rewards, valid))
-    variance = (squares - others * shift.square()).clamp(min=0.0) / (others - 1).clamp(min=1)
-    std = variance.sqrt()
-    return (rewards - mean) / torch.where(std > 1e-8, std + eps, 1.0)
+    values = torch.zeros_like(rewards)
+    for group in range(groups.num_groups):
+        rows = (valid & (groups.index == group)).nonzero()[:, 0]
+        if (size := len(rows)) < 2:
+            continue
+        own = rewards[rows]
+        apart = ~torch.eye(size, dtype=torch.bool, device=own.device)
+        others = own.expand(size, size)[apart].view(size, size - 1)
+        ahead = own[:, None] - others
+        values[rows] = mean = ahead.mean(1)
+        if normalization == "group":
+            squares = (ahead - mean[:, None]).square().sum(1)
+            differ = others.amax(1) > others.amin(1)
+            values[rows] = mean / torch.where(differ, (squares / max(size - 2, 1)).sqrt() + eps, 1.0)
+    return values
+
+
+def implausible_advantage(prepared: PreparedBatch) -> str | None:
+    """Name the step's largest advantage and its group if the rewards do not explain its size."""
+    batch = prepared.batch
+    groups, sizes = Groups.from_ids(batch.group_ids), torch.where(batch.mask, prepared.advantages.abs(), 0.0)
+    if not sizes.numel():
+        return None
+    highest, lowest = (groups.extreme(batch.rewards, batch.in_groups, kind) for kind in ("amax", "amin"))
+    ranges = groups.spread(highest - lowest).clamp(min=0)
+    row = int((sizes.amax(1) / ranges.clamp(min=1)).argmax())
+    column = int(sizes[row].argmax())
+    largest, limit = float(sizes[row, column]), PLAUSIBLE * max(float(ranges[row]), 1.0)
+    if largest <= limit:
+        return None
+    return (
+        f"group {int(batch.group_ids[row])} has an advantage of "
+        f"{float(prepared.advantages[row, column]):.6g} where its rewards span {float(ranges[row]):.6g} "
+        f"(plausible: up to {limit:g}): something divides by a spread near 0; raise loss_fn.advantage_eps, "
+        "set use_leave_one_out_baseline=false, or correct shape()"
+    )

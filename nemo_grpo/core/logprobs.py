@@ -1,7 +1,7 @@
 """Next-token logprobs and entropies from logits, chunk by chunk, with the backward pass written out.
 
 A plain ``log_softmax(logits.float())`` keeps two fp32 copies of the logits alive for autograd. Here the
-forward pass keeps two numbers per token besides the logits themselves, and the backward pass builds the
+forward pass keeps four numbers per token besides the logits themselves, and the backward pass builds the
 gradient in the logits' own dtype; fp32 exists only for one chunk at a time. Logits may be sharded over the
 vocabulary: the ranks exchange four numbers per token in the forward pass and none in the backward pass.
 """
@@ -127,29 +127,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
         column, here = shard.local(targets)
         chosen = logits.gather(-1, column[:, None])[:, 0].to(dtype) / temperature
         floor = torch.finfo(dtype).min
-        own_lse = torch.full_like(chosen, floor)  # of this shard's tokens
+        top = torch.full_like(chosen, floor)  # this shard's highest logit; sums are of z - top
+        log_sum = torch.zeros_like(chosen)  # log sum exp(z - top)
         total = torch.ones_like(chosen)  # what softmax's probabilities add up to: its sum is a rough one
-        mean = torch.zeros_like(chosen)  # of z over this shard's tokens, by their probabilities
+        mean = torch.zeros_like(chosen)  # of z - top over this shard's tokens, by their probabilities
         for rows in _chunks(logits.shape[0] if shard.num_real else 0, chunk):
             z = shard.scaled(logits[rows], dtype, temperature)
             p = z.softmax(-1)
             total[rows] = p.sum(-1)
-            own_lse[rows] = z.amax(-1) - p.amax(-1).log()
+            top[rows] = z.amax(-1)
+            log_sum[rows] = -p.amax(-1).log()
             if with_entropy:  # -inf logits have probability 0 and must add 0, not 0 * inf
-                mean[rows] = p.mul_(z.clamp(min=floor)).sum(-1)
-        own_lse += total.log()
-        highest = own_lse.clone()
+                mean[rows] = p.mul_((z - top[rows, None]).clamp_(min=floor)).sum(-1)
+        log_sum += total.log()
+        highest = top.clone()
         shard.reduce(highest, dist.ReduceOp.MAX)
-        weight = (own_lse - highest).exp_()
-        sums = torch.stack([torch.where(here, chosen, 0.0), weight, weight * mean / total])
+        below = (top - highest).clamp_(min=floor)
+        weight = (below + log_sum).exp_()
+        ahead = torch.where(here, chosen - highest, 0.0)
+        sums = torch.stack([ahead, weight, weight * (below + mean / total)])
         shard.reduce(sums, dist.ReduceOp.SUM)
-        lse = highest + sums[1].log()
-        entropies = lse - sums[2] / sums[1] if with_entropy else None
-        share = (own_lse - lse).exp_() / total  # of the probability that softmax gives a token here
-        ctx.save_for_backward(logits, targets, lse, share, entropies)
+        log_z = sums[1].log()  # of all shards, less `highest`
+        entropies = log_z - sums[2] / sums[1] if with_entropy else None
+        share = (below + log_sum - log_z).exp_() / total  # of the probability that softmax gives a token here
+        ctx.save_for_backward(logits, targets, highest, log_z, share, entropies)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in backward
-        return sums[0] - lse, entropies
+        return sums[0] - log_z, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -158,21 +162,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if grad_logprobs is None and grad_entropies is None:
             return (None,) * 6
-        logits, targets, lse, share, entropies = ctx.saved_tensors
+        logits, targets, highest, log_z, share, entropies = ctx.saved_tensors
         shard: _Shard = ctx.shard
         column, here = shard.local(targets)
-        of_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        of_logprobs = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs / ctx.temperature
         of_entropies = None if grad_entropies is None else grad_entropies / ctx.temperature
         at_target, everywhere = torch.where(here, of_logprobs, 0.0), -(share * of_logprobs)
         gradient = torch.zeros_like(logits) if shard.num_real < shard.columns else torch.empty_like(logits)
         for rows in _chunks(logits.shape[0] if shard.num_real else 0, ctx.chunk):
-            z = shard.scaled(logits[rows], lse.dtype, ctx.temperature)
+            z = shard.scaled(logits[rows], log_z.dtype, ctx.temperature)
             p = z.softmax(-1)
             if of_entropies is None:
                 g = p.mul_(everywhere[rows, None])
             else:
                 p.mul_(share[rows, None])
-                surprise = (z - lse[rows, None]).clamp_(min=torch.finfo(lse.dtype).min)
+                surprise = (z - highest[rows, None]).sub_(log_z[rows, None])
+                surprise.clamp_(min=torch.finfo(log_z.dtype).min)
                 g = surprise.add_(entropies[rows, None]).mul_(p).mul_(-of_entropies[rows, None])
                 g.sub_(p.mul_(of_logprobs[rows, None]))
             g.scatter_add_(-1, column[rows, None], at_target[rows, None])

@@ -1,4 +1,8 @@
-"""Sums, means and z-scores over groups, buckets and whole steps. Accumulated in float64."""
+"""Sums, means and z-scores over groups, buckets and whole steps. Accumulated in float64.
+
+Values are centred in two steps: the largest is subtracted, then the mean of what is left. Equal values thus
+give exactly 0 at any magnitude, and a divisor of 0 is the only sign of no spread.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,9 +10,6 @@ from typing import Self
 
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.masking import zero_outside
-
-# Spread below this share of the magnitude is rounding, not signal (float64 accumulation keeps about 1e-16).
-_NO_SPREAD = 1e-10
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Groups:
         ids, index = torch.unique(group_ids, return_inverse=True)
         return cls(index, ids.numel())
 
+    @classmethod
+    def one(cls, rows: Tensor) -> Self:
+        """Put all rows into one group."""
+        return cls(torch.zeros(len(rows), dtype=torch.int64, device=rows.device), 1)
+
     def sum(self, rows: Tensor) -> Tensor:
         """[B] -> [P] float64: sum of each group's rows."""
         return torch.zeros(self.num_groups, dtype=torch.float64, device=rows.device).index_add_(
@@ -37,10 +43,14 @@ class Groups:
         """[B] -> [P] float64: mean of each group's valid rows; 0 if none."""
         return self.sum(zero_outside(rows, valid)) / self.sum(valid).clamp(min=1)
 
+    def centred(self, rows: Tensor, valid: Tensor) -> Tensor:
+        """[B] -> [B] float64: every row minus the mean of its group's valid rows."""
+        shifted = rows.double() - self.spread(_finite(self.extreme(rows, valid, "amax")))
+        return shifted - self.spread(self.mean(shifted, valid))
+
     def std(self, rows: Tensor, valid: Tensor) -> Tensor:
         """[B] -> [P] float64: sample standard deviation (ddof 1) of each group's valid rows; 0 below two."""
-        centred = rows.double() - self.spread(self.mean(rows, valid))
-        squares = self.sum(zero_outside(centred.square(), valid))
+        squares = self.sum(zero_outside(self.centred(rows, valid).square(), valid))
         return (squares / (self.sum(valid) - 1).clamp(min=1)).sqrt()
 
     def extreme(self, rows: Tensor, valid: Tensor, kind: str) -> Tensor:
@@ -55,11 +65,14 @@ class Groups:
         return per_group[self.index]
 
 
+def _finite(highest: Tensor) -> Tensor:
+    """The highest values, 0 where there was none."""
+    return torch.where(highest.isfinite(), highest, 0.0)
+
+
 def row_std(rows: Tensor, valid: Tensor) -> Tensor:
     """[B] -> 0-d float64: sample standard deviation (ddof 1) of the valid rows; 0 below two."""
-    num_valid = valid.sum()
-    centred = rows.double() - zero_outside(rows.double(), valid).sum() / num_valid.clamp(min=1)
-    return (zero_outside(centred.square(), valid).sum() / (num_valid - 1).clamp(min=1)).sqrt()
+    return Groups.one(rows).std(rows, valid)[0]
 
 
 def row_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -67,15 +80,32 @@ def row_sum(x: Tensor, mask: Tensor) -> Tensor:
     return zero_outside(x, mask).sum(1, dtype=torch.float64)
 
 
+def row_max(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B] float64: highest of the tokens that count; 0 if none do."""
+    filled = torch.where(mask, x.detach(), float("-inf"))
+    return _finite(filled.amax(1).double()) if x.shape[1] else x.new_zeros(len(x), dtype=torch.float64)
+
+
+def row_centred(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B, T] float64: every token minus its row's mean over the tokens that count; 0 elsewhere."""
+    shifted = x.double() - row_max(x, mask)[:, None]
+    mean = row_sum(shifted, mask) / mask.sum(1).clamp(min=1)
+    return zero_outside(shifted - mean[:, None], mask)
+
+
 def token_mean(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> 0-d float64: mean over the tokens that count; 0 if none do."""
     return row_sum(x, mask).sum() / mask.sum().clamp(min=1)
 
 
+def token_centred(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B, T] float64: every token minus the mean over all that count; 0 elsewhere."""
+    return group_token_centred(x, mask, Groups.one(x))
+
+
 def token_std(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> 0-d float64: population standard deviation (ddof 0) over the tokens that count."""
-    centred = x.double() - token_mean(x, mask)
-    return (row_sum(centred.square(), mask).sum() / mask.sum().clamp(min=1)).sqrt()
+    return group_token_std(x, mask, Groups.one(x))[0]
 
 
 def group_token_mean(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
@@ -83,10 +113,17 @@ def group_token_mean(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     return groups.sum(row_sum(x, mask)) / groups.sum(mask.sum(1)).clamp(min=1)
 
 
+def group_token_centred(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    """[B, T] -> [B, T] float64: every token minus the mean of its group's that count; 0 elsewhere."""
+    has_tokens = mask.any(1)
+    highest = _finite(groups.extreme(row_max(x, mask), has_tokens, "amax"))
+    shifted = x.double() - groups.spread(highest)[:, None]
+    return zero_outside(shifted - groups.spread(group_token_mean(shifted, mask, groups))[:, None], mask)
+
+
 def group_token_std(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     """[B, T] -> [P] float64: population std (ddof 0) over all tokens of each group that count."""
-    centred = x.double() - groups.spread(group_token_mean(x, mask, groups))[:, None]
-    return group_token_mean(centred.square(), mask, groups).sqrt()
+    return group_token_mean(group_token_centred(x, mask, groups).square(), mask, groups).sqrt()
 
 
 def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int, delta: float) -> Tensor:
@@ -100,12 +137,11 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
     """
     places = mask.flatten().nonzero()[:, 0]  # found once: a mask as an index is searched at every use
     where, values = (tensor.flatten().index_select(0, places) for tensor in (segments, x))
+    tokens, every = Groups(where, num_segments), torch.ones_like(where, dtype=torch.bool)
+    centred = tokens.centred(values, every)
     count = torch.bincount(where, minlength=num_segments).clamp(min=1)
-    mean = torch.bincount(where, weights=values.double(), minlength=num_segments) / count
-    centred = values - mean.index_select(0, where)
     std = (torch.bincount(where, weights=centred.square(), minlength=num_segments) / count).sqrt()
-    scale = torch.where(std > _NO_SPREAD * (1 + mean.abs()), std + delta, float("inf"))  # x / inf = 0
-    z = centred.div_(scale.index_select(0, where))
+    z = _standardised(centred, tokens.spread(std), delta)
     return (
         torch.zeros(mask.numel(), dtype=x.dtype, device=x.device)
         .index_copy_(0, places, z.to(x.dtype))
@@ -119,25 +155,34 @@ def group_zscore(x: Tensor, mask: Tensor, groups: Groups, delta: float) -> Tenso
     Args:    x, mask: [B, T].
     Returns: [B, T] in x's dtype; exactly 0 where mask is False and in a group without spread.
     """
-    mean = groups.spread(group_token_mean(x, mask, groups))[:, None]
-    centred = x.double() - mean
+    centred = group_token_centred(x, mask, groups)
     std = groups.spread(group_token_mean(centred.square(), mask, groups).sqrt())[:, None]
-    has_spread = std > _NO_SPREAD * (1 + mean.abs())
-    return zero_outside(centred.div_(std + delta).to(x.dtype), mask & has_spread)
+    return _standardised(centred, std, delta).to(x.dtype)
+
+
+def _standardised(centred: Tensor, std: Tensor, delta: float) -> Tensor:
+    return centred / torch.where(std > 0, std + delta, 1.0)
 
 
 def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentum: float) -> dict[str, float]:
-    """Exponentially weighted mean and mean square of tokens over steps.
+    """Exponentially weighted mean and variance of tokens over steps.
 
-    moving = momentum moving_before + (1 - momentum) moments of this step's tokens
+    mean = m mean_before + (1 - m) mean_now,  var = m var_before + (1 - m) var_now + m (1 - m) (mean_now -
+    mean_before)^2,  m the momentum: the mean square minus the squared mean, without their difference
 
     Args:    x, mask: [B, T], the whole step.  before: what the previous step returned; empty: none.
-    Returns: ``mean`` and ``square``; after the first step its own, unchanged by a step without tokens.
+    Returns: ``mean`` and ``variance``; after the first step its own, unchanged by a step without tokens.
     """
     if not mask.any():
         return dict(before)
-    now = {"mean": float(token_mean(x, mask)), "square": float(token_mean(x.double().square(), mask))}
-    return {key: momentum * before.get(key, value) + (1 - momentum) * value for key, value in now.items()}
+    mean, variance = float(token_mean(x, mask)), float(token_std(x, mask)) ** 2
+    if not before:
+        return {"mean": mean, "variance": variance}
+    moved = mean - before["mean"]
+    return {
+        "mean": before["mean"] + (1 - momentum) * moved,
+        "variance": momentum * before["variance"] + (1 - momentum) * (variance + momentum * moved**2),
+    }
 
 
 def percentiles(values: Tensor, shares: tuple[float, ...]) -> list[Tensor]:

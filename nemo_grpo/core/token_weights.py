@@ -4,12 +4,15 @@ from typing import Literal
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.masking import zero_outside
 from nemo_grpo.core.random import token_uniforms
 from nemo_grpo.core.statistics import (
     Groups,
+    group_token_centred,
     group_token_mean,
     group_token_std,
-    row_sum,
+    row_centred,
+    token_centred,
     token_mean,
     token_std,
 )
@@ -20,8 +23,7 @@ Centring = Literal["response", "group", "none"]
 
 def step_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """c_it = (logp_it - mean_step logp)(A_it - mean_step A)  (2505.22617 Eq. 10); [B, T], 0 off the mask."""
-    c = (logprobs - token_mean(logprobs, mask)) * (advantages - token_mean(advantages, mask))
-    return torch.where(mask, c, 0.0).to(logprobs.dtype)
+    return (token_centred(logprobs, mask) * token_centred(advantages, mask)).to(logprobs.dtype)
 
 
 def group_covariance(
@@ -35,14 +37,13 @@ def group_covariance(
     """
     mask = batch.mask
     if centring == "response":
-        centre = row_sum(logprobs, mask) / mask.sum(1).clamp(min=1)
+        centred = row_centred(logprobs, mask)
     elif centring == "none":
-        centre = torch.zeros_like(advantages)
+        centred = logprobs.double()
     else:
-        centre = groups.spread(group_token_mean(logprobs, mask, groups))
-    deviation = advantages.double() - groups.spread(groups.mean(advantages, batch.in_groups))
-    c = (logprobs - centre[:, None]) * deviation[:, None]
-    return torch.where(mask, c, 0.0).to(logprobs.dtype)
+        centred = group_token_centred(logprobs, mask, groups)
+    c = centred * groups.centred(advantages, batch.in_groups)[:, None]
+    return zero_outside(c, mask).to(logprobs.dtype)
 
 
 def gaussian_kernel_weights(covariance: Tensor, mask: Tensor, groups: Groups, scope: Scope) -> Tensor:

@@ -1,9 +1,11 @@
 """Steps of training: of the algorithm, on sampled responses; or supervised, on demonstrations."""
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
@@ -17,6 +19,7 @@ from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 
@@ -29,6 +32,8 @@ def reinforce(parts: Parts) -> Row:
     clock.lap("time/rollout")
     step = shape(assemble(groups), parts.recipe)
     prepared, updates = parts.learner.learn(step, clock)
+    if told := implausible_advantage(prepared):
+        log.warning("step %d: %s", state.step, told)
 
     row: Row = {"step": state.step, "rollout/num_prompts": len(drawn)}
     row |= {name: float(value) for name, value in prepared.metrics.items()}

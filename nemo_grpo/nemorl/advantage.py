@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.errors import UserError
@@ -120,6 +121,8 @@ class VariantEstimator:
         prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
         self.exchange.carried = prepared.carried
         self.step += 1
+        if told := implausible_advantage(prepared):
+            log.warning("step %d: %s", self.step, told)
         if prepared.row_factors is not None:
             self.exchange.num_sequences = int(prepared.batch.sample_mask.sum())
         if self.folds:
@@ -153,11 +156,11 @@ class VariantEstimator:
             )  # fmt: skip
 
     def _folded(self, prepared: PreparedBatch) -> PreparedBatch:
-        if prepared.token_weights is not None and not self.config.scales_with_advantages:
+        if prepared.token_weights is not None and not self.config.found.folds:
             raise UserError(
                 f"data_plane.enabled=true: {self.objective.name} returns token_weights from shape(), and "
-                "NeMo-RL brings the loss advantages alone; set data_plane.enabled=false, or declare "
-                "scales_with_advantages = True if terms() multiplies its policy term by them"
+                "NeMo-RL brings the loss advantages alone; set data_plane.enabled=false, or let terms() "
+                "multiply its policy term by them"
             )
         return prepared.folded()
 

@@ -257,11 +257,12 @@ def no_other_advantage_estimator_is_set(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def shaped_advantages_are_not_clipped(recipe: Recipe) -> Iterator[str]:
+    variant = recipe.loss_fn
     for key in ("advantage_clip_low", "advantage_clip_high"):
         value = getattr(recipe.grpo, key)
-        if recipe.loss_fn.shapes_advantages and value is not None:
+        if value is not None and not variant.is_stock and variant.found.shapes_advantages:
             yield (
-                f"grpo.{key}={value:g} would clip advantages that {recipe.loss_fn.variant} has shaped, and "
+                f"grpo.{key}={value:g} would clip advantages that {variant.variant} has shaped, and "
                 "distort its loss; set it to null"
             )
 

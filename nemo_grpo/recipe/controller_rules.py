@@ -79,8 +79,11 @@ def chunks_of_a_step_are_independent(recipe: Recipe) -> Iterator[str]:
     groups = recipe.async_rl.min_groups_for_streaming_train
     if groups >= prompts:
         return
-    if variant.beyond_groups is not None:
-        yield f"{STREAMING}={groups}: {variant.beyond_groups}; set it to {prompts}, for one chunk a step"
+    if variant.found.spans_groups:
+        yield (
+            f"{STREAMING}={groups}: {variant.variant} as set decides a response's advantages by other "
+            f"groups, too; set it to {prompts}, for one chunk a step"
+        )
     masked = recipe.grpo.seq_logprob_error_threshold
     if variant.aggregation == "group_token_mean" and masked is not None:
         yield (
@@ -168,10 +171,11 @@ def data_plane_brings_what_the_loss_reads(recipe: Recipe) -> Iterator[str]:
             f"{PLANE} with force_on_policy_ratio=true leaves nothing by which loss_fn.weighting=random could "
             "draw for a response: neither its tokens nor its logprobs; set one of them to false"
         )
-    if variant.beside_advantages is not None:
+    if not variant.is_stock and not variant.found.folds:
         yield (
-            f"{PLANE} brings the loss advantages alone, and {variant.beside_advantages}; set it to false, or "
-            "change the latter"
+            f"{PLANE} brings the loss advantages alone, and the weights of {variant.variant} as set "
+            f"(aggregation={variant.aggregation}) reach beyond them, into a KL penalty or a clip; set it to "
+            "false, or reference_policy_kl_penalty=0, or weight the clipped term from outside"
         )
 
 

@@ -43,7 +43,7 @@ Call = tuple[Literal["search", "error"], str]
 class SearchQAConfig(FileTaskConfig):
     """Parameters of `SearchQA`. Without files the questions are about `Facts`.
 
-    A problem of a file accepts every text of its ``metadata.answers``, or its ``answer`` if it has none.
+    A problem of a file accepts its ``answer`` and, besides, every text of its ``metadata.answers``.
     """
 
     reward_components: ClassVar[Mapping[str, str]] = {
@@ -57,7 +57,7 @@ class SearchQAConfig(FileTaskConfig):
     corpus: str | None = None
     """JSONL file of passages to search by BM25 in this process; null: the invented people."""
     retriever_url: str | None = Field(default=None, pattern="^https?://")
-    """A running `nemo-grpo retriever serve` instead, such as http://127.0.0.1:8765."""
+    """A service with Search-R1's POST /retrieve instead, such as `nemo-grpo retriever serve`."""
     retriever_timeout: float = Field(default=30.0, gt=0)
     """Timeout of one request to it, in seconds."""
     top_k: int = Field(default=3, ge=1, le=100)
@@ -65,7 +65,7 @@ class SearchQAConfig(FileTaskConfig):
     max_turns: int = Field(default=4, ge=1)
     """Turns of the policy in a response; a call in the last one ends the response."""
     max_query_chars: int = Field(default=256, ge=1, le=1024)
-    """Longer queries are malformed. At most 1024, so that any characters fit into the service's requests."""
+    """Longer queries are malformed."""
     max_information_chars: int = Field(default=2000, ge=16)
     """Maximum text of a search's result; the rest is cut off."""
     hops: tuple[Literal[1, 2], ...] = Field(default=(1, 2), min_length=1, strict=False)
@@ -85,7 +85,7 @@ class SearchQAConfig(FileTaskConfig):
 
 
 class SearchQA:
-    """A `MultiTurnTask`; correct: one of ``metadata["answers"]``, by SQuAD's exact match."""
+    """A `MultiTurnTask`; correct: one of `accepted_answers`, by SQuAD's exact match."""
 
     stop_texts: ClassVar[tuple[str, ...]] = SearchQAConfig.stop_texts
     tags: ClassVar[tuple[str, ...]] = SEARCH_TAGS
@@ -191,8 +191,7 @@ class SearchQA:
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """``answer`` is TR-GRPO's Eq. 15: 1 for an exact match, otherwise -1."""
-        accepted = problem.metadata.get("answers", [problem.answer])
-        right = matches_any(last_answer(response), accepted)
+        right = matches_any(last_answer(response), accepted_answers(problem))
         return {"accuracy": float(right), "answer": 1.0 if right else -1.0, "format": search_format(response)}
 
 
@@ -238,13 +237,17 @@ def search_format(response: str) -> float:
     return float(complete and _WELL_FORMED.fullmatch("".join(f"{name} " for name in names)) is not None)
 
 
+def accepted_answers(problem: Problem) -> list[str]:
+    """The problem's answer and the further ones of its metadata."""
+    return [problem.answer, *problem.metadata.get("answers", [])]
+
+
 def _check_answers(problem: Problem) -> None:
-    answers = problem.metadata.get("answers", [problem.answer])
-    texts = isinstance(answers, list) and all(isinstance(answer, str) for answer in answers)
-    if not texts or not any(map(str.strip, answers)):
+    further = problem.metadata.get("answers", [])
+    if not (isinstance(further, list) and all(isinstance(answer, str) for answer in further)):
         raise UserError(
-            f"problem {problem.id!r}: metadata.answers={answers!r} must be a list of accepted answers: "
-            "texts, one of them not empty"
+            f"problem {problem.id!r}: metadata.answers={further!r} must be a list of texts, which are "
+            "accepted besides its answer"
         )
 
 

@@ -70,7 +70,8 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
     try:
         return config.model_validate(dict(loss_fn))
     except ValidationError as error:
-        raise UserError("; ".join(_explain(str(name), config, e) for e in error.errors())) from None
+        told = (_explain(str(name), config, e, loss_fn) for e in error.errors())
+        raise UserError("; ".join(told)) from None
 
 
 def variant_class(name: str, key: str) -> type[VariantConfig]:
@@ -83,6 +84,8 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
             return load_class(name, VariantConfig, key)
         except UserError as error:
             raise UserError(_without_annotation(str(error)) or str(error)) from None
+    if name.endswith(".py"):
+        raise UserError(f"{key}={name} names a file and no class; write {name}:MyVariant")
     if name not in OBJECTIVES:
         raise UserError(f"{key}={name!r} is not a variant{did_you_mean(name, OBJECTIVES)}")
     return OBJECTIVES[name]
@@ -97,11 +100,12 @@ def _without_annotation(message: str) -> str:
     known = [known for known in vars(VariantConfig) if not known.startswith("_")]
     hint = did_you_mean(name, known) if difflib.get_close_matches(name, known) else ""
     return (
-        f"{before}{name} is nothing that a variant has{hint}; a parameter is `{name}: type = value` ({place}"
+        f"{before}{name} is nothing that a variant has{hint}; remove it, or write a parameter as "
+        f"`{name}: type = value` ({place}"
     )
 
 
-def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
+def _explain(name: str, config: type[VariantConfig], error: Any, given: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         owners = [other for other, known in VARIANTS.items() if key in known.model_fields and other != name]
@@ -112,10 +116,15 @@ def _explain(name: str, config: type[VariantConfig], error: Any) -> str:
                 "_override_: true all of them"
             )
         return f"loss_fn.{key} is not a parameter of {name}{hint}"
+    if error["type"] == "missing":
+        return f"loss_fn.{key} is missing; {name} has no default for it"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("literal_error", "none_required"):  # a key that the variant fixes says why
         message += f" ({config.model_fields[key].description})"
-    return f"loss_fn.{key}={error['input']!r}: {message}" if key else f"loss_fn.{message}"
+    if not key:
+        return f"loss_fn.{message}"
+    origin = "" if error["loc"][0] in given else f" (the default of {name})"
+    return f"loss_fn.{key}={error['input']!r}{origin}: {message}"
 
 
 def build_objective(variant: str, **parameters: Any) -> Objective:

@@ -18,12 +18,16 @@ from nemo_grpo.core.surrogates import (
     importance_ratio,
     sequence_importance_ratio,
 )
+from nemo_grpo.variants.probe import Probe
+
+_PROBES: dict[tuple[type, str], Probe] = {}
+"""Variant and its settings -> what was found."""
 
 
 class VariantConfig(BaseModel):
     """One variant's parameters: the keys of the recipe's ``loss_fn`` section. Unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
 
     title: ClassVar[str] = "own variant"
     paper: ClassVar[str] = "none"
@@ -33,22 +37,10 @@ class VariantConfig(BaseModel):
     """NeMo-RL's own loss, which NeMo-RL computes with its own advantages."""
     needs_entropy: ClassVar[bool] = False
     """`shape` reads the policy's entropies."""
-    needs_prev_logprobs: ClassVar[bool] = True
-    """`shape` reads prev_logprobs; False: `terms` alone, whose ratio is 1 in the first update."""
-    shapes_advantages: ClassVar[bool] = False
-    """`shape` reshapes the group advantages; clipping them afterwards would distort the loss."""
     compares_with_reference: ClassVar[bool] = False
     """`shape` subtracts the reference policy's logprobs from the policy's, with or without a KL penalty."""
     learns_from_demonstrations: ClassVar[bool] = False
     """A step is the task's demonstrations, one per prompt; nothing is sampled."""
-    learns_without_advantages: ClassVar[bool] = False
-    """`terms` has a gradient where the advantage is 0, such as an entropy bonus; the KL penalty aside."""
-    stops_gradient: ClassVar[bool] = False
-    """`terms` multiplies by something of the current policy under ``detach()``: the gradient is not the
-    derivative of the value."""
-    scales_with_advantages: ClassVar[bool] = False
-    """The policy term of `terms` is proportional to advantage times token weight: the step's weights may be
-    multiplied into the advantages (`PreparedBatch.folded`)."""
     whole_groups_key: ClassVar[str | None] = None
     """Boolean parameter under which every loss call needs exactly one whole group."""
     sampling_keys: ClassVar[tuple[str, ...]] = ()
@@ -133,19 +125,22 @@ class VariantConfig(BaseModel):
         )
 
     @property
+    def found(self) -> Probe:
+        """Properties that nobody declares: found on small steps, once for the same settings."""
+        key = (type(self), repr(self))
+        if key not in _PROBES:
+            _PROBES[key] = Probe(self.compose())
+        return _PROBES[key]
+
+    @property
     def needs_scores(self) -> bool:
         """True if `shape` waits for the scoring pass, for its logprobs or its entropies."""
-        return self.needs_prev_logprobs or self.needs_entropy
+        return self.needs_entropy or self.found.reads_scores
 
     @property
     def needs_reference(self) -> bool:
         """True if the reference policy's logprobs are needed."""
         return self.compares_with_reference
-
-    @property
-    def has_stop_gradient(self) -> bool:
-        """True if the gradient is the derivative only with what ``detach()`` gives held at its value."""
-        return self.stops_gradient
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -156,18 +151,6 @@ class VariantConfig(BaseModel):
     def carries_statistics(self) -> bool:
         """True if `shape` reads `TokenBatch.carried`, which a checkpoint must then keep."""
         return False
-
-    @property
-    def beside_advantages(self) -> str | None:
-        """What keeps a step's weights from being multiplied into its advantages; None: nothing."""
-        if self.aggregation == "group_token_mean" and not self.scales_with_advantages:
-            return "aggregation=group_token_mean weights a response beside its advantages"
-        return None
-
-    @property
-    def beyond_groups(self) -> str | None:
-        """What of `shape` depends on more than a response's own group; None: nothing."""
-        return f"{self.variant}'s shape() may look at the whole step"
 
     def resampling(self, max_draws: int) -> tuple[float, int]:
         """(minimum share of groups with signal, maximum draws per step) under dynamic sampling."""
@@ -182,7 +165,15 @@ class VariantConfig(BaseModel):
         raise AssertionError(f"{type(self).__name__} does not implement terms()")
 
     def build(self) -> Objective:
-        """Compose the objective."""
+        """Compose the objective, and find what it needs."""
+        return replace(
+            self.compose(),
+            needs_scores=self.needs_scores,
+            learns_without_advantages=self.found.learns_without_advantages,
+        )
+
+    def compose(self) -> Objective:
+        """The objective, as if it needed everything."""
         return Objective(
             name=self.variant,
             shape=self.shape,
@@ -192,9 +183,7 @@ class VariantConfig(BaseModel):
             correction=self.importance_correction(),
             needs_entropy=self.needs_entropy,
             needs_reference=self.needs_reference,
-            needs_scores=self.needs_scores,
             whole_groups_per_loss_call=self.needs_whole_groups,
-            learns_without_advantages=self.learns_without_advantages,
         )
 
 
@@ -215,11 +204,6 @@ class GroupRewardConfig(VariantConfig):
             eps=self.advantage_eps,
             leave_one_out=self.use_leave_one_out_baseline,
         )
-
-    @property
-    def beyond_groups(self) -> str | None:
-        """Nothing, unless `shape` is another one."""
-        return None if type(self).shape is GroupRewardConfig.shape else super().beyond_groups
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Every token of a response carries the response's advantage."""
@@ -252,21 +236,6 @@ class KLConfig(VariantConfig):
         """True with a KL penalty, or for the advantages."""
         return self.compares_with_reference or self.reference_policy_kl_penalty > 0
 
-    @property
-    def has_stop_gradient(self) -> bool:
-        """True with a stop-gradient in the policy term or in the penalty."""
-        return self.stops_gradient or (self.needs_reference and self.kl_score_function_gradient)
-
-    @property
-    def beside_advantages(self) -> str | None:
-        """With group_token_mean, a penalty's terms have the same weights and no advantages."""
-        if self.aggregation == "group_token_mean" and self.reference_policy_kl_penalty > 0:
-            return (
-                f"aggregation=group_token_mean weights the penalty of reference_policy_kl_penalty="
-                f"{self.reference_policy_kl_penalty:g}, too"
-            )
-        return super().beside_advantages
-
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
         """[B, T] KL estimate, or None without a penalty."""
         if not self.needs_reference or batch.reference_policy_logprobs is None:
@@ -278,15 +247,13 @@ class KLConfig(VariantConfig):
         """The same values, with the gradient that `kl_score_function_gradient` asks for."""
         return with_score_function(kl, batch.kl_logprobs) if self.kl_score_function_gradient else kl
 
-    def build(self) -> Objective:
-        """Compose the objective, with its penalty."""
-        return replace(super().build(), kl_penalty=self.reference_policy_kl_penalty)
+    def compose(self) -> Objective:
+        """The objective with its penalty."""
+        return replace(super().compose(), kl_penalty=self.reference_policy_kl_penalty)
 
 
 class RatioConfig(GroupRewardConfig, KLConfig):
     """Variants with an importance ratio, an optional clip and an optional KL penalty."""
-
-    scales_with_advantages: ClassVar[bool] = True
 
     ratio_clip_min: float | None = Field(0.2, ge=0, description="lower clip distance from 1; null: no clip")
     ratio_clip_max: float | None = Field(0.2, ge=0, description="upper clip distance from 1; null: no clip")

@@ -30,8 +30,6 @@ class CISPO(RatioConfig):
     title: ClassVar[str] = "CISPO"
     paper: ClassVar[str] = "MiniMax-M1 (2506.13585)"
     stock_switch: ClassVar[str | None] = "use_cispo"
-    needs_prev_logprobs: ClassVar[bool] = False
-    stops_gradient: ClassVar[bool] = True
 
     variant: Literal["cispo"] = "cispo"
     ratio_clip_min: float = Field(1.0, ge=0, description="lower bound of the weight, below 1; 1: none")

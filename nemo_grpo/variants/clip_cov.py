@@ -26,7 +26,6 @@ class ClipCov(RatioConfig):
 
     title: ClassVar[str] = "Clip-Cov"
     paper: ClassVar[str] = "The Entropy Mechanism (2505.22617)"
-    shapes_advantages: ClassVar[bool] = True
 
     variant: Literal["clip_cov"] = "clip_cov"
     covariance_min: float = Field(
@@ -45,11 +44,6 @@ class ClipCov(RatioConfig):
                 "the paper's are 1.0 and 5.0"
             )
         return self
-
-    @property
-    def beyond_groups(self) -> str | None:
-        """The choice of tokens."""
-        return "clip_cov chooses tokens by the covariances of the whole step"
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """GRPO's advantages, 0 at the chosen tokens: no policy term and no gradient there."""

@@ -27,7 +27,7 @@ from nemo_grpo.core.aggregation import Aggregation
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Shaped, TokenTerms
-from nemo_grpo.core.statistics import token_mean
+from nemo_grpo.core.statistics import row_centred, token_mean
 from nemo_grpo.core.surrogates import importance_ratio
 from nemo_grpo.core.token_weights import Centring, Scope, gaussian_kernel_weights, group_covariance
 from nemo_grpo.variants.base import RatioConfig, ratio_metrics
@@ -38,7 +38,6 @@ class CWGRPO(RatioConfig):
 
     title: ClassVar[str] = "CW-GRPO"
     paper: ClassVar[str] = "Taming Extreme Tokens (2605.11538)"
-    shapes_advantages: ClassVar[bool] = True
     whole_groups_key: ClassVar[str | None] = "author_compat"
 
     variant: Literal["cw_grpo"] = "cw_grpo"
@@ -77,11 +76,6 @@ class CWGRPO(RatioConfig):
                 f"author_compat=true is the released code, which has no {changed}; remove one of the two"
             )
         return self
-
-    @property
-    def beyond_groups(self) -> str | None:
-        """Nothing within scope=group."""
-        return None if self.scope == "group" else f"scope={self.scope} takes sigma over the step's tokens"
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Fold the kernel weights into the advantages: weights are >= 0, so this commutes with any clip."""
@@ -123,7 +117,7 @@ def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
     if not mask.any():  # nothing trains in this group: no sum of weights to divide by
         return torch.zeros_like(logprobs)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    centred = torch.where(mask, logprobs - logprobs.sum(1, keepdim=True) / lengths, 0.0)
+    centred = row_centred(logprobs, mask).to(logprobs.dtype)
     # A_i, whose mean over a whole group is 0
     covariance = centred * torch.where(mask, advantages.sum(1, keepdim=True) / lengths, 0.0)
     values = covariance[mask]

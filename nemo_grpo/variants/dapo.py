@@ -22,7 +22,6 @@ class DAPO(RatioConfig):
 
     title: ClassVar[str] = "DAPO"
     paper: ClassVar[str] = "DAPO (2503.14476)"
-    needs_prev_logprobs: ClassVar[bool] = False
     without_dynamic_sampling: ClassVar[str | None] = "groups of equal rewards stay in the step"
 
     variant: Literal["dapo"] = "dapo"

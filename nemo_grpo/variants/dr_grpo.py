@@ -21,7 +21,6 @@ class DrGRPO(RatioConfig):
 
     title: ClassVar[str] = "Dr.GRPO"
     paper: ClassVar[str] = "Understanding R1-Zero-Like Training (2503.20783)"
-    needs_prev_logprobs: ClassVar[bool] = False
 
     variant: Literal["dr_grpo"] = "dr_grpo"
     aggregation: Aggregation = Field("constant", description="divide by sequences x max_response_length")

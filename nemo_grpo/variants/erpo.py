@@ -57,7 +57,6 @@ class ERPO(RatioConfig):
     title: ClassVar[str] = "ERPO"
     paper: ClassVar[str] = "Entropy-Regulated Policy Optimization"
     needs_entropy: ClassVar[bool] = True
-    shapes_advantages: ClassVar[bool] = True
     compares_with_reference: ClassVar[bool] = True
 
     variant: Literal["erpo"] = "erpo"
@@ -109,7 +108,7 @@ class ERPO(RatioConfig):
         return Shaped(shaped, a, metrics=metrics, carried=carried)
 
     def moving_statistics(self, batch: TokenBatch) -> dict[str, float]:
-        """Mean and mean square of the entropy over the steps so far; empty for the group's own."""
+        """Mean and variance of the entropy over the steps so far; empty for the group's own."""
         if not self.carries_statistics:
             return {}
         assert batch.entropies is not None
@@ -119,7 +118,7 @@ class ERPO(RatioConfig):
         """W_it in (0, 1), [B, T]: near 1 where the policy was uncertain."""
         assert batch.entropies is not None
         if moving:
-            std = math.sqrt(max(moving["square"] - moving["mean"] ** 2, 0.0))
+            std = math.sqrt(moving["variance"])
             return torch.sigmoid(self.gamma * (batch.entropies - moving["mean"]) / (std + self.delta))
         return torch.sigmoid(self.gamma * group_zscore(batch.entropies, batch.mask, groups, self.delta))
 

@@ -33,9 +33,6 @@ class GPG(KLConfig):
 
     title: ClassVar[str] = "GPG"
     paper: ClassVar[str] = "GPG (2504.02546)"
-    needs_prev_logprobs: ClassVar[bool] = False
-    shapes_advantages: ClassVar[bool] = True
-    scales_with_advantages: ClassVar[bool] = True
     sampling_keys: ClassVar[tuple[str, ...]] = ("valid_fraction_threshold", "max_resample_attempts")
     without_dynamic_sampling: ClassVar[str | None] = "no threshold on valid groups"
 
@@ -54,13 +51,6 @@ class GPG(KLConfig):
     def resampling(self, max_draws: int) -> tuple[float, int]:
         """beta_th, and the first draw plus the extra ones."""
         return self.valid_fraction_threshold, 1 + self.max_resample_attempts
-
-    @property
-    def beyond_groups(self) -> str | None:
-        """Alpha, or the batch's standard deviation."""
-        if self.use_alpha:
-            return "use_alpha=true counts the step's groups with signal"
-        return "reward_normalization=batch" if self.reward_normalization == "batch" else None
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Centred rewards times alpha."""

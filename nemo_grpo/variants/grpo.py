@@ -18,6 +18,5 @@ class GRPO(RatioConfig):
 
     title: ClassVar[str] = "GRPO"
     paper: ClassVar[str] = "DeepSeekMath (2402.03300)"
-    needs_prev_logprobs: ClassVar[bool] = False
 
     variant: Literal["grpo"] = "grpo"

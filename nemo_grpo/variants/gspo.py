@@ -23,7 +23,6 @@ class GSPO(RatioConfig):
 
     title: ClassVar[str] = "GSPO"
     paper: ClassVar[str] = "GSPO (2507.18071)"
-    needs_prev_logprobs: ClassVar[bool] = False
 
     variant: Literal["gspo"] = "gspo"
     aggregation: Aggregation = Field("sequence_mean", description="1/G sum_i; another one is refused")

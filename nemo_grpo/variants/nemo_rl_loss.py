@@ -62,6 +62,6 @@ class NeMoRLLoss(KLConfig):
     def _truncation_is_complete(self) -> Self:
         return self  # NeMo-RL ignores the bounds of a correction that is off
 
-    def build(self) -> Objective:
+    def compose(self) -> Objective:
         """Not here: NeMo-RL builds it."""
         raise AssertionError("NeMo-RL builds its own loss")

@@ -27,7 +27,6 @@ class SFT(VariantConfig):
 
     title: ClassVar[str] = "SFT"
     paper: ClassVar[str] = "baseline of ERPO and GPG"
-    needs_prev_logprobs: ClassVar[bool] = False
     learns_from_demonstrations: ClassVar[bool] = True
 
     variant: Literal["sft"] = "sft"

@@ -40,8 +40,6 @@ class TRGRPO(RatioConfig):
 
     title: ClassVar[str] = "TR-GRPO"
     paper: ClassVar[str] = "Token-Level Probability Shaping (2511.00066)"
-    needs_prev_logprobs: ClassVar[bool] = False
-    stops_gradient: ClassVar[bool] = True
 
     variant: Literal["tr_grpo"] = "tr_grpo"
     ratio_clip_max: float | None = Field(0.24, ge=0, description="upper clip distance from 1 (Table 6)")
@@ -115,11 +113,6 @@ class TRGRPO(RatioConfig):
         raw = self.alpha * (1 / (1 + math.exp(-x)) - self.mu)
         return min(max(raw, self.lower), self.upper)
 
-    @property
-    def beyond_groups(self) -> str | None:
-        """Nothing: random weights are drawn response by response."""
-        return None
-
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """GRPO's advantages; the random ablation's weights are drawn here, once per step."""
         shaped = super().shape(batch, seed)
@@ -128,17 +121,6 @@ class TRGRPO(RatioConfig):
         weights = (0.5 + token_uniforms(batch, seed)).to(shaped.advantages.dtype)
         metrics = {WEIGHT: token_mean(weights, batch.mask)}
         return Shaped(shaped.advantages, shaped.base, token_weights=weights, metrics=metrics)
-
-    @property
-    def beside_advantages(self) -> str | None:
-        """Random weights are a tensor of the step; the others follow from the current policy."""
-        if self.weighting != "random":
-            return super().beside_advantages
-        if self.weight_placement == "inside":
-            return "weighting=random, weight_placement=inside weights the ratio within its clip"
-        if self.reference_policy_kl_penalty > 0 and self.kl_weighting != "none":
-            return f"weighting=random, kl_weighting={self.kl_weighting} weights the penalty, too"
-        return super().beside_advantages
 
     def token_weights(self, prepared: PreparedBatch) -> Tensor:
         """[B, T] weights, without gradient; 1 where the advantages have them."""

@@ -432,7 +432,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "max_buffered_rollouts=3: in_order with max_lookahead_versions=1 waits for 4",
      "++async_rl.sampler.max_lookahead_versions=0"),
     ("chunks_of_a_step_are_independent", "cluster", "$CONTROLLER; $CHUNK=1; loss_fn.variant=gpg",
-     "streaming_train=1: use_alpha=true counts the step's groups", "loss_fn.use_alpha=false"),
+     "streaming_train=1: gpg as set decides a response's advantages by", "loss_fn.use_alpha=false"),
     ("chunks_of_a_step_are_independent", "cluster",
      "$CONTROLLER; $CHUNK=1; loss_fn.aggregation=group_token_mean; grpo.seq_logprob_error_threshold=2",
      "threshold=2 leaves groups of different sizes", "$CHUNK=2"),
@@ -453,15 +453,15 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("data_plane_brings_what_the_loss_reads", "lora", "$PLANE", "erpo needs the policy's entropies",
      "data_plane.enabled=false"),
     ("data_plane_brings_what_the_loss_reads", "logic",
-     "$PLANE; loss_fn.aggregation=group_token_mean", "weights the penalty of .*=0.001, too",
+     "$PLANE; loss_fn.aggregation=group_token_mean", "the weights of .* reach beyond them, into a KL penalty",
      "loss_fn.reference_policy_kl_penalty=0"),
     ("data_plane_brings_what_the_loss_reads", "logic",
-     "$PLANE; loss_fn.weighting=random; loss_fn.aggregation=token_mean", "=inside weights the pen",
+     "$PLANE; loss_fn.weighting=random; loss_fn.aggregation=token_mean", "=token_mean. reach beyond them",
      "loss_fn.kl_weighting=none"),
     ("data_plane_brings_what_the_loss_reads", "logic",
      "$PLANE; loss_fn.weighting=random; loss_fn.weight_placement=inside; loss_fn.upper=1.2; "
      "loss_fn.aggregation=token_mean; "
-     "loss_fn.reference_policy_kl_penalty=0", "weight_placement=inside weights the ratio",
+     "loss_fn.reference_policy_kl_penalty=0", "into a KL penalty or a clip",
      "loss_fn.weight_placement=outside"),
     ("data_plane_brings_what_the_loss_reads", "logic",
      "$PLANE; loss_fn.weighting=random; loss_fn.aggregation=token_mean; loss_fn.kl_weighting=none; "

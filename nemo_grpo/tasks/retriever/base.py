@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-TOKEN = "NEMO_GRPO_RETRIEVER_TOKEN"
-"""Environment variable of service and clients: the secret of a service that other machines reach."""
-
 
 class RetrieverError(RuntimeError):
     """Retrieval fails for every query: the service is gone, or its answers are invalid."""

@@ -1,66 +1,62 @@
-"""A retriever behind HTTP: a limited number of tries, then an error with the remedy."""
+"""A retriever behind HTTP, by Search-R1's protocol: some tries, then an error with the remedy."""
 
 import http.client
 import json
 import logging
-import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from nemo_grpo.tasks.retriever.base import TOKEN, Passage, RetrieverError
+from nemo_grpo.errors import UserError
+from nemo_grpo.tasks.retriever.base import Passage, RetrieverError
+from nemo_grpo.tasks.retriever.corpus import passage_of
 
 log = logging.getLogger(__name__)
 
+PATH = "/retrieve"
 QUERIES_PER_REQUEST = 64
 FIRST_WAIT = 0.5
 """Seconds before the second try; doubled before each later one."""
+BROKEN = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, UserError)
+"""Errors of a connection or an answer that another try may not meet."""
 
 
 class RetrieverClient:
     """A `Retriever` backed by a service.
 
     Failures that may be transient (no connection, a timeout, 5xx, a broken answer) are retried; refused
-    requests (4xx) are not. Proxies of the environment are not used; its `TOKEN` is.
+    requests (4xx) are not. Proxies of the environment are not used.
 
-    Args: url: of the service, such as http://127.0.0.1:8765.  timeout: seconds for one try.
+    Args: url: of the service, with or without `PATH`.  timeout: seconds for one try.
           num_tries: all tries of one request, at least 1.
     """
 
     def __init__(self, url: str, *, timeout: float = 30.0, num_tries: int = 6) -> None:
         assert num_tries >= 1, num_tries
-        self.url, self.timeout, self.num_tries = url.rstrip("/"), timeout, num_tries
-        token = os.environ.get(TOKEN)
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {token}"} if token else {}
-        )
+        self.url, self.timeout, self.num_tries = url.rstrip("/").removesuffix(PATH), timeout, num_tries
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """See `Retriever.search`."""
         found: list[list[Passage]] = []
         for start in range(0, len(queries), QUERIES_PER_REQUEST):
-            part = [_encodable(query) for query in queries[start : start + QUERIES_PER_REQUEST]]
-            found += self._request("/search", {"queries": part, "top_k": top_k}, partial(_passages, part))
+            found += self._request(list(map(_encodable, queries[start : start + QUERIES_PER_REQUEST])), top_k)
         return found
 
-    def health(self) -> dict[str, Any]:
-        """What the service says about itself: ``status``, ``index``, ``num_passages``."""
-        return self._request("/health", None, dict)
-
-    def _request(self, path: str, body: dict[str, Any] | None, read: Callable[[Any], Any]) -> Any:
+    def _request(self, queries: list[str], top_k: int) -> list[list[Passage]]:
+        body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
         wait = FIRST_WAIT
         for number in range(1, self.num_tries + 1):
             try:
-                return read(self._once(path, body))
+                return _passages(queries, self._once(body))
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {_said(error)}"
                 if error.code < 500:
-                    raise RetrieverError(f"the retriever at {self.url} refused {path}: {reason}") from error
-            except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+                    raise RetrieverError(f"the retriever at {self.url} refused {PATH}: {reason}") from error
+            except BROKEN as error:
                 reason = f"{type(error).__name__}: {error}"
             if number < self.num_tries:
                 log.warning("retriever %s: %s; try %d of %d", self.url, reason, number + 1, self.num_tries)
@@ -68,21 +64,26 @@ class RetrieverClient:
                 wait *= 2
         raise RetrieverError(
             f"the retriever at {self.url} gave no answer in {self.num_tries} tries ({reason}); is "
-            "`nemo-grpo retriever serve` running there, and reachable from this machine?"
+            f"`nemo-grpo retriever serve`, or another service with Search-R1's {PATH}, running there?"
         )
 
-    def _once(self, path: str, body: dict[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
+    def _once(self, body: bytes) -> Any:
+        request = urllib.request.Request(self.url + PATH, body, {"Content-Type": "application/json"})
         with self._opener.open(request, timeout=self.timeout) as response:
             return json.load(response)
 
 
 def _passages(queries: list[str], answer: Any) -> list[list[Passage]]:
-    results = [[Passage(**passage) for passage in passages] for passages in answer["results"]]
+    results = [[_passage(item, index) for index, item in enumerate(items)] for items in answer["result"]]
     if len(results) != len(queries):
         raise ValueError(f"{len(results)} results for {len(queries)} queries")
     return results
+
+
+def _passage(item: Mapping[str, Any], index: int) -> Passage:
+    """One entry of the answer: a document with its score, or from a service without scores by itself."""
+    found = passage_of(item.get("document", item), index, "the retriever's answer")
+    return replace(found, score=float(item.get("score", 0.0)))
 
 
 def _encodable(query: str) -> str:
@@ -93,6 +94,6 @@ def _encodable(query: str) -> str:
 def _said(error: urllib.error.HTTPError) -> str:
     """The service's own words, if it has any."""
     try:
-        return str(json.load(error)["error"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return str(json.load(error)["detail"])
+    except BROKEN:
         return str(error.reason)

@@ -2,7 +2,7 @@
 
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Corpus(Sequence[Passage]):
         index = range(len(self))[index]
         start, end = self._starts[index], self._starts[index + 1]
         line = os.pread(self._descriptor, end - start, start)  # no shared file position: safe in threads
-        return _parse(line, index, f"corpus {self.path}:{self._numbers[index]}")
+        where = f"corpus {self.path}:{self._numbers[index]}"
+        return passage_of(parse_object(line, where), index, where)
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[index] for index in range(len(self)))
@@ -70,8 +71,12 @@ def indexed_text(passage: Passage) -> str:
     return f"{passage.title}\n{passage.text}" if passage.title else passage.text
 
 
-def _parse(line: bytes, index: int, where: str) -> Passage:
-    entry = parse_object(line, where)
+def passage_of(entry: Mapping[str, Any], index: int, where: str) -> Passage:
+    """The passage of a corpus's line or a service's document.
+
+    Args:   index: stands in for a missing id.  where: for messages.
+    Raises: UserError: it has neither text nor contents.
+    """
     title, text = entry.get("title") or "", entry.get("text")
     if text is None and isinstance(entry.get("contents"), str):
         first, newline, rest = entry["contents"].partition("\n")

@@ -10,8 +10,7 @@ from typing import Any
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.variants.base import VariantConfig
-from nemo_grpo.variants.checking.steps import SEED, TOKEN_TENSORS, changed, counts, loss_and_gradient, whole
+from nemo_grpo.variants.small_steps import SEED, TOKEN_TENSORS, changed, counts, loss_and_gradient, whole
 
 RTOL, ATOL = 1e-9, 1e-12
 
@@ -27,18 +26,6 @@ def adds_up(objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | N
         ("in one piece", f"as {len(rows)} microbatches"),
         "terms() must treat every row by itself: what spans rows, such as a mean over them, belongs into "
         "shape(), and the loss is divided by the step's counts already",
-    )
-
-
-def weights_fold(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
-    """With the step's weights multiplied into the advantages, loss and gradient are the same."""
-    if config.beside_advantages is not None:
-        return None
-    return _compare(
-        loss_and_gradient(objective, batch),
-        loss_and_gradient(objective, batch, folded=True),
-        ("with token weights and row factors beside the advantages", "with both multiplied into them"),
-        "set scales_with_advantages = False, or let the policy term be proportional to token_weights",
     )
 
 
@@ -135,23 +122,14 @@ def metrics_add_up(objective: Objective, batch: TokenBatch) -> str | None:
     return None
 
 
-def agrees_with_differences(
-    objective: Objective, batch: TokenBatch, *, stops_gradient: bool = False
-) -> str | None:
-    """The gradient is the derivative of the loss, by central differences.
-
-    Args: stops_gradient: with what ``detach()`` and ``no_grad`` give held at its value.
-    """
-    error = _distance_to_differences(objective, batch, held=stops_gradient)
-    if error <= 1:
+def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | None:
+    """The gradient is the derivative by central differences, or that with detached values held."""
+    if any(_distance_to_differences(objective, batch, held=held) <= 1 for held in (False, True)):
         return None
-    found = "expected that the gradient is the derivative of the loss; found another one"
-    if not stops_gradient and _distance_to_differences(objective, batch, held=True) <= 1:
-        return (
-            f"{found}, which is the derivative if what detach() gives is held; if that is meant, as in "
-            "CISPO, set the class attribute stops_gradient = True"
-        )
-    return f"{found}; look for detach(), .data, torch.no_grad or an operation in place in terms()"
+    return (
+        "expected that the gradient is the derivative of the loss, at least with what detach() gives held; "
+        "found another one; look for .data, a hook or an operation in place in terms()"
+    )
 
 
 def _distance_to_differences(objective: Objective, batch: TokenBatch, *, held: bool) -> float:

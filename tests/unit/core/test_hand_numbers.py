@@ -1,12 +1,17 @@
 """Core formulas against numbers worked out by hand, one token or one group at a time."""
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 from statistics import fmean, stdev
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nemo_grpo.core.advantages import group_advantages
+from nemo_grpo import VARIANTS, build_objective
+from nemo_grpo.core.advantages import group_advantages, implausible_advantage
 from nemo_grpo.core.aggregation import aggregate
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.importance import ImportanceCorrection
@@ -180,6 +185,68 @@ def test_others_that_are_equal_divide_by_one():
     )
     with pytest.raises(ValueError, match="not defined"):
         group_advantages(b, normalization="batch", leave_one_out=True)
+
+
+def fractions_leave_one_out(rewards: list[float], eps: float) -> list[float]:
+    """In exact arithmetic, of rewards as a computer holds them."""
+    exact, found = [Fraction(r) for r in rewards], []
+    for at, own in enumerate(exact):
+        rest = exact[:at] + exact[at + 1 :]
+        mean = sum(rest) / len(rest)
+        variance = sum((r - mean) ** 2 for r in rest) / max(len(rest) - 1, 1)
+        found.append(float(own - mean) / (math.sqrt(variance) + eps if len(set(rest)) > 1 else 1))
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 1e4])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("size", [2, 3, 8, 64])
+def test_an_outlier_among_equal_rewards_stays_its_distance(size, offset, scale):
+    rewards = [offset + scale * 0.05, *[offset + scale * 1.4] * (size - 1)]
+    exact = fractions_leave_one_out(rewards, 1e-6)
+    assert exact[0] == pytest.approx(-1.35 * scale, rel=1e-9)
+    found = group_advantages(batch([[-1.0]] * size, rewards=rewards), leave_one_out=True).values
+    assert found.tolist() == pytest.approx(exact, rel=1e-9)
+
+
+@given(
+    rest=st.lists(st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.4, 1.4 + 1e-9, 7.7]), min_size=1, max_size=12),
+    offset=st.sampled_from([0.0, 1e4, -1e4, 0.1]),
+    eps=st.sampled_from([1e-6, 1e-4, 0.1]),
+)
+@settings(max_examples=200, deadline=None)
+def test_leave_one_out_equals_exact_arithmetic_for_any_group(rest, offset, eps):
+    rewards = [offset + r for r in [0.05, *rest]]
+    found = group_advantages(batch([[-1.0]] * len(rewards), rewards=rewards), eps=eps, leave_one_out=True)
+    expected = [0.0] * len(rewards) if len(set(rewards)) == 1 else fractions_leave_one_out(rewards, eps)
+    # a mean of 1e4 has an absolute error of about 1e-12, which a spread of 1e-9 multiplies
+    assert found.values.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+def test_others_that_nearly_agree_are_named_by_step_group_and_value():
+    """0.05 against 1.4 and six times 1.4001: the others' std is 3.8e-5."""
+    near = [0.05, 1.4, *[1.4001] * 6]
+    step = batch([[-1.0]] * 16, rewards=[*[0.0, 1.0] * 4, *near], groups=[0] * 8 + [7] * 8)
+    plain, loo = (
+        build_objective("grpo", use_leave_one_out_baseline=use).prepare(step) for use in (False, True)
+    )
+    assert implausible_advantage(plain) is None
+    value = fractions_leave_one_out(near, 1e-6)[0]
+    assert implausible_advantage(loo).startswith(
+        f"group 7 has an advantage of {value:.6g} where its rewards span 1.3501 (plausible: up to 135.01)"
+    )
+    empty = loo.select(slice(0, 0))
+    assert implausible_advantage(empty) is None
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step_of_plausible_rewards_is_named_by_no_variant(name):
+    rewards = [0.0] * 63 + [1.0] + [500.0, *[0.0] * 63]
+    step = batch([[-0.5, -1.0]] * 128, rewards=rewards, groups=[0] * 64 + [1] * 64)
+    given = {"max_response_length": 8} if name == "dr_grpo" else {}
+    entropies = torch.rand(128, 2, generator=torch.Generator().manual_seed(0)).double()
+    step = replace(step, entropies=entropies, reference_policy_logprobs=step.prev_logprobs - entropies)
+    assert implausible_advantage(build_objective(name, **given).prepare(step)) is None
 
 
 # ---------------------------------------------------------------------- token weights

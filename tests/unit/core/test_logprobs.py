@@ -110,6 +110,23 @@ def test_huge_logits_stay_finite():
     assert entropy.item() == 0
 
 
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_an_offset_of_float32_logits_changes_nothing(offset):
+    """Logits in steps of 2^-10, so that the sums with 1e4 are exact; one is far above the others."""
+    logits, targets = example(torch.float32, shape=(6,))
+    plain = ((logits.detach() * 1024).round() / 1024).requires_grad_()
+    with torch.no_grad():
+        plain[0, 3] = 90.0
+    moved = (plain.detach() + offset).requires_grad_()
+    one, two = logprobs_and_entropy(plain, targets), logprobs_and_entropy(moved, targets)
+    for here, there in zip(one, two, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+    gradients = [
+        torch.autograd.grad(sum(x.sum() for x in pair), y) for pair, y in ((one, plain), (two, moved))
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"targets": torch.zeros(3, 4, dtype=torch.int64)}, "targets"), ({"temperature": 0.0}, "temperature=0"),

@@ -84,6 +84,21 @@ def test_estimator_equals_the_objective_on_shifted_tensors():
     assert exchange.entropies is None, "entropies of one step must not be read by the next"
 
 
+@pytest.mark.parametrize("folds", [False, True], ids=["batch", "data plane"])
+def test_an_outlier_is_safe_and_an_implausible_advantage_is_named(folds, caplog):
+    settings = {"variant": "grpo", "use_leave_one_out_baseline": True}
+    made = VariantEstimator(parse_loss_fn(settings), num_generations=4, folds=folds)
+    prompts, mask = torch.ones(4, 2, dtype=torch.int64), torch.tensor([[0.0, 1.0, 1.0]] * 4)
+
+    def found(*rewards: float) -> torch.Tensor:
+        return made.compute_advantage(prompts, torch.tensor(rewards), mask, logprobs_policy=torch.zeros(4, 3))
+
+    assert found(0.05, 1.4, 1.4, 1.4)[0].tolist() == pytest.approx([0, -1.35, -1.35])
+    assert caplog.text == ""
+    assert found(0.05, 1.4, 1.4001, 1.4001)[0, 1] < -1e4
+    assert "step 2: group 0 has an advantage of -2" in caplog.text
+
+
 def test_metrics_reach_the_trainer_as_lists_of_one_number():
     exchange = StepExchange()
     e = estimator(exchange, variant="gpg")
@@ -178,7 +193,7 @@ def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(
     save_side_files(manager, side, side, whole)
     manager.init_tmp_checkpoint()
     step(whole, 3.0)
-    assert whole.carried == {"mean": 2.0, "square": 5.0}
+    assert whole.carried == {"mean": 2.0, "variance": 1.0}
 
     config, resumed = parse_loss_fn(loss_fn), StepExchange()
     resume_carried(config, SimpleNamespace(get_latest_checkpoint_path=lambda: None), resumed)

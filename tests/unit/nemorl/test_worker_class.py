@@ -1,7 +1,7 @@
 """Which of our workers a recipe needs, and which steps it trains; the others train with NeMo-RL's own."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -34,7 +34,11 @@ def test_only_temperature_with_pipeline_parallelism_and_entropies_need_a_worker_
 
 
 class Bonus(RatioConfig):
-    learns_without_advantages: ClassVar[bool] = True
+    """Moves the policy whatever the rewards say."""
+
+    def terms(self, prepared):
+        terms = super().terms(prepared)
+        return replace(terms, policy=terms.policy - 0.1 * prepared.batch.next_token_logprobs)
 
 
 def test_a_loss_that_learns_without_advantages_trains_in_a_step_without_signal():

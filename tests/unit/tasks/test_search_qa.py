@@ -240,10 +240,26 @@ def test_files_give_problems_and_need_passages(tmp_path):
     (problem,) = task.validation_problems(1)
     assert task.score(problem, "<answer>robert</answer>")["accuracy"] == 1.0
     assert "It was Bob." in task.observe([Episode()], ["<search>bob</search>"])[0].observation
-    for answers in ("Bob", [], ["", " "], ["Bob", 3]):
+    for answers in ("Bob", None, ["Bob", 3]):
         questions.write_text(json.dumps(row | {"metadata": {"answers": answers}}) + "\n")
-        with pytest.raises(UserError, match="must be a list of accepted answers"):
+        with pytest.raises(UserError, match="must be a list of texts, which are accepted besides its answer"):
             parse_task(section | {"corpus": str(corpus)}).build()
+
+
+@pytest.mark.parametrize("further", [["Robert"], ["Robert", "Rob"], ["", " "], []])
+def test_an_answer_is_accepted_whatever_further_answers_say(tmp_path, further):
+    questions, corpus = tmp_path / "nq.jsonl", tmp_path / "corpus.jsonl"
+    row = {"id": "1", "question": "Who?", "answer": "Bob", "metadata": {"answers": further}}
+    questions.write_text(json.dumps(row) + "\n")
+    corpus.write_text(json.dumps({"id": "a", "text": "It was Bob."}) + "\n")
+    section = {"name": "search_qa", "validation_files": [str(questions)], "corpus": str(corpus)}
+    task = parse_task(section).build()
+    (problem,) = task.validation_problems(1)
+    accepted = {"Bob", *filter(str.strip, further)}
+    for answer in ("Bob", "Robert", "Rob", "Ann", ""):
+        right = answer in accepted
+        scores = task.score(problem, f"<answer>{answer}</answer>")
+        assert (scores["accuracy"], scores["answer"]) == ((1.0, 1.0) if right else (0.0, -1.0)), answer
 
 
 @pytest.mark.parametrize(

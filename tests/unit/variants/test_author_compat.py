@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_grpo import build_objective
-from nemo_grpo.variants.checking.steps import TOKEN_TENSORS, counts, random_step
+from nemo_grpo.variants.small_steps import TOKEN_TENSORS, counts, random_step
 
 
 def released_code(batch):

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from steps import steps
 
 from nemo_grpo import TokenBatch, build_objective
-from nemo_grpo.variants.checking.steps import loss_and_gradient
+from nemo_grpo.variants.small_steps import loss_and_gradient
 
 CASES = [
     ("grpo", {"reference_policy_kl_penalty": 0.1}, lambda s: oracles.grpo(s, beta=0.1)),

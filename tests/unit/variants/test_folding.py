@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from steps import PARAMETERS, steps
 
 from nemo_grpo.variants import VARIANTS, parse_loss_fn
-from nemo_grpo.variants.checking.steps import SEED, changed, example_step, loss_and_gradient
+from nemo_grpo.variants.small_steps import SEED, changed, example_step, loss_and_gradient
 
 GROUPS = {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.0}
 CORRECTED = {
@@ -41,7 +41,7 @@ CASES = {
 @given(batch=steps())
 def test_folded_weights_give_the_same_loss_and_gradient(case, batch):
     config = parse_loss_fn(CASES[case])
-    assert config.beside_advantages is None
+    assert config.found.folds
     objective = config.build()
     if not config.needs_reference:
         batch = replace(batch, reference_policy_logprobs=None)
@@ -68,7 +68,7 @@ def test_every_variant_is_folded_or_named():
 )
 def test_weights_that_advantages_cannot_carry_are_named(section):
     config = parse_loss_fn(section)
-    assert config.beside_advantages is not None
+    assert not config.found.folds
     batch = changed(example_step(), response_ids=torch.arange(5))
     loss, gradient, _ = loss_and_gradient(config.build(), batch)
     folded, of_folded, _ = loss_and_gradient(config.build(), batch, folded=True)

@@ -11,7 +11,7 @@ from test_equations import as_lists
 
 from nemo_grpo import TokenBatch, UserError, build_objective
 from nemo_grpo.variants import cw_grpo, parse_loss_fn
-from nemo_grpo.variants.checking.steps import counts, loss_and_gradient, random_step
+from nemo_grpo.variants.small_steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
 
@@ -366,14 +366,14 @@ def test_erpo_by_hand():
 
 
 def test_erpos_moving_statistics_by_hand():
-    """12 entropies of 1 and then 12 of 3, momentum 0.75: mean 1.5, mean square 3, std sqrt(0.75)."""
+    """12 entropies of 1 and then 12 of 3, momentum 0.75: mean 1.5, variance 0.25 0.75 2^2."""
     o = build_objective("erpo", entropy_statistics="moving", entropy_momentum=0.75, gamma=1.0)
     first = o.prepare(on_policy(entropies=torch.ones(4, 3, dtype=torch.float64)))
-    assert first.carried == {"mean": 1.0, "square": 1.0}
+    assert first.carried == {"mean": 1.0, "variance": 0.0}
     assert first.metrics["erpo/gate_mean"] == pytest.approx(0.5)  # no spread yet
     entropies = torch.full((4, 3), 3.0, dtype=torch.float64)
     second = o.prepare(on_policy(entropies=entropies, carried=first.carried))
-    assert second.carried == pytest.approx({"mean": 0.75 * 1 + 0.25 * 3, "square": 0.75 * 1 + 0.25 * 9})
+    assert second.carried == pytest.approx({"mean": 0.75 * 1 + 0.25 * 3, "variance": 0.75 * 0.25 * 4})
     gate = 1 / (1 + math.exp(-(3 - 1.5) / (math.sqrt(0.75) + 1e-4)))
     assert second.metrics["erpo/gate_mean"] == pytest.approx(gate)
     nothing = o.prepare(on_policy(token_mask=torch.zeros(4, 3), carried=second.carried))

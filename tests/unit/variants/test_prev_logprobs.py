@@ -10,8 +10,8 @@ from steps import ALL, IDS, PARAMETERS
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.engine.learning import Learner
-from nemo_grpo.variants.checking.steps import counts, random_step
 from nemo_grpo.variants.grpo import GRPO
+from nemo_grpo.variants.small_steps import counts, random_step
 
 FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo"}
 
@@ -34,7 +34,8 @@ def test_a_variant_says_whether_its_advantages_need_prev_logprobs(name, paramete
 
 
 def test_the_variants_that_need_none():
-    assert {name for name in VARIANTS if not VARIANTS[name].needs_prev_logprobs} == FROM_REWARDS_ALONE
+    found = {name for name in VARIANTS if not build_objective(name, **PARAMETERS[name]).needs_scores}
+    assert found == FROM_REWARDS_ALONE
 
 
 @pytest.mark.parametrize("name", sorted(FROM_REWARDS_ALONE))
@@ -67,7 +68,7 @@ class EntropyAlone(GRPO):
 def test_entropies_wait_for_the_scoring_pass_as_logprobs_do(monkeypatch):
     """The engine scores before the update."""
     config = EntropyAlone()
-    assert not config.needs_prev_logprobs
+    assert not config.found.reads_scores
     recipe = SimpleNamespace(loss_fn=config, num_updates_per_step=1)
 
     class Scored(Exception):

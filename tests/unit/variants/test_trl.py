@@ -11,7 +11,7 @@ from steps import steps
 from torch import Tensor
 
 from nemo_grpo import TokenBatch, build_objective
-from nemo_grpo.variants.checking.steps import loss_and_gradient
+from nemo_grpo.variants.small_steps import loss_and_gradient
 
 
 def trl_gspo(logprobs: Tensor, old: Tensor, mask: Tensor, a: Tensor, epsilon: float, high: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of what a variant's class says of itself: names, shapes, and what the engines may leave out."""
+"""Checks that a loss is well formed: repeatable, of the right shapes and sign, finite."""
 
 import difflib
 from collections.abc import Iterator
@@ -7,11 +7,20 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.advantages import implausible_advantage
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective, Shaped
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
-from nemo_grpo.variants.checking.steps import SEED, TOKEN_TENSORS, changed, counts, loss_and_gradient, whole
+from nemo_grpo.variants.small_steps import (
+    SEED,
+    TOKEN_TENSORS,
+    changed,
+    counts,
+    loss_and_gradient,
+    random_step,
+    whole,
+)
 
 NEAR = 0.8
 """Likeness from which a name counts as a misspelt one."""
@@ -57,11 +66,39 @@ def what_it_declares(
     return replace(batch, **absent), left_out
 
 
+def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
+    """A step gives the same advantages and losses again, after another step, too."""
+
+    def results(step: TokenBatch) -> list[Tensor]:
+        prepared, current = objective.prepare(step, seed=SEED), step.next_token_logprobs
+        parts = [prepared.select(p, next_token_logprobs=current[p]) for p in whole(objective, step)]
+        losses = [objective.loss(part, **counts(step))[0].detach() for _ in range(2) for part in parts]
+        one, two = torch.stack(losses).view(2, -1).sum(1)
+        weights = prepared.token_weights
+        return [one, two, prepared.advantages, prepared.advantages if weights is None else weights]
+
+    try:
+        first = results(batch)
+        results(changed(batch, rewards=1.7 - 0.6 * batch.rewards))
+        again = results(batch)
+    except Exception:  # the next checks say where
+        return None
+    pairs = [(first[0], first[1]), *zip(first, again, strict=True)]
+    if all(torch.allclose(one, two, 0, 0, equal_nan=True) for one, two in pairs):
+        return None
+    losses = ", ".join(f"{value.item():.6g}" for value in (*first[:2], *again[:2]))
+    return (
+        f"expected the same from the same step; found the losses {losses}, or other advantages; keep nothing "
+        "between calls, in a module's variable or on self, and change no tensor in place (Shaped.carried "
+        "hands numbers to the next step); draw by core.random.token_uniforms(batch, seed)"
+    )
+
+
 def shapes_fit(objective: Objective, batch: TokenBatch) -> str | None:
     """Advantages, weights, terms and metrics have a number per token, or where allowed per response."""
     prepared = objective.prepare(batch, seed=SEED)
     tokens, rows = tuple(batch.prev_logprobs.shape), tuple(batch.rewards.shape)
-    shaped = _shaped(objective, batch)
+    shaped = shaped_by(objective, batch)
     for name, value in (("advantages", shaped.advantages), ("token_weights", shaped.token_weights)):
         if value is not None and tuple(value.shape) != tokens:
             return _shape(f"Shaped.{name}", value, tokens, "base.per_token(batch.mask) spreads [B] over them")
@@ -107,6 +144,38 @@ def has_a_gradient(objective: Objective, batch: TokenBatch) -> str | None:
     )
 
 
+def shaped_by(objective: Objective, batch: TokenBatch) -> Shaped:
+    """Advantages and weights as `Objective.prepare` asks for them."""
+    clean = batch.clean()
+    return objective.shape(replace(clean, next_token_logprobs=clean.prev_logprobs), SEED)
+
+
+def moves_the_right_way(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
+    """A step's first update raises the tokens of responses with an advantage > 0, and lowers the others."""
+    plain = replace(objective, kl_penalty=0.0)
+    prepared = plain.prepare(batch, seed=SEED)
+    goal = shaped_by(plain, batch).base.per_token(batch.mask)
+    if config.learns_from_demonstrations:
+        goal = prepared.advantages
+
+    def downhill(part: PreparedBatch) -> Tensor:
+        current = batch.prev_logprobs.clone().requires_grad_()
+        parts = [part.select(rows, next_token_logprobs=current[rows]) for rows in whole(plain, batch)]
+        total = torch.stack([plain.loss(each, **counts(batch))[0] for each in parts]).sum()
+        return -torch.autograd.grad(total, current)[0]
+
+    nothing = replace(prepared, advantages=torch.zeros_like(prepared.advantages))
+    moves = downhill(prepared) - downhill(nothing)
+    for sign, way in ((1, "raises"), (-1, "lowers")):
+        if (found := sign * moves[sign * goal > 0].sum().item()) < -1e-12:
+            return (
+                f"expected that an update {way} the tokens of responses with an advantage "
+                f"{'<>'[sign > 0]} 0; found the opposite ({found:.3g}); policy is to be maximised: look for "
+                "a minus sign, an abs() or exp(prev - next)"
+            )
+    return None
+
+
 def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
     """Loss, gradient and metrics are numbers on ordinary steps and on hard ones, in float32."""
     for name, step in hard_steps(batch):
@@ -114,6 +183,8 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
         where = "expected finite numbers for a step with " + name
         if not prepared.advantages.isfinite().all():
             return f"{where}; found advantages that are not; add an eps to the divisor in shape()"
+        if told := implausible_advantage(prepared):
+            return f"expected plausible advantages for a step with {name}; found that {told}"
         if not (value.isfinite() and gradient.isfinite().all()):
             return (
                 f"{where}; found the loss {value.item():.3g}; use core.surrogates.importance_ratio and "
@@ -128,7 +199,7 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
-    """(what is hard about it, the step in float32)."""
+    """(what is hard about it, the step), in float32 and outliers in float64, too."""
     tensors = {n: x.detach().float() for n in TOKEN_TENSORS if (x := getattr(batch, n)) is not None}
     plain = changed(batch, **tensors, rewards=batch.rewards.float())
     yield "ordinary numbers", plain
@@ -145,92 +216,9 @@ def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
     yield "tokens of probability 1", changed(plain, **{name: x * 0 for name, x in tensors.items()})
     yield "equal rewards in every group", changed(plain, rewards=plain.rewards * 0 + 1)
     yield "one response per group", changed(plain, group_ids=torch.arange(len(plain.rewards)))
-
-
-def prev_logprobs_are_declared(objective: Objective, batch: TokenBatch) -> str | None:
-    """Without needs_prev_logprobs `shape` gives the same for any scored logprobs and entropies."""
-    if objective.needs_scores or not reads_scores(objective, batch):
-        return None
-    return (
-        "expected that shape() does not read prev_logprobs, as needs_prev_logprobs = False says; found that "
-        "it does; set it to True, or the engine will not compute them"
-    )
-
-
-def reads_scores(objective: Objective, batch: TokenBatch) -> bool:
-    """Whether other scored logprobs or entropies give other advantages or weights."""
-    batch = changed(batch, response_ids=torch.arange(len(batch.rewards)) * 7919)
-    entropies = None if batch.entropies is None else batch.entropies.flip(1)
-    other = changed(batch, prev_logprobs=0.3 * batch.prev_logprobs, entropies=entropies)
-    one, two = (objective.prepare(each, seed=SEED) for each in (batch, other))
-    return not (torch.equal(one.advantages, two.advantages) and _equal(one.token_weights, two.token_weights))
-
-
-def _equal(one: Tensor | None, two: Tensor | None) -> bool:
-    return one is two or (one is not None and two is not None and torch.equal(one, two))
-
-
-def shaping_is_declared(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
-    """Without shapes_advantages, every token carries its response's group advantage."""
-    shaped = _shaped(objective, batch)
-    is_plain = torch.equal(shaped.advantages, shaped.base.per_token(batch.mask))
-    if config.shapes_advantages or config.learns_from_demonstrations or is_plain:
-        return None
-    return (
-        "expected the group's advantages at every token, as shapes_advantages = False says; found others; "
-        "set it to True, so that settings that would distort them are refused"
-    )
-
-
-def _shaped(objective: Objective, batch: TokenBatch) -> Shaped:
-    clean = batch.clean()
-    return objective.shape(replace(clean, next_token_logprobs=clean.prev_logprobs), SEED)
-
-
-def rows_without_advantage_are_declared(objective: Objective, batch: TokenBatch) -> str | None:
-    """Rows that the engine leaves out of the update, as in groups of equal rewards, have no gradient."""
-    _, gradient, prepared = loss_and_gradient(objective, changed(batch, rewards=batch.rewards * 0))
-    skipped = ~objective.rows_with_gradient(prepared)
-    if not gradient[skipped].any():
-        return None
-    return (
-        "expected no gradient where the advantage is 0, so that the engine may leave these responses out; "
-        "found one; set the class attribute learns_without_advantages = True"
-    )
-
-
-def independent_groups_are_declared(
-    config: VariantConfig, objective: Objective, batch: TokenBatch
-) -> str | None:
-    """Where `beyond_groups` says None, a group's advantages are those of a step that has it alone."""
-    if config.beyond_groups is not None:
-        return None
-    shaped = _shaped(objective, batch)
-    for number in batch.group_ids.unique():
-        rows = batch.group_ids == number
-        alone = _shaped(objective, batch.select(rows))
-        for name in ("advantages", "token_weights"):
-            here, there = getattr(shaped, name), getattr(alone, name)
-            if here is not None and not torch.allclose(here[rows], there):
-                return (
-                    f"expected the same {name} for a group alone, as beyond_groups = None says; found "
-                    "others; let it say what spans the step"
-                )
-    return None
-
-
-def scaling_is_declared(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
-    """With scales_with_advantages, factors of the advantages are factors of the policy term."""
-    if not config.scales_with_advantages or config.needs_whole_groups:  # the latter is not of NeMo-RL
-        return None
-    prepared = objective.prepare(batch, seed=SEED)
-    factors = 0.5 + torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)).double()
-    for rows in whole(objective, batch):
-        part = prepared.select(rows, next_token_logprobs=batch.next_token_logprobs[rows])
-        scaled = replace(part, advantages=part.advantages * factors[rows])
-        if not torch.allclose(objective.terms(scaled).policy, factors[rows] * objective.terms(part).policy):
-            return (
-                "expected a policy term proportional to the advantages, as scales_with_advantages = True "
-                "says; found another; set it to False"
-            )
-    return None
+    groups = [[0.05, *[-3.3] * 7], [10.0, *[1.4] * 15], [0.1, *[1.4] * 4]]
+    ids = [number for number, group in enumerate(groups) for _ in group]
+    alone = random_step([3] * len(ids), [reward for group in groups for reward in group], ids)
+    for dtype in (torch.float32, torch.float64):  # the sums of each round in other places
+        outliers = {n: getattr(alone, n).detach().to(dtype) if n in tensors else None for n in TOKEN_TENSORS}
+        yield "one outlier per group", changed(alone, **outliers, rewards=alone.rewards.to(dtype))

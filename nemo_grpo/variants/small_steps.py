@@ -19,20 +19,27 @@ SEED = 11
 
 
 def random_step(
-    lengths: Sequence[int], rewards: Sequence[float], group_ids: Sequence[int], seed: int = 0
+    lengths: Sequence[int],
+    rewards: Sequence[float],
+    group_ids: Sequence[int],
+    seed: int = 0,
+    spread: float = 1.0,
 ) -> TokenBatch:
-    """Random logprobs of the given shape, the current policy somewhat away from the previous one."""
+    """Random logprobs of the given shape, the current policy somewhat away from the previous one.
+
+    Args: spread: factor of all logprobs and their differences.
+    """
     shape, generator = (len(lengths), max(*lengths, 1)), torch.Generator().manual_seed(seed)
 
     def rand() -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    prev = -3 * rand() ** 2 - 1e-3
+    prev = -3 * spread * rand() ** 2 - 1e-3
     return TokenBatch(
-        next_token_logprobs=(prev + 0.8 * (rand() - 0.5)).requires_grad_(),
+        next_token_logprobs=(prev + 0.8 * spread * (rand() - 0.5)).requires_grad_(),
         prev_logprobs=prev,
-        generation_logprobs=prev + 0.01 * (rand() - 0.5),
-        reference_policy_logprobs=prev + 0.5 * (rand() - 0.5),
+        generation_logprobs=prev + 0.01 * spread * (rand() - 0.5),
+        reference_policy_logprobs=prev + 0.5 * spread * (rand() - 0.5),
         entropies=2 * rand(),
         token_mask=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
         sample_mask=torch.ones(shape[0]),
