@@ -46,7 +46,7 @@ def prepare_submissions(
     submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
     time = None if limit is None else parse_time_limit(limit)
     for job in {job.setting.label: job for job in jobs}.values():  # seeds are alike
-        for sentence in _refusals(job.recipe, slurm.gpu, time):
+        for sentence in _refusals(job.recipe, slurm, time):
             raise UserError(f"{job.setting.label}: {sentence}")
     for job in () if dry_run else jobs:
         if job.name not in submitted and (errors := check_data(job.recipe).errors):
@@ -57,13 +57,15 @@ def prepare_submissions(
     }
 
 
-def _refusals(recipe: Recipe, gpu: str, time: timedelta | None) -> Iterator[str]:
+def _refusals(recipe: Recipe, slurm: Slurm, time: timedelta | None) -> Iterator[str]:
     if recipe.nemo_grpo.target != "cluster":
         yield (
             f"its recipe has nemo_grpo.target={recipe.nemo_grpo.target}; --target cluster needs a cluster "
             "recipe: set sweep.cluster.recipe in the sweep's file"
         )
-    verdicts = [plan_verdict(recipe, gpu), *([] if time is None else [time_verdict(recipe, gpu, time)])]
+    verdicts = [plan_verdict(recipe, slurm.gpu)]
+    if time is not None:
+        verdicts.append(time_verdict(recipe, slurm.gpu, time, slurm.options.get("signal")))
     yield from (sentence for accepted, sentence in verdicts if not accepted)
 
 
