@@ -20,7 +20,7 @@ from nemo_grpo.rehearsal import evidence, stages
 from nemo_grpo.rehearsal.environment import find_stack
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cw_grpo" / "grpo-r1-distill-qwen-1.5b-1n8g.yaml"
-OVERRIDES = ("cluster.gpus_per_node=1", "nemo_grpo.export.at_every_save=true")
+OVERRIDES = ("cluster.gpus_per_node=1",)
 SAME = ("loss/total", "grad_norm", "reward/mean", "lr", "logprob/mean", "mismatch/kl")
 MINUTE = 60.0
 
