@@ -15,7 +15,7 @@ import torch
 from nemo_grpo.core.reward_shaping import overlong_penalty
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
-from nemo_grpo.rehearsal.recorded import Recorded, Scored, num_tokens
+from nemo_grpo.rehearsal.recorded import Recorded, Row, Scored, num_tokens
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 REFIT_BOUND = 1e-3
 """Largest healthy gen_kl_error of a rehearsal, tighter than a job's: both sides compute in BF16 on one CPU,
 which gave 1e-7 to 6e-4. Old weights gave 3e-3 to 5e-2, depending on how far an update moves the policy."""
+AT_THE_CUT = 0.02
+"""Share of tokens at which BF16 may move a token across top_p: the kept ones' logprobs then differ by up to
+-log(top_p)."""
 MOVED = 1e-3
 """Distance of a ratio from 1 that only updates within its step give."""
 SAMPLE_LENGTH = 300
@@ -87,15 +90,32 @@ def refit(run: Recorded) -> str:
     _refuse(len(errors) < max(len(run.steps), 1), f"{shown}; not logged in every step")
     lengths = run.series("length/mean")
     _refuse(not all(lengths), f"{shown}; mean lengths {lengths}: without tokens nothing is compared")
+    generation, allowed = run.recipe.policy.generation, REFIT_BOUND
+    if (generation.top_p < 1 or generation.top_k) and run.recipe.policy_is_scored:
+        allowed += AT_THE_CUT * (1 / generation.top_p - 1 + math.log(generation.top_p))
+        errors = [_error_within_both_sets(run.responses(step)) for step in sorted(run.steps)]
+        shown += f"; of tokens within both sides' top_p and top_k {', '.join(f'{e:.1e}' for e in errors)}"
     is_synchronous = not run.recipe.rollouts_ahead
     bounded = errors if is_synchronous else errors[:1]
     _refuse(
-        not all(error <= REFIT_BOUND for error in bounded),
-        f"{shown}; the bound{'' if is_synchronous else ' of the first step'} is {REFIT_BOUND:g}",
+        not all(error <= allowed for error in bounded),
+        f"{shown}; the bound{'' if is_synchronous else ' of the first step'} is {allowed:.2g}",
     )
     if is_synchronous:
-        return f"{shown} (bound {REFIT_BOUND:g})"
+        return f"{shown} (bound {allowed:.2g})"
     return f"{shown}; later steps have no bound: asynchronous rollouts may be of older weights"
+
+
+def _error_within_both_sets(rows: Sequence[Row]) -> float:
+    """Compute gen_kl_error without the tokens that top_p and top_k cut on the policy's side alone.
+
+    NeMo-RL writes a logprob of 0 for those, whose k3 hides that of the others.
+    """
+    columns = ("prev_logprobs", "generation_logprobs", "token_loss_mask")
+    policy, sampled, mask = (torch.tensor([row[name][0] for row in rows]) for name in columns)
+    kept = mask.bool() & ((policy != 0) | (sampled == 0))
+    difference = (policy - sampled)[kept].double()
+    return float((difference.exp() - difference - 1).mean())
 
 
 def rollout(run: Recorded) -> str:
