@@ -14,7 +14,7 @@ from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, run_python
 
 
-def arguments_of(recipe: Recipe, checkpoint: Path, output: Path, base: Path) -> list[str]:
+def conversion_of(recipe: Recipe, checkpoint: Path, output: Path, base: Path) -> list[str]:
     """Arguments of Python that convert a checkpoint, adapters merged into ``base``."""
     arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
     arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
@@ -26,7 +26,7 @@ def arguments_of(recipe: Recipe, checkpoint: Path, output: Path, base: Path) -> 
 def convert(rehearsal: Rehearsal, checkpoint: Path, name: str = "hf") -> Path:
     """Export a checkpoint with the converters to the rehearsal's folder ``name``."""
     output = rehearsal.folder / name
-    arguments = arguments_of(rehearsal.small, checkpoint, output, rehearsal.model.folder)
+    arguments = conversion_of(rehearsal.small, checkpoint, output, rehearsal.model.folder)
     with rehearsal.timed("conversion"):
         run_python(rehearsal, arguments, "conversion.log")
     return output
