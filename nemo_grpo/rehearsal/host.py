@@ -86,9 +86,12 @@ def _pictures(folder: Path, number: int, downloads: tuple[str, str]) -> VisionCl
 
 
 def _sums(folder: Path, number: int) -> MathConfig:
-    """Solved as every verifier reads it."""
-    problems = [sum_problem(index) for index in range(2 * number)]
-    shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
+    """Solved as every verifier reads it; few answers, so that the small policy often gives the right one."""
+    problems = sorted(map(sum_problem, range(64)), key=lambda one: abs(int(one.answer) - 9))
+    shown = [
+        replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"})
+        for one in problems[: 2 * number]
+    ]
     return MathConfig(
         form="boxed",
         train_files=(write_problems(folder / "train.jsonl", shown[:number]),),
