@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.host import has_images
-from nemo_grpo.recipe.sections import VLLM
-from nemo_grpo.rehearsal.host import refuse_data
+from nemo_grpo.rehearsal.host import refuse_data, uses_async_engine
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -33,9 +32,9 @@ def refuse(recipe: Recipe, path: Path, stack: Stack) -> None:
             f"{path}: images are processed by torchvision's Python code, and neither environment has it; "
             "run make venv-nemo-rl, or name its folder with TORCHVISION_FOLDER"
         )
-    if recipe.policy.generation.vllm_cfg.async_engine and stack.vllm_python is None:
+    if uses_async_engine(recipe) and stack.vllm_python is None:
         raise UserError(
-            f"{VLLM}.async_engine=true: the stand-in sampler has no asynchronous engine; run make "
+            "asynchronous rollouts need vLLM: the stand-in sampler has no asynchronous engine; run make "
             "venv-vllm and leave --sampler out"
         )
 

@@ -163,6 +163,20 @@ def test_a_single_controller_keeps_its_chunks(groups, chunk, tmp_path):
     assert rehearsed.async_rl.min_groups_for_streaming_train == chunk
 
 
+def test_asynchronous_rollouts_of_another_sampler_become_vllms(tmp_path):
+    """NeMo-RL asks for vLLM's asynchronous engine there, which the recipe has no reason to set."""
+    overrides = (
+        *("++grpo.async_grpo.enabled=true", "policy.generation.backend=trtllm"),
+        "loss_fn.use_importance_sampling_correction=true",
+        "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 4, num_nodes: 1}}",
+    )
+    recipe, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *overrides)
+    assert not recipe.policy.generation.vllm_cfg.async_engine
+    assert rehearsed.policy.generation.vllm_cfg.async_engine
+    with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
+        refuse(recipe, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
+
+
 def test_a_folder_that_is_there_is_refused_at_once(tmp_path):
     with pytest.raises(UserError, match="exists; remove it, or name another"):
         run_rehearsal(CW_GRPO, [], folder=tmp_path)
