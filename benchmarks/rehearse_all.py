@@ -92,7 +92,7 @@ def row(result: dict[str, Any]) -> str:
         VERDICTS.get(result["code"], f"exit code {result['code']}"),
         result["layout"],
         proofs.get("refit", "").partition(";")[0].removeprefix("gen_kl_error ") if not failed else "",
-        proofs.get("advantage", "").removeprefix("groups with signal ") if not failed else "",
+        proofs.get("update", "").partition("groups with signal ")[2] if not failed else "",
         str(result["took"]),
         said.replace("|", "/"),
     )

@@ -22,7 +22,6 @@ from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
 from nemo_grpo.nemorl.model import load_tokenizer
 from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
-from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.uses import ACTOR_PYTHONS
 from nemo_grpo.training.rollout import Step
 
@@ -81,7 +80,7 @@ class Engine:
             max_colocated_worker_groups=1,
         )
         stock: Any = self.run_now
-        self.policy = policy_factory(stock, self.exchange, Refits())(
+        self.policy = policy_factory(stock, self.exchange)(
             cluster=self.cluster,
             config=config,
             tokenizer=tokenizer,

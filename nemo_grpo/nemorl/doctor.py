@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import static_api
@@ -78,11 +78,7 @@ def diagnose_tree(root: Path) -> Diagnosis:
 
 def observe(tree: Tree) -> dict[str, Any]:
     """Describe everything that we touch in a NeMo-RL tree."""
-    found: dict[str, Any] = {
-        key: _hook(tree, hook)
-        for key, hook in HOOKS.items()
-        if not (hook.instead and tree.find(HOOKS[hook.instead].target))
-    }
+    found: dict[str, Any] = {key: _hook(tree, hook) for key, hook in HOOKS.items()}
     found |= {key: _use(tree, use) for key, use in _uses().items()}
     for module, texts in TEXTS.items():
         if tree.text(module):
@@ -104,7 +100,7 @@ def diagnose(now: Interface) -> Diagnosis:
     """Compare an interface with the tested versions'."""
 
     tables: dict[str, Hook | Use] = {**HOOKS, **_uses()}
-    required = [key for key, touch in tables.items() if touch.is_required and not _replaced(touch, now)]
+    required = [key for key, touch in tables.items() if touch.is_required]
 
     def against(version: str) -> Diagnosis:
         then = recorded(version)
@@ -112,11 +108,6 @@ def diagnose(now: Interface) -> Diagnosis:
         return Diagnosis(version, tuple(_finding(key, then.get(key), now) for key in keys))
 
     return min(map(against, TESTED), key=lambda d: (len(d.differences), d.like))
-
-
-def _replaced(touch: Hook | Use, now: Interface) -> TypeGuard[Hook]:
-    """True for a hook that another one stands in for in this interface."""
-    return isinstance(touch, Hook) and touch.instead in now
 
 
 def _uses() -> dict[str, Use]:
@@ -175,8 +166,6 @@ def _finding(key: str, then: Description | None, interface: Interface) -> Findin
     name, why = (touch.target, f"{touch.how}: {touch.why}") if isinstance(touch, Hook) else (key, "")
     finding = Finding(name, why, touch.part if touch else EVERY_RUN, "there")
     if now is None:
-        if touch is not None and _replaced(touch, interface):
-            return finding._replace(state="gone", how=f"{HOOKS[touch.instead].target} is used instead")
         return finding._replace(state="gone", breaks=touch is None or touch.is_required)
     faults = list(_breaks(touch, then or {}, now))
     if then == now and not faults:

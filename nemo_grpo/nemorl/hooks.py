@@ -57,7 +57,6 @@ class Hook(NamedTuple):
         within: modules whose calls count, by prefix.
         returns: NeMo-RL unpacks the result, so its length counts.
         part: what needs it.
-        instead: another hook that takes its place where NeMo-RL has that one's target.
     """
 
     target: str
@@ -71,7 +70,6 @@ class Hook(NamedTuple):
     within: str = "nemo_rl"
     returns: bool = False
     part: str = EVERY_RUN
-    instead: str = ""
 
     @property
     def is_required(self) -> bool:
@@ -129,32 +127,13 @@ HOOKS: dict[str, Hook] = {
         f"{_OURS}.single_controller:streaming.StreamingPolicy.finish_train_step", "overridden",
         "no update for a step without gradient; the estimator's metrics", versions=(HEAD,),
         part=SINGLE_CONTROLLER),
-    "send to vLLM on the same GPUs": Hook(f"{POLICY}.stream_weights_via_ipc_zmq",
-        f"{_POLICY}.stream_weights_via_ipc_zmq", "overridden", "the refit's watch knows the senders",
-        called="policy.stream_weights_via_ipc_zmq"),
-    "send to vLLM on other GPUs": Hook(f"{POLICY}.broadcast_weights_for_collective",
-        f"{_POLICY}.broadcast_weights_for_collective", "overridden", "the refit's watch knows the senders",
-        called="policy.broadcast_weights_for_collective"),
-    "update on the same GPUs": Hook(f"{GENERATION}.update_weights_via_ipc_zmq",
-        f"{_OURS}.refit:Refits.watched.start_and_wait", "wrapped",
-        "waits for every update, so that a failed one ends the run",
-        called="generation.update_weights_via_ipc_zmq"),
-    "update on other GPUs": Hook(f"{GENERATION}.update_weights_from_collective",
-        f"{_OURS}.refit:Refits.watched.start_and_wait", "wrapped",
-        "waits for every update, so that a failed one ends the run",
-        called="generation.update_weights_from_collective"),
     # The run: logs, checkpoints, its end.
     "metrics": Hook("nemo_rl.utils.logger:Logger.log_metrics",
         f"{_OURS}.observers:LoggerObserver.log_metrics", "wrapped",
         "metrics.jsonl, the check of gen_kl_error, the last finished step", called="logger.log_metrics"),
-    "checkpoint begun": Hook(f"{CHECKPOINTS}.init_tmp_checkpoint", f"{_OURS}.observers:MethodObserver.call",
-        "wrapped", "tokenizer, configuration and the variant's statistics go into every checkpoint"),
-    "checkpoint renamed": Hook(f"{CHECKPOINTS}._rename_checkpoint", f"{_OURS}.observers:MethodObserver.call",
-        "wrapped", "exports a checkpoint as soon as it is whole; from a thread of NeMo-RL's",
-        versions=(HEAD,)),
-    "checkpoint finalized": Hook(f"{CHECKPOINTS}.finalize_checkpoint",
-        f"{_OURS}.observers:MethodObserver.call", "wrapped", "the same where NeMo-RL saves synchronously",
-        instead="checkpoint renamed"),
+    "checkpoint begun": Hook(f"{CHECKPOINTS}.init_tmp_checkpoint",
+        f"{_OURS}.checkpoints:save_side_files.adding.init_tmp_checkpoint", "wrapped",
+        "tokenizer, configuration and the variant's statistics go into every checkpoint"),
     "resume": Hook(f"{CHECKPOINTS}.get_resume_paths",
         f"{_OURS}.resume:resume_with_optimizer.find.get_resume_paths", "wrapped",
         "finds the optimizer in checkpoints of newer megatron-core", returns=True),

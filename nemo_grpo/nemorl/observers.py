@@ -1,4 +1,4 @@
-"""One observer of NeMo-RL's logger and one of its checkpoints, shared by all who want to know of them."""
+"""Callbacks on NeMo-RL's logger: one observer, shared by all listeners."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,42 +48,3 @@ def listening(logger: Any, *, adds: Adds | None = None, told: Told | None = None
             observer.told.remove(told)
         if not (observer.adds or observer.told):
             observer.undo()
-
-
-class MethodObserver:
-    """Stands in the place of a method for good; ``heard`` are told of each call afterwards."""
-
-    def __init__(self, theirs: Callable[..., Any]) -> None:
-        self.theirs = theirs
-        self.heard: list[Callable[..., None]] = []
-
-    def call(self, *arguments: Any, **named: Any) -> Any:
-        """NeMo-RL's."""
-        result = self.theirs(*arguments, **named)
-        for listener in self.heard:
-            listener(result, *arguments, **named)
-        return result
-
-
-def after_checkpoint_begun(checkpointer: Any, listener: Callable[[Any], None]) -> None:
-    """From now on, call ``listener`` with the folder of every checkpoint that ``checkpointer`` begins."""
-    _observe("checkpoint begun", checkpointer, lambda folder, *_, **__: listener(folder))
-
-
-def after_checkpoint(checkpointer: Any, listener: Callable[[Any], None]) -> None:
-    """From now on, call ``listener`` with the temporary path of every checkpoint that has become whole.
-
-    HEAD renames in a separate method, from a thread; 0.7.0 within finalize_checkpoint.
-    """
-    key = "checkpoint renamed" if hasattr(checkpointer, "_rename_checkpoint") else "checkpoint finalized"
-    _observe(key, checkpointer, lambda _done, checkpoint_path, *_, **__: listener(checkpoint_path))
-
-
-def _observe(key: str, owner: Any, listener: Callable[..., None]) -> None:
-    method = getattr(owner, hooks.HOOKS[key].target.rpartition(".")[2])
-    observer = getattr(method, "__self__", None)
-    if not isinstance(observer, MethodObserver):
-        observer = MethodObserver(method)
-        made = observer.call
-        hooks.install(key, lambda _theirs: made, owner)
-    observer.heard.append(listener)

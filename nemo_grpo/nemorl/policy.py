@@ -2,7 +2,7 @@
 
 It skips the update of a step without gradient, in which Adam's momentum and weight decay would still move the
 weights, but never the first update of an optimizer: until then Adam has no moments, and Megatron-core cannot
-resume from a checkpoint without them. `Refits` watches what it sends to vLLM.
+resume from a checkpoint without them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat, hooks, uses, versions
 from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
-from nemo_grpo.nemorl.refit import Refits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,12 +38,12 @@ NEEDS: dict[str | None, tuple[str, ...]] = {
 
 
 def policy_factory(
-    run: ClusterRun, exchange: StepExchange, refits: Refits, extend: Callable[[Any], Any] = lambda base: base
+    run: ClusterRun, exchange: StepExchange, extend: Callable[[Any], Any] = lambda base: base
 ) -> Callable[..., Any]:
     """The policy constructor for NeMo-RL's `setup`.
 
     Args:    exchange: receives entropies if the variant needs them, and provides the estimator's tensors.
-          refits: is notified of every send of weights.  extend: `ExchangingPolicy` -> the class to make.
+          extend: `ExchangingPolicy` -> the class to make.
     Raises: UserError: this NeMo-RL does not fit the worker that the recipe needs.
     """
     data_plane = data_plane_of(run.master_config)
@@ -95,12 +94,6 @@ def policy_factory(
             trained["all_mb_metrics"] |= exchange.metrics
             exchange.metrics = {}
             return trained
-
-        def stream_weights_via_ipc_zmq(self, *args: Any, **further: Any) -> Any:
-            return refits.sends(self, super().stream_weights_via_ipc_zmq(*args, **further))
-
-        def broadcast_weights_for_collective(self, *args: Any, **further: Any) -> Any:
-            return refits.sends(self, super().broadcast_weights_for_collective(*args, **further))
 
     policy = extend(ExchangingPolicy)
 

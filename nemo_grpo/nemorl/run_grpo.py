@@ -18,7 +18,7 @@ from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.nemorl import compat, hooks, nemo_gym, sft, single_controller
 from nemo_grpo.nemorl.advantage import VariantEstimator
-from nemo_grpo.nemorl.checkpoints import Exports, exports_of, resume_carried, save_side_files
+from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.conversion import remove_remains
@@ -29,7 +29,6 @@ from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.model import load_tokenizer, model_config
 from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
 from nemo_grpo.nemorl.ray_address import check_ray_address
-from nemo_grpo.nemorl.refit import Refits
 from nemo_grpo.nemorl.resume import resume_with_optimizer
 from nemo_grpo.nemorl.rollout_error import watch_rollouts
 from nemo_grpo.nemorl.run_record import alone, record_run
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Run the driver.
 
-    Returns: 0 if training finished, even if exports failed; 1 if it failed; 2 if the recipe is refused; 75 if
+    Returns: 0 if training finished; 1 if it failed; 2 if the recipe is refused; 75 if
              it was told to stop and saved a checkpoint: start it again to resume.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.nemorl.run_grpo", description=__doc__)
@@ -73,16 +72,14 @@ def main(argv: list[str] | None = None) -> int:
 class Ready(NamedTuple):
     """All arguments of NeMo-RL's trainer; ``processor`` is None without images.
 
-    ``exports`` is set if the recipe exports every checkpoint. ``is_supervised``: the trainer is NeMo-RL's for
-    supervised training. ``controller``: NeMo-RL's single one, if it trains. ``last_step``: the step at which
-    training is complete.
+    ``is_supervised``: the trainer is NeMo-RL's for supervised training. ``controller``: NeMo-RL's single one,
+    if it trains. ``last_step``: the step at which training is complete.
     """
 
     parts: Parts
     tokenizer: Any
     processor: Any
     environments: list[Any]
-    exports: Exports | None
     last_step: int
     is_supervised: bool = False
     controller: Any = None
@@ -92,8 +89,8 @@ def set_up(run: ClusterRun) -> Ready:
     """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
 
     Raises: UserError: missing task files, too few problems, a wrong install location of this package, a
-            package missing from the workers' Python, impossible exports, remains of a conversion that cannot
-            be removed, too few epochs, or a checkpoint without the variant's statistics.
+            package missing from the workers' Python, remains of a conversion that cannot be removed, too
+            few epochs, or a checkpoint without the variant's statistics.
     """
     from nemo_grpo.nemorl.environments import read_problems, setup_data
 
@@ -104,7 +101,6 @@ def set_up(run: ClusterRun) -> Ready:
     check_data_plane(run.master_config)
     compat.keep_tensor_pickles_plain()
     hf_config = model_config(run)
-    exports = exports_of(run, hf_config)
     config = run.master_config
     remove_remains(config.policy)
     resume_with_optimizer(recipe)
@@ -119,15 +115,14 @@ def set_up(run: ClusterRun) -> Ready:
         parts = sft.set_up(run, problems, tokenizer)
         save_side_files(parts.checkpointer, tokenizer, hf_config)
         last = recipe.grpo.max_num_steps
-        return Ready(parts, tokenizer, None, [{}, {}], exports, last, is_supervised=True)
+        return Ready(parts, tokenizer, None, [{}, {}], last, is_supervised=True)
     encoder = processor or tokenizer
     data = set_up_data(run, encoder) if problems is None else setup_data(run, problems, encoder)
     dataset, val_dataset, *environments = data
-    exchange, refits = StepExchange(), Refits()
-    refits.install()
+    exchange = StepExchange()
     controller = None
     if recipe.has_single_controller:
-        parts, controller = single_controller.set_up(run, tokenizer, data, exchange, refits)
+        parts, controller = single_controller.set_up(run, tokenizer, data, exchange)
     else:
         parts = compat.unpack_setup(
             compat.import_name(f"{compat.GRPO}:setup")(
@@ -136,7 +131,7 @@ def set_up(run: ClusterRun) -> Ready:
                 dataset,
                 val_dataset,
                 processor=processor,
-                policy_factory=policy_factory(run, exchange, refits),
+                policy_factory=policy_factory(run, exchange),
             )
         )
     if recipe.env.should_use_nemo_gym:
@@ -150,36 +145,27 @@ def set_up(run: ClusterRun) -> Ready:
         if data_plane_of(config) is not None and recipe.nemo_grpo.engine.diagnostics_period > 0:
             log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
     save_side_files(parts.checkpointer, encoder, hf_config, exchange)
-    return Ready(parts, tokenizer, processor, environments, exports, last, controller=controller)
+    return Ready(parts, tokenizer, processor, environments, last, controller=controller)
 
 
 def train(run: ClusterRun, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
-    parts, exports = ready.parts, ready.exports
-    code = None
+    parts, recipe = ready.parts, run.recipe
+    logger = parts.logger
     try:
-        try:
-            if exports is not None:
-                exports.after_every_save(parts.checkpointer)
-                exports.begin()
-            recipe, logger = run.recipe, parts.logger
-            with (
-                record_run(recipe, logger),
-                watch_rollouts(recipe, logger),
-                log_drawn(ready.environments, logger),
-                stop_after_step(logger) as stop,
-            ):
-                if ready.is_supervised:
-                    sft.run_trainer(parts, ready.tokenizer)
-                else:
-                    run_trainer(ready)
-        finally:
-            close(parts, ready.environments)
-        code = exit_code(run, parts, ready.last_step, stop)
+        with (
+            record_run(recipe, logger),
+            watch_rollouts(recipe, logger),
+            log_drawn(ready.environments, logger),
+            stop_after_step(logger) as stop,
+        ):
+            if ready.is_supervised:
+                sft.run_trainer(parts, ready.tokenizer)
+            else:
+                run_trainer(ready)
     finally:
-        if exports is not None:  # 0: nothing will restart this run
-            exports.wait() if code == 0 else exports.stop()
-    return code
+        close(parts, ready.environments)
+    return exit_code(run, parts, ready.last_step, stop)
 
 
 def share_sources() -> None:

@@ -1,7 +1,7 @@
 """NeMo-RL's single controller (``async_rl``): rollouts and training side by side over its data plane.
 
 NeMo-RL runs it in a Ray actor of its own. Here it runs in the driver's process, where the observers of logger
-and checkpoints, the signals and the exports already are; its code and its workers are the same.
+and checkpoints and the signals already are; its code and its workers are the same.
 
 A step's groups reach the estimator in chunks (async_rl.min_groups_for_streaming_train); the optimizer's step
 follows the last one.
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from nemo_grpo.nemorl.config import ClusterRun
     from nemo_grpo.nemorl.exchange import StepExchange
     from nemo_grpo.nemorl.host_data import Data
-    from nemo_grpo.nemorl.refit import Refits
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +163,7 @@ def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -
     return StreamingPolicy
 
 
-def set_up(
-    run: ClusterRun, tokenizer: Any, data: Data, exchange: StepExchange, refits: Refits
-) -> tuple[Parts, Any]:
+def set_up(run: ClusterRun, tokenizer: Any, data: Data, exchange: StepExchange) -> tuple[Parts, Any]:
     """Let NeMo-RL set up its workers, and put our parts among what it gives to its controller.
 
     Args:    data: what NeMo-RL would read by itself.
@@ -180,7 +177,7 @@ def set_up(
     estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, exchange, folds=True)
     record = StepRecord(recipe.grpo.num_generations_per_prompt, scores=recipe.policy_is_scored)
     extend = partial(streaming, estimator=estimator, record=record)
-    policy = policy_factory(run, exchange, refits, extend)
+    policy = policy_factory(run, exchange, extend)
 
     def given(*_theirs: Any, **_named: Any) -> Any:
         return data[:2] if recipe.env.should_use_nemo_gym else data

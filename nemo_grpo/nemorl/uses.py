@@ -185,7 +185,6 @@ TEXTS: dict[str, tuple[str, ...]] = {
     GRPO_SYNC: ("timing/train", "gen_kl_error"),
     SFT: ("timing/train",),
     CONTROLLER_ACTOR.partition(":")[0]: ("timing/train",),
-    "nemo_rl.models.generation.vllm.vllm_backend": ("Error in VllmInternalWorkerExtension.",),
 }
 """Texts that we look for at run time, and the modules that write them."""
 

@@ -62,7 +62,6 @@ SUPPORTED: dict[str, Supported] = {
     "grpo.val_start_at": Supported((None, -1)),
     "logger.swanlab_enabled": OFF,
     "nemo_grpo.engine.generator": Supported(("auto", "decoder", "hf"), "use auto"),
-    "nemo_grpo.export.at_every_save": OFF,
     "policy.draft.enabled": OFF,
     "policy.dtensor_cfg.enabled": OFF,
     "policy.dynamic_batching.enabled": OFF,

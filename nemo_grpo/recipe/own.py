@@ -100,13 +100,10 @@ class Evaluation(OwnSection):
 
 
 class Export(OwnSection):
-    """Export of the model, at the end and during training."""
+    """Export of the model at the end of an embedded run."""
 
     hf: bool = True
     """Write a Hugging Face folder."""
-    at_every_save: bool = False
-    """On the cluster: export every checkpoint to hf/step_N in the run's folder while training continues.
-    LoRA is merged."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Its precision."""
 

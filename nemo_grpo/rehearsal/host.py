@@ -16,7 +16,7 @@ from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import VISION_PROCESSOR, data_sets, prompt_file
-from nemo_grpo.recipe.sections import GENERATION, MEGATRON
+from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.changes import Change
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems, write_problems
 from nemo_grpo.tasks.mathematics import MathConfig, sum_problem
@@ -86,9 +86,12 @@ def _pictures(folder: Path, number: int, downloads: tuple[str, str]) -> VisionCl
 
 
 def _sums(folder: Path, number: int) -> MathConfig:
-    """Solved as every verifier reads it."""
-    problems = [sum_problem(index) for index in range(2 * number)]
-    shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
+    """Solved as every verifier reads it; few answers, so that the small policy often gives the right one."""
+    problems = sorted(map(sum_problem, range(64)), key=lambda one: abs(int(one.answer) - 9))
+    shown = [
+        replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"})
+        for one in problems[: 2 * number]
+    ]
     return MathConfig(
         form="boxed",
         train_files=(write_problems(folder / "train.jsonl", shown[:number]),),
@@ -159,6 +162,12 @@ STAND_INS: dict[str, tuple[Any, str]] = {
 """Key -> the value without a GPU, and why; set where the recipe has another one."""
 
 
+def uses_async_engine(recipe: Recipe) -> bool:
+    """True if the rehearsal's rollouts need vLLM's asynchronous engine."""
+    generation, is_async = recipe.policy.generation, recipe.grpo.is_async or recipe.has_single_controller
+    return generation.vllm_cfg.async_engine or (generation.backend != "vllm" and is_async)
+
+
 def replaced_parts(recipe: Recipe) -> Iterator[Change]:
     """Changes for what the recipe uses and a CPU has not."""
     policy = recipe.policy
@@ -172,6 +181,8 @@ def replaced_parts(recipe: Recipe) -> Iterator[Change]:
             yield Change("policy.sequence_packing.enabled", True, reason)
     if policy.generation.backend != "vllm":
         yield Change(f"{GENERATION}.backend", "vllm", f"{policy.generation.backend} needs a GPU")
+        if uses_async_engine(recipe):
+            yield Change(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
     if policy.megatron_cfg.optimizer.optimizer not in ("adam", "sgd"):
         reason = f"{policy.megatron_cfg.optimizer.optimizer} is not in this stack"
         yield Change(f"{MEGATRON}.optimizer.optimizer", "adam", reason)

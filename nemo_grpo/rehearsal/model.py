@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
-from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.errors import UserError
+from nemo_grpo.families import COMPUTED, ModelSpec
+from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.problems import RehearsedTask
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
@@ -25,6 +28,11 @@ NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
 VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
 LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
+MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_5_vl")
+"""Families whose layers a rehearsal has: the embedded engine's, megatron-core's own experts, and one with
+transformers' own vision tower."""
+DENSE, EXPERTS, IMAGES = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-VL-3B-Instruct"
+"""Models that are shrunk where the recipe's is of another family."""
 MADE_TOKENIZER, OWN_TOKENIZER = "learnt from its prompts", "the recipe's"
 
 
@@ -43,6 +51,21 @@ class RehearsalModel:
     longest_response: int
 
 
+def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
+    """(the recipe's model, "") or (one of a family that a rehearsal has, why it stands in)."""
+    try:
+        shape = shape_of(recipe)
+    except UserError:
+        why, has_experts = "which is not known here", recipe.policy.layout.expert > 1
+    else:
+        if shape.model_type in MODEL_TYPES:
+            return shape, ""
+        why = f"because the layers of {shape.model_type} are not computed on a CPU"
+        has_experts = shape.num_experts > 0
+    name = IMAGES if has_images(recipe) else EXPERTS if has_experts else DENSE
+    return PRESETS[name], f"in place of {recipe.policy.model_name}, {why}"
+
+
 def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, str]:
     """transformers' configuration of the recipe's family, and where its settings come from.
 
@@ -51,8 +74,9 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
     """
     from transformers import AutoConfig
 
-    given = _config_file(recipe)
-    shape = shape_of(recipe)
+    shape, why = rehearsed_shape(recipe)
+    given = {} if why else _config_file(recipe)
+    source = "its config.json" if given else "the planner's table"
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": NUM_HEADS * HEAD_DIM,
@@ -80,8 +104,7 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
     if shape.num_vision_parameters:
         settings = vision.config_of(shape, sizes, tokenizer)
     config = AutoConfig.for_model(shape.model_type, **settings)
-    origin = "its config.json" if _config_file(recipe) else "the planner's table"
-    return config, f"{shape.model_type} of {shape.name}, shrunk, from {origin}"
+    return config, f"{shape.model_type} of {shape.name}, shrunk, from {source}{why and f', {why}'}"
 
 
 def _config_file(recipe: Recipe) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.problems import RehearsedTask
-from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint, run_python
+from nemo_grpo.rehearsal.stages import Rehearsal, metrics
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.scoring import Scorer
@@ -62,19 +61,9 @@ class Recorded:
         return self.rehearsal.recipe.loss_fn.learns_from_demonstrations
 
     @property
-    def sees_images(self) -> bool:
-        """Prompts have images."""
-        return self.rehearsal.stack.sees_images
-
-    @property
     def is_graded_here(self) -> bool:
         """Rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
         return self.rehearsal.recipe.nemo_grpo.task is not None
-
-    @property
-    def resumed_step(self) -> int:
-        """The first step after the stop."""
-        return self.rehearsal.stopped_after + 1
 
     def series(self, name: str) -> list[float]:
         """One metric's values in the order of steps."""
@@ -116,7 +105,7 @@ class Recorded:
         finally:
             scorer.close()
         return [
-            Scored(step, problem, text, _length(row), reward(row), of, reward_of(of, settings.rewards))
+            Scored(step, problem, text, num_tokens(row), reward(row), of, reward_of(of, settings.rewards))
             for (step, row, problem, text), of in zip(found, scores, strict=True)
         ]
 
@@ -134,27 +123,6 @@ class Recorded:
             if all(part in prompt for part in (problem.question, *names)):
                 return problem
         return None
-
-    def images_of(self, rows: Sequence[Row]) -> list[Mapping[str, Any]] | None:
-        """What the model sees of the images of each response's problem; None for tasks without images.
-
-        Raises: Failed: a response's problem is not recognised.
-        """
-        if not self.sees_images:
-            return None
-        problems = [self._asked(self._conversation(row, False)[0], self._task.known) for row in rows]
-        if None in problems:
-            raise Failed(f"the problem of response {problems.index(None)} is not recognised by its images")
-        return [self._seen(problem) for problem in problems if problem is not None]
-
-    @cached_property
-    def _processor(self) -> Any:
-        from transformers import AutoProcessor
-
-        return AutoProcessor.from_pretrained(self.rehearsal.model.folder)
-
-    def _seen(self, problem: Problem) -> Mapping[str, Any]:
-        return vision.encoded(self._processor, self.rehearsal.taught.nemo_grpo.prompt, problem)[1]
 
     def _conversation(self, row: Row, has_turns: bool) -> list[str]:
         """The prompt, then what followed.
@@ -176,33 +144,6 @@ class Recorded:
 
         return AutoTokenizer.from_pretrained(self.rehearsal.model.folder)
 
-    @cached_property
-    def stop_checkpoint(self) -> Path:
-        """The checkpoint of the stop, which the resumed run started from.
-
-        Raises: Failed: there is no checkpoint.
-        """
-        step = self.recipe.checkpoint_dir / f"step_{self.rehearsal.stopped_after}"
-        return step if step.is_dir() else newest_checkpoint(self.rehearsal)
-
-    def checkpoint_before(self, step: int) -> Path:
-        """Where the checkpoint that a step started from was; training may have removed it."""
-        return self.recipe.checkpoint_dir / f"step_{step - 1}"
-
-    def export_of(self, checkpoint: Path) -> Path:
-        """The converters' export of a checkpoint."""
-        if checkpoint == self.stop_checkpoint:
-            return self.exported
-        return convert(self.rehearsal, checkpoint, f"hf-{checkpoint.name}")
-
-    @cached_property
-    def exported(self) -> Path:
-        """The converters' export of `stop_checkpoint`.
-
-        Raises: Failed: there is no checkpoint, or the converter fails.
-        """
-        return convert(self.rehearsal, self.stop_checkpoint)
-
 
 def reward(row: Row) -> float:
     """The reward that a response was trained on; under dynamic sampling that of the groups that were kept."""
@@ -217,18 +158,6 @@ def _text(turn: Any) -> str:
     return "\n".join(str(part[part["type"]]) for part in content)
 
 
-def _length(row: Row) -> int:
-    """Tokens of a training response; 0 for a validation's, whose tokens are not recorded."""
+def num_tokens(row: Row) -> int:
+    """Count a training response's tokens; 0 for a validation's, whose tokens are not recorded."""
     return int(sum(row["token_loss_mask"][0])) if "token_loss_mask" in row else 0
-
-
-def convert(rehearsal: Rehearsal, checkpoint: Path, name: str = "hf") -> Path:
-    """Export a checkpoint with the converters, adapters merged, to the rehearsal's folder ``name``."""
-    output = rehearsal.folder / name
-    arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
-    arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
-    if rehearsal.small.policy.megatron_cfg.lora_in_use:
-        arguments += ["--lora", "merge", "--base", str(rehearsal.model.folder)]
-    with rehearsal.timed("conversion"):
-        run_python(rehearsal, arguments, "conversion.log")
-    return output

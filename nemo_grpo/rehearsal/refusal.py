@@ -7,26 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.families import COMPUTED
-from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe.host import has_images
-from nemo_grpo.recipe.sections import VLLM
-from nemo_grpo.rehearsal.host import refuse_data
+from nemo_grpo.rehearsal.host import refuse_data, uses_async_engine
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
     from nemo_grpo.rehearsal.environment import Stack
 
-MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_5_vl")
-"""Families whose layers a rehearsal has: the embedded engine's, megatron-core's own experts, and one with
-transformers' own vision tower."""
-
 
 def refuse(recipe: Recipe, path: Path, stack: Stack) -> None:
     """Refuse a recipe that cannot be rehearsed.
 
-    Raises: UserError: an embedded recipe, images without torchvision, layers that are not computed on a CPU,
-            asynchronous rollouts without vLLM.
+    Raises: UserError: an embedded recipe, images without torchvision, asynchronous rollouts without vLLM.
     """
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
@@ -40,10 +32,9 @@ def refuse(recipe: Recipe, path: Path, stack: Stack) -> None:
             f"{path}: images are processed by torchvision's Python code, and neither environment has it; "
             "run make venv-nemo-rl, or name its folder with TORCHVISION_FOLDER"
         )
-    refuse_model(recipe)
-    if recipe.policy.generation.vllm_cfg.async_engine and stack.vllm_python is None:
+    if uses_async_engine(recipe) and stack.vllm_python is None:
         raise UserError(
-            f"{VLLM}.async_engine=true: the stand-in sampler has no asynchronous engine; run make "
+            "asynchronous rollouts need vLLM: the stand-in sampler has no asynchronous engine; run make "
             "venv-vllm and leave --sampler out"
         )
 
@@ -51,19 +42,3 @@ def refuse(recipe: Recipe, path: Path, stack: Stack) -> None:
 def for_recipe(stack: Stack, recipe: Recipe) -> Stack:
     """The stack with what the recipe's prompts need."""
     return replace(stack, sees_images=has_images(recipe))
-
-
-def refuse_model(recipe: Recipe) -> None:
-    """A model that is not known here is refused later.
-
-    Raises: UserError: the layers of the recipe's model are not among `MODEL_TYPES`.
-    """
-    try:
-        shape = shape_of(recipe)
-    except UserError:
-        return
-    if shape.model_type not in MODEL_TYPES:
-        raise UserError(
-            f"policy.model_name={shape.name}: the layers of {shape.model_type} are not computed on a CPU "
-            "here; use recipe check and plan, and look closely at the first step on a GPU"
-        )

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from nemo_grpo.diagnostics.stuck import findings
 from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.evidence import Evidence, Stage, sample
+from nemo_grpo.rehearsal.evidence import Stage, sample
 from nemo_grpo.rehearsal.problems import NUM_KNOWN
+from nemo_grpo.rehearsal.recorded import Recorded
 from nemo_grpo.rehearsal.stages import Rehearsal
 
 CANNOT_SEE = (
@@ -46,11 +47,11 @@ def write(rehearsal: Rehearsal, stages: list[Stage]) -> None:
 
 def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
     """The lines below the table."""
-    evidence = Evidence(rehearsal)
-    shown = sample(evidence) if all(stage.ok for stage in stages[:4]) else ""
+    run = Recorded(rehearsal)
+    shown = sample(run) if all(stage.ok for stage in stages[:4]) else ""
     if shown:
         yield f"a response: {shown}"
-    for sentence in findings([evidence.steps[step] for step in sorted(evidence.steps)]):
+    for sentence in findings([run.steps[step] for step in sorted(run.steps)]):
         yield f"of this small model, {sentence}"
     yield f"seconds: {', '.join(f'{name} {took:.0f}' for name, took in rehearsal.seconds.items())}"
     yield from was_real(rehearsal)

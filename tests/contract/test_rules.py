@@ -31,11 +31,7 @@ BASES: dict[str, tuple[str, list[str]]] = {
     "embedded": ("quickstart", [*SMALL, "policy.model_name=some/model", "nemo_grpo.warm_start=null"]),
     "cluster": (
         "cluster-quickstart",
-        [
-            *SMALL,
-            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",
-            "nemo_grpo.export.at_every_save=false",
-        ],
+        [*SMALL, "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false"],
     ),
     "small": ("cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g", []),
     "fp8": ("cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g-fp8", []),

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM  # noqa: F401  # sets variables when it is imported
 
-from nemo_grpo.rehearsal import evidence, stages
+from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import find_stack
+from nemo_grpo.rehearsal.recorded import Recorded
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cw_grpo" / "grpo-r1-distill-qwen-1.5b-1n8g.yaml"
-OVERRIDES = ("cluster.gpus_per_node=1", "nemo_grpo.export.at_every_save=true")
+OVERRIDES = ("cluster.gpus_per_node=1",)
 SAME = ("loss/total", "grad_norm", "reward/mean", "lr", "logprob/mean", "mismatch/kl")
 MINUTE = 60.0
 
@@ -49,7 +50,7 @@ def rehearsal(tmp_path_factory) -> stages.Rehearsal:
 def unbroken(rehearsal) -> dict[int, dict[str, float]]:
     """Metrics by step of a run that nobody disturbs."""
     stages.train(rehearsal, stops=False)
-    return evidence.Evidence(rehearsal).steps
+    return Recorded(rehearsal).steps
 
 
 def processes(part: str) -> Iterator[int]:
@@ -102,7 +103,7 @@ def test_killed_part_ends_the_run_with_its_cause_and_the_next_start_goes_on(
 
     stages.train(rehearsal, stops=False)
     assert log.read_text(errors="replace").count(TRAINING) < 3, "it went on from a checkpoint"
-    steps = evidence.Evidence(rehearsal).steps
+    steps = Recorded(rehearsal).steps
     assert sorted(steps) == sorted(unbroken)
     for step, name in ((step, name) for step in steps for name in SAME):
         assert steps[step][name] == pytest.approx(unbroken[step][name], rel=1e-6, abs=1e-9), (step, name)

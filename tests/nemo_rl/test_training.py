@@ -11,11 +11,10 @@ import pytest
 import torch
 from nemo_rl.algorithms import grpo
 from toy_training import GENERATIONS, PROMPTS, Run, rollouts, toy_run
-from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.checkpoints import exports_of, resume_carried, save_side_files
+from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
 from nemo_grpo.nemorl.hooks import HOOKS, places
 from nemo_grpo.nemorl.stopping import Stop, finished_steps, last_step, stop_after_step
 from nemo_grpo.variants import VARIANTS
@@ -105,21 +104,6 @@ def test_data_that_ends_early_ends_the_run_and_says_so(tmp_path, caplog):
     assert run.exit_code(stop) == 0
     assert "the data ended after step 5 of 10" in caplog.text
     assert "grpo.max_num_epochs=1 are over; raise it" in caplog.text
-
-
-def test_a_checkpoint_that_nemo_rl_deletes_is_kept_for_its_export(tmp_path):
-    settings = ("checkpointing.keep_top_k=1", "checkpointing.metric_name=null")
-    run = Run(tmp_path, {"variant": "grpo"}, *settings, "nemo_grpo.export.at_every_save=true")
-    exports = exports_of(run.run, Qwen2Config(architectures=["Qwen2ForCausalLM"]))
-    exports.after_every_save(run.checkpointer)
-    run.train()
-    folder = run.run.recipe.checkpoint_dir
-    assert [path.name for path in folder.glob("step_*")] == ["step_2"]
-    assert run.checkpointer.get_latest_checkpoint_path() == str(folder / "step_2")
-    kept = sorted((folder / ".exports").glob("step_*/policy/weights/model.pt"))
-    first, second = (torch.load(path) for path in kept)
-    assert not torch.equal(first, second)
-    assert torch.equal(second, run.policy.model.detach())
 
 
 def test_a_signal_saves_and_asks_for_another_start(tmp_path):

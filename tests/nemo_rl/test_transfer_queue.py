@@ -6,11 +6,12 @@ controller and storage actors. As in every rehearsal the sampler, the model, CUD
 
 import pytest
 import torch
-from test_end_to_end import GRPO, ONE, STAND_IN, passed, rehearsed
+from oracle import ROUNDING, STAND_IN
+from test_end_to_end import GRPO, ONE, proved, rehearsed
 
-from nemo_grpo.rehearsal import evidence, stages
-from nemo_grpo.rehearsal.comparisons import ROUNDING, weights_of
-from nemo_grpo.rehearsal.recorded import convert
+from nemo_grpo.rehearsal import stages
+from nemo_grpo.rehearsal.export import convert, weights_of
+from nemo_grpo.rehearsal.recorded import Recorded
 
 pytest.importorskip("transfer_queue", reason="no TransferQueue here; `make venv-nemo-rl` installs it")
 
@@ -35,7 +36,7 @@ def test_steps_through_the_transfer_queue_are_those_without(tmp_path, monkeypatc
     )
     stages.train(plain, stops=False)
     stages.train(plane)
-    expected, found = evidence.Evidence(plain), passed(plane)
+    expected, found = Recorded(plain), proved(plane)
     for name in SAME:
         assert len(found.series(name)) == 3, name
         assert found.series(name) == pytest.approx(expected.series(name), rel=1e-3, abs=1e-6), name

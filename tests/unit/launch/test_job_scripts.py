@@ -127,6 +127,20 @@ def test_model_of_the_checkpoint_itself_is_not_made_again(place):
     assert (place / "run/hf-latest").readlink() == Path("hf-step_000020")
 
 
+def test_every_kept_checkpoint_is_converted_or_the_one_that_is_named(place):
+    for name in ("step_9", "step_100", "tmp_step_101"):
+        (place / "disk" / name).mkdir()
+    assert run(place, "convert.sbatch", "x.yaml", STEP="20").returncode == 0
+    assert [line.split()[4].rpartition("/")[2] for line in calls(place)] == ["step_000020"]
+    assert (place / "run/hf-latest").readlink() == Path("hf-step_000020")
+    (place / "calls").write_text("")
+    assert run(place, "convert.sbatch", "x.yaml").returncode == 0
+    assert [line.split()[4].rpartition("/")[2] for line in calls(place)] == [
+        *("step_9", "step_000020", "step_100")
+    ]
+    assert (place / "run/hf-latest").readlink() == Path("hf-step_100")
+
+
 def test_pipeline_leaves_nothing_behind_when_a_stage_is_refused(place):
     done = run(place, "pipeline.sh", "x.yaml", "aime24", REFUSED="convert.sbatch")
     assert done.returncode == 1

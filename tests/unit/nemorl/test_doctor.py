@@ -16,7 +16,7 @@ SETUP, TRAIN = "nemo_rl.algorithms.grpo:setup", "nemo_rl.algorithms.grpo:grpo_tr
 INTERFACE = "nemo_rl.environments.interfaces:EnvironmentInterface"
 CONFIG, SAMPLING = "nemo_rl.algorithms.grpo:MasterConfig", "nemo_rl.algorithms.grpo:dynamic_sampling (code)"
 LEVELS = "nemo_rl.algorithms.loss.interfaces:LossType"
-BACKEND = "texts of nemo_rl.models.generation.vllm.vllm_backend"
+TEXTS = "texts of nemo_rl.algorithms.grpo"
 
 
 def changed(key: str, part: str, change: Any) -> doctor.Diagnosis:
@@ -63,7 +63,7 @@ def swapped(names: list[str]) -> list[str]:
         (INTERFACE, "abstract", lambda names: [*names, "reset"], "broken", "does not define reset"),
         (CONFIG, "bases", lambda _: ["TypedDict"], "broken", "is a dictionary"),
         (LEVELS, "has", lambda h: {**h, "TOKEN_LEVEL": False}, "broken", "lacks"),
-        (BACKEND, "Error in VllmInternalWorkerExtension.", lambda _: False, "broken", "lacks 'Error in"),
+        (TEXTS, "gen_kl_error", lambda _: False, "broken", "lacks 'gen_kl_error"),
         ("metrics that the trainers read", "names", lambda n: [*n, "new"], "untested", "+new"),
         (SAMPLING, "code", lambda _: "0", "untested", "its code has changed"),
     ],
@@ -98,13 +98,6 @@ def test_what_is_gone_breaks_if_every_tested_version_has_it(key, verdict):
     found = diagnose({name: value for name, value in recorded(HEAD).items() if name != key})
     assert found.verdict == verdict
     assert [(f.state, f.breaks) for f in found.differences] == [("gone", verdict == "broken")]
-
-
-def test_checkpoints_must_end_in_one_of_two_methods():
-    without = {name: value for name, value in recorded(HEAD).items() if name != "checkpoint renamed"}
-    assert diagnose(without).verdict == "broken", "and finalize_checkpoint is not there, either"
-    with_the_older = without | {"checkpoint finalized": recorded(V0_7_0)["checkpoint finalized"]}
-    assert diagnose(with_the_older).verdict == "untested"
 
 
 def test_a_mixture_of_tested_versions_is_untested():

@@ -11,7 +11,6 @@ from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.checkpoints import exports_of
 from nemo_grpo.nemorl.model import load_tokenizer, model_config
 from nemo_grpo.nemorl.stopping import Stop, exit_code, last_step
 from nemo_grpo.training.signals import StopRequest
@@ -75,96 +74,26 @@ def test_several_data_loaders_have_no_end():
     assert last_step(Of(recipe=recipe), parts) == 100
 
 
-class Exports:
-    """Notes what the driver asks for; the export has failed."""
-
-    def __init__(self, begin=lambda: None) -> None:
-        self.begin, self.asked = begin, []
-
-    def after_every_save(self, _checkpointer):
-        """Nothing is saved here."""
-
-    def wait(self):
-        self.asked.append("wait")
-        return False
-
-    def stop(self):
-        self.asked.append("stop")
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """(train on what NeMo-RL leaves and how it was stopped, what was closed)."""
-    closed = []
+def test_workers_end_before_the_exit_code_is_judged(monkeypatch):
+    closed, how = [], stop(True)
     monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))
-    monkeypatch.setattr(run_grpo, "run_trainer", lambda *_: None)
     for name in ("record_run", "watch_rollouts", "log_drawn"):
         monkeypatch.setattr(run_grpo, name, lambda *_: nullcontext())
-
-    def train(parts, how, exports):
-        monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
-        parts.logger = parts.checkpointer = None
-        return run_grpo.train(RUN, run_grpo.Ready(parts, None, None, [], exports, last_step=100))
-
-    return train, closed
-
-
-@pytest.mark.parametrize(
-    ("parts", "how", "code", "asked"),
-    [
-        (ended(100, 40), stop(), 0, "wait"),
-        (ended(100, 40), stop(True), 0, "wait"),  # nobody starts it again
-        (ended(40, 40), stop(True), 75, "stop"),
-        (ended(40, 40), stop(), 1, "stop"),
-    ],
-)
-def test_only_finished_training_waits_for_exports_and_keeps_its_exit_code(trained, parts, how, code, asked):
-    train, closed = trained
-    exports = Exports()
-    assert train(parts, how, exports) == code
-    assert exports.asked == [asked]
+    monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
+    parts = ended(40, 40)
+    parts.logger = None
+    ready = run_grpo.Ready(parts, None, None, [], last_step=100)
+    monkeypatch.setattr(run_grpo, "run_trainer", lambda *_: None)
+    assert run_grpo.train(RUN, ready) == 75
     assert closed == [parts]
 
+    def fail(_ready):
+        raise RuntimeError("a worker died")
 
-def test_exports_that_cannot_begin_leave_nothing_open(trained):
-    def begin():
-        raise RuntimeError("cannot start a thread")
-
-    train, closed = trained
-    exports, parts = Exports(begin), ended(0, 0)
-    with pytest.raises(RuntimeError, match="thread"):
-        train(parts, stop(), exports)
-    assert closed == [parts]
-    assert exports.asked == ["stop"]
-
-
-def exporting(folder, model="org/model", lora=None):
-    """A run that asks for an export of every checkpoint."""
-    own = Of(export=Of(at_every_save=True, dtype="bfloat16"))
-    policy = Of(model_name=model, megatron_cfg=Of(lora_in_use=lora))
-    places = Of(policy=policy, checkpoint_dir=folder / "checkpoints", run_dir=folder)
-    return Of(recipe=Of(nemo_grpo=own, checkpointing=Of(enabled=True), **vars(places)))
-
-
-def test_exports_of_a_model_without_converter_are_refused_at_the_start(tmp_path):
-    vision = Of(to_json_string=lambda: '{"architectures": ["Qwen2VLForConditionalGeneration"]}')
-    with pytest.raises(UserError, match=r"at_every_save=true: org/model cannot .*Qwen2VL.* set it to false"):
-        exports_of(exporting(tmp_path), vision)
-    known = Qwen2Config(architectures=["Qwen2ForCausalLM"])
-    exports = exports_of(exporting(tmp_path), known)
-    assert (exports.folder, exports.lora_base) == (tmp_path / "hf", None)
-
-
-def test_exports_of_adapters_need_their_base_on_this_machine(tmp_path):
-    known = Qwen2Config(architectures=["Qwen2ForCausalLM"])
-    base = tmp_path / "base"
-    base.mkdir()
-    run = exporting(tmp_path, str(base), lora=Of(dim=8))
-    with pytest.raises(UserError, match=r"at_every_save=true merges LoRA.*model_name=.*has no config.json"):
-        exports_of(run, known)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (base / name).write_text("{}")
-    assert exports_of(run, known).lora_base == base
+    monkeypatch.setattr(run_grpo, "run_trainer", fail)
+    with pytest.raises(RuntimeError, match="a worker died"):
+        run_grpo.train(RUN, ready)
+    assert closed == [parts, parts]
 
 
 def of_model(folder, *, trusted=False, tokenizer=None, stops=None):

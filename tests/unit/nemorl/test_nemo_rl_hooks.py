@@ -1,8 +1,7 @@
-"""Rebinding NeMo-RL's names, on modules made up here; and the shared observers."""
+"""Rebinding NeMo-RL's names, on modules made up here; and the shared observer."""
 
 import sys
 import types
-from types import SimpleNamespace
 
 import pytest
 from unit.nemorl.loggers import Logger
@@ -10,7 +9,7 @@ from unit.nemorl.loggers import Logger
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import hooks
 from nemo_grpo.nemorl.hooks import HOOKS, Hook, install, placed
-from nemo_grpo.nemorl.observers import LoggerObserver, after_checkpoint, after_checkpoint_begun, listening
+from nemo_grpo.nemorl.observers import LoggerObserver, listening
 
 
 @pytest.fixture
@@ -71,30 +70,3 @@ def test_listeners_share_one_observer_and_hear_what_others_add():
     assert heard == [({"x": 1, "twice": 2}, 4, "train"), ({"x": 2, "twice": 4}, 5, "")]
     assert [metrics for metrics, *_ in logger.calls] == [{"x": 1, "twice": 2}, {"x": 2, "twice": 4}, {"x": 3}]
     assert logger.log_metrics == plain
-
-
-def test_checkpoint_listeners_share_one_observer_and_arguments_pass():
-    made, heard = [], []
-
-    def init_tmp_checkpoint(step, info, run_config=None):
-        made.append((step, info, run_config))
-        return f"tmp_step_{step}"
-
-    manager = SimpleNamespace(init_tmp_checkpoint=init_tmp_checkpoint, finalize_checkpoint=made.append)
-    after_checkpoint_begun(manager, heard.append)
-    after_checkpoint_begun(manager, lambda folder: heard.append(f"{folder} again"))
-    after_checkpoint(manager, lambda path: heard.append(f"{path} done"))
-    assert manager.init_tmp_checkpoint(3, {}, run_config="c") == "tmp_step_3"
-    assert manager.init_tmp_checkpoint.__self__.theirs is init_tmp_checkpoint
-    manager.finalize_checkpoint("tmp_step_3")
-    assert made == [(3, {}, "c"), "tmp_step_3"]
-    assert heard == ["tmp_step_3", "tmp_step_3 again", "tmp_step_3 done"]
-
-
-def test_the_newer_method_is_watched_where_both_are():
-    heard = []
-    manager = SimpleNamespace(_rename_checkpoint=lambda _: None, finalize_checkpoint=lambda _: None)
-    after_checkpoint(manager, heard.append)
-    manager.finalize_checkpoint("a")
-    manager._rename_checkpoint("b")
-    assert heard == ["b"]

@@ -14,6 +14,11 @@ from pathlib import Path
 
 from recordings import FOLDER, RECORDED, RECORDINGS, ROOT, SKELETON
 
+sys.path.insert(0, str(ROOT / "tests" / "nemo_rl"))
+import oracle
+from adapters import read
+from recomputed import Run
+
 from nemo_grpo.rehearsal import evidence, model, stages
 from nemo_grpo.rehearsal.environment import find_stack
 
@@ -27,7 +32,7 @@ def main(names: list[str]) -> int:
     for name in names or RECORDINGS:
         with tempfile.TemporaryDirectory() as scratch:
             rehearsal = rehearse(Path(scratch) / "run", *RECORDINGS[name])
-            found = evidence.stages(rehearsal)
+            found = [*evidence.stages(rehearsal), *oracle.prove(rehearsal)]
             sys.stdout.write("\n  ".join([name, *map(str, found), ""]))
             if not all(stage.ok for stage in found):
                 return 1
@@ -56,7 +61,7 @@ def keep(rehearsal: stages.Rehearsal, target: Path) -> None:
         else:
             shutil.copy(path, copy)
     if rehearsal.small.policy.megatron_cfg.lora_in_use:
-        keep_adapters(evidence.Evidence(rehearsal).stop_checkpoint, rehearsal.folder, target)
+        keep_adapters(Run(rehearsal).stop_checkpoint, rehearsal.folder, target)
     (target / SKELETON).write_text(json.dumps({"stopped_after": rehearsal.stopped_after}))
 
 
@@ -65,7 +70,7 @@ def kept(rehearsal: stages.Rehearsal) -> Iterator[Path]:
     yield folder / "recipe.yaml"
     yield from (folder / "problems").glob("*")
     yield from (path for path in (folder / "model").glob("*") if path.suffix in OF_A_MODEL)
-    for name in ("hf", "hf-last"):
+    for name in ("hf-of-stop", "hf-last"):
         yield from (path for path in (folder / name).glob("*") if path.name in OF_AN_EXPORT)
     yield rehearsal.small.run_dir / "metrics.jsonl"
     yield from Path(str(rehearsal.small.logger.log_dir)).glob("exp_*/*.jsonl")
@@ -76,8 +81,6 @@ def kept(rehearsal: stages.Rehearsal) -> Iterator[Path]:
 
 def keep_adapters(checkpoint: Path, folder: Path, target: Path) -> None:
     from torch.distributed import checkpoint as dcp
-
-    from nemo_grpo.rehearsal.adapters import read
 
     (weights,) = (checkpoint / "policy" / "weights").glob("iter_*")
     dcp.save(read(checkpoint), checkpoint_id=target / weights.relative_to(folder), no_dist=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal.environment import Stack
-from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.rehearsal.model import RehearsalModel, small_config
 from nemo_grpo.rehearsal.problems import problems_of
 from nemo_grpo.rehearsal.refusal import for_recipe, refuse
 
@@ -21,6 +22,7 @@ CLUSTER = sorted(
     path for folder in ("cw_grpo", "erpo", "gpg", "tr_grpo") for path in (RECIPES / folder).glob("*.yaml")
 )
 CW_GRPO = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
+EP8 = "policy.megatron_cfg.expert_model_parallel_size=8"
 WITH_VLLM = Stack(Path("python"), Path("RL"), Path("vllm"))
 MODEL = RehearsalModel(Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12)
 
@@ -116,11 +118,32 @@ def test_images_are_rehearsed_where_torchvision_is():
     assert for_recipe(stack, load_recipe(CW_GRPO)) == stack
 
 
-def test_layers_that_are_not_computed_here_are_refused():
-    recipe = load_recipe(CW_GRPO, ["policy.model_name=moonshotai/Moonlight-16B-A3B"])
-    with pytest.raises(UserError, match="the layers of deepseek_v3 are not computed on a CPU here"):
-        refuse(recipe, CW_GRPO, WITH_VLLM)
-    refuse(load_recipe(CW_GRPO, ["policy.model_name=Qwen/Qwen3-30B-A3B"]), CW_GRPO, WITH_VLLM)
+@pytest.mark.parametrize(
+    ("model", "overrides", "family", "why"),
+    [
+        ("Qwen/Qwen3-30B-A3B", (), "qwen3_moe", ""),
+        (
+            "moonshotai/Moonlight-16B-A3B",
+            (),
+            "qwen3_moe",
+            "because the layers of deepseek_v3 are not computed",
+        ),
+        ("openai/gpt-oss-20b", (), "qwen3_moe", "because the layers of gpt_oss are not computed on a CPU"),
+        ("see/the-guide", (), "qwen2", "in place of see/the-guide, which is not known here"),
+        ("see/the-guide", (EP8,), "qwen3_moe", "in place of see/the-guide, which is not known here"),
+    ],
+)
+def test_a_family_that_is_not_computed_here_has_a_stand_in_and_the_report_says_so(
+    model, overrides, family, why
+):
+    recipe = load_recipe(CW_GRPO, [f"policy.model_name={model}", *overrides])
+    refuse(recipe, CW_GRPO, WITH_VLLM)
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    config, origin = small_config(recipe, 64, tokenizer)
+    assert config.model_type == family
+    assert origin.startswith(f"{family} of ")
+    assert why in origin
+    assert ("in place of" in origin) == bool(why)
 
 
 CONTROLLED = (
@@ -138,6 +161,20 @@ def test_a_single_controller_keeps_its_chunks(groups, chunk, tmp_path):
     recipe, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *CONTROLLED, streaming)
     assert (groups < recipe.grpo.num_prompts_per_step) == (chunk < rehearsed.grpo.num_prompts_per_step)
     assert rehearsed.async_rl.min_groups_for_streaming_train == chunk
+
+
+def test_asynchronous_rollouts_of_another_sampler_become_vllms(tmp_path):
+    """NeMo-RL asks for vLLM's asynchronous engine there, which the recipe has no reason to set."""
+    overrides = (
+        *("++grpo.async_grpo.enabled=true", "policy.generation.backend=trtllm"),
+        "loss_fn.use_importance_sampling_correction=true",
+        "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 4, num_nodes: 1}}",
+    )
+    recipe, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *overrides)
+    assert not recipe.policy.generation.vllm_cfg.async_engine
+    assert rehearsed.policy.generation.vllm_cfg.async_engine
+    with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
+        refuse(recipe, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
 
 
 def test_a_folder_that_is_there_is_refused_at_once(tmp_path):

