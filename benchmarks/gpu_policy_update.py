@@ -170,7 +170,7 @@ def measure(
         losses.append(result.metrics["loss/total"])
     rate = num_sequences * (length - 1) / statistics.median(seconds[3:])
     peak = BF16_RATE.get(torch.cuda.get_device_capability()) if cuda else None
-    return Measured(
+    found = Measured(
         precision,
         shape.num_layers,
         rate,
@@ -179,6 +179,8 @@ def measure(
         losses,
         logprobs,
     )
+    print(found, flush=True)
+    return found
 
 
 def drift(bf16: torch.Tensor, fp8: torch.Tensor) -> dict[str, float]:
@@ -197,20 +199,21 @@ def report(name: str, results: list[Measured]) -> dict[str, Any]:
             f"MFU {mfu} %  peak {r.peak_gib:6.1f} GiB"
         )
     found: dict[str, Any] = {r.precision: asdict(replace(r, logprobs=None)) for r in results}  # type: ignore[arg-type]
-    if len(results) == 2:
-        bf16, fp8 = results
-        found["drift"] = drift(bf16.logprobs, fp8.logprobs)
-        print("  logprobs FP8 - BF16: " + ", ".join(f"{key} {x:.2e}" for key, x in found["drift"].items()))
-        print("  step   loss BF16    loss FP8")
-        for step in range(0, len(bf16.losses), 7):
-            print(f"  {step + 1:4d}  {bf16.losses[step]:10.6f}  {fp8.losses[step]:10.6f}")
+    bf16 = results[0]
+    for fp8 in results[1:]:
+        found[fp8.precision]["drift"] = apart = drift(bf16.logprobs, fp8.logprobs)
+        shown = ", ".join(f"{key} {x:.2e}" for key, x in apart.items())
+        print(f"  logprobs {fp8.precision} - BF16: {shown}")
+    for step in range(0, len(bf16.losses), 7):
+        print(f"  step {step + 1:4d}  loss " + "  ".join(f"{r.losses[step]:10.6f}" for r in results))
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: all")
-    parser.add_argument("--fp8-recipe", default="blockwise", choices=["tensorwise", "delayed", "blockwise"])
+    recipes = ["tensorwise", "delayed", "blockwise"]
+    parser.add_argument("--fp8-recipe", nargs="+", default=["blockwise"], choices=recipes)
     parser.add_argument("--fp8-format", default="e4m3", choices=["e4m3", "hybrid"])
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=2049, help="tokens; one less is computed")
@@ -225,17 +228,15 @@ def main() -> int:
     from nemo_grpo.engine.megatron.options import fp8_refusals, this_machine
     from nemo_grpo.recipe.megatron_sections import Megatron
 
-    fp8 = {"enabled": True, "fp8": arguments.fp8_format, "fp8_recipe": arguments.fp8_recipe}
-    section = Megatron.model_validate({"optimizer": {"lr": 1e-5}, "fp8_cfg": fp8})
-    refused = list(fp8_refusals(section, this_machine()))
     precisions: dict[str, dict[str, Any]] = {"bf16": {}}
-    if refused:
-        print(f"BF16 only; {'; '.join(refused)}")
-    else:
-        precisions[f"fp8 {arguments.fp8_recipe}"] = {
-            "fp8": arguments.fp8_format,
-            "fp8_recipe": arguments.fp8_recipe,
-        }
+    for recipe in arguments.fp8_recipe:
+        fields = {"fp8": arguments.fp8_format, "fp8_recipe": recipe}
+        cfg = {"enabled": True, **fields}
+        section = Megatron.model_validate({"optimizer": {"lr": 1e-5}, "fp8_cfg": cfg})
+        if refused := list(fp8_refusals(section, this_machine())):
+            print(f"not measured: {'; '.join(refused)}")
+        else:
+            precisions[f"fp8 {recipe}"] = fields
     device = torch.device("cuda", 0)
     everything: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name in arguments.shape or SHAPES:

@@ -48,7 +48,7 @@ only_file() { # FOLDER PATTERN -> the one file that matches
     echo "${found[0]}"
 }
 
-version_of() { # transformer_engine_torch-2.12.0.tar.gz -> 2.12.0
+version_of() { # transformer_engine_torch-2.20.2.tar.gz -> 2.20.2
     basename "$1" | sed -E 's/^[A-Za-z0-9_]+-([0-9][0-9A-Za-z.]*[0-9A-Za-z])(-.*|\.tar\.gz)$/\1/'
 }
 

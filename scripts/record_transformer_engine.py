@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests" / "integration"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "integration")]
 
 import torch  # noqa: E402
 from fake_cuda import fake_cuda, run_python  # noqa: E402

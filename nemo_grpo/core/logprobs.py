@@ -17,6 +17,10 @@ from nemo_grpo.core.checks import require
 IGNORED = -100
 """The target of a position that predicts nothing, as in transformers and in torch's cross entropy."""
 
+_CHUNKS = {"cpu": 2**17, "cuda": 2**25}
+"""Logits per chunk. A CPU's allocator returns large blocks to the system, so every new one costs page faults.
+A GPU launches a dozen kernels per chunk, and each must have more to do than a launch takes."""
+
 
 def logprobs_and_entropy(
     logits: Tensor,
@@ -36,7 +40,7 @@ def logprobs_and_entropy(
              targets: [...] int64, global token ids; column t is the token that logits t predict. Where it is
                  `IGNORED` the logprob is 0 without gradient; the entropy is that of the distribution.
              temperature: > 0.
-             chunk_size: tokens per fp32 chunk, default 2^17 / V, on a GPU 2^20 / V. Takes about 4 chunks.
+             chunk_size: tokens per fp32 chunk, default `_CHUNKS` / V. Takes about 4 chunks.
              group: the ranks that share the vocabulary (tensor parallel); all of them get the result.
              vocab_size: token ids >= this are padding and have probability 0. Default: no padding.
     Returns: (logprobs [...], entropies [...]), nats; float32, float64 for float64 logits; both with gradient.
@@ -65,8 +69,7 @@ def _apply(
         )
     vocab = logits.shape[-1]
     if chunk_size is None:
-        # A CPU allocator returns large blocks to the system, so every new one costs page faults.
-        chunk_size = max(1, (2**17 if logits.device.type == "cpu" else 2**20) // vocab)
+        chunk_size = max(1, _CHUNKS.get(logits.device.type, _CHUNKS["cuda"]) // vocab)
     if temperature <= 0 or chunk_size <= 0:
         raise ValueError(f"temperature={temperature} and chunk_size={chunk_size} must be positive")
     shard = _Shard(group, vocab, vocab_size)

@@ -33,8 +33,8 @@ def on_cpu(tmp_path: Path) -> Callable[..., Any]:
             "import pickle, sys, test_policy_gpu as t; asked, answer = sys.argv[1:]; "
             f"pickle.dump(t.{name}(*pickle.load(open(asked, 'rb'))), open(answer, 'wb'))"
         )
-        path = os.pathsep.join(str(ROOT / part) for part in ("", "tests", "tests/gpu"))
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+        parts = [*(str(ROOT / part) for part in ("", "tests", "tests/gpu")), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(parts)}
         subprocess.run([sys.executable, "-c", code, str(asked), str(answer)], check=True, env=environment)
         return pickle.loads(answer.read_bytes())
 

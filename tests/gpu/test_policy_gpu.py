@@ -44,7 +44,7 @@ def make(dtype: torch.dtype, fields: dict[str, Any]) -> MegatronPolicy:
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES, tie_word_embeddings=True)
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     policy = MegatronPolicy(config, SETTINGS, dtype=dtype, device=device, config_fields=fields)
     policy.load_weights(dict(weights), keep_reference=False)
     return policy
@@ -113,7 +113,24 @@ def trained(
     return Run(make(dtype, fields), mb_tokens).trained(num_steps)
 
 
+def measured(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """The largest differences, which pytest -rP shows."""
+
+    def most(values: Any) -> str:
+        return f"{max(values):.2e}"
+
+    def pairs(key: str) -> Any:
+        return zip(found[key], expected[key], strict=True)
+
+    apart = {key: most([(found[key] - expected[key]).abs().max().item()]) for key in ("scores", "entropies")}
+    apart["losses"] = most(abs(a - b) for a, b in pairs("losses"))
+    apart["grad_norms, relative"] = most(abs(a / b - 1) for a, b in pairs("grad_norms"))
+    weights = [(x - expected["weights"][name]).abs().max().item() for name, x in found["weights"].items()]
+    return f"measured {apart | {'weights': most(weights)}}"
+
+
 def assert_close(found: dict[str, Any], expected: dict[str, Any], logprob: float, relative: float) -> None:
+    print(measured(found, expected))  # noqa: T201
     for key in ("scores", "entropies"):
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=logprob, msg=key)
     assert found["losses"] == pytest.approx(expected["losses"], abs=logprob)
@@ -147,14 +164,14 @@ def test_bf16_with_transformer_engine_equals_the_cpu(on_cpu):
 @pytest.mark.parametrize("fields", [LOCAL, pytest.param({}, marks=needs_te)], ids=["local", "te"])
 def test_recompute_gives_the_same_update(fields):
     plain, again = trained(torch.bfloat16, fields, 2), trained(torch.bfloat16, fields | FULL_RECOMPUTE, 2)
-    assert_close(again, plain, logprob=1e-3, relative=1e-2)
+    assert_close(again, plain, logprob=1e-5, relative=1e-5)  # an H200: the same bits
 
 
 @pytest.mark.parametrize("fields", [LOCAL, pytest.param({}, marks=needs_te)], ids=["local", "te"])
 def test_packed_sequences_give_the_same_update(fields):
     padded = trained(torch.bfloat16, fields, 2)
     packed = trained(torch.bfloat16, fields, 2, mb_tokens=100)
-    assert_close(packed, padded, logprob=0.05, relative=0.05)
+    assert_close(packed, padded, logprob=5e-4, relative=1e-2)  # an H200: 5.4e-5, 2.1e-3
 
 
 @needs_te
@@ -195,7 +212,7 @@ def test_no_loss_waits_for_the_gpu(variant):
     objective = build_objective(variant, **PARAMETERS.get(variant, {}))
     prepared = objective.prepare(token_batch(sequences, rewards, scores, **more)).to("cuda")
     logits = torch.randn(4, 47, 500, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(500, (4, 47), device="cuda")
+    targets = torch.randint(490, (4, 47), device="cuda")
     rows = torch.arange(4, device="cuda")
     toks, seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
 

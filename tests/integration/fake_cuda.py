@@ -232,20 +232,23 @@ def _cuda(mode: FakeCuda) -> dict[str, Any]:
     def nothing(*_args: Any, **_kwargs: Any) -> None:
         return None
 
+    def set_device(device: Any) -> None:
+        if isinstance(device, torch.device) and device.index is None:
+            raise ValueError(f"Expected a torch.device with a specified index, but got: {device}")
+
     generator = torch.Generator()
 
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_args, **_kwargs: value
 
     return {
-        **dict.fromkeys(
-            ("_lazy_init", "set_device", "manual_seed", "manual_seed_all", "empty_cache"), nothing
-        ),
+        **dict.fromkeys(("_lazy_init", "manual_seed", "manual_seed_all", "empty_cache"), nothing),
         **dict.fromkeys(("set_rng_state", "reset_peak_memory_stats"), nothing),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), always(True)),
         **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated"), always(0)),
         **dict.fromkeys(("Stream", "current_stream", "default_stream", "stream"), lambda *_a, **_k: Stream()),
         "device": lambda *_a: nullcontext(),
+        "set_device": set_device,
         "Event": Event,
         "device_count": always(1),
         "get_device_capability": always((9, 0)),

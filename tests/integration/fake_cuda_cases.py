@@ -143,6 +143,7 @@ def policy(world_size: int, layout: dict[str, Any], **how: Any) -> dict[str, Any
             "inside": inside,
             "loss": result.metrics["loss/total"],
             "weights": sorted(set(weights.values())),
+            "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
         }
 
 

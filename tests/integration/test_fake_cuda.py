@@ -91,6 +91,8 @@ def test_a_step_waits_for_the_gpu_only_between_passes(seen, layout):
     assert total(found["update"], "read", "_add_up") == 1
     assert total(found["update"], "read", "_collect") == bool(how.get("scoring"))
     assert total(found["update"], "read") <= 6
+    assert total(found["update"], "upload", "adam.py") == 0
+    assert not found["cudnn_attention"]  # it would plan anew for every length
     assert found["loss"] == 1  # what a read gives here
 
 
@@ -105,7 +107,8 @@ def test_the_gpu_benchmark_measures_bf16_then_fp8_and_writes_both(seen):
     assert found["exit"] == 0
     assert found["fields"] == [{}, {"fp8": "e4m3", "fp8_recipe": "blockwise"}]
     measured = found["written"]["tiny"]
-    assert measured.keys() == {"bf16", "fp8 blockwise", "drift"}
+    assert measured.keys() == {"bf16", "fp8 blockwise"}
+    assert measured["fp8 blockwise"]["drift"].keys() == {"abs_mean", "abs_max", "kl"}
     assert measured["bf16"]["losses"] == [1.0] * 8  # what a read gives here
     assert measured["bf16"]["num_layers"] == 2
 

@@ -27,7 +27,7 @@ from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 CONTRACTS = Path(__file__).parents[1] / "contract"
-_FILE = json.loads((CONTRACTS / "transformer_engine-2.12.0.json").read_text())
+_FILE = json.loads((CONTRACTS / "transformer_engine-2.20.2.json").read_text())
 RECORDED, SIZES = _FILE["models"], _FILE["sizes"]
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 CONFIGS = {

@@ -94,8 +94,8 @@ class FusedLayoutAdam(torch.optim.Optimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
-            # adamw counts up what it is given
-            [torch.tensor(group["step"] - 1.0, device=p.device) for p in parameters],
+            # adamw counts up what it is given; torch.tensor would wait for the GPU
+            [torch.full((), group["step"] - 1.0, device=p.device) for p in parameters],
             fused=True,
             lr=group["lr"],
             beta1=beta1,

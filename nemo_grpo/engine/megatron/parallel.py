@@ -30,6 +30,8 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     rotary.install()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # megatron-core allocates on the current device
+        # cuDNN's attention plans anew for every length, which takes longer than the attention itself.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if parallel_state.model_parallel_is_initialized() and _current_sizes() != layout.sizes:
         shut_down()
     if not dist.is_initialized():

@@ -9,9 +9,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts/install_transformer_engine.sh"
 WHEELS = (
-    "transformer_engine-2.12.0-py3-none-any.whl",
-    "transformer_engine_cu13-2.12.0-py3-none-manylinux_2_28_x86_64.whl",
-    "transformer_engine_torch-2.12.0.tar.gz",
+    "transformer_engine-2.20.2-py3-none-any.whl",
+    "transformer_engine_cu13-2.20.2-py3-none-manylinux_2_28_x86_64.whl",
+    "transformer_engine_torch-2.20.2.tar.gz",
 )
 
 
@@ -80,7 +80,7 @@ def test_wrong_arguments_and_folders_are_refused(tmp_path):
 
 def test_two_versions_and_several_files_are_refused(wheels):
     (wheels / WHEELS[2]).rename(wheels / "transformer_engine_torch-2.11.0.tar.gz")
-    assert "transformer_engine_torch-2.11.0.tar.gz is not of version 2.12.0" in run(str(wheels))[1]
+    assert "transformer_engine_torch-2.11.0.tar.gz is not of version 2.20.2" in run(str(wheels))[1]
     (wheels / "transformer_engine-2.11.0-py3-none-any.whl").touch()
     assert "several files match" in run(str(wheels))[1]
 
