@@ -169,8 +169,8 @@ def last_step(metrics: Path) -> int:
 
 def steps(out: Path, dry: bool) -> None:
     """Steps in this process: seconds and peak memory by phase beside the plan's, and where the host waits."""
-    from nemo_grpo.engine.trainer import Trainer
-
+    from nemo_grpo.engine.run import begin
+    from nemo_grpo.engine.steps import reinforce
     from nemo_grpo.plan import plan_recipe
     from nemo_grpo.recipe import load_recipe
 
@@ -189,19 +189,19 @@ def steps(out: Path, dry: bool) -> None:
         ]
     for name, more in sizes.items():
         recipe = load_recipe(ROOT / QUICKSTART, [*overrides, *more, f"nemo_grpo.run_name={name}"])
-        trainer = Trainer(recipe)
+        run = begin(recipe)
         with peak_memory() as peaks:
-            rows = [trainer.train_step() for _ in range(2 if dry else 6)]
+            rows = [reinforce(run) for _ in range(2 if dry else 6)]
         laps = [key for key in rows[0] if key.startswith("time/")]
         figures[name] = {
             "seconds": {key: [round(row[key], 4) for row in rows] for key in laps},
             "peak_bytes": peaks,
             "planned_bytes": plan_recipe(recipe).peaks,
-            "waits": host_waits(trainer),
-            "profile": profile(trainer),
+            "waits": host_waits(run),
+            "profile": profile(run),
         }
         keep(out, "steps", figures)
-        del trainer
+        del run
 
 
 @contextmanager
@@ -227,11 +227,13 @@ def peak_memory() -> Iterator[dict[str, int]]:
         Clock.lap = lap  # type: ignore[method-assign]
 
 
-def host_waits(trainer: Any) -> dict[str, int]:
+def host_waits(run: Any) -> dict[str, int]:
     """Places where one step's learning waits for the GPU, and how often."""
     import torch
 
-    learn, cuda = trainer.learner.learn, torch.cuda.is_available()
+    from nemo_grpo.engine.steps import reinforce
+
+    learn, cuda = run.learner.learn, torch.cuda.is_available()
     found: Counter[str] = Counter()
 
     def watched(*arguments: Any) -> Any:
@@ -247,17 +249,19 @@ def host_waits(trainer: Any) -> dict[str, int]:
             waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
             found.update(f"{'/'.join(Path(w.filename).parts[-3:])}:{w.lineno}" for w in waits)
 
-    object.__setattr__(trainer.learner, "learn", watched)  # a frozen dataclass
-    trainer.train_step()
-    object.__delattr__(trainer.learner, "learn")
+    run.learner.learn = watched
+    reinforce(run)
+    del run.learner.learn
     return dict(found.most_common())
 
 
-def profile(trainer: Any) -> dict[str, Any]:
+def profile(run: Any) -> dict[str, Any]:
     """One step's learning under the profiler: its time, the kernels', copies to the host, waits."""
     import torch
 
-    learn, seen = trainer.learner.learn, dict[str, Any]()
+    from nemo_grpo.engine.steps import reinforce
+
+    learn, seen = run.learner.learn, dict[str, Any]()
     cuda = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if cuda else []
@@ -277,9 +281,9 @@ def profile(trainer: Any) -> dict[str, Any]:
         seen["longest"] = {e.key[:90]: [e.count, round(e.self_device_time_total)] for e in longest}
         return result
 
-    object.__setattr__(trainer.learner, "learn", profiled)
-    trainer.train_step()
-    object.__delattr__(trainer.learner, "learn")
+    run.learner.learn = profiled
+    reinforce(run)
+    del run.learner.learn
     return seen
 
 
