@@ -57,6 +57,7 @@ class Ask:
     task: Task
     cache: ResponseCache | None = None
     meter: TokenMeter | None = None
+    first_words: str = ""
 
     def __call__(
         self, asked: Sequence[Question], count: int, sampling: SamplingParams, seed: int
@@ -84,6 +85,6 @@ class Ask:
         images = [one.images for one in asked] if any(one.images for one in asked) else ()
         prompts = [one.tokens for one in asked]
         request = Request(prompts, count, sampling, seed, images=images, meter=self.meter)
-        sampled = sample_responses(self.generator, self.tokenizer, self.task, request)
+        sampled = sample_responses(self.generator, self.tokenizer, self.task, request, self.first_words)
         read = [Completion(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
         return [read[start : start + count] for start in range(0, len(read), count)]

@@ -24,6 +24,7 @@ from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Sampler, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task
 from nemo_grpo.tasks.base import checked_score
+from nemo_grpo.tasks.prompts import first_words
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ def evaluate(
     assert num_samples >= 1
     greedy = replace(sampling, greedy=True)
     questions = [question(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
-    ask = Ask(generator, tokenizer, task, cache, meter)
+    ask = Ask(generator, tokenizer, task, cache, meter, first_words(prompt, task.config))
     results: dict[int, ProblemResult] = {}
     for part, part_seed in calls(questions, problems_per_call or PROBLEMS_PER_CALL, seed):
         asked = [questions[index] for index in part]

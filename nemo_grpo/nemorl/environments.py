@@ -199,7 +199,8 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         Returns: NeMo-RL's `EnvironmentReturn`.
         """
         problems = [Problem(**info["problem"]) for info in metadata]
-        texts = ["".join(message["content"] for message in log[1:]) for log in message_log_batch]
+        begun = self.scorer.first_words
+        texts = [begun + "".join(message["content"] for message in log[1:]) for log in message_log_batch]
         scores = self.scorer(problems, texts, self.pool.map)
         totals = [self._reward(score) for score in scores]
         numbers = [
@@ -237,7 +238,8 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         episodes = [Episode(**info["episode"]) for info in metadata]
         if not isinstance(self.task, MultiTurnTask):
             return [None] * len(logs), episodes
-        observed = self.task.observe(episodes, [log[-1]["content"] for log in logs], self.reserved)
+        turns = [(self.scorer.first_words if len(log) == 2 else "") + log[-1]["content"] for log in logs]
+        observed = self.task.observe(episodes, turns, self.reserved)
         return [one.observation for one in observed], [one.episode for one in observed]
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:

@@ -100,13 +100,14 @@ class Recorded:
             if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
                 found.append((step, row, problem, "".join(turns if has_turns else turns[:1])))
         scorer = Scorer(task, settings.rewards, settings.prompt)
+        texts = [scorer.first_words + text for *_, text in found]
         try:
-            scores = scorer([problem for _, _, problem, _ in found], [text for *_, text in found])
+            scores = scorer([problem for _, _, problem, _ in found], texts)
         finally:
             scorer.close()
         return [
             Scored(step, problem, text, num_tokens(row), reward(row), of, reward_of(of, settings.rewards))
-            for (step, row, problem, text), of in zip(found, scores, strict=True)
+            for (step, row, problem, _), text, of in zip(found, texts, scores, strict=True)
         ]
 
     @cached_property

@@ -52,19 +52,21 @@ class Response:
 TextReader = Callable[[Sequence[list[int]]], list[str]]
 
 
-def sample_responses(generator: Sampler, tokenizer: Any, task: Task, request: Request) -> list[Response]:
-    """The whole responses that are asked for, those to one prompt together.
+def sample_responses(
+    generator: Sampler, tokenizer: Any, task: Task, request: Request, first_words: str = ""
+) -> list[Response]:
+    """The whole responses that are asked for, those to one prompt together; each text begins as given.
 
     For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. An
     observation that leaves no room for another token is not given, and its response counts as truncated.
     The same arguments give the same responses wherever the task's tool answers alike.
     """
     if isinstance(task, MultiTurnTask):
-        return _converse(generator, tokenizer, task, request)
+        return _converse(generator, tokenizer, task, request, first_words)
     read = text_reader(tokenizer, task)
     rollout = generator.generate(request)
     return [
-        Response(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, text)
+        Response(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, first_words + text)
         for tokens, logprobs, truncated, text in _responses(rollout, read)
     ]
 
@@ -96,7 +98,9 @@ def _responses(rollout: Rollout, read: TextReader) -> list[tuple[Tensor, Tensor,
     return list(zip(tokens, logprobs, rollout.truncated.tolist(), texts, strict=True))
 
 
-def _converse(generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request) -> list[Response]:
+def _converse(
+    generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request, first_words: str
+) -> list[Response]:
     """Turn by turn; every call samples the next turn of all responses that are not over."""
     if (meter := request.meter) is not None:  # a turn that ends is no response that ends
         request = replace(request, meter=lambda num_tokens, _num_ended: meter(num_tokens, 0))
@@ -108,7 +112,7 @@ def _converse(generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: 
 
     prompts = [prompt for prompt in request.prompts for _ in range(request.num_generations)]
     none = torch.empty(0, dtype=torch.int64)
-    responses = [Response(none, none.float(), none.bool(), False, "", Episode())] * len(prompts)
+    responses = [Response(none, none.float(), none.bool(), False, first_words, Episode())] * len(prompts)
     # In the first turn the responses to one prompt share its reading; later on all have their own context.
     going, asked = [*range(len(prompts))], replace(request, turn=Turn(request.limits, end))
     while going:
@@ -134,11 +138,12 @@ def _listen(
     """Add the rows' turns and what the environment says to them; returns the rows that go on."""
     finished, turns = [], []
     for row, (tokens, logprobs, truncated, text) in zip(rows, sampled, strict=True):
+        first_words = "" if len(responses[row].tokens) else responses[row].text
         said = responses[row].plus(tokens, logprobs, text, by_policy=True)
         responses[row] = replace(said, truncated=truncated)
         if not truncated:
             finished.append(row)
-            turns.append(text)
+            turns.append(first_words + text)
     if not finished:
         return []
     episodes = [responses[row].episode for row in finished]

@@ -1,4 +1,4 @@
-"""Mathematics: problems from JSONL files, answers compared by math-verify.
+"""Mathematics: problems from JSONL files, answers compared as text and as mathematics.
 
 The same grading serves the mathematical vision task; `docs/tasks.md` says which answers count.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +18,8 @@ from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
 from nemo_grpo.tasks.rewards.final_answer import MAX_CHARS, MAX_DEPTH, final_answer, normalized
 from nemo_grpo.tasks.rewards.forms import FORMS, Form, demonstrated_form, with_opened_think
-from nemo_grpo.tasks.rewards.math_grader import SHARED
+from nemo_grpo.tasks.rewards.math_grader import SHARED, answer_of
+from nemo_grpo.tasks.rewards.notation import plain, readable
 
 log = logging.getLogger(__name__)
 
@@ -93,16 +95,23 @@ class MathFiles(MathematicalAnswers, FileTask):
         if lost:
             log.warning(
                 "%d of %d problems can never be answered correctly, the first is %r: answer=%.60r has a "
-                "brace without its partner, more than %d characters, more than %d levels of brackets, or "
-                "nothing but punctuation; correct the answers or leave the problems out",
+                "brace without its partner, more than %d characters, more than %d levels of brackets, "
+                "nothing but punctuation, or a number in a sentence; correct the answers or leave the "
+                "problems out",
                 *(len(lost), len(self.train) + len(self.validation), lost[0].id, lost[0].answer),
                 *(MAX_CHARS, MAX_DEPTH),
             )
 
 
+_SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Z]?[a-z]+(?:\s+[a-z]{2,}\s|:\s)")
+
+
 def _can_be_given(reference: str) -> bool:
+    """Whether a response is likely to give a reference, as text or as mathematics."""
+    reference = answer_of(reference)
+    is_sentence = re.search(r"\d", reference) and _SENTENCE.search(readable(plain(reference)))
     answer = final_answer(f"\\boxed{{{reference}}}")
-    return answer is not None and normalized(answer) == normalized(reference) != ""
+    return answer is not None and normalized(answer) == normalized(reference) != "" and not is_sentence
 
 
 class Math(MathFiles):

@@ -58,6 +58,13 @@ def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
     return [*system, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
 
 
+def first_words(prompt: Prompt, task: Any) -> str:
+    """The response's prefix as the task reads it: one with think_is_open adds an open ``<think>`` itself."""
+    before, _, after = prompt.response_prefix.rpartition("<think>")
+    is_added = getattr(task, "think_is_open", False) and "</think>" not in after
+    return before + after if is_added else prompt.response_prefix
+
+
 def check_image_prompt(prompt: Prompt) -> None:
     """Refuse prompt settings that prompts with images do not support.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_grpo import extensions
 from nemo_grpo.tasks.base import NOT_FINITE, Problem, Task, checked_score, reward_of
-from nemo_grpo.tasks.prompts import Prompt, chat_messages
+from nemo_grpo.tasks.prompts import Prompt, chat_messages, first_words
 from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rewards.own_reward import OwnReward
 
@@ -24,7 +24,7 @@ class Scorer:
     """Components and rewards of responses.
 
     Attributes: task: gives the components that it declares.  weights: ``nemo_grpo.rewards``.
-                max_failed: ``nemo_grpo.max_failed_rewards``.
+                max_failed: ``nemo_grpo.max_failed_rewards``.  first_words: of every response that is scored.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Scorer:
         """Raises: UserError: an own function cannot be loaded."""
         self.max_failed = max_failed
         self.task, self.weights, self.prompt = task, weights, prompt
+        self.first_words = first_words(prompt, getattr(task, "config", None))
         self.own = [OwnReward(name) for name in weights if extensions.is_reference(name)]
 
     def __call__(

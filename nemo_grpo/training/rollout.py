@@ -118,7 +118,7 @@ def sample_groups(
 
     The first rank scores for all: a verdict at a grader's time limit may differ between two calls.
     """
-    sampled = sample_responses(generator, tokenizer, scorer.task, request)
+    sampled = sample_responses(generator, tokenizer, scorer.task, request, scorer.first_words)
     num_generations = request.num_generations
     rows = [problem for problem in problems for _ in range(num_generations)]
     scored = from_first_rank(lambda: scorer(rows, [one.text for one in sampled]))

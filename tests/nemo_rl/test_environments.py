@@ -33,12 +33,16 @@ def tokenizer():
 
 
 def environment(
-    section: dict[str, Any], rewards: dict[str, float], reserved: tuple[str, ...] = (), own_files=None
+    section: dict[str, Any],
+    rewards: dict[str, float],
+    reserved: tuple[str, ...] = (),
+    own_files=None,
+    prompt: dict[str, Any] | None = None,
 ) -> Any:
     """The environment in this process, with the interface of its actor."""
     settings = {"task": section, "rewards": rewards, "reserved": reserved, "own_files": own_files or {}}
     settings |= {"max_failed_rewards": 0.1, "num_generations": 2}
-    made = environments.TaskEnvironmentImpl(settings | {"prompt": {}})
+    made = environments.TaskEnvironmentImpl(settings | {"prompt": prompt or {}})
     step = types.SimpleNamespace(remote=lambda *arguments: functools.partial(made.step, *arguments))
     return types.SimpleNamespace(step=step, made=made)
 
@@ -81,6 +85,29 @@ def test_validation_rewards_are_the_accuracy_alone():
     assert validated.rewards.tolist() == [1.0, 0.0]
     assert trained.terminateds.all()
     assert trained.answers == ["2", None]
+
+
+def test_a_response_prefix_begins_the_text_that_is_graded():
+    prompt = {"response_prefix": "The answer is \\boxed{"}
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": n}] for n in ("2}.", "3}.")]
+    step = environment({"name": "math"}, {"accuracy": 1.0}, prompt=prompt).made.step(logs, [INFO, INFO])
+    assert step.rewards.tolist() == [1.0, 0.0]
+    assert step.answers == ["2", "3"]
+
+
+def test_a_response_prefix_begins_the_first_turn_alone():
+    turns = ["a</search>", "<search>b</search>"]
+    made = environment(SEARCH, {"accuracy": 1.0}, prompt={"response_prefix": "<search>"}).made
+    seen = []
+    made.task.observe = lambda episodes, turns, reserved: (
+        seen.extend(turns)
+        or [types.SimpleNamespace(observation=None, episode=episode) for episode in episodes]
+    )
+    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turns[0]}]
+    made.step([log], [INFO])
+    log += [{"role": "environment", "content": "A"}, {"role": "assistant", "content": turns[1]}]
+    made.step([log], [INFO])
+    assert seen == ["<search>a</search>", "<search>b</search>"]
 
 
 def test_a_users_rewards_and_task_arrive_as_text(tmp_path, monkeypatch):

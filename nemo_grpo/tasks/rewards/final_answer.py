@@ -1,14 +1,16 @@
 r"""The final answer of a mathematical response, found in linear time for any text.
 
 Searched outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without one, in
-all of the text. There the complete ``\boxed{..}`` that closes last and is not empty counts. A block without a
-box gives its last ``$formula$``, else the text after ``answer is``, else all of its text.
+all of the text. There the complete ``\boxed{..}`` that closes last and is not empty counts, with those that
+``,``, ``and``, ``or`` or ``\quad`` joins to it. A block without a box gives its last ``$formula$``, else the
+text after ``answer is``, else all of its text.
 """
 
 import re
+from itertools import accumulate
 
 from nemo_grpo.tasks.response import last_answer, outside_thinking
-from nemo_grpo.tasks.rewards.notation import plain
+from nemo_grpo.tasks.rewards.notation import CONJUNCTION, WRAPPER, plain
 
 MAX_CHARS = 1000
 """Longer texts are not answers: no reference is nearly as long, and graders would take long."""
@@ -18,11 +20,14 @@ MAX_DEPTH = 20
 _TOKEN = re.compile(
     r"(?P<box>\\{1,2}(?:boxed|fbox)\s{0,5}\{)|\\boxed\s{1,5}(?P<bare>[^\s$\\{}]{1,50})|\\.|[{}]", re.DOTALL
 )
+_JOINT = re.compile(
+    r"(?=.*?(?:[,;]|and|or|\\q?quad))"
+    r"(?:[\s$,;]|\\[()\[\],;:! ]|\\q?quad|\\text\s*\{[\s,]*(?:and|or)[\s,]*\}|and|or)+",
+    re.DOTALL,
+)
+MAX_JOINT = 60
+"""Characters between two boxes of a list."""
 _FORMULAS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_SPACING = re.compile(r"\\[!,;: ]|\\q?quad|\\displaystyle|\\left(?![a-z])|\\right(?![a-z])|[\s$~]")
-_SPELLING = {"dfrac": r"\frac", "tfrac": r"\frac", "leq": r"\le", "geq": r"\ge", "ne": r"\neq", "mid": "|"}
-_SPELLINGS = re.compile(rf"\\({'|'.join(_SPELLING)})(?![A-Za-z])")
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}\\]*)\}")
 
 
 def final_answer(response: str) -> str | None:
@@ -35,50 +40,54 @@ def final_answer(response: str) -> str | None:
     if answer is None or len(answer) > MAX_CHARS:
         return None
     answer = plain(answer)
-    return answer if 0 < len(answer) <= MAX_CHARS and _depth(answer) <= MAX_DEPTH else None
+    steps = ((character in "([{") - (character in ")]}") for character in answer)
+    depths = accumulate(steps, lambda depth, step: max(0, depth + step), initial=0)
+    return answer if 0 < len(answer) <= MAX_CHARS and max(depths) <= MAX_DEPTH else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Inside of the complete ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no box.
+    r"""Inside of the ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no complete box.
 
-    Empty boxes do not count; a box that contains only another box counts as the inner one.
+    It is one list with the other boxes that are joined to it. Empty boxes do not count; a box that contains
+    only another box counts as the inner one.
     """
-    span = _last_box(text)
-    while span is not None:
-        start, end = span
-        if end - start > MAX_CHARS:
+    insides: list[str] = []
+    after = 0
+    for start, inside, end in reversed(_boxes(text)):
+        if insides and (after - end > MAX_JOINT or not _JOINT.fullmatch(text, end, after)):
             break
-        inner = text[start:end].strip()
-        match = _TOKEN.match(inner)
-        if match is None or match["box"] is None or _last_box(inner) != (match.end(), len(inner) - 1):
-            return inner
-        text, span = inner, (match.end(), len(inner) - 1)
-    return None if span is None else text[slice(*span)]
+        boxed = text[inside]
+        while len(boxed) <= MAX_CHARS and (boxes := _boxes(boxed := boxed.strip())):
+            if boxes[-1][::2] != (0, len(boxed)):
+                break
+            boxed = boxed[boxes[-1][1]]
+        insides.append(boxed)
+        after = start
+    return ", ".join(dict.fromkeys(reversed(insides))) or None
 
 
 def normalized(answer: str) -> str:
-    """Equal for answers that differ only as `plain` says, in spacing, dollar signs or text wrappers."""
-    answer = _SPELLINGS.sub(lambda command: _SPELLING[command[1]], plain(answer))
-    answer = _SPACING.sub("", answer)
-    answer = answer.removesuffix(".")
-    wrapped = _WRAPPED.fullmatch(answer)
-    return answer if wrapped is None else wrapped[1]
+    """Equal for answers that differ only as `plain` says, in spacing or in a wrapper around all."""
+    answer = re.sub(r"(?<!\d) | (?!\d)", "", CONJUNCTION.sub(",", plain(answer)))
+    answer = re.sub(r"([_^])\{(\w)\}", r"\1\2", answer)
+    return whole[1] if (whole := WRAPPER.fullmatch(answer)) else answer
 
 
-def _last_box(text: str) -> tuple[int, int] | None:
-    """Where the inside of the box that closes last begins and ends."""
-    found = None
-    open_braces: list[int | None] = []  # for each open brace: where a box's inside begins, None for no box
+def _boxes(text: str) -> list[tuple[int, slice, int]]:
+    """Start, inside and end of the complete boxes that are not empty, without those inside another."""
+    found: list[tuple[int, slice, int]] = []
+    open_braces: list[tuple[int, int] | None] = []  # of a box: its start and its inside's; None for no box
     for token in _TOKEN.finditer(text):
-        if token["box"] is not None:
-            open_braces.append(token.end())
-        elif token["bare"] is not None:
-            found = token.span("bare")
-        elif token[0] == "{":
-            open_braces.append(None)
-        elif token[0] == "}" and open_braces and (start := open_braces.pop()) is not None:
-            end = token.start()
-            found = (start, end) if end - start > MAX_CHARS or text[start:end].strip() else found
+        if token["bare"] is not None:
+            found.append((token.start(), slice(*token.span("bare")), token.end()))
+        elif token[0][-1] == "{" and token[0] != "\\{":
+            open_braces.append(token.span() if token["box"] else None)
+        elif token[0] == "}" and open_braces and (opened := open_braces.pop()) is not None:
+            inside = slice(opened[1], token.start())
+            if token.start() - opened[1] > MAX_CHARS or text[inside].strip():
+                while found and found[-1][0] > opened[0]:
+                    found.pop()
+                found.append((opened[0], inside, token.end()))
     return found
 
 
@@ -92,12 +101,3 @@ def _last_formula(block: str) -> str:
         if start >= 0 and block[start + len(opening) : end].strip():
             return block[start + len(opening) : end]
     return block.rpartition("answer is")[2]
-
-
-def _depth(answer: str) -> int:
-    """Maximum nesting depth of brackets of any kind."""
-    depth = deepest = 0
-    for character in answer:
-        depth = max(0, depth + (character in "([{") - (character in ")]}"))
-        deepest = max(deepest, depth)
-    return deepest

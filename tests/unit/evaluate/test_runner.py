@@ -124,6 +124,18 @@ def test_recipes_may_ask_for_every_metric_and_no_other(task):
     assert set(validation_metrics(recipe)) == measured
 
 
+def test_a_response_prefix_begins_the_texts_that_are_graded_and_shown(task, tmp_path):
+    begun = RIGHT[:10]
+    script = {f"[Q0?]{begun}": (RIGHT[10:], [RIGHT[10:], BARE])}
+    arguments = (CharacterTokenizer(), task, Prompt(response_prefix=begun), PROBLEMS[:1], 2, SAMPLING, 7)
+    with ResponseLog(tmp_path / "log.jsonl") as log:
+        result = evaluate(ScriptedGenerator(script), *arguments, recall=Resumable(log, "b", {}))
+    assert result.problems[0].samples.completions == [RIGHT, begun + BARE]
+    assert result.problems[0].greedy.scores == [1.0]
+    with ResponseLog(tmp_path / "log.jsonl") as log:  # nothing is sampled again
+        assert evaluate(ScriptedGenerator({}), *arguments, recall=Resumable(log, "b", {})) == result
+
+
 def test_greedy_is_one_response_with_the_same_limits(task):
     generator = ScriptedGenerator(SCRIPT)
     run(task, generator)

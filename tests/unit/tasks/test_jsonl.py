@@ -98,6 +98,30 @@ def test_ids_may_be_missing_and_answers_numbers(tmp_path):
     assert task.score(read_problems([path])[0], r"\boxed{43.0}")["accuracy"] == 1.0
 
 
+def test_a_box_may_be_in_a_reference_and_a_sentence_may_not(tmp_path, caplog):
+    answers = [
+        r"\boxed{42}",
+        r"\boxed{\frac12}",
+        r"\boxed{1,2}",
+        "even",
+        r"12\text{ apples}",
+        "5 miles per hour",
+    ]
+    rows = [{"question": str(number), "answer": answer} for number, answer in enumerate(answers)]
+    task = parse_task({"name": "math", "train_files": [write(tmp_path / "a.jsonl", *rows)]}).build()
+    assert not caplog.text
+    given = ["42", "0.5", "2,1", r"\text{Even}", "12", "5"]
+    for problem, answer in zip(task.train, given, strict=True):
+        assert task.score(problem, f"\\boxed{{{answer}}}")["accuracy"] == 1.0
+    for answer in ("The answer is 42.", "Answer: 42", "so $x$ is 5"):
+        write(tmp_path / "b.jsonl", {"question": "?", "answer": answer})
+        parse_task({"name": "math", "train_files": [str(tmp_path / "b.jsonl")]}).build()
+        assert (
+            f"1 of 1 problems can never be answered correctly, the first is 'b.jsonl:1': answer={answer!r}"
+            in (caplog.text)
+        )
+
+
 def test_references_that_no_response_can_give_are_named(tmp_path, caplog):
     answers = ["5:", "1" * 1001, "(" * 21 + "1" + ")" * 21, "\\frac{1}{2", "$", "a}b", "10\u201320", 1e-7]
     rows = [{"question": str(number), "answer": answer} for number, answer in enumerate(answers)]
