@@ -129,11 +129,11 @@ def test_a_response_prefix_begins_the_texts_that_are_graded_and_shown(task, tmp_
     script = {f"[Q0?]{begun}": (RIGHT[10:], [RIGHT[10:], BARE])}
     arguments = (CharacterTokenizer(), task, Prompt(response_prefix=begun), PROBLEMS[:1], 2, SAMPLING, 7)
     with ResponseLog(tmp_path / "log.jsonl") as log:
-        result = evaluate(ScriptedGenerator(script), *arguments, recall=Resumable(log, "b", {}))
+        result = evaluate(ScriptedGenerator(script), *arguments, cache=ResponseCache(log, "b", {}))
     assert result.problems[0].samples.completions == [RIGHT, begun + BARE]
     assert result.problems[0].greedy.scores == [1.0]
     with ResponseLog(tmp_path / "log.jsonl") as log:  # nothing is sampled again
-        assert evaluate(ScriptedGenerator({}), *arguments, recall=Resumable(log, "b", {})) == result
+        assert evaluate(ScriptedGenerator({}), *arguments, cache=ResponseCache(log, "b", {})) == result
 
 
 def test_greedy_is_one_response_with_the_same_limits(task):
