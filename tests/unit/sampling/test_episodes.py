@@ -174,16 +174,16 @@ def test_the_response_prefix_begins_what_is_graded_observed_and_recorded(task):
     scorer = Scorer(task, {"answer": 1.0}, prompt)
     problem = Problem("x", "?", "A", {"answers": ["A"]})
     (group,) = sample_groups(ScriptedGenerator(script), CharacterTokenizer(), scorer, [problem], asked)
-    assert [response.text for response in group.responses] == [ASK + TOLD + ANSWER] * 2
+    assert [one.response.text for one in group.responses] == [ASK + TOLD + ANSWER] * 2
     assert [response.reward for response in group.responses] == [1.0, 1.0]
-    assert "".join(map(chr, group.responses[0].tokens.tolist())) == said + TOLD + ANSWER
+    assert "".join(map(chr, group.responses[0].response.tokens.tolist())) == said + TOLD + ANSWER
 
     sums = parse_task({"name": "math"}).build()
     scorer = Scorer(sums, {"accuracy": 1.0}, Prompt(response_prefix="The answer is \\boxed{"))
     problem = Problem("x", "?", "42")
     generator = ScriptedGenerator({"p": ["42}.\0", "43}.\0"]})
     (group,) = sample_groups(generator, CharacterTokenizer(), scorer, [problem], asked)
-    assert [response.text for response in group.responses] == [
+    assert [one.response.text for one in group.responses] == [
         f"The answer is \\boxed{{{n}}}." for n in (42, 43)
     ]
     assert [response.reward for response in group.responses] == [1.0, 0.0]
