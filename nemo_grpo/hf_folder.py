@@ -17,10 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from checkpoints_conv.formats.model_folder import (
-    check_no_other_weights,
     copy_side_files,
-    hf_config,
-    how_to_get,
     read_config,
     weight_files,
 )
@@ -30,32 +27,6 @@ from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.files import make_readable
 
 MAX_SHARD_SIZE = "5GB"
-WRITTEN_BY = {".cache/smollm2": "python -m nemo_grpo.smollm2"}
-"""A model's folder in a shipped recipe -> the command that writes the folder given to it."""
-
-
-def check_model_folder(folder: Path, setting: str) -> None:
-    """Refuse a folder from which training cannot start.
-
-    Raises: UserError: no such folder, config, weights or tokenizer are missing, or transformers would load
-            other weights; ``setting`` names the recipe key.
-    """
-    if not folder.is_dir():
-        remedy = how_to_get(folder)
-        if command := WRITTEN_BY.get(str(folder)):
-            remedy = f"`{command} {folder}` writes it"
-        elif "hf" in folder.parts[-2:]:  # of a run, or one of its steps
-            remedy = "train the run that exports it first"
-        raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
-    needed = {
-        "config.json": ["config.json"],
-        "weights (*.safetensors)": ["*.safetensors"],
-        "tokenizer (tokenizer.json or tokenizer_config.json)": ["tokenizer.json", "tokenizer_config.json"],
-    }
-    for what, patterns in needed.items():
-        if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            raise UserError(f"{setting}={str(folder)!r} has no {what}; save model and tokenizer there")
-    check_no_other_weights(folder, hf_config(folder))
 
 
 def load_config(folder: Path) -> Any:

@@ -22,7 +22,7 @@ from nemo_grpo.cli.launch import (
     job_environment,
     sbatch_options,
 )
-from nemo_grpo.cli.recipe import Overrides, try_own_loss
+from nemo_grpo.cli.recipe import Overrides
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -183,14 +183,15 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
+    from nemo_grpo.experiments.experiment import check_settings, run_experiment
+    from nemo_grpo.launch.recipe_checks import remedies
+
     if dry_run:
+        for sentence in remedies(check_settings(runs)):
+            typer.echo(sentence, err=True)
         for job in runs:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
         return
-    for recipe in {job.recipe.loss_fn.variant: job.recipe for job in runs}.values():
-        try_own_loss(recipe)
-    from nemo_grpo.experiments.experiment import run_experiment
-
     command = shlex.join(["nemo-grpo", *sys.argv[1:]])
     found, code = run_experiment(runs, out, num_parallel=num_parallel, command=command, baseline=baseline)
     show_results(found)

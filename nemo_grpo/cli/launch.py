@@ -83,8 +83,8 @@ def submit(
     if time is not None:
         typer.echo(f"time limit of an attempt: {limit or 'none'}", err=True)
     options = sbatch_options(time, account, partition, sbatch)
+    _check(loaded, dry_run=dry_run)
     _plan(loaded, gpu, limit, options.get("signal"))
-    _check_data(loaded, refuse=not dry_run)
     if rehearse:
         _rehearse(recipe, overrides)
     submission = prepare(loaded, recipe, overrides, options, job_environment(container, mounts, logs))
@@ -115,13 +115,15 @@ def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None)
         typer.echo(f"plan: {sentence}", err=True)
 
 
-def _check_data(recipe: Recipe, *, refuse: bool) -> None:
-    from nemo_grpo.launch.data_files import check_data
+def _check(recipe: Recipe, *, dry_run: bool) -> None:
+    """What is still to be written may come after a dry run."""
+    from nemo_grpo.launch.recipe_checks import check_recipe, remedies
 
-    data = check_data(recipe)
-    for sentence in (*data.errors, *data.notes, *([data.found] if data.found else [])):
+    checked = check_recipe(recipe, continues=True)
+    for sentence in (*remedies(checked.missing), *checked.notes, *filter(None, [checked.found])):
         typer.echo(f"data: {sentence}", err=True)
-    if data.errors and refuse:
+    checked.refuse(missing=False)
+    if checked.missing and not dry_run:
         raise UserError("the data are not ready, as said above; nothing was submitted")
 
 

@@ -40,15 +40,12 @@ def tokenizer_of(model: Path) -> Any:
     Raises: UserError: it is missing or has no end-of-sequence token, or an adapter lies beside the model.
     """
     from nemo_grpo.hf_folder import load_tokenizer
+    from nemo_grpo.launch.recipe_checks import reason_against_model
 
     if not model.is_dir():
         raise UserError(f"--model {model} is not a folder; {how_to_get(model)}")
-    if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
-        raise UserError(
-            f"--model {model} is a PEFT adapter, without its base model; merge them: `nemo-grpo convert "
-            "megatron-to-hf --megatron-checkpoint DIR --lora merge --base BASE ...` of the run's checkpoint, "
-            "or in PEFT PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(OUT)"
-        )
+    if reason := reason_against_model(model):
+        raise UserError(f"--model {model} {reason}")
     known = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((model / name).is_file() for name in known):
         raise UserError(f"--model {model} has no tokenizer ({', '.join(known)}); {_remedy(model)}")
@@ -61,11 +58,7 @@ def tokenizer_of(model: Path) -> Any:
 
 
 def _remedy(model: Path) -> str:
-    """The remedy for a folder that is not a model folder."""
-    if (model / "recipe.resolved.yaml").is_file():
-        return f"this is a run's folder: give its model, {model / 'hf'}"
-    if (model / "policy").is_dir() or (model / ".metadata").is_file():
-        return "this is a Megatron checkpoint: convert it with `nemo-grpo convert megatron-to-hf`"
+    """The remedy for a model folder without tokenizer."""
     name, known = base_model(Training(), model)
     if "base_model" in known:
         return (

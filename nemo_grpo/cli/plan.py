@@ -116,12 +116,12 @@ def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
 
 def _about_data(recipes: list[Recipe]) -> list[str]:
     """Name the files that the recipes lack, once for all; of a single recipe also what they hold."""
-    from nemo_grpo.launch.data_files import check_data, missing_files, remedies
+    from nemo_grpo.launch.recipe_checks import check_data, missing_files, remedies
 
     if len(recipes) > 1:
         return list(remedies(file for recipe in recipes for file in missing_files(recipe)))
     data = check_data(recipes[0])
-    return [*data.errors, *data.notes, *([data.found] if data.found else [])]
+    return [*data.errors, *remedies(data.missing), *data.notes, *([data.found] if data.found else [])]
 
 
 def _lengths(given: str | None) -> float | Path | None:

@@ -11,7 +11,6 @@ import typer
 
 from nemo_grpo import shipped
 from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
-from nemo_grpo.extensions import is_reference
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -49,7 +48,7 @@ def check(
     missing: list[str] = []
     results = [_check_one(path, overrides, missing) for path in paths]
     if missing:
-        from nemo_grpo.launch.data_files import remedies
+        from nemo_grpo.launch.recipe_checks import remedies
 
         for sentence in remedies(missing):
             _note(sentence)
@@ -59,67 +58,31 @@ def check(
 
 
 def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
-    """Print a recipe's line; ``missing`` gets the files that its task lacks."""
+    """Print a recipe's line; ``missing`` gets what other commands write before it can run."""
     from nemo_grpo.experiments.sweep import is_sweep
-    from nemo_grpo.launch.data_files import check_data, missing_files
-    from nemo_grpo.plan.rules import shape_problems
-    from nemo_grpo.recipe import advice, load_recipe, refuse_unsupported
+    from nemo_grpo.launch.recipe_checks import check_recipe
+    from nemo_grpo.recipe import advice, load_recipe
 
     try:
         if is_sweep(path):
-            typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_sweep_summary(path, overrides)}")
+            summary = _sweep_summary(path, overrides, missing)
+            typer.echo(f"{typer.style('ok', fg='green')}     {path}: {summary}")
             return True
         recipe = load_recipe(path, overrides)
-        if recipe.nemo_grpo.target == "embedded":
-            refuse_unsupported(recipe)
-        if wrong := shape_problems(recipe):
-            raise UserError("; ".join(wrong))
-        data = check_data(recipe)
-        if lacking := missing_files(recipe):
-            missing += lacking
-        elif data.errors:
-            raise UserError("; ".join(data.errors))
-        else:
-            try_own_rewards(recipe)
-            try_own_loss(recipe)
+        found = check_recipe(recipe)
+        found.refuse(missing=False)
+        missing += found.missing
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {str(error).removeprefix(f'{path}: ')}")
         return False
     typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
-    for sentence in (*advice(recipe), *data.notes):
+    for sentence in (*advice(recipe), *found.notes):
         _note(sentence)
     return True
 
 
 def _note(sentence: str) -> None:
     typer.echo(f"       {typer.style('note', fg='yellow')} {sentence}")
-
-
-def try_own_loss(recipe: Recipe) -> None:
-    """The quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own.
-
-    Raises: UserError: a check does not hold.
-    """
-    if is_reference(recipe.loss_fn.variant):
-        from nemo_grpo.variants.checking import try_out
-
-        try_out(recipe.loss_fn, "loss_fn.variant")
-
-
-def try_own_rewards(recipe: Recipe) -> None:
-    """Call the recipe's own reward functions on a few of its problems.
-
-    Raises: UserError: see `Scorer.try_out`.
-    """
-    own = recipe.nemo_grpo
-    if not any(map(is_reference, own.rewards)):
-        return
-    from contextlib import closing
-
-    from nemo_grpo.tasks.scoring import Scorer
-
-    with closing(Scorer(recipe.task.build(), own.rewards, own.prompt)) as scorer:
-        scorer.try_out(recipe.grpo.seed)
 
 
 def _summary(recipe: Recipe) -> str:
@@ -132,14 +95,20 @@ def _summary(recipe: Recipe) -> str:
     )
 
 
-def _sweep_summary(path: Path, overrides: list[str]) -> str:
-    from nemo_grpo.experiments.jobs import make_jobs
+def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
+    from nemo_grpo.experiments.jobs import make_jobs, naming
     from nemo_grpo.experiments.sweep import load_sweep, targets, with_overrides
+    from nemo_grpo.launch.recipe_checks import check_recipe
 
     found = {}
     for target in targets(path):
         sweep = load_sweep(path, target)
         jobs = make_jobs(with_overrides(sweep.settings, overrides), sweep.seeds[:1], Path("runs"))
+        for job in jobs:
+            with naming(job):
+                checked = check_recipe(job.recipe)
+                checked.refuse(missing=False)
+            missing += checked.missing
         name = jobs[0].setting.recipe.name
         found[target] = f"{name}, {len(jobs)} settings x {len(sweep.seeds)} seeds"
     return f"sweep of {'; on the cluster of '.join(found.values())}"

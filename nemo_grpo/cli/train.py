@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nemo_grpo.cli.recipe import Overrides, try_own_loss
+from nemo_grpo.cli.recipe import Overrides
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ def train(
     loaded = load_recipe(recipe, overrides or [])  # before the imports below, which take seconds
     for sentence in advice(loaded):
         log.warning("%s", sentence)
-
-    try_own_loss(loaded)
 
     from nemo_grpo.engine.run import run_recipe
 

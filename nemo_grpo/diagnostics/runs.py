@@ -14,11 +14,11 @@ import yaml
 from nemo_grpo.dotted import leaves
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.keys import shown
+from nemo_grpo.recipe.recipe import RECIPE_FILE
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-RECIPE_FILE = "recipe.resolved.yaml"
 DIAGNOSTICS_FILE = "diagnostics.jsonl"
 
 NOT_A_SETTING = (

@@ -14,7 +14,6 @@ its files are compared with their hashes.
 
 import json
 import logging
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Any
 
 from nemo_grpo.errors import UserError, reading
 from nemo_grpo.files import SHA256SUMS, check_sha256, files_in, flush_tree, write_atomically, write_sha256
+from nemo_grpo.training.run_folder import checkpoints_in, step_of
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class CheckpointStore:
 
     def _set_damaged_aside(self) -> None:
         damaged: dict[Path, UserError] = {}
-        for path in reversed(self._folders()):
+        for path in reversed(checkpoints_in(self.folder)):
             try:
                 _check(path)
                 break
@@ -132,12 +132,7 @@ class CheckpointStore:
             path.rename(aside)
 
     def _complete(self) -> list[Path]:
-        return [path for path in self._folders() if (path / INFO).exists()]
-
-    def _folders(self) -> list[Path]:
-        """From the first step to the last."""
-        found = (path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+        return [path for path in checkpoints_in(self.folder) if (path / INFO).exists()]
 
     def _prune(self, newest: Path) -> None:
         if self.keep_top_k is None:
@@ -174,7 +169,7 @@ def _check(checkpoint: Path) -> None:
     listed = check_sha256(checkpoint)
     if unlisted := len(files_in(checkpoint)) - listed:
         raise UserError(f"{checkpoint / SHA256SUMS} lacks {unlisted} of the files there; restore the folder")
-    if read_info(checkpoint).get("step") != int(checkpoint.name.removeprefix("step_")):
+    if read_info(checkpoint).get("step") != step_of(checkpoint):
         raise UserError(f"{checkpoint / INFO} is of another step; restore the folder")
 
 

@@ -1,4 +1,4 @@
-"""Refusals of the embedded engine before it builds anything: settings it would ignore, unfit layouts."""
+"""Refusals of the embedded engine before it builds anything."""
 
 import os
 from pathlib import Path
@@ -6,14 +6,12 @@ from pathlib import Path
 import torch
 
 from nemo_grpo.engine.megatron import options
-from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.errors import UserError
 from nemo_grpo.families import COMPUTED, read_spec
-from nemo_grpo.hf_folder import check_model_folder, load_config
-from nemo_grpo.recipe import Recipe, refuse_unsupported
-from nemo_grpo.recipe.generation_sections import stop_refusals
-from nemo_grpo.recipe.layout import stage_refusals, width_refusals
-from nemo_grpo.recipe.sections import MEGATRON
+from nemo_grpo.hf_folder import load_config
+from nemo_grpo.launch.recipe_checks import check_recipe
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.training.resume import check_continuation
 from nemo_grpo.training.run_folder import RunFolder
 from nemo_grpo.training.trackers import check_trackers
 
@@ -25,18 +23,15 @@ def check(recipe: Recipe, *, resume: bool) -> Recipe | None:
     Raises:  UserError: the recipe asks for what this engine or this machine does not have, or the run folder
              cannot be written or exists and ``resume`` is False.
     """
-    check_supported(recipe)
-    check_model_source(recipe)
-    check_fits_the_model(recipe)
-    choose_device(recipe)
-    check_trackers(recipe)
-    run = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir)
-    run.check(resume=resume)
-    return check_same_run(recipe, run.recipe) if resume else None
+    check_machine(recipe)
+    check_recipe(recipe, continues=False).refuse()
+    check_fp8_fits_the_model(recipe)
+    RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir).check(resume=resume)
+    return check_continuation(recipe) if resume else None
 
 
-def check_supported(recipe: Recipe) -> None:
-    """Refuse what this engine, or this machine, cannot train.
+def check_machine(recipe: Recipe) -> None:
+    """Refuse a recipe of the other engine, and what this machine lacks: FP8, a device, a tracker.
 
     Raises: UserError: naming key, value and remedy.
     """
@@ -45,28 +40,22 @@ def check_supported(recipe: Recipe) -> None:
             "nemo_grpo.target=cluster: this recipe is for NeMo-RL; `nemo-grpo launch RECIPE --time 04:00:00` "
             "submits it to Slurm, `nemo-grpo rehearse RECIPE` tries it here without a GPU"
         )
-    refuse_unsupported(recipe)
     if errors := list(options.fp8_refusals(recipe.policy.megatron_cfg, options.this_machine())):
         raise UserError("; ".join(errors))
+    choose_device(recipe)
+    check_trackers(recipe)
 
 
-def check_fits_the_model(recipe: Recipe) -> None:
-    """Refuse what does not fit the model of policy.model_name: a layout, ids of tokens.
+def check_fp8_fits_the_model(recipe: Recipe) -> None:
+    """Refuse widths of the model of policy.model_name that FP8 cannot have.
 
     Raises: UserError: naming key, value and the sizes that fit.
     """
-    if recipe.policy.model_name is None:
-        return
     name, megatron = recipe.policy.model_name, recipe.policy.megatron_cfg
-    spec, layout = read_spec(load_config(Path(name)).to_dict(), name, COMPUTED), megatron.layout
-    errors = [
-        *width_refusals(spec, f"{MEGATRON}.tensor_model_parallel_size", layout.tensor, embedded=True),
-        *stage_refusals(spec, layout),
-        *stop_refusals(recipe.policy.generation.stop_token_ids or (), spec.vocab_size, name),
-    ]
-    if megatron.fp8_in_use and not errors:
-        errors = list(options.fp8_width_refusals(spec, layout, megatron.fp8_in_use.fp8_recipe))
-    if errors:
+    if name is None or not megatron.fp8_in_use:
+        return
+    spec = read_spec(load_config(Path(name)).to_dict(), name, COMPUTED)
+    if errors := list(options.fp8_width_refusals(spec, megatron.layout, megatron.fp8_in_use.fp8_recipe)):
         raise UserError("; ".join(errors))
 
 
@@ -82,15 +71,6 @@ def check_ranks(recipe: Recipe) -> None:
             f"{recipe.cluster.num_nodes} are {recipe.world_size} ranks, but {launched} were launched; make "
             "them agree"
         )
-
-
-def check_model_source(recipe: Recipe) -> None:
-    """Refuse a model folder that is incomplete, before anything is made.
-
-    Raises: UserError: see `check_model_folder`.
-    """
-    if recipe.policy.model_name is not None:
-        check_model_folder(Path(recipe.policy.model_name), "policy.model_name")
 
 
 def choose_device(recipe: Recipe) -> torch.device:

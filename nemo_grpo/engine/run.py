@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 def begin(recipe: Recipe, *, resume: bool = False) -> Parts:
     """Check a recipe, find or make its starting policy, and set the run up for `train`.
 
-    Raises: UserError: see `set_up`.
+    Raises: UserError: see `check` and `set_up`.
     """
-    check(recipe, resume=resume)
-    return set_up(recipe, starting_policy(recipe), resume=resume)
+    began_as = check(recipe, resume=resume)
+    return set_up(recipe, starting_policy(recipe), resume=resume, began_as=began_as)
 
 
 def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int:

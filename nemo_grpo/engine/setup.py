@@ -12,15 +12,13 @@ import torch
 from nemo_grpo.engine import heap, validation
 from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
-from nemo_grpo.engine.checks import check, check_ranks, choose_device
-from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
+from nemo_grpo.engine.checks import check_ranks, choose_device
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import options, parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
-from nemo_grpo.engine.megatron.lora import LoRASettings, choose_targets
+from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.precision import choose_precision
-from nemo_grpo.engine.resume import ANOTHER_RUN
 from nemo_grpo.engine.saving import Saver
 from nemo_grpo.errors import UserError
 from nemo_grpo.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
@@ -34,6 +32,8 @@ from nemo_grpo.tasks.environment import make_ready
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 from nemo_grpo.training.demonstrations import Demonstrations
+from nemo_grpo.training.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
+from nemo_grpo.training.resume import ANOTHER_RUN
 from nemo_grpo.training.run_folder import RunFolder
 from nemo_grpo.training.trackers import open_trackers
 
@@ -144,14 +144,13 @@ class Parts:
         }
 
 
-def set_up(recipe: Recipe, source: Path, *, resume: bool = False) -> Parts:
-    """Check everything, build model, sampler and optimizer, and open the run's folder.
+def set_up(recipe: Recipe, source: Path, *, resume: bool = False, began_as: Recipe | None = None) -> Parts:
+    """Build model, sampler and optimizer, and open the run's folder.
 
-    Args:   source: model folder to start from.  resume: continue from the newest checkpoint.
-    Raises: UserError: the recipe asks for what this engine or this machine does not have, the run folder
-                exists and ``resume`` is False, or a checkpoint does not fit.
+    Args:   recipe: that `check` accepts.  source: model folder to start from.
+            resume: continue from the newest checkpoint.  began_as: the recipe that the run began with.
+    Raises: UserError: a problem cannot be used, a file has changed, or a checkpoint does not fit.
     """
-    began_as = check(recipe, resume=resume)
     check_ranks(recipe)
     torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
     heap.keep()
@@ -174,15 +173,15 @@ def set_up(recipe: Recipe, source: Path, *, resume: bool = False) -> Parts:
         parts.restore(checkpoint)
     from_step = -1 if checkpoint is None else parts.state.step
     # A finished run keeps the recipe that it was trained with.
-    kept = began_as if began_as and parts.has_ended and not parts.pending else recipe
+    kept = began_as if parts.has_ended and not parts.pending else None
     folder.open(
-        kept.to_yaml(),
-        recipe.own_files,
+        (kept or recipe).to_yaml(),
+        {} if kept else recipe.own_files,
         from_step=from_step,
         trackers=lambda path: open_trackers(recipe, path, from_step),
     )
     if leads:  # not before the folder is ours: another process's save under way looks like a leftover
-        keep_inputs(folder.path, inputs)
+        keep_inputs(folder.path, inputs, begins=from_step < 0)
         parts.saver.store.remove_leftovers()
     return parts
 
@@ -194,7 +193,6 @@ def build(recipe: Recipe, source: Path, folder: RunFolder) -> Parts:
     """
     own, objective, task = recipe.nemo_grpo, recipe.loss_fn.build(), recipe.task.build()
     scorer = Scorer(task, own.rewards, own.prompt, own.max_failed_rewards)
-    scorer.try_out(recipe.grpo.seed)
     from_first_rank(lambda: make_ready(task))
     tokenizer = load_tokenizer(source)
     ends, learns = end_tokens(source, tokenizer), recipe.loss_fn.learns_from_demonstrations
@@ -227,14 +225,9 @@ def build(recipe: Recipe, source: Path, folder: RunFolder) -> Parts:
 
 
 def lora_of(recipe: Recipe) -> LoRASettings | None:
-    """The recipe's LoRA settings; None: all weights are trained.
-
-    Raises: UserError: layers that cannot be adapted.
-    """
+    """The recipe's LoRA settings; None: all weights are trained."""
     peft = recipe.policy.megatron_cfg.lora_in_use
-    if peft is None:
-        return None
-    return LoRASettings(peft.dim, peft.alpha, choose_targets(peft.target_modules, peft.exclude_modules))
+    return None if peft is None else LoRASettings(peft.dim, peft.alpha, peft.layers)
 
 
 def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:

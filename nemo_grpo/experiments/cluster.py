@@ -9,14 +9,15 @@ from pathlib import Path
 
 from nemo_grpo.diagnostics.runs import read_run
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.jobs import Job
+from nemo_grpo.experiments.jobs import Job, naming
 from nemo_grpo.experiments.results import Results, write_results
 from nemo_grpo.experiments.runner import Status, only_one, steps_done
 from nemo_grpo.files import write_atomically
-from nemo_grpo.launch.data_files import check_data
+from nemo_grpo.launch.recipe_checks import check_recipe
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.launch.verdicts import plan_verdict, time_verdict
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.training.resume import check_continuation
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,16 @@ def prepare_submissions(
     """
     submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
     time = None if limit is None else parse_time_limit(limit)
+    new = [job for job in jobs if job.name not in submitted]
     for job in {job.setting.label: job for job in jobs}.values():  # seeds are alike
         for sentence in _refusals(job.recipe, slurm, time):
             raise UserError(f"{job.setting.label}: {sentence}")
-    for job in () if dry_run else jobs:
-        if job.name not in submitted and (errors := check_data(job.recipe).errors):
-            raise UserError(f"{job.setting.label}: {'; '.join(errors)}")
+    for job in {job.setting.label: job for job in new}.values():
+        with naming(job):
+            check_recipe(job.recipe, continues=False).refuse(missing=not dry_run)
+    for job in new:
+        with naming(job):
+            check_continuation(job.recipe)
     return {
         job.name: prepare(job.recipe, recipe_file(job, out), [], slurm.options, slurm.environment)
         for job in jobs

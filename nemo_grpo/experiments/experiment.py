@@ -4,12 +4,13 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_grpo.engine import checks
+from nemo_grpo.engine.checks import check_machine
 from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.errors import UserError
-from nemo_grpo.experiments.jobs import Job
+from nemo_grpo.experiments.jobs import Job, naming
 from nemo_grpo.experiments.results import Results, baseline_of, write_results
 from nemo_grpo.experiments.runner import check_unchanged, run_jobs
+from nemo_grpo.launch.recipe_checks import check_recipe, remedies
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -27,12 +28,8 @@ def run_experiment(
              no setting is the baseline, or the folder cannot be used; nothing was run then.
     """
     baseline = baseline_of(jobs, baseline)
-    for job in jobs:
-        try:
-            checks.check_supported(job.recipe)
-            checks.check_model_source(job.recipe)
-        except UserError as error:
-            raise UserError(f"{job.setting.label}: {error}") from None
+    if missing := check_settings(jobs):
+        raise UserError("; ".join(remedies(missing)))
     check_unchanged(jobs)
     make_starts(jobs)
     ended = run_jobs(jobs, out, num_parallel)
@@ -41,6 +38,22 @@ def run_experiment(
     if "failed" in states:
         return found, 1
     return found, EXIT_INTERRUPTED if "interrupted" in states else 0
+
+
+def check_settings(jobs: Sequence[Job]) -> list[str]:
+    """Refuse settings that could not be trained; seeds are alike.
+
+    Returns: what other commands write first, see `recipe_checks.remedies`.
+    Raises:  UserError: naming the setting.
+    """
+    missing = list[str]()
+    for job in {job.setting.label: job for job in jobs}.values():
+        with naming(job):
+            check_machine(job.recipe)
+            found = check_recipe(job.recipe, continues=False)
+            found.refuse(missing=False)
+        missing += found.missing
+    return missing
 
 
 def make_starts(jobs: Sequence[Job]) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def make_jobs(
             )
     _check_alike(jobs)
     return jobs
+
+
+@contextmanager
+def naming(job: Job) -> Iterator[None]:
+    """Within the block a refusal begins with the job's setting."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{job.setting.label}: {error}") from None
 
 
 def override_key(override: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import existing_parent
-from nemo_grpo.launch.data_files import check_data
 from nemo_grpo.launch.nccl import nccl_problems
+from nemo_grpo.launch.recipe_checks import check_recipe, remedies
 from nemo_grpo.launch.verdicts import kind_of, num_parameters, plan_verdict
 from nemo_grpo.recipe import Recipe
 
@@ -54,8 +54,8 @@ def read_facts(folder: Path) -> list[dict[str, Any]]:
 
 def check_job(recipe: Recipe, job: Job) -> list[Row]:
     """Return one row for each check of the job's nodes and folders."""
-    checks = (plan, data, shared_folder, num_nodes, gpus, clocks, free_space, shared_memory, versions, nccl)
-    return [row for check in checks for row in check(recipe, job)]
+    of_the_job = (shared_folder, num_nodes, gpus, clocks, free_space, shared_memory, versions, nccl)
+    return [row for check in (plan, recipe_and_data, *of_the_job) for row in check(recipe, job)]
 
 
 def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
@@ -74,14 +74,16 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
         yield Row("plan", "ok" if accepted else "refused", sentence)
 
 
-def data(recipe: Recipe, _job: Job) -> Iterator[Row]:
-    """The files of the recipe's task are there and hold enough problems."""
-    checked = check_data(recipe)
+def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
+    """Everything that `nemo-grpo recipe check` and `launch` check, too."""
+    checked = check_recipe(recipe, continues=True)
     for sentence in checked.errors:
+        yield Row("recipe", "refused", sentence)
+    for sentence in remedies(checked.missing):
         yield Row("data", "refused", sentence)
     for sentence in checked.notes:
         yield Row("data", "note", sentence)
-    if checked.found and not checked.errors:
+    if checked.found:
         yield Row("data", "ok", checked.found)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,8 +66,6 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     if run.has_images:
         check_image_prompt(own.prompt)
     task.train_problem(0, grpo.seed)
-    with closing(Scorer(task, own.rewards, own.prompt)) as scorer:
-        scorer.try_out(grpo.seed)
     make_ready(task)
     return TaskProblems(task, task.validation_problems(grpo.num_val_problems) if grpo.validates else [])
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.launch.recipe_checks import check_recipe
 from nemo_grpo.nemorl import compat, hooks, nemo_gym, sft, single_controller
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
@@ -88,14 +89,15 @@ class Ready(NamedTuple):
 def set_up(run: ClusterRun) -> Ready:
     """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
 
-    Raises: UserError: missing task files, too few problems, a wrong install location of this package, a
-            package missing from the workers' Python, remains of a conversion that cannot be removed, too
-            few epochs, or a checkpoint without the variant's statistics.
+    Raises: UserError: what `check_recipe` refuses, a wrong install location of this package, a package
+            missing from the workers' Python, remains of a conversion that cannot be removed, too few epochs,
+            or a checkpoint without the variant's statistics.
     """
+    recipe = run.recipe
+    check_recipe(recipe, continues=True).refuse()
     from nemo_grpo.nemorl.environments import read_problems, setup_data
 
     share_sources()
-    recipe = run.recipe
     problems = read_problems(run) if recipe.nemo_grpo.task is not None else None
     check_async_save(run.master_config)
     check_data_plane(run.master_config)

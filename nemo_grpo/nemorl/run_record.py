@@ -15,7 +15,8 @@ from nemo_grpo.diagnostics.runs import METRICS_FILE
 from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
 from nemo_grpo.nemorl.observers import listening
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.training.run_folder import RunFolder, keep_settings
+from nemo_grpo.training.inputs import data_files, keep_inputs
+from nemo_grpo.training.run_folder import RunFolder, newest_checkpoint, step_of
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +65,11 @@ def alone(recipe: Recipe) -> Iterator[None]:
 @contextmanager
 def record_run(recipe: Recipe, logger: Any) -> Iterator[None]:
     """Within the block, also write everything that NeMo-RL's ``logger`` receives."""
-    folder = recipe.run_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    keep_settings(folder, recipe.to_yaml(), recipe.own_files)
+    folder, newest = recipe.run_dir, newest_checkpoint(recipe.checkpoint_dir)
+    from_step = step_of(newest) if newest else -1
+    run = RunFolder(folder, checkpoints=recipe.checkpoint_dir if recipe.checkpointing.enabled else None)
+    run.keep_settings(recipe.to_yaml(), recipe.own_files, from_step)
+    keep_inputs(folder, data_files(recipe), begins=from_step < 0)
     watch = Watch(recipe.grpo.max_num_steps)
 
     def record(metrics: Mapping[str, Any], step: int, prefix: str) -> None:

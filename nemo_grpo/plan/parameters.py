@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe.layout import Layout
-
-LORA_MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+from nemo_grpo.recipe.megatron_sections import LORA_LAYERS
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def adapter_counts(
         "linear_fc1": (h, 2 * f),
         "linear_fc2": (f, h),
     }
-    chosen = [sizes[name] for name in LORA_MODULES if not modules or name in modules]
+    chosen = [sizes[name] for name in LORA_LAYERS if not modules or name in modules]
     layer = sum(dim * (into + out) for into, out in chosen) // layout.tensor
     return Counts(linear=layer * layout.stage_layers(shape.num_layers)[stage])
 

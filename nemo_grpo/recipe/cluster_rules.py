@@ -42,7 +42,7 @@ def leave_one_out_baseline_is_set(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_batches_divide_the_step(recipe: Recipe) -> Iterator[str]:
     p, per_rank = recipe.policy, recipe.num_sequences_per_step // max(recipe.data_parallel_size, 1)
-    if p.sequence_packing.enabled or p.dynamic_batching.enabled:
+    if p.batches_by_tokens:
         return
     if per_rank % p.logprob_batch_size:
         yield (

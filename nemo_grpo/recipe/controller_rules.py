@@ -100,7 +100,7 @@ def chunks_divide_among_ranks(recipe: Recipe) -> Iterator[str]:
     if recipe.async_rl is None or recipe.async_rl.min_groups_for_streaming_train >= prompts:
         return
     unit = recipe.data_parallel_size
-    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+    if not policy.batches_by_tokens:
         unit *= math.lcm(policy.train_micro_batch_size, policy.logprob_batch_size)
     if (size := recipe.grpo.num_generations_per_prompt) % unit:
         yield (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import as_yaml, did_you_mean
-from nemo_grpo.recipe.megatron_sections import ModelOverrides, Section
+from nemo_grpo.recipe.megatron_sections import LORA_LAYERS, ModelOverrides, Section
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, PACKING
@@ -126,6 +126,18 @@ def turns_are_limited_by_the_task(recipe: Recipe) -> Iterator[str]:
             f"grpo.max_rollout_turns={turns}: in the embedded engine a response to {task.name} takes up to "
             f"{task.num_turns} turns all the same; leave it out, and set the task's own limit"
         )
+
+
+@rule(Scope.EMBEDDED)
+def lora_adapts_layers_of_the_decoder(recipe: Recipe) -> Iterator[str]:
+    peft = recipe.policy.megatron_cfg.lora_in_use
+    if peft is None:
+        return
+    for name in (*peft.target_modules, *peft.exclude_modules):
+        if name not in LORA_LAYERS:
+            yield f"{_PEFT}: the embedded engine cannot adapt {name!r}; use {', '.join(LORA_LAYERS)}"
+    if not peft.layers:
+        yield f"{_PEFT}.exclude_modules={peft.exclude_modules} leaves no layer to adapt; shorten it"
 
 
 @rule(Scope.EMBEDDED)

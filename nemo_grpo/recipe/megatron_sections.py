@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_serializer, model_validator
 
+from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.layout import Layout
 
 WITHOUT_RULES = {"rules": False}
@@ -134,6 +135,36 @@ class ModelOverrides(Section):
     """Number of last layers; 0: none."""
 
 
+LORA_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names of a decoder layer's linear layers, all that the embedded engine and the planner know."""
+FURTHER_LAYERS = (
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+    *("in_proj", "out_proj", "eh_proj", "output_layer"),
+)
+"""Those of latent attention, of Mamba and Gated DeltaNet, of multi-token prediction, and of the model."""
+OF_HUGGING_FACE = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"),
+    "linear_proj": ("o_proj", "dense"),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
+    "linear_fc2": ("down_proj", "w2"),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+    "output_layer": ("lm_head",),
+}
+"""Megatron's layer -> Hugging Face's, of which it may hold several."""
+
+
+def _megatrons(name: str) -> tuple[str, ...]:
+    """The layers that a name means, itself if it is Megatron's or a pattern; none if it is unknown."""
+    if name == "all-linear":  # PEFT's word
+        return LORA_LAYERS
+    if own := [own for own, theirs in OF_HUGGING_FACE.items() if name.rpartition(".")[2] in theirs]:
+        return tuple(own)
+    return (name,) if "*" in name or name in (*LORA_LAYERS, *FURTHER_LAYERS) else ()
+
+
 class Peft(Section):
     """LoRA."""
 
@@ -155,6 +186,30 @@ class Peft(Section):
     """Initialisation of B; zero: training starts at the base model."""
     lora_dtype: Literal["float32", "bfloat16", "float16", "None"] | None = None
     """Precision of the adapters; null: policy.precision; None is a text in NeMo-RL's base."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Those of `LORA_LAYERS` that are adapted."""
+        chosen = self.target_modules or LORA_LAYERS
+        return tuple(name for name in LORA_LAYERS if name in chosen and name not in self.exclude_modules)
+
+    @section_rule
+    def _layers_have_megatrons_names(self) -> Iterator[str]:
+        """NeMo-RL takes any name; where none is a layer's, its driver ends without an optimizer."""
+        lists = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
+        for key, names in lists.items() if self.enabled else ():
+            meant = {name: _megatrons(name) for name in names}
+            if all(own == (name,) for name, own in meant.items()):
+                continue
+            if unknown := [name for name, own in meant.items() if not own]:
+                hint = did_you_mean(unknown[0], LORA_LAYERS)
+                yield f"{key}: {unknown[0]!r} is no linear layer of Megatron-core{hint}"
+                continue
+            own = dict.fromkeys(layer for layers in meant.values() for layer in layers)
+            yield (
+                f"{key}=[{', '.join(names)}] has Hugging Face's names, and Megatron-core's linear_qkv and "
+                f"linear_fc1 hold several of those layers; use [{', '.join(own)}]"
+            )
 
 
 class MegatronCheckpoint(Section):

@@ -126,6 +126,11 @@ class Policy(Section):
         return (self.dtensor_cfg if self.dtensor_cfg.enabled else self.megatron_cfg).layout
 
     @property
+    def batches_by_tokens(self) -> bool:
+        """Tokens fill a microbatch, on both engines; train_micro_batch_size then divides nothing."""
+        return self.sequence_packing.enabled or self.dynamic_batching.enabled
+
+    @property
     def train_mb_tokens(self) -> int | None:
         """Maximum tokens of a training microbatch; None: sequences are not packed."""
         given = self.sequence_packing.train_mb_tokens

@@ -19,6 +19,9 @@ from nemo_grpo.tasks import TaskConfig
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import VariantConfig
 
+RECIPE_FILE = "recipe.resolved.yaml"
+"""In a run's folder: the recipe that it was trained with."""
+
 
 class Recipe(BaseModel):
     """Everything that defines a run, frozen: values given, inherited and default."""

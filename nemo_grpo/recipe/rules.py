@@ -141,10 +141,10 @@ def layout_divides_the_ranks(recipe: Recipe) -> Iterator[str]:
 def microbatches_divide_the_update(recipe: Recipe) -> Iterator[str]:
     p, dp = recipe.policy, recipe.data_parallel_size
     if p.train_global_batch_size % _microbatch_sequences(recipe):
+        given = f"policy.train_micro_batch_size x data-parallel ranks = {p.train_micro_batch_size} x {dp}"
         yield (
             f"policy.train_global_batch_size={p.train_global_batch_size} is not a multiple of "
-            f"policy.train_micro_batch_size x data-parallel ranks = {p.train_micro_batch_size} x {dp}; "
-            "change one of them"
+            f"{f'{dp} data-parallel ranks' if p.batches_by_tokens else given}; change one of them"
         )
 
 
@@ -299,10 +299,11 @@ def _changed(recipe: Recipe, *keys: str) -> list[str]:
 
 
 def _microbatch_sequences(recipe: Recipe) -> int:
-    """Sequences in one microbatch of all data-parallel ranks; 1 if the ranks do not fit the layout."""
+    """Least sequences in a microbatch of all data-parallel ranks; 1 if the ranks do not fit the layout."""
     if recipe.world_size % recipe.model_parallel_size:
         return 1
-    return recipe.policy.train_micro_batch_size * recipe.data_parallel_size
+    policy = recipe.policy
+    return (1 if policy.batches_by_tokens else policy.train_micro_batch_size) * recipe.data_parallel_size
 
 
 def _divisors_near(number: int, wanted: int, *, multiple_of: int) -> str:

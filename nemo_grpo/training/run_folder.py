@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,9 +20,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from nemo_grpo.diagnostics.runs import RECIPE_FILE
 from nemo_grpo.errors import UNREADABLE, UserError
 from nemo_grpo.files import existing_parent, hold_lock, write_atomically
+from nemo_grpo.recipe.recipe import RECIPE_FILE
 
 if TYPE_CHECKING:
     from nemo_grpo.training.trackers import Ended, Tracker
@@ -100,7 +101,7 @@ class RunFolder:
             self._refuse_checkpoints()
 
     def _refuse_checkpoints(self) -> None:
-        if self.checkpoints is not None and any(self.checkpoints.glob("step_*")):
+        if self.checkpoints is not None and checkpoints_in(self.checkpoints):
             raise UserError(
                 f"checkpointing.checkpoint_dir={self.checkpoints} holds another run's checkpoints; add "
                 "--resume to continue it, or choose another folder"
@@ -128,7 +129,7 @@ class RunFolder:
             if self.checkpoints is not None:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock()
-            keep_settings(self.path, recipe_yaml, own_files)
+            self.keep_settings(recipe_yaml, own_files, from_step)
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"
@@ -146,6 +147,26 @@ class RunFolder:
             else:
                 _keep_rows_up_to(path, from_step)
         self._trackers = list(trackers(self.path))
+
+    def keep_settings(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
+        """Write what runs: versions, the resolved recipe (also beside checkpoints elsewhere), own files.
+
+        A run that goes on with other own code says so, and keeps the code until that step, too.
+        """
+        for folder in filter(None, (self.path, self.checkpoints)):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
+            write_atomically(folder / RECIPE_FILE, recipe_yaml)
+        for name, text in own_files.items():
+            copy = own_copy(self.path, name)
+            copy.parent.mkdir(exist_ok=True)
+            if from_step >= 0 and copy.is_file() and copy.read_bytes() != text.encode():
+                before = copy.replace(copy.with_name(f"{copy.name}.until_step_{from_step}"))
+                log.warning(
+                    "%s has changed: its new code runs from step %d on; %s has the old",
+                    *(name, from_step + 1, before),
+                )
+            write_atomically(copy, text)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
@@ -202,14 +223,20 @@ def own_copy(folder: Path, name: str) -> Path:
     return folder / "own" / quote(name, safe="")
 
 
-def keep_settings(folder: Path, recipe_yaml: str, own_files: Mapping[str, str]) -> None:
-    """Write what runs: versions, the resolved recipe, copies of `Recipe.own_files`."""
-    write_atomically(folder / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
-    write_atomically(folder / RECIPE_FILE, recipe_yaml)
-    for name, text in own_files.items():
-        copy = own_copy(folder, name)
-        copy.parent.mkdir(exist_ok=True)
-        write_atomically(copy, text)
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Either engine's checkpoints, from the first step to the last."""
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint from which a run in this folder goes on; None: it begins."""
+    return next(reversed(checkpoints_in(folder)), None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that ends with this checkpoint."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def versions() -> dict[str, str]:

@@ -54,7 +54,9 @@ def test_the_page_works_as_it_is_written(folder):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_only_with_the_files_it_began_with(folder):
+def test_a_finished_run_keeps_the_code_it_was_trained_with(folder):
+    before = (folder / "runs/here/own/my_rewards.py").read_text()
     (folder / "my_rewards.py").write_text("def brevity(response): return 0.5\n")
-    said = output_of(nemo_grpo("train", "here.yaml", "--resume", cwd=folder), exit_code=2)
-    assert "another my_rewards.py than runs/here was trained with" in said
+    said = output_of(nemo_grpo("train", "here.yaml", "--resume", cwd=folder))
+    assert "nothing is left to train" in said
+    assert (folder / "runs/here/own/my_rewards.py").read_text() == before

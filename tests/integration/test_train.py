@@ -211,6 +211,28 @@ def test_resume_ends_with_the_same_weights_and_metrics_as_an_unbroken_run(recipe
     assert bool(resumed.state.carried) == bool(overrides)
 
 
+def test_a_run_that_its_own_reward_ended_goes_on_when_that_is_corrected(
+    recipe, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    code = "from pathlib import Path\n\n\ndef mine(response):\n    return {}\n"
+    Path("mine.py").write_text(code.format("1 / Path('works').exists()"))
+    Path("works").touch()
+    overrides = ("nemo_grpo.rewards={accuracy: 1.0, mine.py:mine: 0.5}", *NO_VALIDATION)
+    ended = begin(recipe(*overrides))
+    reinforce(ended)
+    Path("works").unlink()
+    with pytest.raises(RewardsFailed, match="correct the function and resume"):
+        train(ended)
+    Path("mine.py").write_text(code.format("0.5"))
+    with caplog.at_level("INFO"):
+        train(begin(recipe(*overrides), resume=True))
+    assert "mine.py has changed: its new code runs from step 2 on" in caplog.text
+    assert "grpo run 4/4, " in caplog.text
+    assert rows(tmp_path / "run")[-1]["step"] == 4
+    assert "works" in (tmp_path / "run/own/mine.py.until_step_1").read_text()
+
+
 def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_extended(recipe, caplog):
     first = begin(recipe("grpo.max_num_steps=2"))
     train(first)

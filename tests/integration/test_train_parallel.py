@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from nemo_grpo.engine.trainer import check
 from processes import nemo_grpo, output_of, wait_for
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
 from small_runs import DP2, QUICKSTART, TP2_PP2, arguments, assert_same_rows, has_trained, rows, weights_after
 
 from nemo_grpo import UserError
+from nemo_grpo.engine.checks import check
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 STEPS = ["grpo.max_num_steps=2", "grpo.val_period=0", "policy.train_micro_batch_size=2"]

@@ -242,7 +242,7 @@ def test_data_last_for_every_step_at_the_most_draws(variant, overrides, expected
             ["grpo.val_period=1", "grpo.max_val_samples=10000", "grpo.val_batch_size=10000"],
             "grpo.max_val_samples=10000: ",
         ),
-        (["nemo_grpo.task={name: math, train_files: [absent.jsonl]}"], "absent.jsonl: No such file"),
+        (["nemo_grpo.task={name: math, train_files: [absent.jsonl]}"], "absent.jsonl is missing"),
         (["nemo_grpo.task={name: math}"], "no training problems"),
     ],
 )

@@ -32,10 +32,7 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from torch import Tensor
 
 from nemo_grpo.engine.megatron.weights import HFWeights, cut_of, own_part
-from nemo_grpo.errors import UserError, did_you_mean
-
-TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's names of a decoder layer's linear layers."""
+from nemo_grpo.recipe.megatron_sections import LORA_LAYERS
 
 _A, _B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 
@@ -53,35 +50,17 @@ _BETWEEN = {
 class LoRASettings:
     """Rank, scale and place of the adapters.
 
-    Attributes: dim: rank.  alpha: B A is multiplied by alpha / dim.  targets: some of `TARGETS`.
+    Attributes: dim: rank.  alpha: B A is multiplied by alpha / dim.  targets: some of `LORA_LAYERS`.
     """
 
     dim: int
     alpha: int
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] = LORA_LAYERS
 
     @property
     def scale(self) -> float:
         """alpha / dim."""
         return self.alpha / self.dim
-
-
-def choose_targets(target_modules: list[str], exclude_modules: list[str]) -> tuple[str, ...]:
-    """The layers to adapt; no ``target_modules`` are all of `TARGETS`.
-
-    Raises: UserError: a name that is not one of `TARGETS`, or nothing is left.
-    """
-    for key, names in (("target_modules", target_modules), ("exclude_modules", exclude_modules)):
-        for name in names:
-            if name not in TARGETS:
-                hint = did_you_mean(name, TARGETS)
-                raise UserError(f"policy.megatron_cfg.peft.{key}: {name!r} is no layer to adapt{hint}")
-    chosen = [t for t in TARGETS if t in (target_modules or TARGETS) and t not in exclude_modules]
-    if not chosen:
-        raise UserError(
-            f"policy.megatron_cfg.peft.exclude_modules={exclude_modules} leaves no layer to adapt; shorten it"
-        )
-    return tuple(chosen)
 
 
 class Adapter(torch.nn.Module):

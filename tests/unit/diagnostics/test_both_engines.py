@@ -12,7 +12,6 @@ from nemo_grpo.diagnostics.report import write_report
 from nemo_grpo.diagnostics.runs import (
     ENTROPY,
     METRICS_FILE,
-    RECIPE_FILE,
     RunGroup,
     common_key,
     group_runs,
@@ -21,6 +20,7 @@ from nemo_grpo.diagnostics.runs import (
 from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.pictures import new_figure
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe.recipe import RECIPE_FILE
 
 RECORDED = Path(__file__).with_name("recorded_cluster_run.jsonl")
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -12,12 +12,12 @@ import pytest
 
 from nemo_grpo import UserError, files, shipped
 from nemo_grpo.engine.checkpoint import CheckpointStore
-from nemo_grpo.engine.inputs import data_files, keep_inputs
-from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import write_problems
-from nemo_grpo.training.run_folder import RunFolder, keep_settings, own_copy
+from nemo_grpo.training.inputs import data_files, keep_inputs
+from nemo_grpo.training.resume import check_same_run
+from nemo_grpo.training.run_folder import RunFolder, own_copy
 
 ROOT = Path(__file__).parents[3]
 
@@ -264,7 +264,7 @@ def test_checkpoint_folder_of_another_run_is_refused_while_that_trains_and_after
 
 
 def test_own_files_of_like_names_are_kept_apart(tmp_path):
-    keep_settings(tmp_path, "", {"a/b.py": "1", "a_b.py": "2", "../b.py": "3", "a%2Fb.py": "4"})
+    RunFolder(tmp_path).keep_settings("", {"a/b.py": "1", "a_b.py": "2", "../b.py": "3", "a%2Fb.py": "4"}, -1)
     names = ("a/b.py", "a_b.py", "../b.py", "a%2Fb.py")
     assert [own_copy(tmp_path, name).read_text() for name in names] == ["1", "2", "3", "4"]
     assert len(names_in(tmp_path / "own")) == 4

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nemo_grpo import UserError
-from nemo_grpo.hf_folder import check_model_folder, export, export_adapter
+from nemo_grpo.hf_folder import export, export_adapter
+from nemo_grpo.launch.recipe_checks import check_model_folder
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from nemo_grpo import UserError, shipped
 from nemo_grpo.engine import run as run_module
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.checks import check_fits_the_model
+from nemo_grpo.engine.checks import check_fp8_fits_the_model
 from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.loop import save_if_due
 from nemo_grpo.engine.megatron import parallel
@@ -90,10 +90,10 @@ def test_widths_of_the_model_that_fp8_cannot_have_are_refused(tmp_path):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 400}
     AutoConfig.for_model("qwen2", hidden_size=40, intermediate_size=64, **sizes).save_pretrained(tmp_path)
     of_model = f"policy.model_name={tmp_path}", "nemo_grpo.warm_start=null", "policy.precision=bfloat16"
-    check_fits_the_model(recipe(*of_model))
+    check_fp8_fits_the_model(recipe(*of_model))
     fp8 = "policy.megatron_cfg.fp8_cfg={enabled: true, fp8_recipe: tensorwise}"
     with pytest.raises(UserError, match=r"the model's hidden_size = 40 is not a multiple of 16"):
-        check_fits_the_model(recipe(*of_model, fp8))
+        check_fp8_fits_the_model(recipe(*of_model, fp8))
 
 
 def test_a_launch_of_another_number_of_ranks_is_refused_before_they_meet(tmp_path, monkeypatch):

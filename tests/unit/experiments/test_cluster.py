@@ -10,7 +10,7 @@ from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
-from nemo_grpo.launch.data_files import DataCheck, check_data
+from nemo_grpo.launch.recipe_checks import Findings, check_recipe
 from nemo_grpo.recipe import load_recipe
 
 SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
@@ -19,7 +19,7 @@ SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
     """A command of that name on PATH: it writes its arguments to a file and refuses the third job."""
-    monkeypatch.setattr("nemo_grpo.experiments.cluster.check_data", lambda _recipe: DataCheck((), (), ""))
+    monkeypatch.setattr("nemo_grpo.experiments.cluster.check_recipe", lambda _recipe, **_how: Findings())
     folder, calls = tmp_path / "bin", tmp_path / "bin/calls"
     refuses = '[ "$n" != 3 ] || { echo "too many jobs" >&2; exit 1; }'
     sbatch = f'echo "$*" >> {calls}\nn=$(wc -l < {calls})\n{refuses}\necho "4$n;cluster"'
@@ -117,14 +117,14 @@ def test_missing_data_are_refused_before_anything_is_written_but_not_for_what_is
     sbatch.write_text("\n" * 5)
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as missing:
-        missing.setattr("nemo_grpo.experiments.cluster.check_data", check_data)
+        missing.setattr("nemo_grpo.experiments.cluster.check_recipe", check_recipe)
         done = sweep("--out", out)
         assert re.search(r"equal: .* missing in .*`nemo-grpo data prepare", str(done.exception))
         assert not out.exists()
         assert sweep("--out", out, "--dry-run").exit_code == 0
     assert sweep("--out", out).exit_code == 0
     with pytest.MonkeyPatch.context() as missing:
-        missing.setattr("nemo_grpo.experiments.cluster.check_data", check_data)
+        missing.setattr("nemo_grpo.experiments.cluster.check_recipe", check_recipe)
         assert sweep("--out", out).exit_code == 0
 
 

@@ -286,3 +286,22 @@ def test_secrets_of_the_environment_are_used_and_never_written(
     monkeypatch.delenv("TOKEN")
     with pytest.raises(UserError, match="Environment variable 'TOKEN' not found"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_tokens"),
+    [
+        ("quickstart", "policy.sequence_packing.enabled"),
+        ("cluster-quickstart", "policy.sequence_packing.enabled"),
+        ("cluster-quickstart", "policy.dynamic_batching.enabled"),
+    ],
+)
+def test_a_microbatch_of_tokens_lets_an_update_be_any_multiple_of_the_ranks(name, by_tokens):
+    small = ["policy.train_global_batch_size=4", "policy.train_micro_batch_size=32"]
+    packing, dynamic = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
+    off = [f"{packing}=false", f"{dynamic}=false"]
+    with pytest.raises(UserError, match="train_global_batch_size=4 is not a multiple of"):
+        load_recipe(RECIPES / f"{name}.yaml", [*small, *off])
+    assert (
+        load_recipe(RECIPES / f"{name}.yaml", [*small, *off, f"{by_tokens}=true"]).num_updates_per_step == 32
+    )

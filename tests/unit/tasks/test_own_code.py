@@ -72,6 +72,7 @@ def leaves_a_child(response):
     return subprocess.Popen(["sleep", "600"]).pid
 def fails_often(response):
     return 1 / float(response)
+def quotes(response): raise ValueError(f"no number in {response}")
 def other_names(completion): return 0.0
 not_a_function = 3
 """
@@ -109,6 +110,14 @@ def test_a_failure_is_no_number_and_the_log_says_why(folder, caplog):
     assert math.isnan(got[1])
     assert "my_rewards.py:fails_on_b failed for 1 of 3 responses, which get 0 for it: KeyError" in caplog.text
     assert "(my_rewards.py:21)" in caplog.text
+
+
+def test_line_breaks_of_a_response_split_no_line_of_the_log(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        values("quotes", ["one\n\ntwo\r\n\tthree"])
+    (record,) = caplog.records
+    assert record.getMessage().splitlines() == [record.getMessage()]
+    assert "ValueError: no number in one two three (my_rewards.py:" in record.getMessage()
 
 
 @pytest.mark.parametrize("name", ["text", "too_few", "by_response", "in_any_order", "greedy_for_memory"])

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.launch.data_files import check_data, missing_files, remedies
-from nemo_grpo.launch.preflight import Job, data
+from nemo_grpo.launch.preflight import Job, recipe_and_data
+from nemo_grpo.launch.recipe_checks import check_data, missing_files, remedies
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import jsonl
 
@@ -38,7 +38,7 @@ def run(*arguments):
 def test_the_remedy_for_missing_sets_is_one_command():
     recipe = load_recipe(CLUSTER)
     assert len(missing_files(recipe)) > 1
-    (message,) = check_data(recipe).errors
+    (message,) = remedies(check_data(recipe).missing)
     names = " ".join(Path(file).stem for file in missing_files(recipe))
     assert f"`nemo-grpo data prepare {names} --out data`" in message
 
@@ -147,10 +147,10 @@ def test_plan_says_what_is_missing():
 
 def test_the_preflight_refuses_a_job_without_its_data():
     job = Job(["n1"], [], 0.0, 0.0)
-    assert [row.verdict for row in data(load_recipe(CLUSTER), job)] == ["refused"]
+    assert [row.verdict for row in recipe_and_data(load_recipe(CLUSTER), job)] == ["refused"]
     write("train.jsonl", 20)
     write("validation.jsonl", 256)
-    (row,) = data(load_recipe(ROOT / "recipes/quickstart.yaml", MINE), job)
+    (row,) = recipe_and_data(load_recipe(ROOT / "recipes/quickstart.yaml", MINE), job)
     assert (row.verdict, row.found) == (
         "ok",
         "20 problems in train_files, 256 problems in validation_files: 128 epochs of training",

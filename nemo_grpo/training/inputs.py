@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from checkpoints_conv.formats.model_folder import side_files
+from nemo_grpo.dotted import leaves
 from nemo_grpo.errors import UserError, reading
 from nemo_grpo.files import sha256_of, write_atomically
 from nemo_grpo.recipe import Recipe
@@ -16,8 +17,11 @@ MODEL, WEIGHTS = "model/", ".safetensors"
 
 
 def data_files(recipe: Recipe) -> dict[str, Path]:
-    """The files of the recipe's task, by their paths in the recipe."""
+    """The files of the recipe's task, or of NeMo-RL's own data, by their paths in the recipe."""
     task = recipe.nemo_grpo.task
+    if task is None:
+        texts = [value for _, value in leaves(recipe.data.model_dump()) if isinstance(value, str)]
+        return {file: Path(file) for file in texts if Path(file).is_file()}
     lists = (getattr(task, key, ()) for key in ("train_files", "validation_files"))
     listed = [*(file for files in lists for file in files), getattr(task, "corpus", None)]
     return {file: Path(file) for file in listed if file}
@@ -61,9 +65,9 @@ def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:
             )
 
 
-def keep_inputs(run: Path, files: Mapping[str, Path]) -> None:
-    """Record the files that the run's folder has no record of yet."""
-    before = _read(run)
+def keep_inputs(run: Path, files: Mapping[str, Path], *, begins: bool = False) -> None:
+    """Record the files that the run's folder has no record of yet; if the run ``begins``, all."""
+    before = {} if begins else _read(run)
     found = {
         name: content_hash(path) for name, path in files.items() if name not in before and path.is_file()
     }
