@@ -82,7 +82,7 @@ def test_pieces_follow_the_rows_of_the_whole():
     ]
 
 
-OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl", "deepseek-v3", "moonlight", "glm", "gpt-oss")
+OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl", "deepseek-v3", "moonlight", "glm", "gpt-oss", "qwen3.5")
 """transformers stacks experts, and renames a model's parts, while it loads; the round trip has the files."""
 
 
@@ -297,9 +297,13 @@ LAYER_NAMES_OF_VLLM = {
     "mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight",
     "self_attn.sinks", "self_attn.o_proj.bias", "mlp.router.weight", "mlp.router.bias",
     "mlp.experts.w13_bias", "mlp.experts.w2_bias",
+    "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight", "linear_attn.conv1d.weight",
+    "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight", "linear_attn.out_proj.weight",
+    "mlp.shared_expert.gate_up_proj.weight", "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_expert_gate.weight",
 }  # fmt: skip
-"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe, gemma3, deepseek_v2, glm4_moe and
-gpt_oss models; those of the last before its mapper renames the modules."""
+"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe, gemma3, deepseek_v2, glm4_moe,
+gpt_oss and qwen3_5 models; those of gpt_oss before its mapper renames the modules."""
 
 GATE_UP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 QKV = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
