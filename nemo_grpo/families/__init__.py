@@ -83,7 +83,8 @@ def family_for(config: dict[str, Any]) -> Family:
     with complete("the model"):
         settings = declaration.settings(config, spec) if declaration.settings else {}
     table = declaration.table(spec)
-    return Family(config, spec, table, settings, stacks_layers=declaration.stacks_layers)
+    layers, aliases = declaration.stacks_layers, declaration.aliases
+    return Family(config, spec, table, settings, stacks_layers=layers, aliases=aliases)
 
 
 def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:

@@ -16,8 +16,6 @@ from nemo_grpo.families.declaration import Declaration
 from nemo_grpo.families.deepseek_v3 import refuse_others
 from nemo_grpo.families.ops import GATED_QKV, ONE_SUBTRACTED
 from nemo_grpo.families.parts import (
-    HF_LAYER,
-    LAYER,
     Entry,
     attention,
     embeddings,
@@ -182,6 +180,7 @@ def _family(architecture: str, model_type: str, *, sees: bool) -> Declaration:
         is_computed=False,
         defaults=_DEFAULTS,
         stacks_layers=False,
+        aliases={"model.language_model.": "model."},  # of a text model taken out of one with vision
         table=None if sees else _table,
         sizes=_sizes if sees else _text_sizes,
         settings=None if sees else _settings,
