@@ -22,7 +22,7 @@ def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
     config = hf_config(folder)
     family = family_for(config)
     check_no_other_weights(folder, config)
-    with closing(SafetensorsFolder(folder, family.pieces)) as weights:
+    with closing(SafetensorsFolder(folder, family.pieces, family.aliases)) as weights:
         family.check_hf(weights.shapes)
         if family.tied and HF_OUTPUT in weights.tensors:
             _check_tied(weights, family.hf_embedding)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ITERATION = 0
-_IN_TRANSFORMER_ENGINE = re.compile(r".*\.(linear_\w+|\w*norm)\.weight")
+_IN_TRANSFORMER_ENGINE = re.compile(r"(.*\.(linear_\w+|\w*norm|in_proj|out_proj))\.weight(\.query)?")
 
 
 def hf_to_megatron(
@@ -131,8 +131,8 @@ class _Conversion:
         """The bytes of a unit in its Megatron tensor; each piece is valid until the next."""
         buffer, wanted = Buffer(), self.dtypes[unit.key]
         if not unit.op.moves_rows:
-            parts = [cast_tensor(self.weights.read(name), wanted, name) for name in unit.hf]
-            yield byte_view(unit.op.join(parts, self.family.dims).contiguous())
+            whole = unit.op.join([self.weights.read(name) for name in unit.hf], self.family.dims)
+            yield byte_view(cast_tensor(whole, wanted, unit.hf[0]).contiguous())
             return
         for rows in unit.pieces(self.family.dims, PIECE_BYTES // wanted.itemsize):
             name = unit.hf[rows.part]
@@ -163,8 +163,8 @@ class _Conversion:
         """
         found: dict[str, None] = {}
         for unit in self.units:
-            if _IN_TRANSFORMER_ENGINE.fullmatch(unit.key):
-                layer = unit.key.removesuffix(".weight")
+            if match := _IN_TRANSFORMER_ENGINE.fullmatch(unit.key):
+                layer = match[1]
                 attention = re.sub(r"\.linear_proj$", ".core_attention", layer)
                 at, of = (".".join(map(str, numbers)) for numbers in (unit.index or (0,), unit.stack or (1,)))
                 found |= {f"{name}._extra_state/shard_{at}_{of}": None for name in (layer, attention)}

@@ -131,7 +131,7 @@ def _convert_all(
 
 def _data(unit: Unit, block: Block, dims: dict[str, int]) -> Iterator[tuple[int, memoryview]]:
     """(number of the Hugging Face tensor, its next bytes), each valid until the next."""
-    if unit.op.moves_rows:
+    if unit.op.keeps_order:
         for rows in unit.pieces(dims, PIECE_BYTES // block.dtype.itemsize):
             yield rows.part, block.read(rows.count)
         return
@@ -146,7 +146,7 @@ def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
     config = hf_config(source)
     config.pop("quantization_config", None)  # of a base in FP8 or the like
     config.pop(WEIGHTS_KEY, None)  # of the source's files
-    config |= {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}
+    config |= dict.fromkeys(config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}, 0)
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype.name), indent=2) + "\n")
     if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}:

@@ -55,6 +55,11 @@ GPT_OSS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "head_dim": 16,
     "sliding_window": 6, "max_position_embeddings": 131072, **SPECIAL,
 }  # fmt: skip
+QWEN3_5 = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4,
+    "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, **SPECIAL,
+}  # fmt: skip
+SHARED = {**EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 16}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
@@ -74,9 +79,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm-4.5": (transformers.Glm4MoeConfig, GLM),
     "glm-4.5-air": (transformers.Glm4MoeConfig, {**GLM, "use_qk_norm": False, "n_group": 1}),
     "gpt-oss": (transformers.GptOssConfig, GPT_OSS),
+    "qwen3.5": (transformers.Qwen3_5TextConfig, QWEN3_5),
+    "qwen3.5-tied": (transformers.Qwen3_5TextConfig, {**QWEN3_5, "tie_word_embeddings": True}),
+    "qwen3.5-moe": (transformers.Qwen3_5MoeTextConfig, QWEN3_5 | SHARED),
     "qwen2.5-vl-tied": (_qwen2_5_vl, {"rope_parameters": MROPE, "tie_word_embeddings": True}),
 }
-_CONVERTED_ALONE = ("qwen3-moe", "qwen2.5-vl", "gemma3", "deepseek-v3", "moonlight", "glm", "gpt-oss")
+_CONVERTED_ALONE = (
+    *("qwen3-moe", "qwen2.5-vl", "gemma3", "deepseek-v3", "moonlight", "glm", "gpt-oss", "qwen3.5"),
+)
 TRAINED = tuple(family for family in FAMILIES if not family.startswith(_CONVERTED_ALONE))
 """Those that the embedded engine trains."""
 

@@ -71,11 +71,17 @@ class SafetensorsFolder:
     """The weights of a Hugging Face model folder. Attributes: folder; tensors: by name."""
 
     def __init__(
-        self, folder: Path, pieces: Mapping[str, tuple[int, ...]] | None = None, *, decodes: bool = True
+        self,
+        folder: Path,
+        pieces: Mapping[str, tuple[int, ...]] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        *,
+        decodes: bool = True,
     ) -> None:
         """Read every header and check it against the file.
 
         Args:   pieces: names and shapes of those in which tensors are to be read (`families.places`).
+                aliases: beginnings of names in files -> those in the tables.
                 decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
         Raises: UserError: no safetensors, a shard of the index is missing, or a file is damaged.
         """
@@ -90,6 +96,9 @@ class SafetensorsFolder:
                     )
                 self.tensors[name] = stored
         self._check_index()
+        for alias, prefix in (aliases or {}).items():
+            for name in [name for name in self.tensors if name.startswith(alias)]:
+                self.tensors[prefix + name.removeprefix(alias)] = self.tensors.pop(name)
         if decodes:
             self._pair_scales()
             self._pair_blocks()

@@ -31,17 +31,33 @@ FAMILIES: tuple[Declaration, ...] = (
     *qwen3_5.FAMILIES,
 )
 CONVERTED = tuple(family for family in FAMILIES if family.table)
-_REMEDY = "convert it with Megatron-Bridge's AutoBridge, which has a mapping"
+_BY_BRIDGE = (
+    'neither planned nor converted here; Megatron-Bridge converts it: python -c "from megatron.bridge import '
+    "AutoBridge; AutoBridge.import_ckpt('MODEL', 'CHECKPOINT')\", and export_ckpt back"
+)
+_AS_TEXT = (
+    'its vision tower is planned, but not converted here; convert the text model that python -c "from '
+    "transformers import AutoModelForCausalLM as M; M.from_pretrained('MODEL', dtype='auto')"
+    ".save_pretrained('TEXT')\" makes, or both with Megatron-Bridge's AutoBridge"
+)
+_DELTA_NETS = (
+    "neither the embedded engine nor the decoder computes its gated delta nets (linear attention); train it "
+    "with NeMo-RL (nemo-grpo launch)"
+)
 _REFUSED = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NETS),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _AS_TEXT),
+    "nemotron_h": f"its Mamba-2 layers are {_BY_BRIDGE}",
+    "glm4_moe_lite": f"values wider than keys (v_head_dim, qk_nope_head_dim) are {_BY_BRIDGE}",
+    "glm_moe_dsa": f"its sparse attention is {_BY_BRIDGE}",
+    "deepseek_v4": f"its compressed attention is {_BY_BRIDGE}",
+    **dict.fromkeys(("gemma4", "gemma4_text"), f"its layers of several shapes are {_BY_BRIDGE}"),
+    "kimi_k25": f"its 4-bit experts and vision tower are {_BY_BRIDGE}",
     **dict.fromkeys(
-        [family.model_type for family in qwen3_5.FAMILIES],
-        f"its layers of linear attention are planned, but neither converted nor computed here; {_REMEDY}",
+        ("kimi_k3", "kimi_linear"), f"its delta attention is {_BY_BRIDGE}; a release after 0.6.2 has Kimi K3"
     ),
-    "nemotron_h": f"its Mamba-2 layers are neither planned nor converted here; {_REMEDY}",
-    "glm4_moe_lite": "its values are wider than its keys (v_head_dim, qk_nope_head_dim), which is neither "
-    f"planned nor converted here; {_REMEDY}",
 }
-"""Model types that Megatron-Bridge converts -> why they are not among the families."""
+"""Model types that we do not take -> the reason and the remedy."""
 COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
 """Those that the embedded engine and the decoder compute."""
 
@@ -67,7 +83,8 @@ def family_for(config: dict[str, Any]) -> Family:
     with complete("the model"):
         settings = declaration.settings(config, spec) if declaration.settings else {}
     table = declaration.table(spec)
-    return Family(config, spec, table, settings, stacks_layers=declaration.stacks_layers)
+    layers, aliases = declaration.stacks_layers, declaration.aliases
+    return Family(config, spec, table, settings, stacks_layers=layers, aliases=aliases)
 
 
 def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:

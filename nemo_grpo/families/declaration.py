@@ -46,6 +46,7 @@ class Declaration:
         expert_width: the key of config.json that has an expert's feed-forward width.
         stacks_layers: a checkpoint has the layers of a tensor as one, as megatron-core stores them where all
             layers are alike.
+        aliases: beginnings of Hugging Face names, as transformers also writes them -> as the table has them.
         table: every tensor of a model, for the converters; None: the planner alone knows the family.
         sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
         vision_parameters: of these sizes, the parameters of the vision tower.
@@ -66,6 +67,7 @@ class Declaration:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str = "moe_intermediate_size"
     stacks_layers: bool = True
+    aliases: Mapping[str, str] = field(default_factory=dict)
     table: Callable[[ModelSpec], tuple[Entry, ...]] | None = decoder_table
     sizes: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
     vision_parameters: Callable[[Mapping[str, int]], int] | None = None

@@ -66,6 +66,7 @@ class Family:
 
     Attributes: config: config.json's content.  spec: what it says.  dims: sizes by letter.
                 entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
+                aliases: as in `Declaration`.
                 num_layers, tied: from the spec.  stacks_layers: a checkpoint has a tensor's layers as one.
     """
 
@@ -76,10 +77,11 @@ class Family:
         entries: Sequence[Entry],
         settings: Mapping[str, Any] | None = None,
         *,
+        aliases: Mapping[str, str] | None = None,
         stacks_layers: bool = True,
     ) -> None:
         self.config, self.spec, self.entries, self.settings = config, spec, tuple(entries), settings or {}
-        self.dims = dims_of(spec)
+        self.dims, self.aliases = dims_of(spec), aliases or {}
         self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
         self.stacks_layers = stacks_layers
 

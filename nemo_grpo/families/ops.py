@@ -33,6 +33,8 @@ class Op:
     turns: str | None = None
     moves_rows: ClassVar[bool] = True
     """False: the tensors are read whole, and `blocks` is of no use."""
+    keeps_order: ClassVar[bool] = True
+    """False: the rows of a part are not in their order in the whole, so it is taken apart whole."""
 
     def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The whole's shape, from the parts'."""
@@ -51,9 +53,7 @@ class Op:
         turns = dims[self.turns] if self.turns else 1
         for turn in range(turns):
             for part, total in enumerate(rows):
-                first, end = turn * total // turns, (turn + 1) * total // turns
-                step = most or max(end - first, 1)
-                yield from (Rows(part, row, min(step, end - row)) for row in range(first, end, step))
+                yield from _divided(part, turn * total // turns, (turn + 1) * total // turns, most)
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
         """[rows_k, ...] each -> [sum of rows_k, ...]; shares memory with a single part."""
@@ -63,12 +63,18 @@ class Op:
 
     def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
         """[sum of rows_k, ...] -> [rows_k, ...] each; views where a part is one block."""
-        pieces: list[list[Tensor]] = [[] for _ in rows]
+        pieces: list[dict[int, Tensor]] = [{} for _ in rows]
         row = 0
         for block in self.blocks(rows, dims):
-            pieces[block.part].append(whole[row : row + block.count])
+            pieces[block.part][block.first] = whole[row : row + block.count]
             row += block.count
-        return [found[0] if len(found) == 1 else torch.cat(found) for found in pieces]
+        ordered = [[found[first] for first in sorted(found)] for found in pieces]
+        return [found[0] if len(found) == 1 else torch.cat(found) for found in ordered]
+
+
+def _divided(part: int, first: int, end: int, most: int | None) -> Iterator[Rows]:
+    step = most or max(end - first, 1)
+    yield from (Rows(part, row, min(step, end - row)) for row in range(first, end, step))
 
 
 ONE_BELOW_THE_OTHER = Op()
@@ -82,11 +88,69 @@ With G groups, R = heads / G and head size D the Megatron rows are [G, R D + D +
 
 
 @dataclass(frozen=True)
+class GatedQKV(Op):
+    """`GROUPED_QKV` where each query head has a gate below it; the whole has a group's queries, then gates.
+
+    With R heads of size D in each of G groups the Megatron rows are [G, R D + R D + D + D], flattened.
+    """
+
+    keeps_order: ClassVar[bool] = False
+
+    @property
+    def contiguous(self) -> bool:
+        """Parts take turns."""
+        return False
+
+    def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
+        """As in `Op`; a head's queries and its gate are blocks of their own."""
+        groups, width = dims["groups"], dims["d"]
+        heads = rows[0] // (2 * width * groups)
+        for group in range(groups):
+            for gate in (0, 1):
+                for head in range(group * heads, (group + 1) * heads):
+                    first = (2 * head + gate) * width
+                    yield from _divided(0, first, first + width, most)
+            for part in (1, 2):
+                yield from _divided(part, group * width, (group + 1) * width, most)
+
+
+GATED_QKV = GatedQKV()
+
+
+@dataclass(frozen=True)
+class OneSubtracted(Op):
+    """The scale w of a norm -> w - 1 in its dtype, as megatron-core's norms have it where they add 1.
+
+    The way back adds 1, and so a w below 0.5 returns rounded; Megatron-Bridge's does, too.
+    """
+
+    moves_rows: ClassVar[bool] = False
+    keeps_order: ClassVar[bool] = False
+
+    @property
+    def contiguous(self) -> bool:
+        """One part, which changes."""
+        return False
+
+    def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        """w -> w - 1."""
+        return parts[0] - 1
+
+    def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
+        """w - 1 -> w."""
+        return [whole + 1]
+
+
+ONE_SUBTRACTED = OneSubtracted()
+
+
+@dataclass(frozen=True)
 class Transposed(Op):
     """[in, out] -> [out, in]. Attributes: takes_turns: columns gate, up, gate, up, ... become [gate; up]."""
 
     takes_turns: bool = False
     moves_rows: ClassVar[bool] = False
+    keeps_order: ClassVar[bool] = False
 
     @property
     def contiguous(self) -> bool:

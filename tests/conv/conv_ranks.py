@@ -8,6 +8,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -135,6 +138,35 @@ def parameters_from_checkpoint(hf_folder, checkpoint, grouped=False, vocab_size=
     model = model_of(hf_folder, grouped=grouped, vocab_size=vocab_size)
     load(model, checkpoint)
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def delta_net_after_a_change(hf_folder, checkpoint, saved):
+    """Layer 1's gated delta net on two ranks, loaded, A_log raised, saved. Returns: rank 1's parameters."""
+    gated_delta_net.HAVE_FLA = True  # its kernels are CUDA only, its checkpoint layout is not
+    parallel.initialize(Layout(tensor=2), torch.device("cpu"), seed=1)
+    spec = read_spec(AutoConfig.from_pretrained(hf_folder).to_dict())
+    names = (*("conv_kernel_dim", "key_head_dim", "value_head_dim"), *("num_key_heads", "num_value_heads"))
+    sizes = {
+        f"linear_{name}": getattr(AutoConfig.from_pretrained(hf_folder), f"linear_{name}") for name in names
+    }
+    config = transformer_config(spec, Layout(tensor=2), torch.float32, perform_initialization=True, **sizes)
+    parts = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, RMSNorm, RowParallelLinear)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    net = gated_delta_net.GatedDeltaNet(config, parts, layer_number=2, pg_collection=groups)
+    prefix = "decoder.layers.1.self_attention."
+    for parameter in net.parameters():
+        parameter.fill_(float("nan"))
+    loaded = dist_checkpointing.load(net.sharded_state_dict(prefix), str(checkpoint))
+    net.load_state_dict({n.removeprefix(prefix): x for n, x in loaded.items() if n.startswith(prefix)})
+    own = {name: parameter.clone() for name, parameter in net.named_parameters()}
+    assert not any(tensor.isnan().any() for tensor in own.values())
+    net.A_log += 1
+    writer.install()
+    dist_checkpointing.save(net.sharded_state_dict(prefix), str(saved))
+    everyone = [None, None]
+    dist.all_gather_object(everyone, own)
+    return everyone[1]
 
 
 def save_after_a_step(hf_folder, checkpoint, tensor, pipeline, vocab_size=None, expert=1, prefix=""):

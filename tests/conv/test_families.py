@@ -11,7 +11,7 @@ from small_models import YARN, auto_class
 
 from nemo_grpo import UserError
 from nemo_grpo.families import family_for
-from nemo_grpo.families.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER
+from nemo_grpo.families.ops import GATED_QKV, GROUPED_QKV, ONE_BELOW_THE_OTHER, ONE_SUBTRACTED
 from nemo_grpo.families.values import checked
 from nemo_grpo.plan.parameters import model_parameters
 
@@ -60,6 +60,22 @@ def test_qkv_rows_are_grouped_by_key_value_head():
     assert [part.tolist() for part in parts] == [q.tolist(), k.tolist(), v.tolist()]
 
 
+def test_gates_of_a_group_follow_its_queries():
+    """4 heads, 2 groups, head size 1: below each query its gate; the whole has a group's queries first."""
+    q, k, v = torch.tensor([0.0, 50, 1, 51, 2, 52, 3, 53]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
+    dims = {"groups": 2, "d": 1}
+    whole = GATED_QKV.join([q, k, v], dims)
+    assert whole.tolist() == [0, 1, 50, 51, 10, 20, 2, 3, 52, 53, 11, 21]
+    parts = GATED_QKV.split(whole, [8, 2, 2], dims)
+    assert [part.tolist() for part in parts] == [q.tolist(), k.tolist(), v.tolist()]
+
+
+def test_a_norm_is_stored_less_one():
+    scale = torch.tensor([1.5, 0.5, 2.0], dtype=torch.bfloat16)
+    assert ONE_SUBTRACTED.join([scale], {}).tolist() == [0.5, -0.5, 1.0]
+    assert torch.equal(ONE_SUBTRACTED.split(ONE_SUBTRACTED.join([scale], {}), [3], {})[0], scale)
+
+
 def test_qkv_heads_stay_whole():
     """2 heads of size 2 in 1 group: the rows of a head are next to each other."""
     q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
@@ -82,7 +98,7 @@ def test_pieces_follow_the_rows_of_the_whole():
     ]
 
 
-OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl", "deepseek-v3", "moonlight", "glm", "gpt-oss")
+OTHER_IN_MEMORY = ("qwen3-moe", "qwen2.5-vl", "deepseek-v3", "moonlight", "glm", "gpt-oss", "qwen3.5")
 """transformers stacks experts, and renames a model's parts, while it loads; the round trip has the files."""
 
 
@@ -91,7 +107,8 @@ def test_every_family_returns_the_same_tensors(family_name):
     model = auto_class(config).from_config(config)
     family = family_for(config.to_dict())
     if family_name.startswith(OTHER_IN_MEMORY):
-        hf = {name: torch.randn(shape) for name, shape in family.hf_shapes.items()}
+        norms = {name for name in family.hf_shapes if "norm" in name}
+        hf = {n: (n in norms) + 0.1 * torch.randn(shape) for n, shape in family.hf_shapes.items()}
     else:
         hf = {name: t for name, t in model.state_dict().items() if not family.tied or "lm_head" not in name}
     assert_same_tensors({n: t.contiguous() for n, t in family.to_hf(dict(family.to_megatron(hf)))}, hf)
@@ -197,6 +214,10 @@ OF_MODEL = {
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not DeepSeek-V3's 1"),
     ],
     "glm-4.5": [({"n_shared_experts": 2}, "n_shared_experts=2 is not GLM-4.5's 1; Megatron-Bridge builds")],
+    "qwen3.5": [
+        ({"attn_output_gate": False}, "attn_output_gate=False is not Qwen3.5's True"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers of 4"),
+    ],
     "gpt-oss": [
         ({"sliding_window": None}, "has no sliding_window"),
         ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not gpt-oss's 7.0"),
@@ -297,14 +318,23 @@ LAYER_NAMES_OF_VLLM = {
     "mlp.shared_experts.gate_up_proj.weight", "mlp.shared_experts.down_proj.weight",
     "self_attn.sinks", "self_attn.o_proj.bias", "mlp.router.weight", "mlp.router.bias",
     "mlp.experts.w13_bias", "mlp.experts.w2_bias",
+    "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight", "linear_attn.conv1d.weight",
+    "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight", "linear_attn.out_proj.weight",
+    "mlp.shared_expert.gate_up_proj.weight", "mlp.shared_expert.down_proj.weight",
+    "mlp.shared_expert_gate.weight",
 }  # fmt: skip
-"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe, gemma3, deepseek_v2, glm4_moe and
-gpt_oss models; those of the last before its mapper renames the modules."""
+"""Parameters of a decoder layer in vLLM's qwen2, qwen3, llama, qwen3_moe, gemma3, deepseek_v2, glm4_moe,
+gpt_oss and qwen3_5 models; those of gpt_oss before its mapper renames the modules."""
 
 GATE_UP = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 QKV = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 LATENT_QKV = {"q_a_proj": "fused_qkv_a_proj", "kv_a_proj_with_mqa": "fused_qkv_a_proj"}
-JOINED_BY_VLLM = {"deepseek-v3": GATE_UP | LATENT_QKV, "moonlight": GATE_UP, "gpt-oss": QKV}
+DELTA_NET = {"in_proj_qkv": "in_proj_qkvz", "in_proj_z": "in_proj_qkvz"}
+DELTA_NET |= {"in_proj_b": "in_proj_ba", "in_proj_a": "in_proj_ba"}
+JOINED_BY_VLLM = {
+    **dict.fromkeys(("qwen3.5", "qwen3.5-tied", "qwen3.5-moe"), GATE_UP | QKV | DELTA_NET),
+    **{"deepseek-v3": GATE_UP | LATENT_QKV, "moonlight": GATE_UP, "gpt-oss": QKV},
+}
 """Its loaders replace these parts of a name; those of the other families GATE_UP | QKV."""
 
 
@@ -334,7 +364,7 @@ def test_every_exported_name_has_its_place_in_vllm(name):
     layers = {re.sub(r"^model\.layers\.\d+\.", "", full) for full in found - outside}
     assert outside <= found
     assert layers <= LAYER_NAMES_OF_VLLM
-    assert {f"self_attn.{whole}.weight" for whole in joined.values() if "qkv" in whole} <= layers
+    assert {f"self_attn.{w}.weight" for w in {*joined.values()} - {"in_proj_qkvz"} if "qkv" in w} <= layers
     assert {"mlp.gate_up_proj.weight", "mlp.experts.w13_weight"} & layers
     assert {"self_attn.o_proj.weight", "input_layernorm.weight"} <= layers
 

@@ -33,6 +33,7 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
     _use_local_gemma_layers()
     _use_local_layers_of_two_kinds()
     _use_local_attention_with_sinks()
+    _use_local_gated_delta_nets()
     _map_single_experts()
     from megatron.bridge.training.model_load_save import temporary_distributed_context
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -160,6 +161,68 @@ def _use_local_attention_with_sinks() -> None:
     gpt_model.YarnRotaryEmbedding = lambda *sizes, **further: on_gpu(
         *sizes, **further | {"use_cpu_initialization": True}
     )
+
+
+def _use_local_gated_delta_nets() -> None:
+    """Qwen3.5's layers, made of megatron-core's own; in place of flash-linear-attention its torch code."""
+    import torch
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from nemo_grpo.engine.megatron.layers import CausalAttention
+
+    def normed(x: Any, weight: Any, eps: float) -> Any:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + weight, eps)
+
+    class Norm(torch.nn.Module):
+        def __init__(self, config: Any, hidden_size: int, eps: float, **_further: Any) -> None:
+            super().__init__()
+            self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
+            self.to(config.params_dtype)
+
+        def forward(self, x: Any) -> Any:
+            return normed(x, self.weight, self.eps)
+
+    class NormedLinear(ColumnParallelLinear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **settings)
+            self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
+
+        def forward(self, x: Any, *rest: Any, **further: Any) -> Any:
+            x = normed(x, self.layer_norm_weight, self.config.layernorm_epsilon)
+            return super().forward(x, *rest, **further)
+
+    class Layers(LocalSpecProvider):
+        fuse_layernorm_and_linear = staticmethod(lambda: True)
+        column_parallel_layer_norm_linear = staticmethod(lambda: NormedLinear)
+        layer_norm = staticmethod(lambda **_kind: Norm)
+
+    def attention(config: Any, backend: Any) -> Any:
+        layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        found = layer.submodules.self_attention
+        parts = found.submodules
+        parts.linear_qkv, parts.core_attention = NormedLinear, CausalAttention
+        parts.q_layernorm = parts.k_layernorm = Norm
+        found.metainfo["fuse_input_layernorm"] = True
+        return found
+
+    def unit_length(x: Any, *_: Any, eps: float = 1e-6, **__: Any) -> Any:
+        return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+
+    specs._get_backend_spec_provider = lambda **_: Layers()
+    specs._get_self_attention_module_spec = attention
+    common.HAVE_FLA, common.l2norm = True, unit_length
+    provider = importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider
+    finalize = provider.finalize
+
+    def finalize_without_kernels(self: Any) -> None:
+        self.deterministic_mode = self.experimental_attention_variant == "gated_delta_net"
+        finalize(self)
+
+    provider.finalize = finalize_without_kernels
 
 
 def _map_single_experts() -> None:

@@ -19,7 +19,7 @@ from nemo_grpo.families import family_for
 HERE = Path(__file__).parent
 FAMILIES = (
     *("qwen2.5-vl", "qwen2.5-vl-tied", "gemma3", "deepseek-v3", "moonlight"),
-    *("glm-4.5", "glm-4.5-air", "gpt-oss"),
+    *("glm-4.5", "glm-4.5-air", "gpt-oss", "qwen3.5", "qwen3.5-tied", "qwen3.5-moe"),
 )
 
 
@@ -63,7 +63,7 @@ def test_bridge_builds_and_exports_the_model_that_we_write(model, tmp_path):
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(model))
 
 
-@pytest.mark.parametrize("name", ["glm-4.5", "glm-4.5-air", "gpt-oss"])
+@pytest.mark.parametrize("name", ["glm-4.5", "glm-4.5-air", "gpt-oss", "qwen3.5", "qwen3.5-moe"])
 def test_megatron_computes_with_our_checkpoint_what_transformers_computes(name, tmp_path):
     """The weights are where they belong, and run_config.yaml says the rest of the model."""
     model = saved(name, tmp_path / "model")
