@@ -17,7 +17,8 @@ from nemo_grpo.recipe.cluster_rules import OVERLAP
 from nemo_grpo.recipe.rollout_rules import uses_fp8
 from nemo_grpo.recipe.sections import VLLM
 from nemo_grpo.tasks.scoring import component_means, right_and_wrong
-from nemo_grpo.training.run_folder import RunFolder, keep_settings
+from nemo_grpo.training.inputs import data_files, keep_inputs
+from nemo_grpo.training.run_folder import RunFolder, newest_checkpoint, step_of
 
 log = logging.getLogger(__name__)
 
@@ -114,15 +115,20 @@ def alone(recipe: Recipe) -> Iterator[None]:
 
 
 class RunRecord(Callback):
-    """Files of a run for `nemo-grpo report`, as the embedded engine writes them; a step may have several rows.
+    """Files of a run for `nemo-grpo report`, as the embedded engine writes them.
 
-    ``metrics.jsonl``, ``versions.json``, ``recipe.resolved.yaml``, in addition to NeMo-RL's own logs.
+    ``metrics.jsonl``, ``versions.json``, ``recipe.resolved.yaml``, in addition to NeMo-RL's own logs; a step
+    may have several rows.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.folder, self.watch = recipe.run_dir, Watch(recipe.grpo.max_num_steps)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        keep_settings(self.folder, recipe.to_yaml(), recipe.own_files)
+        newest = newest_checkpoint(recipe.checkpoint_dir)
+        from_step = step_of(newest) if newest else -1
+        checkpoints = recipe.checkpoint_dir if recipe.checkpointing.enabled else None
+        run = RunFolder(self.folder, checkpoints=checkpoints)
+        run.keep_settings(recipe.to_yaml(), recipe.own_files, from_step)
+        keep_inputs(self.folder, data_files(recipe), begins=from_step < 0)
 
     def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         """Write a row of all numbers."""
@@ -143,8 +149,8 @@ EXCEEDS = "gen_kl_error_exceeds_bound"
 BF16_BOUND = 1e-2
 """Rounding alone gives 1e-5 to 1e-3: NeMo-RL's tests of BF16 runs allow 0.002; stale weights gave 0.046."""
 FP8_BOUND = 3e-2
-"""Bound with FP8 training or rollouts. NeMo-RL's tests of such runs allow a token_mult_prob_error of 1.1, which
-is 0.007 for normally distributed differences and several times that with tails; stale weights gave 0.046."""
+"""Bound with FP8 training or rollouts. NeMo-RL's tests of them allow a token_mult_prob_error of 1.1, which is
+0.007 for normally distributed differences and several times that with tails; stale weights gave 0.046."""
 LARGEST_STEP = math.log(1.2)
 """Most by which a step moves a token's logprob in the mean, nats: where the ratio's usual clip stops it."""
 

@@ -12,11 +12,11 @@ from typing import Any
 from nemo_grpo.dotted import set_value, value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.hooks import HOOKS
-from nemo_grpo.nemorl.uses import BASE, CONTROLLER_CONFIG, SFT, VISION_BASE
+from nemo_grpo.nemorl.host_api import BASE, CONTROLLER_CONFIG, GRPO, HEAD, SFT, TESTED, V0_7_0, VISION_BASE
 from nemo_grpo.recipe import Recipe, host, load_recipe
 from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, merge, resolve
+from nemo_grpo.recipe.sections import metric_key
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine (nemo-grpo "
             "train); start a cluster recipe from recipes/base/cluster.yaml"
         )
-    if compat.version() == compat.V0_7_0:
+    if compat.version() == V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
     for note in recipe.notes:
         log.info("%s", note)
@@ -92,7 +92,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
     gather_before_refits(recipe, tree)
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
-    return ClusterRun(recipe, _validated(tree, compat.GRPO if recipe.async_rl is None else CONTROLLER_CONFIG))
+    return ClusterRun(recipe, _validated(tree, GRPO if recipe.async_rl is None else CONTROLLER_CONFIG))
 
 
 def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
@@ -112,8 +112,8 @@ def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
     scheduler["override_opt_param_scheduler"] = True
     # The base's limit is the longest sequence, which no response reaches: nothing would be penalised.
     tree["grpo"]["reward_shaping"] |= recipe.grpo.reward_shaping.model_dump()
-    if recipe.grpo.stop_at_validation_metric is not None:
-        tree["grpo"]["stop_at_validation_metric"] = early_stop_metric(recipe.grpo.stop_at_validation_metric)
+    if (goal := metric_key(recipe.grpo.stop_at_validation_metric)) is not None:
+        tree["grpo"]["stop_at_validation_metric"] = goal.removeprefix("validation/")
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
     return tree
@@ -185,22 +185,9 @@ def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
             ignored.append(f"policy.generation.val_{name}={value}")
     if ignored:
         raise UserError(
-            f"{', '.join(ignored)}: NeMo-RL {compat.V0_7_0} does not know this and would run without; leave "
-            f"it out, or use {compat.TESTED[compat.HEAD]}"
+            f"{', '.join(ignored)}: NeMo-RL {V0_7_0} does not know this and would run without; leave "
+            f"it out, or use {TESTED[HEAD]}"
         )
-
-
-def early_stop_metric(name: str) -> str:
-    """NeMo-RL's name of a validation metric, without prefix.
-
-    Raises: UserError: this NeMo-RL has no early stop.
-    """
-    if not compat.has_name(HOOKS["threshold"].target):
-        raise UserError(
-            f"grpo.stop_at_validation_metric={name}: this NeMo-RL has no early stop and would train on; "
-            "leave it and stop_at_validation_threshold out"
-        )
-    return name.removeprefix("val:").removeprefix("validation/")
 
 
 def loss_section(recipe: Recipe) -> Tree:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.extensions import receive_files
-from nemo_grpo.nemorl import compat, uses
-from nemo_grpo.nemorl.drawn import DrawnScores
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.callbacks import RolloutRewards
+from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, make_ready, tags_of
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
@@ -175,14 +176,14 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
         ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, the tokenizer's marks, which
-        observations must not contain; ``num_generations``, of `DrawnScores`.
+        observations must not contain; ``num_generations``, of `RolloutRewards`.
         """
         receive_files(config["own_files"])
         self.task = parse_task(config["task"]).build()
         prompt = Prompt.model_validate(config["prompt"])
         self.scorer = Scorer(self.task, config["rewards"], prompt, config["max_failed_rewards"])
         self.reserved = tuple(config["reserved"])
-        self.drawn = DrawnScores(config["num_generations"])
+        self.rewards = RolloutRewards(config["num_generations"])
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="score")
 
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> Any:
@@ -201,7 +202,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         scores = self.scorer(problems, texts, self.pool.map)
         totals = [self._reward(score) for score in scores]
         numbers = [
-            self.drawn.note(problem.id, score, info.get("response"))
+            self.rewards.note(problem.id, score, info.get("response"))
             for problem, score, info in zip(problems, scores, metadata, strict=True)
         ]
         observations, episodes = self._observe(message_log_batch, metadata)
@@ -221,9 +222,9 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
             answers=[self.task.extract(text) for text in texts],
         )
 
-    def take_drawn(self) -> dict[str, float]:
-        """See `DrawnScores.take`."""
-        return self.drawn.take()
+    def take_rewards(self) -> dict[str, float]:
+        """See `RolloutRewards.take`."""
+        return self.rewards.take()
 
     def _reward(self, score: Mapping[str, float]) -> float:
         reward = self.scorer.reward(score)
@@ -266,7 +267,7 @@ class TaskEnvironment(TaskEnvironmentImpl):
 
 def start_environment(config: Mapping[str, Any]) -> Any:
     """An actor with a task, in the Python of NeMo-RL's driver."""
-    registry = compat.import_name(uses.ACTOR_PYTHONS)
+    registry = compat.import_name(ACTOR_PYTHONS)
     registry[ACTOR] = registry["nemo_rl.environments.math_environment.MathEnvironment"]
     environments = compat.import_name(f"{_ENVIRONMENTS}.utils:ENV_REGISTRY")
     environments.setdefault(TASK_NAME, {"actor_class_fqn": ACTOR})

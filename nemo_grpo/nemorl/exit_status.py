@@ -46,7 +46,8 @@ class Ending(Callback):
         if prefix == LAST_PREFIX:
             self.last_step = step
         if prefix == "validation":
-            self.reached_threshold |= self.grpo.is_goal({f"{prefix}/{name}": metrics[name] for name in metrics})
+            row = {f"{prefix}/{name}": value for name, value in metrics.items()}
+            self.reached_threshold |= self.grpo.is_goal(row)
 
 
 @contextmanager

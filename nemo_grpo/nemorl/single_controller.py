@@ -27,20 +27,19 @@ import torch
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import compat, hooks
+from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.compat import Parts
+from nemo_grpo.nemorl.host_api import CONTROLLER, CONTROLLER_ACTOR, CONTROLLER_CONFIG, SINGLE_CONTROLLER
 from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
-from nemo_grpo.nemorl.uses import CONTROLLER_ACTOR, CONTROLLER_CONFIG
-from nemo_grpo.nemorl.versions import SINGLE_CONTROLLER
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nemo_grpo.nemorl.config import ClusterRun
-    from nemo_grpo.nemorl.exchange import StepExchange
-    from nemo_grpo.nemorl.host_data import Data
+    from nemo_grpo.nemorl.nemo_rl_batches import Data
+    from nemo_grpo.nemorl.step_context import StepContext
 
 log = logging.getLogger(__name__)
 
@@ -137,13 +136,13 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
-    """`ExchangingPolicy` for the single controller, which trains by begin, chunks and finish.
+    """`VariantPolicy` for the single controller, which trains by begin, chunks and finish.
 
     Args: base: the class.  estimator: None for NeMo-RL's own loss.
     """
 
     class StreamingPolicy(base):
-        """A step without gradient is dropped; as in `ExchangingPolicy`, never the first one."""
+        """A step without gradient is dropped; as in `VariantPolicy`, never the first one."""
 
         def train_microbatches_from_meta(self, meta: Any, *arguments: Any, **named: Any) -> Any:
             record.add(self.read_from_dataplane(meta, select_fields=record.columns))
@@ -163,7 +162,7 @@ def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -
     return StreamingPolicy
 
 
-def set_up(run: ClusterRun, tokenizer: Any, data: Data, exchange: StepExchange) -> tuple[Parts, Any]:
+def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) -> tuple[Parts, Any]:
     """Let NeMo-RL set up its workers, and put our parts among what it gives to its controller.
 
     Args:    data: what NeMo-RL would read by itself.
@@ -174,21 +173,19 @@ def set_up(run: ClusterRun, tokenizer: Any, data: Data, exchange: StepExchange) 
     config, recipe = run.master_config, run.recipe
     check(config)
     skip_unused_reference(config)
-    estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, exchange, folds=True)
+    estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, context, folds=True)
     record = StepRecord(recipe.grpo.num_generations_per_prompt, scores=recipe.policy_is_scored)
     extend = partial(streaming, estimator=estimator, record=record)
-    policy = policy_factory(run, exchange, extend)
+    policy = policy_factory(run, context, extend)
 
     def given(*_theirs: Any, **_named: Any) -> Any:
         return data[:2] if recipe.env.should_use_nemo_gym else data
 
     with (
-        hooks.placed("controller policy", lambda _theirs: policy),
-        hooks.placed("controller data", lambda _theirs: given),
+        compat.rebound("controller policy", lambda _theirs: policy),
+        compat.rebound("controller data", lambda _theirs: given),
     ):
-        arguments, timing = compat.import_name(f"{hooks.CONTROLLER}:setup_single_controller")(
-            config, tokenizer
-        )
+        arguments, timing = compat.import_name(f"{CONTROLLER}:setup_single_controller")(config, tokenizer)
     if estimator is not None:
         estimator.step = arguments.save_state.current_step
         arguments = replace(arguments, advantage_estimator=estimator, loss_fn=loss_of(run))
@@ -262,7 +259,7 @@ def cut_prompts_left_out(manager: Any) -> Iterator[None]:
 
         return record_to_train_batch
 
-    with hooks.placed("controller rollout", keeping, manager), hooks.placed("controller rows", masking):
+    with compat.rebound("controller rollout", keeping, manager), compat.rebound("controller rows", masking):
         yield
 
 

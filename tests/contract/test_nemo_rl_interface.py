@@ -13,7 +13,7 @@ from nemo_grpo.nemorl import compat, doctor, hooks, uses
 from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.sft import OF_SETUP
 from nemo_grpo.nemorl.static_api import Tree, misfit, shape
-from nemo_grpo.nemorl.versions import TESTED
+from nemo_grpo.nemorl.host_api import TESTED
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants.base import RatioConfig
 

@@ -18,7 +18,7 @@ from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, ch
 from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import nemo_gym, run_grpo
 from nemo_grpo.nemorl.config import ClusterRun, load_run
-from nemo_grpo.nemorl.host_data import set_up_data
+from nemo_grpo.nemorl.nemo_rl_batches import set_up_data
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 

@@ -17,8 +17,8 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import load_run, sft_section
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.stopping import LAST_PREFIX
-from nemo_grpo.nemorl.uses import Use
+from nemo_grpo.nemorl.exit_status import LAST_PREFIX
+from nemo_grpo.nemorl.host_api import Use
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 

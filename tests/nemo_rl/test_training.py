@@ -15,8 +15,8 @@ from toy_training import GENERATIONS, PROMPTS, Run, rollouts, toy_run
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
-from nemo_grpo.nemorl.hooks import HOOKS, places
-from nemo_grpo.nemorl.stopping import Stop, finished_steps, last_step, stop_after_step
+from nemo_grpo.nemorl.host_api import HOOKS, places
+from nemo_grpo.nemorl.exit_status import Stop, finished_steps, last_step, stop_after_step
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")  # the trainers ask Ray for nodes
@@ -139,13 +139,13 @@ def test_moving_statistics_go_on_where_nemo_rls_checkpoint_left_them(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving"}
     settings = ("checkpointing.save_period=2", "checkpointing.metric_name=null")
     run = Run(tmp_path, loss_fn, *settings)
-    save_side_files(run.checkpointer, MagicMock(), MagicMock(), run.exchange)
+    save_side_files(run.checkpointer, MagicMock(), MagicMock(), run.context)
     run.train()
-    assert run.exchange.carried["mean"] > 0
+    assert run.context.carried["mean"] > 0
     again = Run(tmp_path, loss_fn, "grpo.max_num_steps=4", *settings)
-    resume_carried(again.run.recipe.loss_fn, again.checkpointer, again.exchange)
+    resume_carried(again.run.recipe.loss_fn, again.checkpointer, again.context)
     assert finished_steps(again.parts) == 2
-    assert again.exchange.carried == run.exchange.carried
+    assert again.context.carried == run.context.carried
 
 
 def test_nemo_rl_is_left_as_it_was_after_a_stop():

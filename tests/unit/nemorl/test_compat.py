@@ -11,8 +11,8 @@ from nemo_grpo.nemorl import compat, policy, sft
 from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
 from nemo_grpo.nemorl.nemo_gym import fix_frames
-from nemo_grpo.nemorl.uses import VIDEO_SETTINGS
-from nemo_grpo.nemorl.versions import ENTROPIES, EVERY_RUN, HEAD, STAGES, SUPERVISED, V0_7_0
+from nemo_grpo.nemorl.host_api import VIDEO_SETTINGS
+from nemo_grpo.nemorl.host_api import ENTROPIES, EVERY_RUN, HEAD, STAGES, SUPERVISED, V0_7_0
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"

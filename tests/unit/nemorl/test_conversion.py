@@ -6,7 +6,7 @@ import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import conversion
-from nemo_grpo.nemorl.conversion import ITERATION, LAST_FILE, POLL_S, STILL_S, remove_remains
+from nemo_grpo.nemorl.stale_conversions import ITERATION, LAST_FILE, POLL_S, STILL_S, remove_remains
 
 NOW = 1_000_000.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_grpo.nemorl.drawn import DrawnScores
+from nemo_grpo.nemorl.callbacks import DrawnScores
 from nemo_grpo.tasks.base import NOT_FINITE
 
 

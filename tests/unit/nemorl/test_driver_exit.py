@@ -11,8 +11,8 @@ from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.model import load_tokenizer, model_config
-from nemo_grpo.nemorl.stopping import Stop, exit_code, last_step
+from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
+from nemo_grpo.nemorl.exit_status import Stop, exit_code, last_step
 from nemo_grpo.training.signals import StopRequest
 
 GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)

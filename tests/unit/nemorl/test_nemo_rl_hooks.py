@@ -8,8 +8,8 @@ from unit.nemorl.loggers import Logger
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import hooks
-from nemo_grpo.nemorl.hooks import HOOKS, Hook, install, placed
-from nemo_grpo.nemorl.observers import LoggerObserver, listening
+from nemo_grpo.nemorl.host_api import HOOKS, Hook, install, placed
+from nemo_grpo.nemorl.callbacks import LoggerObserver, listening
 
 
 @pytest.fixture

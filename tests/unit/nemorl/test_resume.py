@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as dcp
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import resume
-from nemo_grpo.nemorl.resume import optimizer_of
+from nemo_grpo.nemorl.checkpoints import optimizer_of
 
 WEIGHT = "decoder.final_layernorm.weight"
 MOMENTS = (

@@ -5,7 +5,7 @@ from types import SimpleNamespace as Of
 import pytest
 from unit.nemorl.loggers import Logger
 
-from nemo_grpo.nemorl.rollout_error import BF16_BOUND, EXCEEDS, FP8_BOUND, bound, watch_rollouts
+from nemo_grpo.nemorl.callbacks import BF16_BOUND, EXCEEDS, FP8_BOUND, bound, watch_rollouts
 
 
 def recipe(num_updates=1, precision="bfloat16", fp8=False, ahead=0):

@@ -12,7 +12,7 @@ from unit.nemorl.loggers import Logger
 
 from nemo_grpo.diagnostics.runs import read_run
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl.run_record import alone, name_of, record_run
+from nemo_grpo.nemorl.callbacks import alone, name_of, record_run
 from nemo_grpo.recipe import Recipe, load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
@@ -76,7 +76,7 @@ def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe: Recipe) -> None:
 
 HOLDER = """
 import sys
-from nemo_grpo.nemorl.run_record import alone
+from nemo_grpo.nemorl.callbacks import alone
 from nemo_grpo.recipe import load_recipe
 
 with alone(load_recipe(sys.argv[1], sys.argv[2:])):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.nemorl.single_controller import ChunkEstimator, StepRecord, streaming
 from nemo_grpo.variants import VARIANTS, parse_loss_fn
 
@@ -42,7 +42,7 @@ def step(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def estimator(section: dict[str, object], **further: bool) -> ChunkEstimator:
     config = parse_loss_fn(section)
-    return ChunkEstimator(config, num_generations=SIZE, exchange=StepExchange(), folds=True, **further)
+    return ChunkEstimator(config, num_generations=SIZE, context=StepContext(), folds=True, **further)
 
 
 def in_chunks(e: ChunkEstimator, whole: dict[str, torch.Tensor], *groups: int) -> torch.Tensor:

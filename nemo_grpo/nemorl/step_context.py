@@ -1,4 +1,4 @@
-"""Data that policy, sampling and estimator exchange within a step, in addition to NeMo-RL's arguments."""
+"""Data that policy, sampling and estimator context within a step, in addition to NeMo-RL's arguments."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ ENTROPIES = "entropies"
 
 
 @dataclass
-class StepExchange:
+class StepContext:
     """Shared by all three; every step fills and empties all but ``carried`` in this order.
 
     Attributes:
