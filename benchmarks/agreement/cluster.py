@@ -18,11 +18,11 @@ from benchmarks.agreement.recording import LAYOUTS, NUM_GENERATIONS, NUM_ROWS, C
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.step_context import StepContext
-from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
-from nemo_grpo.nemorl.pretrained import load_tokenizer
-from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
 from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
+from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
+from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
+from nemo_grpo.nemorl.pretrained import load_tokenizer
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.training.rollout import Step
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"

@@ -14,8 +14,8 @@ from nemo_rl.utils.checkpoint import CheckpointManager
 from benchmarks.agreement.cluster import Engine, prepare
 from benchmarks.agreement.recording import NUM_GENERATIONS, Case, batches
 from nemo_grpo.nemorl.advantage import VariantEstimator
-from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.checkpoints import resume_with_optimizer
+from nemo_grpo.nemorl.loss import ObjectiveLoss
 
 SCHEDULE = (
     "policy.megatron_cfg.scheduler.lr_decay_style=cosine",

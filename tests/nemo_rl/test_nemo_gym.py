@@ -86,7 +86,7 @@ def test_configuration_is_the_one_of_nemo_rls_own_driver(gym):
 
 def test_a_step_trains_on_what_nemo_gym_returns(gym, tmp_path):
     run, _ = gym
-    ready = run.ready()._replace(environments=nemo_gym.environments(run.parts))
+    ready = run.ready()._replace(environments=gym_environments(run.parts))
     ready = ready._replace(tokenizer=character_tokenizer())
     with (
         patch(f"{GRPO}.refit_policy_generation", return_value={}),

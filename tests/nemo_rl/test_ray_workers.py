@@ -11,9 +11,9 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy import lm_policy
 from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, loss_data
 
-from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.nemorl.loss import build_loss
 from nemo_grpo.nemorl.policy import has_further_losses, has_no_gradient, policy_factory
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 

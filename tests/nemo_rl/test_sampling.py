@@ -10,8 +10,8 @@ from nemo_rl.algorithms import grpo
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.timer import Timer
 
-from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.variants import parse_loss_fn
 
 P, G = 3, 2

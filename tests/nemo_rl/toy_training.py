@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.config import ClusterRun, load_run
-from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.nemorl.exit_status import Ending, exit_code, finished_steps, last_step
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.exit_status import Stop, exit_code, finished_steps, last_step
+from nemo_grpo.nemorl.step_context import StepContext
 
 GRPO = "nemo_rl.algorithms.grpo"
 PROMPTS, GENERATIONS = 2, 3
@@ -231,8 +231,8 @@ class Run:
             self.checkpointer.shutdown()
         return draws
 
-    def exit_code(self, stop: Stop) -> int:
-        return exit_code(self.run, self.parts, last_step(self.run, self.parts), stop)
+    def exit_code(self, ending: Ending) -> int:
+        return exit_code(self.run, self.parts, last_step(self.run, self.parts), ending)
 
     def logged(self) -> dict[str, Any]:
         """The newest step's training metrics."""

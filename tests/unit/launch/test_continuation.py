@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from nemo_grpo.nemorl.run_record import record_run
 from typer.testing import CliRunner
 from unit.nemorl.loggers import Logger
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
-from nemo_grpo.nemorl.run_record import record_run
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.training.resume import check_continuation
 

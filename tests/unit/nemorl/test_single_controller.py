@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.nemorl.single_controller import ChunkEstimator, StepRecord, streaming
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.variants import VARIANTS, parse_loss_fn
 
 GROUPS, SIZE, LENGTH = 4, 3, 6
