@@ -149,11 +149,13 @@ def set_up(run: ClusterRun) -> Ready:
 def train(run: ClusterRun, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
     parts, recipe = ready.parts, run.recipe
-    callbacks = [RolloutCheck(recipe), RewardMetrics(ready.environments), RunRecord(recipe), ready.side_files]
     try:
+        adding = [RolloutCheck(recipe), RewardMetrics(ready.environments)]
         with (
             stop_after_step(recipe.grpo) as ending,
-            calling_back([*callbacks, ending], parts.logger, parts.checkpointer),
+            calling_back(
+                [*adding, RunRecord(recipe), ready.side_files, ending], parts.logger, parts.checkpointer
+            ),
         ):
             if ready.is_supervised:
                 sft.run_trainer(parts, ready.tokenizer)

@@ -11,7 +11,8 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.advantage import VariantEstimator, _tokens, group_ids
-from nemo_grpo.nemorl.checkpoints import CARRIED, resume_carried, save_side_files
+from nemo_grpo.nemorl.callbacks import calling_back
+from nemo_grpo.nemorl.checkpoints import CARRIED, SideFiles, resume_carried
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
@@ -190,8 +191,8 @@ def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(
     step(whole, 1.0)
     manager = SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path))
     side = Mock(name_or_path=str(tmp_path))
-    save_side_files(manager, side, side, whole)
-    manager.init_tmp_checkpoint()
+    with calling_back([SideFiles(side, side, whole)], checkpointer=manager):
+        manager.init_tmp_checkpoint()
     step(whole, 3.0)
     assert whole.carried == {"mean": 2.0, "variance": 1.0}
 
