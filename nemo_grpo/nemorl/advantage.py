@@ -129,7 +129,7 @@ class VariantEstimator:
 
     @classmethod
     def of(cls, recipe: Recipe, context: StepContext, **further: Any) -> Self:
-        """The estimator of a recipe.  Args: further: of the constructor."""
+        """Make the estimator of a recipe.  Args: further: of the constructor."""
         return cls(
             recipe.loss_fn,
             num_generations=recipe.grpo.num_generations_per_prompt,
@@ -149,7 +149,7 @@ class VariantEstimator:
         logprobs_reference: Tensor | None = None,
         **further: Any,
     ) -> Tensor:
-        """Advantages of the step's tokens.
+        """Compute the advantages of the step's tokens.
 
         Args:    prompt_ids: [B, P].  rewards: [B].  mask: [B, S], token_mask x sample_mask.
                  repeated_batch: its conversations identify responses for random draws.
@@ -249,7 +249,7 @@ class VariantEstimator:
 
 
 def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """(prompt, policy) tokens of a conversation: all before the first answer, and all answers."""
+    """Return (prompt, policy) tokens of a conversation: all before the first answer, and all answers."""
     is_answer = [message["role"] == "assistant" for message in messages]
     first = is_answer.index(True) if any(is_answer) else len(messages)
     tokens = [torch.as_tensor(message["token_ids"]).tolist() for message in messages]

@@ -51,7 +51,7 @@ FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole: its loss is not the one that trains."""
 
 SFT_SECTIONS = ("policy", "data", "logger", "cluster", "checkpointing", "nemo_grpo")
-"""Of the configuration for GRPO; the others are about rollouts."""
+"""Sections of the configuration for GRPO that supervised training has, too; the others are about rollouts."""
 SFT_READS = {"use_linear_ce_fusion_loss": False}
 """Keys of policy.megatron_cfg that 0.7.0's supervised training reads and its base for GRPO lacks."""
 ALL_BATCHES = -1
@@ -59,10 +59,7 @@ ALL_BATCHES = -1
 
 @dataclass(frozen=True)
 class ClusterRun:
-    """A recipe, and its NeMo-RL configuration.
-
-    Attributes: recipe: validated.  master_config: NeMo-RL's `MasterConfig`.
-    """
+    """A validated recipe, and its NeMo-RL `MasterConfig`."""
 
     recipe: Recipe
     master_config: Any
@@ -96,7 +93,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
 
 
 def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
-    """NeMo-RL's configuration as a plain mapping; what the recipe's writer left out keeps NeMo-RL's value.
+    """Build NeMo-RL's configuration as a plain mapping; what the recipe left out keeps NeMo-RL's value.
 
     Args: base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
     """
@@ -130,7 +127,7 @@ def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
 
 
 def host_tree(recipe: Recipe) -> Tree:
-    """NeMo-RL's configuration of a recipe that keeps its data."""
+    """Build NeMo-RL's configuration of a recipe that keeps NeMo-RL's data."""
     tree = merge({}, recipe.settings)
     if not recipe.loss_fn.is_stock:
         tree["loss_fn"] |= loss_section(recipe)
@@ -139,7 +136,7 @@ def host_tree(recipe: Recipe) -> Tree:
 
 
 def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
-    """NeMo-RL's configuration for supervised training.
+    """Build NeMo-RL's configuration for supervised training.
 
     Args: tree: the one for GRPO, see `nemo_rl_tree`.
     """
@@ -150,7 +147,7 @@ def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
 
 
 def sft_section(recipe: Recipe) -> dict[str, Any]:
-    """NeMo-RL's section ``sft``, from the recipe's ``grpo``.
+    """Build NeMo-RL's section ``sft`` from the recipe's ``grpo``.
 
     One validation batch holds all problems; NeMo-RL fills it up to whole microbatches of all ranks only if
     it is not full.
@@ -191,7 +188,7 @@ def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
 
 
 def loss_section(recipe: Recipe) -> Tree:
-    """The variant's parameters for NeMo-RL, which reads some of them.
+    """Build the section ``loss_fn`` for NeMo-RL, which reads some of the variant's parameters.
 
     It loads the reference policy if reference_policy_kl_penalty > 0, and makes its own loss of the section,
     before ours takes its place. Its types allow no null, so nulls are left out.
@@ -202,7 +199,7 @@ def loss_section(recipe: Recipe) -> Tree:
 
 
 def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
-    """``over`` without nulls for sections of the base, into which NeMo-RL looks."""
+    """Leave out nulls for sections of the base, into which NeMo-RL looks."""
     return {
         name: _without_null_sections(value, base[name])
         if isinstance(value, Mapping) and isinstance(base.get(name), Mapping)
@@ -224,7 +221,7 @@ def _base_tree(recipe: Recipe) -> Tree:
 
 
 def base_folder() -> Path:
-    """NeMo-RL's ``examples/configs``, beside the package.
+    """Find NeMo-RL's ``examples/configs``, beside the package.
 
     Raises: UserError: nemo_rl was installed without them.
     """

@@ -233,7 +233,7 @@ _NAMES: tuple[Name, ...] = (
     _used(f"{CONTROLLER}:SingleControllerActorArgs",
         reads=("gen_handle", "trainer_handle", "env_handles", "train_cluster", "inference_cluster",
             "dataloader", "advantage_estimator", "loss_fn", "save_state"), **_CONTROLLER),
-    _used(CONTROLLER_ACTOR, "(_, _, _)", ("run", "ping", "_logger", "_checkpointer", "_rollout_manager"),
+    _used(CONTROLLER_ACTOR, "(_, _, _)", ("run", "_logger", "_checkpointer", "_rollout_manager"),
         **_CONTROLLER),
     _used(f"{CONTROLLER_CONFIG}:validate_single_controller_config", "(_)", **_CONTROLLER),
     _used(f"{CONTROLLER_CONFIG}:MasterConfig", reads=("async_rl",), **_CONTROLLER),

@@ -40,7 +40,7 @@ NEEDS: dict[str | None, tuple[str, ...]] = {
 def policy_factory(
     run: ClusterRun, context: StepContext, extend: Callable[[Any], Any] = lambda base: base
 ) -> Callable[..., Any]:
-    """The policy constructor for NeMo-RL's `setup`.
+    """Make the policy constructor for NeMo-RL's `setup`.
 
     Args:    context: receives entropies if the variant needs them, and provides the estimator's tensors.
           extend: `VariantPolicy` -> the class to make.
@@ -109,7 +109,7 @@ def policy_factory(
 
 
 def worker_class(recipe: Recipe) -> str | None:
-    """Our worker that the recipe needs; None for NeMo-RL's own."""
+    """Name our worker that the recipe needs; None for NeMo-RL's own."""
     if recipe.loss_fn.needs_entropy:
         return ENTROPY_WORKER
     if not recipe.policy.megatron_cfg.enabled:
@@ -135,7 +135,7 @@ def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
 
 
 def data_plane_of(master_config: Any) -> Any:
-    """NeMo-RL's section ``data_plane`` if it is enabled, else None."""
+    """Return NeMo-RL's section ``data_plane`` if it is enabled, else None."""
     section = value_of(master_config, "data_plane", None)
     return section if value_of(section or {}, "enabled", False) else None
 

@@ -201,7 +201,7 @@ def install(run: ClusterRun, context: StepContext, first_step: int, tokenizer: A
 
 
 def run_trainer(ready: Ready) -> None:
-    """NeMo-RL's trainer: synchronous, asynchronous, synchronous on its data plane, or its controller."""
+    """Run NeMo-RL's trainer: synchronous, asynchronous, synchronous on its data plane, or its controller."""
     parts, processor, config = ready.parts, ready.processor, ready.parts.master_config
     if ready.controller is not None:
         single_controller.train(ready.controller, config)

@@ -25,7 +25,7 @@ Sampled = tuple[Any, bool, Any, dict[str, Any]]
 
 
 def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callable[..., Sampled]:
-    """The replacement for ``nemo_rl.algorithms.grpo.dynamic_sampling``.
+    """Make the replacement for ``nemo_rl.algorithms.grpo.dynamic_sampling``.
 
     Args:    config: the variant; its `resampling` sets the share of groups with signal and the maximum draws.
              context: its ``metrics`` are what the trainer logs with the step.
@@ -82,7 +82,7 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
 
 
 def _groups(batch: Any, num_generations: int) -> list[Any]:
-    """A draw's prompts, each as a batch of its responses; NeMo-RL keeps a prompt's rows together."""
+    """Split a draw into batches of a prompt's responses; NeMo-RL keeps a prompt's rows together."""
     rows = torch.arange(batch.size).split(num_generations)
     return [batch.select_indices(group.tolist()) for group in rows]
 

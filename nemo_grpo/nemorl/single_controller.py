@@ -12,12 +12,9 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError
-from contextlib import contextmanager
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -128,7 +125,7 @@ class StepRecord:
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """The parts' rows below each other, filled up with 0 to the longest."""
+    """Stack the parts' rows, filled up with 0 to the longest."""
     if parts[0].ndim == 1:
         return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
@@ -264,42 +261,33 @@ def cut_prompts_left_out(manager: Any) -> Iterator[None]:
 
 
 async def _watched(controller: Any, watchdog: Any) -> None:
-    with watched_loop(controller.ping, watchdog.interval_s, watchdog.stall_timeout_s):
+    async with watched_loop(watchdog.interval_s, watchdog.stall_timeout_s):
         log.info("the single controller has ended: %s", await controller.run())
 
 
-@contextmanager
-def watched_loop(ping: Callable[[], Any], interval_s: float, stall_timeout_s: float) -> Iterator[None]:
-    """Within the block, end the process if its event loop does not answer for ``stall_timeout_s``.
+@asynccontextmanager
+async def watched_loop(interval_s: float, stall_timeout_s: float) -> AsyncIterator[None]:
+    """Within the block, end the process with its tracebacks if its event loop is blocked for too long.
 
     NeMo-RL's own watchdog is a task of that loop: it cannot see that a call blocks it, and its driver, which
     could, is this process.
 
-    Args: ping: a coroutine function that answers at once.
+    Args: stall_timeout_s: async_rl.stall_watchdog.stall_timeout_s.
     """
-    loop, done = asyncio.get_running_loop(), threading.Event()
+    log.info(
+        "the driver ends if the single controller's event loop does not answer for %g s "
+        "(async_rl.stall_watchdog.stall_timeout_s)",
+        stall_timeout_s,
+    )
 
-    def watch() -> None:
-        answered = time.monotonic()
-        while not done.wait(interval_s):
-            try:
-                asyncio.run_coroutine_threadsafe(ping(), loop).result(interval_s)
-                answered = time.monotonic()
-            except TimeoutError:
-                silent = time.monotonic() - answered
-                if silent > stall_timeout_s and not done.is_set():
-                    log.critical(
-                        "the single controller's event loop has not answered for %.0f s "
-                        "(async_rl.stall_watchdog.stall_timeout_s=%g); where it hangs:",
-                        *(silent, stall_timeout_s),
-                    )
-                    faulthandler.dump_traceback()
-                    os._exit(1)
-            except (RuntimeError, CancelledError):  # the loop has ended
-                return
+    async def answer() -> None:
+        while True:
+            faulthandler.dump_traceback_later(stall_timeout_s, exit=True, file=sys.__stderr__)
+            await asyncio.sleep(interval_s)
 
-    threading.Thread(target=watch, name="loop watch", daemon=True).start()
+    task = asyncio.create_task(answer())
     try:
         yield
     finally:
-        done.set()
+        task.cancel()
+        faulthandler.cancel_dump_traceback_later()
