@@ -57,10 +57,7 @@ def _generation_config(model: str) -> Any:
 
 
 def resume_carried(config: VariantConfig, checkpointer: Any, context: StepContext) -> None:
-    """Read the variant's statistics from the newest checkpoint into ``context``.
-
-    Raises: UserError: the variant carries statistics and that checkpoint has none.
-    """
+    """Read the variant's statistics from the newest checkpoint into ``context``."""
     newest = checkpointer.get_latest_checkpoint_path()
     if newest is None or not config.carries_statistics:
         return
@@ -107,7 +104,6 @@ def optimizer_of(weights: Path | None, *, is_required: bool) -> Path | None:
     """Find the path that tells NeMo-RL's Megatron workers that ``weights`` includes an optimizer.
 
     Args:    weights: ``step_N/policy/weights``; None: the run begins.
-    Raises:  UserError: it has none, and one is required.
     """
     if weights is None:
         return None

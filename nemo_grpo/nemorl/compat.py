@@ -83,10 +83,7 @@ def check() -> str:
 
 
 def require(part: str) -> None:
-    """Check that nothing is broken that a part of this package needs.
-
-    Raises: UserError: it is.
-    """
+    """Check that nothing is broken that a part of this package needs."""
     broken = [finding for finding in installed().findings if finding.breaks and finding.part == part]
     if broken:
         raise UserError(
@@ -115,10 +112,7 @@ Make = Callable[[Any], Any]
 
 
 def places(name: Name) -> list[tuple[Any, str]]:
-    """List (owner, attribute) wherever this NeMo-RL binds a name.
-
-    Raises: UserError: nowhere, and every tested version has it.
-    """
+    """List (owner, attribute) wherever this NeMo-RL binds a name."""
     module, _, path = name.name.partition(":")
     *outer, last = path.split(".")
     found = []
@@ -199,10 +193,7 @@ class Parts(NamedTuple):
 
 
 def unpack_setup(result: tuple[Any, ...]) -> Parts:
-    """Name the values that `setup` returned.
-
-    Raises: UserError: their number differs from the tested versions'.
-    """
+    """Name the values that `setup` returned."""
     if len(result) != len(Parts._fields):
         raise UserError(
             f"nemo_rl.algorithms.grpo.setup returned {len(result)} values where {len(Parts._fields)} are "

@@ -169,10 +169,7 @@ def sft_section(recipe: Recipe) -> dict[str, Any]:
 
 
 def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
-    """Refuse keys newer than NeMo-RL 0.7.0, which silently accepts any key.
-
-    Raises: UserError: key, value, remedy.
-    """
+    """Refuse keys newer than NeMo-RL 0.7.0, which silently accepts any key."""
     tree = recipe.to_dict()
     given = {key: value_of(tree, key) for key in NOT_IN_0_7_0}
     ignored = [f"{key}={value}" for key, value in given.items() if value not in (None, *NOT_IN_0_7_0[key])]
@@ -221,10 +218,7 @@ def _base_tree(recipe: Recipe) -> Tree:
 
 
 def base_folder() -> Path:
-    """Find NeMo-RL's ``examples/configs``, beside the package.
-
-    Raises: UserError: nemo_rl was installed without them.
-    """
+    """Find NeMo-RL's ``examples/configs``, beside the package."""
     folder = compat.package_folder().parent / "examples" / "configs"
     if not (folder / BASE).is_file():
         raise UserError(

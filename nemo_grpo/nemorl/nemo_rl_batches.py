@@ -21,10 +21,7 @@ Data = tuple[Any, Any, dict[str, Any], dict[str, Any]]
 
 
 def find_prompt_files(config: Any, repository: Path) -> None:
-    """Replace prompts' paths by those of `host.prompt_file`.
-
-    Raises: UserError: see there.
-    """
+    """Replace prompts' paths by those of `host.prompt_file`."""
     sections = [config.data.get(split) for split in ("train", "validation", "default")]
     listed = [one for section in sections for one in (section if isinstance(section, list) else [section])]
     for section in filter(None, listed):
@@ -39,7 +36,6 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     Args:    encoder: the tokenizer, or the processor for data with images.
     Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it;
              no environments yet where NeMo-Gym makes the rollouts.
-    Raises:  UserError: a data set cannot be read, or this NeMo-RL does not fit.
     """
     compat.require(OWN_DATA)
     config = run.master_config
@@ -74,7 +70,6 @@ def fix_video_frames(config: Any) -> None:
     """Give the processor, the data and vLLM the same frames of a video; before the processor is loaded.
 
     Args:    config: NeMo-RL's `MasterConfig`; changed.
-    Raises:  UserError: this NeMo-RL does not fit.
     """
     compat.require(NEMO_GYM)
     if compat.has_name(VIDEO_SETTINGS):  # 0.7.0 has no videos

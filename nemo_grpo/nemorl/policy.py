@@ -44,7 +44,6 @@ def policy_factory(
 
     Args:    context: receives entropies if the variant needs them, and provides the estimator's tensors.
           extend: `VariantPolicy` -> the class to make.
-    Raises: UserError: this NeMo-RL does not fit the worker that the recipe needs.
     """
     data_plane = data_plane_of(run.master_config)
     stock: Any = compat.import_name(host_api.TQ_POLICY if data_plane else host_api.POLICY)

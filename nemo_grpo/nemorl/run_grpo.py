@@ -167,11 +167,7 @@ def train(run: ClusterRun, ready: Ready) -> int:
 
 
 def share_sources() -> None:
-    """Let Ray's workers import this package: they inherit the driver's environment, not its `sys.path`.
-
-    Raises: UserError: the package is installed beside the driver's other packages, which would shadow the
-            workers' own versions.
-    """
+    """Let Ray's workers import this package: they inherit the driver's environment, not its `sys.path`."""
     root = Path(__file__).parents[2]
     if root.name in ("site-packages", "dist-packages"):
         raise UserError(

@@ -31,10 +31,7 @@ OF_SETUP = (
 
 
 def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
-    """Encode the demonstrations and set NeMo-RL's training up on them.
-
-    Raises: UserError: the task has no demonstrations, one is too long, or this NeMo-RL does not fit.
-    """
+    """Encode the demonstrations and set NeMo-RL's training up on them."""
     compat.require(SUPERVISED)
     recipe, config = run.recipe, run.master_config
     shown = Demonstrations(recipe, problems.task, tokenizer)

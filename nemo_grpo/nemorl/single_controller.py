@@ -164,7 +164,6 @@ def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) ->
 
     Args:    data: what NeMo-RL would read by itself.
     Returns: (its parts by the names of NeMo-RL's `setup`, the controller).
-    Raises:  UserError: this NeMo-RL does not fit, or refuses the configuration.
     """
     compat.require(SINGLE_CONTROLLER)
     config, recipe = run.master_config, run.recipe
@@ -208,10 +207,7 @@ def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) ->
 
 
 def check(config: Any) -> None:
-    """Let NeMo-RL check its configuration before anything is started.
-
-    Raises: UserError: it refuses it.
-    """
+    """Let NeMo-RL check its configuration before anything is started."""
     validate = compat.import_name(f"{CONTROLLER_CONFIG}:validate_single_controller_config")
     try:
         validate(config)

@@ -52,7 +52,6 @@ def remove_remains(
     folder. Not covered: folders on other nodes, if NRL_MEGATRON_CHECKPOINT_DIR is not shared.
 
     Args:   policy: section of NeMo-RL's configuration.
-    Raises: UserError: it cannot be moved.
     """
     for folder in conversions(policy):
         while folder.is_dir() and not (folder / LAST_FILE).exists():

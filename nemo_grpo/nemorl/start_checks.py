@@ -32,8 +32,6 @@ def check_async_save(master_config: Any) -> None:
     """Check that the workers have what asynchronous saving needs, the default of NeMo-RL after 0.7.0.
 
     If it cannot be known (see `worker_python`), nothing is refused.
-
-    Raises: UserError: they do not; every worker would die at start-up.
     """
     if compat.version() == compat.V0_7_0 or not value_of(master_config, ASYNC_SAVE, False):
         return
@@ -47,10 +45,7 @@ def check_async_save(master_config: Any) -> None:
 
 
 def check_data_plane(master_config: Any) -> None:
-    """Check that the driver has TransferQueue; NeMo-RL's policy asks for it once all workers are up.
-
-    Raises: UserError: it has not.
-    """
+    """Check that the driver has TransferQueue; NeMo-RL's policy asks for it once all workers are up."""
     if data_plane_of(master_config) is not None and importlib.util.find_spec(TRANSFER_QUEUE) is None:
         raise UserError(
             f"data_plane.enabled=true: the driver's Python has no {TRANSFER_QUEUE}; install TransferQueue, "
@@ -86,10 +81,7 @@ def lacks(python: str, package: str) -> bool:
 
 
 def check_ray_address() -> None:
-    """Wait until the cluster of RAY_ADDRESS answers, if it is set.
-
-    Raises: ConnectionError: it does not within `PATIENCE`.
-    """
+    """Wait until the cluster of RAY_ADDRESS answers, if it is set."""
     address = os.environ.get("RAY_ADDRESS", "")
     where = urlsplit(address if "://" in address else f"//{address}")
     if where.port is None:  # not set, auto or local: Ray finds or starts one

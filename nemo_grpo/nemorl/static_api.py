@@ -69,10 +69,7 @@ class Tree(griffe.ModulesCollection):
         return super().get_member(key)
 
     def _module(self, name: str) -> griffe.Module | None:
-        """Read a module, once.
-
-        Raises: UserError: it is written for a newer Python than this one.
-        """
+        """Read a module, once."""
         folder, (above, _, last) = self.root / name.replace(".", "/"), name.rpartition(".")
         path = self.path_of(name) or folder / "__init__.py"
         if name not in self._read and (path.exists() or folder.is_dir()):
@@ -138,7 +135,7 @@ class Tree(griffe.ModulesCollection):
         return any(one.is_alias and one.target_path == target for one in members)
 
     def calls(self, called: str, within: str, guard: str = "") -> list[str]:
-        """List the arguments of all calls of ``name`` or ``receiver.name``, each once.  Args: guard: see `Name`."""
+        """List the arguments of all calls of ``name`` or ``receiver.name``, each once; see `Name.guard`."""
         receiver, _, name = called.rpartition(".")
         nodes = [node for module in self.modules(within, name, guard) for node in self.nodes(module)]
         if guard:
