@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from nemo_grpo.nemorl.doctor import RECORDS, observe
+from nemo_grpo.nemorl.host_api import TESTED
 from nemo_grpo.nemorl.static_api import Tree
-from nemo_grpo.nemorl.versions import TESTED
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from benchmarks.agreement.recording import LAYOUTS, NUM_GENERATIONS, NUM_ROWS, C
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
 from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
-from nemo_grpo.nemorl.model import load_tokenizer
 from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
-from nemo_grpo.nemorl.uses import ACTOR_PYTHONS
+from nemo_grpo.nemorl.pretrained import load_tokenizer
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.training.rollout import Step
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
@@ -63,7 +63,7 @@ class Engine:
         paths: tuple[Path | None, Path | None] = (None, None),
     ) -> None:
         """Args: case: layout and precision.  paths: weights and optimizer to resume from."""
-        self.folder, self.exchange = folder, StepExchange()
+        self.folder, self.context = folder, StepContext()
         run = load_run(folder / "recipe.yaml", [*case.overrides(), *overrides])
         _, tokenizer = load_tokenizer(run)
         config = run.master_config.policy
@@ -80,7 +80,7 @@ class Engine:
             max_colocated_worker_groups=1,
         )
         stock: Any = self.run_now
-        self.policy = policy_factory(stock, self.exchange)(
+        self.policy = policy_factory(stock, self.context)(
             cluster=self.cluster,
             config=config,
             tokenizer=tokenizer,
@@ -107,7 +107,7 @@ class Engine:
         self.policy.run_all_workers_single_data("back_to_start")
         loss_fn, steps = ObjectiveLoss(recipe.loss_fn), batches(self.folder)
         estimator = VariantEstimator(
-            recipe.loss_fn, num_generations=NUM_GENERATIONS, seed=recipe.grpo.seed, exchange=self.exchange
+            recipe.loss_fn, num_generations=NUM_GENERATIONS, seed=recipe.grpo.seed, context=self.context
         )
         return [
             self.step(steps[number % len(steps)], estimator, loss_fn, updates)
@@ -124,7 +124,7 @@ class Engine:
         )
         self.policy.prepare_for_lp_inference()
         data["prev_logprobs"] = self.policy.get_logprobs(scored)["logprobs"]
-        entropies = self.exchange.entropies
+        entropies = self.context.entropies
         reference = None
         if loss_fn.reference_policy_kl_penalty > 0:
             reference = self.policy.get_reference_policy_logprobs(scored)["reference_logprobs"]
@@ -137,7 +137,7 @@ class Engine:
             logprobs_policy=data["prev_logprobs"],
             logprobs_reference=reference,
         )
-        token_weights = self.exchange.train_tensors.get("token_weights")
+        token_weights = self.context.train_tensors.get("token_weights")
         self.policy.prepare_for_training()
         found = self.policy.train(data, loss_fn, gbs=NUM_ROWS // num_updates)
         tensors = {

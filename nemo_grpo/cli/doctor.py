@@ -37,7 +37,7 @@ def doctor(
     known to break anything; 1 broken; 2 no NeMo-RL in the folder.
     """
     from nemo_grpo.nemorl.doctor import diagnose_tree
-    from nemo_grpo.nemorl.versions import TESTED
+    from nemo_grpo.nemorl.host_api import TESTED
 
     given = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
     if given is None:

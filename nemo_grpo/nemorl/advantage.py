@@ -5,10 +5,12 @@ NeMo-RL's single controller calls it for every chunk of a step's groups, see `si
 The driver is the only place that sees whole groups: the workers get rows in any order and split.
 """
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,10 +18,12 @@ from torch import Tensor
 
 from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.objective import Objective
 from nemo_grpo.core.random import response_ids, step_seed
+from nemo_grpo.diagnostics.runs import DIAGNOSTICS_FILE
+from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl.exchange import StepExchange
-from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.variants.base import VariantConfig
 
@@ -47,11 +51,52 @@ def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
     return starts_group.cumsum(0) - 1
 
 
+@dataclass(frozen=True)
+class StepDiagnostics:
+    """Token diagnostics as the embedded engine measures them, on the step that the estimator has prepared.
+
+    Attributes: folder: of the run.  period: first and every n-th step; 0: never.  decode: one token.
+    """
+
+    folder: Path
+    period: int
+    decode: Callable[[int], str]
+
+    def measure(
+        self,
+        objective: Objective,
+        prepared: PreparedBatch,
+        logs: Sequence[Sequence[Mapping[str, Any]]],
+        step: int,
+    ) -> dict[str, float]:
+        """Return numbers to log, ``tokens/*``; write details to diagnostics.jsonl. Nothing between periods.
+
+        Args: logs: the responses' conversations, as NeMo-RL's ``message_log``.  step: counts from 1.
+        """
+        if self.period == 0 or (step > 1 and step % self.period > 0):
+            return {}
+        tokens = predicted_tokens(logs, prepared.batch.mask.shape[1])
+        numbers, details = token_diagnostics(objective, prepared, tokens, self.decode)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / DIAGNOSTICS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **details}, ensure_ascii=False) + "\n")
+        return numbers
+
+
+def predicted_tokens(logs: Sequence[Sequence[Mapping[str, Any]]], width: int) -> Tensor:
+    """Return [B, width], the token predicted in each column of a step's tensors; 0 after the last one."""
+    tokens = torch.zeros(len(logs), width, dtype=torch.long)
+    for row, messages in zip(tokens, logs, strict=True):
+        whole = torch.cat([torch.as_tensor(message["token_ids"]).flatten() for message in messages])
+        row[: len(whole) - 1] = whole[1 : width + 1]
+    return tokens
+
+
 class VariantEstimator:
     """NeMo-RL's advantage estimator for any variant.
 
     Attributes: last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
-        `StepExchange.metrics` in synchronous training.
+        `StepContext.metrics` in synchronous training.
     """
 
     def __init__(
@@ -61,7 +106,7 @@ class VariantEstimator:
         num_generations: int,
         seed: int = 0,
         first_step: int = 0,
-        exchange: StepExchange | None = None,
+        context: StepContext | None = None,
         diagnostics: StepDiagnostics | None = None,
         folds: bool = False,
         is_scored: bool = True,
@@ -78,18 +123,18 @@ class VariantEstimator:
         self.seed = seed
         self.step = first_step
         self.has_warned = False
-        self.exchange = exchange or StepExchange()
+        self.context = context or StepContext()
         self.diagnostics = diagnostics
         self.last_metrics: dict[str, float] = {}
 
     @classmethod
-    def of(cls, recipe: Recipe, exchange: StepExchange, **further: Any) -> Self:
-        """The estimator of a recipe.  Args: further: of the constructor."""
+    def of(cls, recipe: Recipe, context: StepContext, **further: Any) -> Self:
+        """Make the estimator of a recipe.  Args: further: of the constructor."""
         return cls(
             recipe.loss_fn,
             num_generations=recipe.grpo.num_generations_per_prompt,
             seed=recipe.grpo.seed,
-            exchange=exchange,
+            context=context,
             is_scored=recipe.policy_is_scored,
             **further,
         )
@@ -104,7 +149,7 @@ class VariantEstimator:
         logprobs_reference: Tensor | None = None,
         **further: Any,
     ) -> Tensor:
-        """Advantages of the step's tokens.
+        """Compute the advantages of the step's tokens.
 
         Args:    prompt_ids: [B, P].  rewards: [B].  mask: [B, S], token_mask x sample_mask.
                  repeated_batch: its conversations identify responses for random draws.
@@ -117,20 +162,20 @@ class VariantEstimator:
         self._warn_of_split_groups(batch.group_ids)
         logs = (repeated_batch or {}).get("message_log")
         ids = None if logs is None else response_ids(map(_tokens, logs))
-        batch = replace(batch, response_ids=ids, carried=self.exchange.carried)
+        batch = replace(batch, response_ids=ids, carried=self.context.carried)
         prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
-        self.exchange.carried = prepared.carried
+        self.context.carried = prepared.carried
         self.step += 1
         if told := implausible_advantage(prepared):
             log.warning("step %d: %s", self.step, told)
         if prepared.row_factors is not None:
-            self.exchange.num_sequences = int(prepared.batch.sample_mask.sum())
+            self.context.num_sequences = int(prepared.batch.sample_mask.sum())
         if self.folds:
             prepared = self._folded(prepared)
         if prepared.token_weights is not None:
-            self.exchange.train_tensors["token_weights"] = _unaligned(prepared.token_weights)
+            self.context.train_tensors["token_weights"] = _unaligned(prepared.token_weights)
         if prepared.row_factors is not None:
-            self.exchange.train_tensors["row_factors"] = prepared.row_factors.float()
+            self.context.train_tensors["row_factors"] = prepared.row_factors.float()
         metrics = dict(prepared.metrics)
         if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
@@ -140,7 +185,7 @@ class VariantEstimator:
         self.last_metrics = dict(zip(metrics, values, strict=True))
         if self.diagnostics is not None and logs is not None:
             self.last_metrics |= self.diagnostics.measure(self.objective, prepared, logs, self.step)
-        self.exchange.metrics.update({name: [number] for name, number in self.last_metrics.items()})
+        self.context.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
 
     def _warn_of_split_groups(self, ids: Tensor) -> None:
@@ -183,7 +228,7 @@ class VariantEstimator:
                 f"{name}: NeMo-RL gave no logprobs of the reference; set loss_fn.reference_policy_kl_penalty "
                 "above 0"
             )
-        entropies = self.exchange.take_entropies()
+        entropies = self.context.take_entropies()
         if self.objective.needs_entropy and entropies is None:
             raise UserError(
                 f"{name} needs the policy's entropies, and the policy gave none; train with "
@@ -204,7 +249,7 @@ class VariantEstimator:
 
 
 def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """(prompt, policy) tokens of a conversation: all before the first answer, and all answers."""
+    """Return (prompt, policy) tokens of a conversation: all before the first answer, and all answers."""
     is_answer = [message["role"] == "assistant" for message in messages]
     first = is_answer.index(True) if any(is_answer) else len(messages)
     tokens = [torch.as_tensor(message["token_ids"]).tolist() for message in messages]

@@ -1,35 +1,33 @@
-"""The installed NeMo-RL: whether it fits, which tested version it is like, and its names by import.
+"""The installed NeMo-RL: its names by import, the tested version that it matches, and rebinding.
 
-A name that has moved is an error here, before any GPU is allocated; `hooks` and `uses` list them.
+A name of `host_api` that has moved is an error here, before any GPU is allocated.
 """
 
 import importlib
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import hooks
-from nemo_grpo.nemorl.uses import ELSEWHERE, USES
-from nemo_grpo.nemorl.versions import EVERY_RUN, HEAD, TESTED, V0_7_0, tested
+from nemo_grpo.nemorl.host_api import ELSEWHERE, EVERY_RUN, GRPO, HEAD, HOST_API, TESTED, V0_7_0, Name, tested
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.doctor import Diagnosis
 
 log = logging.getLogger(__name__)
 
-GRPO = hooks.GRPO
-
 
 def import_name(name: str) -> Any:
-    """The object behind ``module:name``."""
+    """Import ``module:name``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def plain_class(name: str) -> Any:
-    """The class behind a Ray actor's ``module:name``, for use in this process."""
+    """Import the class of a Ray actor ``module:name``, for use in this process."""
     return import_name(name).__ray_metadata__.modified_class
 
 
@@ -43,7 +41,7 @@ def has_name(name: str) -> bool:
 
 
 def version() -> str:
-    """The version of `TESTED` that this NeMo-RL matches, judged by its configuration classes.
+    """Find the version of `TESTED` that this NeMo-RL matches, by its configuration classes.
 
     Raises: UserError: NeMo-RL cannot be imported, or matches none of them.
     """
@@ -64,8 +62,8 @@ def check() -> str:
     Raises:  UserError: names are missing, or no longer fit.
     """
     like = version()
-    needed = (use.name for use in USES if use.part not in ELSEWHERE and use.is_required and not use.code)
-    missing = [name for name in needed if not has_name(name)]
+    used = (one for one in HOST_API.values() if one.how == "used" and one.part not in ELSEWHERE)
+    missing = [one.name for one in used if one.is_required and not has_name(one.name)]
     if missing:
         raise UserError(
             f"nemo_rl at {package_folder()} looks like {TESTED[like]} but lacks {', '.join(missing)}; use a "
@@ -85,10 +83,7 @@ def check() -> str:
 
 
 def require(part: str) -> None:
-    """Check that nothing is broken that a part of this package needs.
-
-    Raises: UserError: it is.
-    """
+    """Check that nothing is broken that a part of this package needs."""
     broken = [finding for finding in installed().findings if finding.breaks and finding.part == part]
     if broken:
         raise UserError(
@@ -99,17 +94,70 @@ def require(part: str) -> None:
 
 @cache
 def installed() -> "Diagnosis":
-    """Diagnosis of the NeMo-RL that would be imported."""
+    """Diagnose the NeMo-RL that would be imported."""
     from nemo_grpo.nemorl.doctor import diagnose_tree  # griffe, which NeMo-RL's workers need not have
 
     return diagnose_tree(package_folder().parent)
 
 
 def package_folder() -> Path:
-    """Where ``nemo_rl`` lies."""
+    """Find the folder of ``nemo_rl``."""
     import nemo_rl
 
     return Path(next(iter(nemo_rl.__path__)))
+
+
+Make = Callable[[Any], Any]
+"""NeMo-RL's object -> ours, which takes its place."""
+
+
+def places(name: Name) -> list[tuple[Any, str]]:
+    """List (owner, attribute) wherever this NeMo-RL binds a name."""
+    module, _, path = name.name.partition(":")
+    *outer, last = path.split(".")
+    found = []
+    for place in (module, *name.also):
+        try:
+            owner = importlib.import_module(place)
+            for part in outer:
+                owner = getattr(owner, part)
+            getattr(owner, last)
+        except (ImportError, AttributeError):
+            continue
+        found.append((owner, last))
+    if not found and name.is_required:
+        raise UserError(f"NeMo-RL has no {name.name}; use a tested version: {tested()}")
+    return found
+
+
+def rebind(key: str, make: Make, owner: Any = None) -> Callable[[], None]:
+    """Put ``make(theirs)`` wherever NeMo-RL binds a name.
+
+    Args:    key: of `HOST_API`.  owner: one object, whose method alone is replaced.
+    Returns: a function that puts everything back.
+    Raises:  UserError: NeMo-RL has no such name.
+    """
+    name = HOST_API[key]
+    where = places(name) if owner is None else [(owner, name.name.rpartition(".")[2])]
+    before = [(holder, last, vars(holder).get(last, getattr(holder, last))) for holder, last in where]
+    for holder, last in where:
+        setattr(holder, last, make(getattr(holder, last)))
+
+    def undo() -> None:
+        for holder, last, theirs in before:
+            setattr(holder, last, theirs)
+
+    return undo
+
+
+@contextmanager
+def rebound(key: str, make: Make, owner: Any = None) -> Iterator[None]:
+    """`rebind` for the length of a block."""
+    undo = rebind(key, make, owner)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def keep_tensor_pickles_plain() -> None:
@@ -127,7 +175,7 @@ def keep_tensor_pickles_plain() -> None:
 
 
 class Parts(NamedTuple):
-    """What NeMo-RL's `setup` returns, by position."""
+    """Values that NeMo-RL's `setup` returns, by position."""
 
     policy: Any
     policy_generation: Any
@@ -145,10 +193,7 @@ class Parts(NamedTuple):
 
 
 def unpack_setup(result: tuple[Any, ...]) -> Parts:
-    """Name the values that `setup` returned.
-
-    Raises: UserError: their number differs from the tested versions'.
-    """
+    """Name the values that `setup` returned."""
     if len(result) != len(Parts._fields):
         raise UserError(
             f"nemo_rl.algorithms.grpo.setup returned {len(result)} values where {len(Parts._fields)} are "

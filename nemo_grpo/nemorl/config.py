@@ -12,11 +12,11 @@ from typing import Any
 from nemo_grpo.dotted import set_value, value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.hooks import HOOKS
-from nemo_grpo.nemorl.uses import BASE, CONTROLLER_CONFIG, SFT, VISION_BASE
+from nemo_grpo.nemorl.host_api import BASE, CONTROLLER_CONFIG, GRPO, HEAD, SFT, TESTED, V0_7_0, VISION_BASE
 from nemo_grpo.recipe import Recipe, host, load_recipe
 from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, merge, resolve
+from nemo_grpo.recipe.sections import metric_key
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole: its loss is not the one that trains."""
 
 SFT_SECTIONS = ("policy", "data", "logger", "cluster", "checkpointing", "nemo_grpo")
-"""Of the configuration for GRPO; the others are about rollouts."""
+"""Sections of the configuration for GRPO that supervised training has, too; the others are about rollouts."""
 SFT_READS = {"use_linear_ce_fusion_loss": False}
 """Keys of policy.megatron_cfg that 0.7.0's supervised training reads and its base for GRPO lacks."""
 ALL_BATCHES = -1
@@ -59,10 +59,7 @@ ALL_BATCHES = -1
 
 @dataclass(frozen=True)
 class ClusterRun:
-    """A recipe, and its NeMo-RL configuration.
-
-    Attributes: recipe: validated.  master_config: NeMo-RL's `MasterConfig`.
-    """
+    """A validated recipe, and its NeMo-RL `MasterConfig`."""
 
     recipe: Recipe
     master_config: Any
@@ -84,7 +81,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine (nemo-grpo "
             "train); start a cluster recipe from recipes/base/cluster.yaml"
         )
-    if compat.version() == compat.V0_7_0:
+    if compat.version() == V0_7_0:
         refuse_what_0_7_0_ignores(recipe)
     for note in recipe.notes:
         log.info("%s", note)
@@ -92,11 +89,11 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
     gather_before_refits(recipe, tree)
     if recipe.loss_fn.learns_from_demonstrations:
         return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
-    return ClusterRun(recipe, _validated(tree, compat.GRPO if recipe.async_rl is None else CONTROLLER_CONFIG))
+    return ClusterRun(recipe, _validated(tree, GRPO if recipe.async_rl is None else CONTROLLER_CONFIG))
 
 
 def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
-    """NeMo-RL's configuration as a plain mapping; what the recipe's writer left out keeps NeMo-RL's value.
+    """Build NeMo-RL's configuration as a plain mapping; what the recipe left out keeps NeMo-RL's value.
 
     Args: base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
     """
@@ -112,8 +109,8 @@ def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
     scheduler["override_opt_param_scheduler"] = True
     # The base's limit is the longest sequence, which no response reaches: nothing would be penalised.
     tree["grpo"]["reward_shaping"] |= recipe.grpo.reward_shaping.model_dump()
-    if recipe.grpo.stop_at_validation_metric is not None:
-        tree["grpo"]["stop_at_validation_metric"] = early_stop_metric(recipe.grpo.stop_at_validation_metric)
+    if (goal := metric_key(recipe.grpo.stop_at_validation_metric)) is not None:
+        tree["grpo"]["stop_at_validation_metric"] = goal.removeprefix("validation/")
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
     return tree
@@ -130,7 +127,7 @@ def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
 
 
 def host_tree(recipe: Recipe) -> Tree:
-    """NeMo-RL's configuration of a recipe that keeps its data."""
+    """Build NeMo-RL's configuration of a recipe that keeps NeMo-RL's data."""
     tree = merge({}, recipe.settings)
     if not recipe.loss_fn.is_stock:
         tree["loss_fn"] |= loss_section(recipe)
@@ -139,7 +136,7 @@ def host_tree(recipe: Recipe) -> Tree:
 
 
 def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
-    """NeMo-RL's configuration for supervised training.
+    """Build NeMo-RL's configuration for supervised training.
 
     Args: tree: the one for GRPO, see `nemo_rl_tree`.
     """
@@ -150,7 +147,7 @@ def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
 
 
 def sft_section(recipe: Recipe) -> dict[str, Any]:
-    """NeMo-RL's section ``sft``, from the recipe's ``grpo``.
+    """Build NeMo-RL's section ``sft`` from the recipe's ``grpo``.
 
     One validation batch holds all problems; NeMo-RL fills it up to whole microbatches of all ranks only if
     it is not full.
@@ -172,10 +169,7 @@ def sft_section(recipe: Recipe) -> dict[str, Any]:
 
 
 def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
-    """Refuse keys newer than NeMo-RL 0.7.0, which silently accepts any key.
-
-    Raises: UserError: key, value, remedy.
-    """
+    """Refuse keys newer than NeMo-RL 0.7.0, which silently accepts any key."""
     tree = recipe.to_dict()
     given = {key: value_of(tree, key) for key in NOT_IN_0_7_0}
     ignored = [f"{key}={value}" for key, value in given.items() if value not in (None, *NOT_IN_0_7_0[key])]
@@ -185,26 +179,13 @@ def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
             ignored.append(f"policy.generation.val_{name}={value}")
     if ignored:
         raise UserError(
-            f"{', '.join(ignored)}: NeMo-RL {compat.V0_7_0} does not know this and would run without; leave "
-            f"it out, or use {compat.TESTED[compat.HEAD]}"
+            f"{', '.join(ignored)}: NeMo-RL {V0_7_0} does not know this and would run without; leave "
+            f"it out, or use {TESTED[HEAD]}"
         )
-
-
-def early_stop_metric(name: str) -> str:
-    """NeMo-RL's name of a validation metric, without prefix.
-
-    Raises: UserError: this NeMo-RL has no early stop.
-    """
-    if not compat.has_name(HOOKS["threshold"].target):
-        raise UserError(
-            f"grpo.stop_at_validation_metric={name}: this NeMo-RL has no early stop and would train on; "
-            "leave it and stop_at_validation_threshold out"
-        )
-    return name.removeprefix("val:").removeprefix("validation/")
 
 
 def loss_section(recipe: Recipe) -> Tree:
-    """The variant's parameters for NeMo-RL, which reads some of them.
+    """Build the section ``loss_fn`` for NeMo-RL, which reads some of the variant's parameters.
 
     It loads the reference policy if reference_policy_kl_penalty > 0, and makes its own loss of the section,
     before ours takes its place. Its types allow no null, so nulls are left out.
@@ -215,7 +196,7 @@ def loss_section(recipe: Recipe) -> Tree:
 
 
 def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
-    """``over`` without nulls for sections of the base, into which NeMo-RL looks."""
+    """Leave out nulls for sections of the base, into which NeMo-RL looks."""
     return {
         name: _without_null_sections(value, base[name])
         if isinstance(value, Mapping) and isinstance(base.get(name), Mapping)
@@ -237,10 +218,7 @@ def _base_tree(recipe: Recipe) -> Tree:
 
 
 def base_folder() -> Path:
-    """NeMo-RL's ``examples/configs``, beside the package.
-
-    Raises: UserError: nemo_rl was installed without them.
-    """
+    """Find NeMo-RL's ``examples/configs``, beside the package."""
     folder = compat.package_folder().parent / "examples" / "configs"
     if not (folder / BASE).is_file():
         raise UserError(

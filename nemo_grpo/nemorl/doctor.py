@@ -1,7 +1,7 @@
-"""Whether a NeMo-RL tree still has everything that `hooks` and `uses` touch.
+"""Comparison of a NeMo-RL tree with everything that this package touches of it.
 
-`observe` describes it, by its syntax; `diagnose` compares that with the records of the tested versions, which
-lie in ``interfaces``. Nothing is imported from the tree.
+`observe` describes the tree by its syntax, nothing is imported from it; `diagnose` compares that with the
+records of the tested versions, which lie in ``interfaces``.
 """
 
 import json
@@ -12,22 +12,46 @@ from typing import Any, Literal, NamedTuple
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import static_api
-from nemo_grpo.nemorl.hooks import HOOKS, Hook
+from nemo_grpo.nemorl.host_api import (
+    BASE,
+    CONTROLLER_ACTOR,
+    EVERY_RUN,
+    GRPO,
+    GRPO_SYNC,
+    HOST_API,
+    SFT,
+    SINGLE_CONTROLLER,
+    TESTED,
+    VISION_BASE,
+    Name,
+)
 from nemo_grpo.nemorl.static_api import Tree, misfit
-from nemo_grpo.nemorl.uses import FILES, METRICS_READ, TEXTS, USES, Use
-from nemo_grpo.nemorl.versions import EVERY_RUN, SINGLE_CONTROLLER, TESTED
 
 RECORDS = Path(__file__).with_name("interfaces")
 """One description of each version of `TESTED`, written by scripts/record_nemo_rl.py."""
 
+TEXTS: dict[str, tuple[str, ...]] = {
+    GRPO: ("timing/train", "gen_kl_error", "validation"),
+    GRPO_SYNC: ("timing/train", "gen_kl_error", "validation"),
+    SFT: ("timing/train",),
+    CONTROLLER_ACTOR.partition(":")[0]: ("timing/train",),
+}
+"""Texts that we look for at run time, and the modules that write them."""
+
+METRICS_READ = (GRPO, GRPO_SYNC)
+"""Trainers that read ``metrics[...]`` of the loss; ours must give every name."""
+
+FILES = (f"examples/configs/{BASE}", f"examples/configs/{VISION_BASE}")
+"""Files that we read, from the repository's root."""
+
 Description = Mapping[str, Any]
 Interface = Mapping[str, Description]
-"""Name of a hook or use -> its description; without those that the tree lacks."""
+"""Key of `HOST_API`, or another thing that we touch -> its description; without those that the tree lacks."""
 Verdict = Literal["supported", "untested", "broken"]
 
 
 class Finding(NamedTuple):
-    """What has become of one thing that we touch.
+    """Comparison of one thing that we touch.
 
     Attributes: name: NeMo-RL's.  why: what it is for.  part: who needs it.  state: against the nearest tested
         version.  how: the change.  breaks: a run that needs it fails, or would silently do something else.
@@ -45,7 +69,7 @@ class Finding(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """Attributes: like: the tested version with the fewest differences.  findings: of every hook and use.
+    """Attributes: like: the tested version with the fewest differences.  findings: of every name.
 
     A tested version may do without a single controller: one that does not fit breaks its recipes alone.
     """
@@ -78,8 +102,7 @@ def diagnose_tree(root: Path) -> Diagnosis:
 
 def observe(tree: Tree) -> dict[str, Any]:
     """Describe everything that we touch in a NeMo-RL tree."""
-    found: dict[str, Any] = {key: _hook(tree, hook) for key, hook in HOOKS.items()}
-    found |= {key: _use(tree, use) for key, use in _uses().items()}
+    found: dict[str, Any] = {key: _described(tree, name) for key, name in HOST_API.items()}
     for module, texts in TEXTS.items():
         if tree.text(module):
             found[f"texts of {module}"] = {text: text in tree.text(module) for text in texts}
@@ -98,9 +121,7 @@ def recorded(version: str) -> Interface:
 
 def diagnose(now: Interface) -> Diagnosis:
     """Compare an interface with the tested versions'."""
-
-    tables: dict[str, Hook | Use] = {**HOOKS, **_uses()}
-    required = [key for key, touch in tables.items() if touch.is_required]
+    required = [key for key, name in HOST_API.items() if name.is_required]
 
     def against(version: str) -> Diagnosis:
         then = recorded(version)
@@ -110,33 +131,29 @@ def diagnose(now: Interface) -> Diagnosis:
     return min(map(against, TESTED), key=lambda d: (len(d.differences), d.like))
 
 
-def _uses() -> dict[str, Use]:
-    """Every use by a name of its own: one definition may be called and compared by its code, too."""
-    return {f"{use.name} (code)" if use.code else use.name: use for use in USES}
-
-
-def _hook(tree: Tree, hook: Hook) -> dict[str, Any] | None:
-    found = tree.find(hook.target)
+def _described(tree: Tree, name: Name) -> dict[str, Any] | None:
+    found = tree.find(name.name)
     if found is None:
         return None
+    return (_used if name.is_used else _replaced)(tree, name, found)
+
+
+def _replaced(tree: Tree, name: Name, found: Any) -> dict[str, Any]:
     description: dict[str, Any] = {"kind": static_api.kind(found), "parameters": static_api.parameters(found)}
-    if hook.returns:
+    if name.returns:
         description["returns"] = tree.returned(found)
-    if "." in hook.target.partition(":")[2] or hook.how == "overridden":
-        description["calls"] = tree.calls(hook.called or _last(hook.target), hook.within, hook.guard)
+    if "." in name.name.partition(":")[2] or name.how == "overridden":
+        description["calls"] = tree.calls(name.called or _last(name.name), name.within, name.guard)
         return description
-    modules = tree.importers(hook.target)
+    modules = tree.importers(name.name)
     description["bound_in"] = modules
-    description["calls"] = sorted({c for module in modules for c in tree.calls(_last(hook.target), module)})
+    description["calls"] = sorted({c for module in modules for c in tree.calls(_last(name.name), module)})
     return description
 
 
-def _use(tree: Tree, use: Use) -> dict[str, Any] | None:
-    found = tree.find(use.name)
-    if found is None:
-        return None
+def _used(tree: Tree, use: Name, found: Any) -> dict[str, Any]:
     description: dict[str, Any] = {"kind": static_api.kind(found)}
-    if use.code:
+    if use.how == "repeated":
         return description | {"code": tree.code(found)}
     if description["kind"] == "class":
         description["bases"] = [str(base) for base in found.bases]
@@ -157,60 +174,63 @@ def _use(tree: Tree, use: Use) -> dict[str, Any] | None:
     return description
 
 
-def _last(target: str) -> str:
-    return target.replace(":", ".").rpartition(".")[2]
+def _last(name: str) -> str:
+    return name.replace(":", ".").rpartition(".")[2]
 
 
 def _finding(key: str, then: Description | None, interface: Interface) -> Finding:
-    touch, now = HOOKS.get(key) or _uses().get(key), interface.get(key)
-    name, why = (touch.target, f"{touch.how}: {touch.why}") if isinstance(touch, Hook) else (key, "")
-    finding = Finding(name, why, touch.part if touch else EVERY_RUN, "there")
+    touched, now = HOST_API.get(key), interface.get(key)
+    shown, why = key, ""
+    if touched is not None and not touched.is_used:
+        shown, why = touched.name, f"{touched.how}: {touched.why}"
+    finding = Finding(shown, why, touched.part if touched else EVERY_RUN, "there")
     if now is None:
-        return finding._replace(state="gone", breaks=touch is None or touch.is_required)
-    faults = list(_breaks(touch, then or {}, now))
+        return finding._replace(state="gone", breaks=touched is None or touched.is_required)
+    faults = list(_breaks(touched, then or {}, now))
     if then == now and not faults:
         return finding
     how = "; ".join(faults or (_changes(then, now) if then is not None else ["new"]))
     return finding._replace(state="changed", how=how, breaks=bool(faults))
 
 
-def _breaks(touch: Hook | Use | None, then: Description, now: Description) -> Iterator[str]:
-    """What about a description must fail, or go wrong without an error."""
+def _breaks(name: Name | None, then: Description, now: Description) -> Iterator[str]:
+    """Differences that fail, or go wrong without an error."""
     yield from (f"lacks {text!r}" for text, has in now.items() if has is False)
-    yield from (f"lacks {name}" for name, has in now.get("has", {}).items() if not has)
-    if touch is None:
+    yield from (f"lacks {member}" for member, has in now.get("has", {}).items() if not has)
+    if name is None:
         return
     if now.get("kind") != then.get("kind", now.get("kind")):
         yield f"was a {then['kind']}, is a {now['kind']}"
     yield from _moved("returns", then.get("returns"), now.get("returns"))
-    if isinstance(touch, Hook):
-        yield from _hook_breaks(touch, then, now)
-        return
-    if "TypedDict" in now.get("bases", ()) and touch.name.endswith(":MasterConfig"):
+    yield from (_used_breaks if name.is_used else _replaced_breaks)(name, then, now)
+
+
+def _used_breaks(name: Name, then: Description, now: Description) -> Iterator[str]:
+    if "TypedDict" in now.get("bases", ()) and name.name.endswith(":MasterConfig"):
         yield "is a dictionary, whose values are no attributes"
     for method in now.get("abstract", ()):
-        if _package().find(f"{touch.ours}.{method}") is None:
-            yield f"{touch.ours.partition(':')[2]} does not define {method}"
+        if _package().find(f"{name.ours}.{method}") is None:
+            yield f"{name.ours.partition(':')[2]} does not define {method}"
     parameters = now.get("parameters")
-    if touch.call and parameters is not None:
-        if why := misfit(parameters, touch.call):
-            yield f"our call {touch.call}: {why}"
-        count = touch.call.count("_,") + touch.call.endswith("_)") if "=" not in touch.call else 0
+    if name.call and parameters is not None:
+        if why := misfit(parameters, name.call):
+            yield f"our call {name.call}: {why}"
+        count = name.call.count("_,") + name.call.endswith("_)") if "=" not in name.call else 0
         yield from _moved("parameters", (then.get("parameters") or [])[:count], parameters[:count])
 
 
-def _hook_breaks(hook: Hook, then: Description, now: Description) -> Iterator[str]:
-    ours = _ours(hook) or now["parameters"]
+def _replaced_breaks(name: Name, then: Description, now: Description) -> Iterator[str]:
+    ours = _ours(name) or now["parameters"]
     for call in now.get("calls", ()):
         if why := misfit(ours, call):
-            yield f"NeMo-RL calls {call}, which {hook.ours.partition(':')[2]} does not take: {why}"
+            yield f"NeMo-RL calls {call}, which {name.ours.partition(':')[2]} does not take: {why}"
     if then.get("calls") and not now.get("calls"):
         yield "NeMo-RL calls it nowhere"
-    known = {hook.target.partition(":")[0], *hook.also}
+    known = {name.name.partition(":")[0], *name.also}
     for module in now.get("bound_in", ()):
         if module not in known:
-            yield f"{module} imports it, where it would not be {hook.how}"
-    if hook.how == "replaced":
+            yield f"{module} imports it, where it would not be {name.how}"
+    if name.how in ("replaced", "implemented"):
         yield from _moved("parameters", then.get("parameters"), now.get("parameters"))
 
 
@@ -219,15 +239,15 @@ def _package() -> Tree:
     return Tree(Path(__file__).parents[2], "nemo_grpo")
 
 
-def _ours(hook: Hook) -> list[str] | None:
-    """What ours takes; None: a subclass without a constructor of its own."""
-    found = _package().find(hook.ours)
-    assert found is not None, f"{hook.ours} is not there"
+def _ours(name: Name) -> list[str] | None:
+    """Parameters of ours; None for a subclass without a constructor of its own."""
+    found = _package().find(name.ours)
+    assert found is not None, f"{name.ours} is not there"
     return static_api.parameters(found)
 
 
 def _moved(what: str, then: list[str] | None, now: list[str] | None) -> Iterator[str]:
-    """A list that is read by position has another length, or a name at another place."""
+    """Compare lists that are read by position: their length, and the place of each name."""
     if then is None or now is None:
         return
     if what == "returns" and len(then) != len(now):
@@ -240,7 +260,7 @@ def _moved(what: str, then: list[str] | None, now: list[str] | None) -> Iterator
 
 
 def _changes(then: Description, now: Description) -> Iterator[str]:
-    """A sentence for each part of a description that differs."""
+    """Yield a sentence for each part of a description that differs."""
     for part in dict.fromkeys([*then, *now]):
         before, after = then.get(part), now.get(part)
         if before == after:

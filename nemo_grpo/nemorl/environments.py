@@ -18,8 +18,9 @@ from torch import Tensor
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.extensions import receive_files
-from nemo_grpo.nemorl import compat, uses
-from nemo_grpo.nemorl.drawn import DrawnScores
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.callbacks import RolloutRewards
+from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, make_ready, tags_of
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
@@ -73,7 +74,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
 def setup_data(
     run: ClusterRun, problems: TaskProblems, encoder: Any
 ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Training and validation data, and the environment of each.
+    """Build training and validation data, and the environment of each.
 
     Training rewards are weighted as the recipe says. Validation returns the accuracy alone, so that NeMo-RL's
     ``validation/accuracy`` is an accuracy whatever the training rewards are.
@@ -104,7 +105,7 @@ def setup_data(
 
 
 def num_prompts(run: ClusterRun) -> int:
-    """Maximum number of prompts that the run can draw; one epoch is that long."""
+    """Count the prompts that the run can draw at most; one epoch is that long."""
     grpo, config = run.recipe.grpo, run.master_config
     per_draw, draws = grpo.num_prompts_per_step, 1
     if grpo.use_dynamic_sampling:
@@ -144,13 +145,13 @@ class TaskDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_length: int) -> Encode:
-    """The function that encodes a problem: the embedded engine's, or NeMo-RL's for images."""
+    """Choose the function that encodes a problem: the embedded engine's, or NeMo-RL's for images."""
     encode = image_prompt if has_images else text_prompt
     return partial(encode, prompt, encoder, max_length=max_prompt_length)
 
 
 def text_prompt(prompt: Prompt, tokenizer: Any, problem: Problem, max_length: int) -> dict[str, Any]:
-    """One user message with the prompt's tokens; too long a prompt is cut and excluded from the loss."""
+    """Encode one user message; too long a prompt is cut and excluded from the loss."""
     tokens = encode_prompt(tokenizer, prompt, problem)
     fits = len(tokens) < max_length
     kept = tokens if fits else tokens[:SHORTENED]
@@ -159,7 +160,7 @@ def text_prompt(prompt: Prompt, tokenizer: Any, problem: Problem, max_length: in
 
 
 def image_prompt(prompt: Prompt, processor: Any, problem: Problem, max_length: int) -> dict[str, Any]:
-    """The prompt and its images, encoded by NeMo-RL's own function for vision models."""
+    """Encode prompt and images by NeMo-RL's own function for vision models."""
     datum = {
         "task_name": "avqa",  # a task name whose messages it passes through
         "messages": [image_message(prompt, problem), {"role": "assistant", "content": problem.answer}],
@@ -175,18 +176,18 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
         ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, the tokenizer's marks, which
-        observations must not contain; ``num_generations``, of `DrawnScores`.
+        observations must not contain; ``num_generations``, of `RolloutRewards`.
         """
         receive_files(config["own_files"])
         self.task = parse_task(config["task"]).build()
         prompt = Prompt.model_validate(config["prompt"])
         self.scorer = Scorer(self.task, config["rewards"], prompt, config["max_failed_rewards"])
         self.reserved = tuple(config["reserved"])
-        self.drawn = DrawnScores(config["num_generations"])
+        self.rewards = RolloutRewards(config["num_generations"])
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="score")
 
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> Any:
-        """One turn of every response.
+        """Take one turn of every response.
 
         A turn's reward is the increase of the response's score. NeMo-RL adds up the turns, so that every
         response ends with the score of its whole text, even if it is cut off between turns.
@@ -201,7 +202,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         scores = self.scorer(problems, texts, self.pool.map)
         totals = [self._reward(score) for score in scores]
         numbers = [
-            self.drawn.note(problem.id, score, info.get("response"))
+            self.rewards.note(problem.id, score, info.get("response"))
             for problem, score, info in zip(problems, scores, metadata, strict=True)
         ]
         observations, episodes = self._observe(message_log_batch, metadata)
@@ -221,9 +222,9 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
             answers=[self.task.extract(text) for text in texts],
         )
 
-    def take_drawn(self) -> dict[str, float]:
-        """See `DrawnScores.take`."""
-        return self.drawn.take()
+    def take_rewards(self) -> dict[str, float]:
+        """Take the components, see `RolloutRewards.take`."""
+        return self.rewards.take()
 
     def _reward(self, score: Mapping[str, float]) -> float:
         reward = self.scorer.reward(score)
@@ -240,7 +241,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         return [one.observation for one in observed], [one.episode for one in observed]
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """Mean reward, share of responses that ended, and their length; NeMo-RL's evaluation asks for it."""
+        """Compute mean reward, share of responses that ended, and their length, for NeMo-RL's evaluation."""
         rewards, ended = _floats(batch["rewards"]), _floats(batch["is_end"])
         return batch, {
             "reward": rewards.mean().item(),
@@ -265,8 +266,8 @@ class TaskEnvironment(TaskEnvironmentImpl):
 
 
 def start_environment(config: Mapping[str, Any]) -> Any:
-    """An actor with a task, in the Python of NeMo-RL's driver."""
-    registry = compat.import_name(uses.ACTOR_PYTHONS)
+    """Start an actor with a task, in the Python of NeMo-RL's driver."""
+    registry = compat.import_name(ACTOR_PYTHONS)
     registry[ACTOR] = registry["nemo_rl.environments.math_environment.MathEnvironment"]
     environments = compat.import_name(f"{_ENVIRONMENTS}.utils:ENV_REGISTRY")
     environments.setdefault(TASK_NAME, {"actor_class_fqn": ACTOR})

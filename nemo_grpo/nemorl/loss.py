@@ -64,18 +64,18 @@ class ObjectiveLoss:
 
     @property
     def input_type(self) -> Any:
-        """NeMo-RL hands in the logprobs of the tokens, gathered over TP and CP."""
+        """Ask NeMo-RL for the logprobs of the tokens, gathered over TP and CP."""
         return compat.import_name("nemo_rl.algorithms.loss.interfaces:LossInputType").LOGPROB
 
     @property
     def loss_type(self) -> Any:
-        """The count that the loss is divided by: valid tokens or valid sequences."""
+        """Name the count that the loss is divided by: valid tokens or valid sequences."""
         levels = compat.import_name("nemo_rl.algorithms.loss.interfaces:LossType")
         return levels.TOKEN_LEVEL if self.config.aggregation == "token_mean" else levels.SEQUENCE_LEVEL
 
     @property
     def metric_normalizations(self) -> dict[str, Any]:
-        """The count that each metric is divided by; empty for a NeMo-RL that does not use it."""
+        """Name the count that each metric is divided by; empty for a NeMo-RL that does not use it."""
         try:
             kinds = compat.import_name("nemo_rl.algorithms.loss.interfaces:MetricNormalizer")
         except AttributeError:
@@ -92,7 +92,7 @@ class ObjectiveLoss:
 
     @staticmethod
     def _one_token() -> dict[str, Tensor]:
-        """NeMo-RL's batch of one response with one token."""
+        """Make NeMo-RL's batch of one response with one token."""
         names = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages",
                  "token_mask", "token_weights")  # fmt: skip
         data = {name: torch.ones(1, 2) for name in names}
@@ -105,7 +105,7 @@ class ObjectiveLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """This call's share of the loss, with gradient, and of the metrics.
+        """Compute this call's share of the loss, with gradient, and of the metrics.
 
         Args:    next_token_logprobs: [B, S - 1] float32.
                  data: NeMo-RL's batch of the same rows; ``prev_logprobs``, ``generation_logprobs``,
@@ -128,7 +128,7 @@ class ObjectiveLoss:
         return loss, floats | _extremes(floats, *self._clip_bounds())
 
     def prepared(self, next_token_logprobs: Tensor, data: Mapping[str, Any]) -> PreparedBatch:
-        """NeMo-RL's rows for the objective: aligned, cleaned under the mask."""
+        """Align NeMo-RL's rows for the objective, cleaned under the mask."""
 
         def aligned(name: str) -> Any:
             return data[name][:, 1:] if name in data else None
@@ -160,7 +160,7 @@ class ObjectiveLoss:
         )
 
     def _stock_metrics(self, prepared: PreparedBatch, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Additional metrics of NeMo-RL's own loss, by its names.
+        """Compute the additional metrics of NeMo-RL's own loss, by its names.
 
         With d = logp_prev - logp_gen, r = exp(d):  k3(gen, prev) = r - d - 1, k3(prev, gen) = 1/r + d - 1,
         Jensen-Shannon estimate = log(1 + r) - d/2 - log 2,  max(r, 1/r) = exp(|d|)
@@ -196,13 +196,13 @@ EXTREMES = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "pr
 
 
 def _extreme_ratios(ratio: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """Smallest and largest ratio of the tokens that count; 0 if none does (ratios are positive)."""
+    """Find the smallest and largest ratio of the tokens that count; 0 if none does."""
     least = torch.add(ratio, 1 - counts, alpha=torch.finfo(ratio.dtype).max / 2).amin()
     return {"probs_ratio_min": least, "probs_ratio_max": (ratio * counts).amax()}
 
 
 def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str, float]:
-    """Extremes of ratio and clamped ratio, from numbers already on the host."""
+    """Find the extremes of ratio and clamped ratio, from numbers already on the host."""
     bounds = (metrics["probs_ratio_min"], metrics["probs_ratio_max"])
     if bounds[1] == 0:
         return dict(zip(EXTREMES, (float("inf"), float("-inf")) * 2, strict=True))
@@ -220,7 +220,7 @@ def _received(
 
 
 def loss_of(run: ClusterRun) -> ObjectiveLoss:
-    """The loss of a run, as NeMo-RL is configured to compute and to carry what it needs."""
+    """Make the loss of a run, as NeMo-RL is configured to compute and to carry its inputs."""
     return ObjectiveLoss(
         run.recipe.loss_fn,
         use_fused_linear_logprobs=bool(
@@ -231,8 +231,5 @@ def loss_of(run: ClusterRun) -> ObjectiveLoss:
 
 
 def build_loss(loss_fn: Mapping[str, Any]) -> ObjectiveLoss:
-    """The loss of a recipe's ``loss_fn`` section; its names are those of `VARIANTS`.
-
-    Raises: UserError: as `parse_loss_fn`.
-    """
+    """Make the loss of a recipe's ``loss_fn`` section."""
     return ObjectiveLoss(parse_loss_fn(loss_fn))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl import compat, hooks, uses, versions
-from nemo_grpo.nemorl.exchange import ENTROPIES, StepExchange
+from nemo_grpo.nemorl import compat, host_api
+from nemo_grpo.nemorl.step_context import ENTROPIES, StepContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,25 +31,24 @@ WORKER = "nemo_grpo.nemorl.worker.PolicyWorker"
 ENTROPY_WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
 NEEDS: dict[str | None, tuple[str, ...]] = {
     None: (),
-    WORKER: (versions.STAGES,),
-    ENTROPY_WORKER: (versions.STAGES, versions.ENTROPIES),
+    WORKER: (host_api.STAGES,),
+    ENTROPY_WORKER: (host_api.STAGES, host_api.ENTROPIES),
 }
-"""What of NeMo-RL each of our workers needs."""
+"""Worker -> parts of NeMo-RL that it needs."""
 
 
 def policy_factory(
-    run: ClusterRun, exchange: StepExchange, extend: Callable[[Any], Any] = lambda base: base
+    run: ClusterRun, context: StepContext, extend: Callable[[Any], Any] = lambda base: base
 ) -> Callable[..., Any]:
-    """The policy constructor for NeMo-RL's `setup`.
+    """Make the policy constructor for NeMo-RL's `setup`.
 
-    Args:    exchange: receives entropies if the variant needs them, and provides the estimator's tensors.
-          extend: `ExchangingPolicy` -> the class to make.
-    Raises: UserError: this NeMo-RL does not fit the worker that the recipe needs.
+    Args:    context: receives entropies if the variant needs them, and provides the estimator's tensors.
+          extend: `VariantPolicy` -> the class to make.
     """
     data_plane = data_plane_of(run.master_config)
-    stock: Any = compat.import_name(hooks.TQ_POLICY if data_plane else hooks.POLICY)
+    stock: Any = compat.import_name(host_api.TQ_POLICY if data_plane else host_api.POLICY)
     worker = worker_class(run.recipe)
-    for part in (*NEEDS[worker], *([versions.DATA_PLANE] if data_plane else [])):
+    for part in (*NEEDS[worker], *([host_api.DATA_PLANE] if data_plane else [])):
         compat.require(part)
     config = run.recipe.loss_fn
     learns_always = config.is_stock or has_further_losses(run.master_config)
@@ -57,7 +56,7 @@ def policy_factory(
     def may_learn(data: Mapping[str, Tensor]) -> bool:
         return learns_always or not has_no_gradient(data, config)
 
-    class ExchangingPolicy(stock):
+    class VariantPolicy(stock):
         """NeMo-RL's policy; its base is known only where NeMo-RL is."""
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -67,17 +66,17 @@ def policy_factory(
 
         def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
             found = super().get_logprobs(*arguments, **named)
-            exchange.entropies = found.pop(ENTROPIES, None)
+            context.entropies = found.pop(ENTROPIES, None)
             return found
 
         def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
-            data.update(exchange.take_train_tensors())
+            data.update(context.take_train_tensors())
             if "row_factors" in data:
-                data["row_factors"] = data["row_factors"] * exchange.take_row_scale(data["sample_mask"])
+                data["row_factors"] = data["row_factors"] * context.take_row_scale(data["sample_mask"])
             return super().train(data, loss_fn, **further, **self.mode(may_learn(data)))
 
         def mode(self, has_gradient: bool) -> dict[str, bool]:
-            """What ``train`` is told: to evaluate only, if the step has no gradient."""
+            """Return arguments for ``train``: evaluate only, if the step has no gradient."""
             if self.has_moments and not has_gradient:
                 log.info(NO_UPDATE)
                 return {"eval_mode": True}
@@ -85,17 +84,17 @@ def policy_factory(
             return {}
 
         def write_to_dataplane(self, meta: Any, fields: Any) -> None:
-            exchange.has_gradient = may_learn(fields)
-            scale = exchange.take_row_scale(fields["sample_mask"])
+            context.has_gradient = may_learn(fields)
+            scale = context.take_row_scale(fields["sample_mask"])
             super().write_to_dataplane(meta, fields | {"advantages": fields["advantages"] * scale})
 
         def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
-            trained = super().train_from_meta(meta, loss_fn, **further, **self.mode(exchange.has_gradient))
-            trained["all_mb_metrics"] |= exchange.metrics
-            exchange.metrics = {}
+            trained = super().train_from_meta(meta, loss_fn, **further, **self.mode(context.has_gradient))
+            trained["all_mb_metrics"] |= context.metrics
+            context.metrics = {}
             return trained
 
-    policy = extend(ExchangingPolicy)
+    policy = extend(VariantPolicy)
 
     def make(**arguments: Any) -> Any:
         if data_plane:
@@ -109,7 +108,7 @@ def policy_factory(
 
 
 def worker_class(recipe: Recipe) -> str | None:
-    """Our worker that the recipe needs; None for NeMo-RL's own."""
+    """Name our worker that the recipe needs; None for NeMo-RL's own."""
     if recipe.loss_fn.needs_entropy:
         return ENTROPY_WORKER
     if not recipe.policy.megatron_cfg.enabled:
@@ -135,7 +134,7 @@ def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
 
 
 def data_plane_of(master_config: Any) -> Any:
-    """NeMo-RL's section ``data_plane`` if it is enabled, else None."""
+    """Return NeMo-RL's section ``data_plane`` if it is enabled, else None."""
     section = value_of(master_config, "data_plane", None)
     return section if value_of(section or {}, "enabled", False) else None
 
@@ -161,8 +160,8 @@ def has_further_losses(master_config: Any) -> bool:
 
 def register_worker(worker: str) -> None:
     """Let one of our workers run in the environment of NeMo-RL's; Ray must be initialised."""
-    python = compat.import_name(uses.ACTOR_PYTHON)(STOCK_WORKER)
+    python = compat.import_name(host_api.ACTOR_PYTHON)(STOCK_WORKER)
     if python.startswith("uv"):
         make = compat.import_name("nemo_rl.utils.venvs:create_local_venv_on_each_node")
         python = make(python, STOCK_WORKER)
-    compat.import_name(uses.ACTOR_PYTHONS)[worker] = python
+    compat.import_name(host_api.ACTOR_PYTHONS)[worker] = python

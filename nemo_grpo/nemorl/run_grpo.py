@@ -17,26 +17,22 @@ from typing import Any, NamedTuple
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.launch.recipe_checks import check_recipe
-from nemo_grpo.nemorl import compat, hooks, nemo_gym, sft, single_controller
-from nemo_grpo.nemorl.advantage import VariantEstimator
-from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
+from nemo_grpo.nemorl import compat, sft, single_controller
+from nemo_grpo.nemorl.advantage import StepDiagnostics, VariantEstimator
+from nemo_grpo.nemorl.callbacks import RewardMetrics, RolloutCheck, RunRecord, alone, calling_back
+from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried, resume_with_optimizer
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun, load_run
-from nemo_grpo.nemorl.conversion import remove_remains
-from nemo_grpo.nemorl.drawn import log_drawn
-from nemo_grpo.nemorl.exchange import StepExchange
-from nemo_grpo.nemorl.host_data import set_up_data
+from nemo_grpo.nemorl.exit_status import exit_code, finished_steps, last_step, stop_after_step
+from nemo_grpo.nemorl.host_api import GRPO, GRPO_SYNC
 from nemo_grpo.nemorl.loss import loss_of
-from nemo_grpo.nemorl.model import load_tokenizer, model_config
+from nemo_grpo.nemorl.nemo_rl_batches import gym_environments, set_up_data
 from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
-from nemo_grpo.nemorl.ray_address import check_ray_address
-from nemo_grpo.nemorl.resume import resume_with_optimizer
-from nemo_grpo.nemorl.rollout_error import watch_rollouts
-from nemo_grpo.nemorl.run_record import alone, record_run
+from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
-from nemo_grpo.nemorl.step_diagnostics import StepDiagnostics
-from nemo_grpo.nemorl.stopping import exit_code, finished_steps, last_step, stop_after_step
-from nemo_grpo.nemorl.worker_python import check_async_save, check_data_plane
+from nemo_grpo.nemorl.stale_conversions import remove_remains
+from nemo_grpo.nemorl.start_checks import check_async_save, check_data_plane, check_ray_address
+from nemo_grpo.nemorl.step_context import StepContext
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +77,7 @@ class Ready(NamedTuple):
     tokenizer: Any
     processor: Any
     environments: list[Any]
+    side_files: SideFiles
     last_step: int
     is_supervised: bool = False
     controller: Any = None
@@ -115,51 +112,50 @@ def set_up(run: ClusterRun) -> Ready:
     if recipe.loss_fn.learns_from_demonstrations:
         assert problems is not None, "recipe.host refuses it"
         parts = sft.set_up(run, problems, tokenizer)
-        save_side_files(parts.checkpointer, tokenizer, hf_config)
-        last = recipe.grpo.max_num_steps
-        return Ready(parts, tokenizer, None, [{}, {}], last, is_supervised=True)
+        side_files, last = SideFiles(tokenizer, hf_config), recipe.grpo.max_num_steps
+        return Ready(parts, tokenizer, None, [{}, {}], side_files, last, is_supervised=True)
     encoder = processor or tokenizer
     data = set_up_data(run, encoder) if problems is None else setup_data(run, problems, encoder)
     dataset, val_dataset, *environments = data
-    exchange = StepExchange()
+    context = StepContext()
     controller = None
     if recipe.has_single_controller:
-        parts, controller = single_controller.set_up(run, tokenizer, data, exchange)
+        parts, controller = single_controller.set_up(run, tokenizer, data, context)
     else:
         parts = compat.unpack_setup(
-            compat.import_name(f"{compat.GRPO}:setup")(
+            compat.import_name(f"{GRPO}:setup")(
                 config,
                 tokenizer,
                 dataset,
                 val_dataset,
                 processor=processor,
-                policy_factory=policy_factory(run, exchange),
+                policy_factory=policy_factory(run, context),
             )
         )
     if recipe.env.should_use_nemo_gym:
-        environments = nemo_gym.environments(parts)
+        environments = gym_environments(parts)
     last = last_step(run, parts)
     if not recipe.loss_fn.is_stock:
         if controller is None:
             parts = parts._replace(loss_fn=loss_of(run))
-            install(run, exchange, finished_steps(parts), tokenizer)
-        resume_carried(recipe.loss_fn, parts.checkpointer, exchange)
+            install(run, context, finished_steps(parts), tokenizer)
+        resume_carried(recipe.loss_fn, parts.checkpointer, context)
         if data_plane_of(config) is not None and recipe.nemo_grpo.engine.diagnostics_period > 0:
             log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
-    save_side_files(parts.checkpointer, encoder, hf_config, exchange)
-    return Ready(parts, tokenizer, processor, environments, last, controller=controller)
+    side_files = SideFiles(encoder, hf_config, context)
+    return Ready(parts, tokenizer, processor, environments, side_files, last, controller=controller)
 
 
 def train(run: ClusterRun, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
     parts, recipe = ready.parts, run.recipe
-    logger = parts.logger
     try:
+        adding = [RolloutCheck(recipe), RewardMetrics(ready.environments)]
         with (
-            record_run(recipe, logger),
-            watch_rollouts(recipe, logger),
-            log_drawn(ready.environments, logger),
-            stop_after_step(logger) as stop,
+            stop_after_step(recipe.grpo) as ending,
+            calling_back(
+                [*adding, RunRecord(recipe), ready.side_files, ending], parts.logger, parts.checkpointer
+            ),
         ):
             if ready.is_supervised:
                 sft.run_trainer(parts, ready.tokenizer)
@@ -167,15 +163,11 @@ def train(run: ClusterRun, ready: Ready) -> int:
                 run_trainer(ready)
     finally:
         close(parts, ready.environments)
-    return exit_code(run, parts, ready.last_step, stop)
+    return exit_code(run, parts, ready.last_step, ending)
 
 
 def share_sources() -> None:
-    """Let Ray's workers import this package: they inherit the driver's environment, not its `sys.path`.
-
-    Raises: UserError: the package is installed beside the driver's other packages, which would shadow the
-            workers' own versions.
-    """
+    """Let Ray's workers import this package: they inherit the driver's environment, not its `sys.path`."""
     root = Path(__file__).parents[2]
     if root.name in ("site-packages", "dist-packages"):
         raise UserError(
@@ -187,7 +179,7 @@ def share_sources() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
 
 
-def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer: Any) -> None:
+def install(run: ClusterRun, context: StepContext, first_step: int, tokenizer: Any) -> None:
     """Put the variant's estimator and sampling where NeMo-RL's trainers look for theirs."""
     recipe = run.recipe
     folds = data_plane_of(run.master_config) is not None
@@ -196,24 +188,24 @@ def install(run: ClusterRun, exchange: StepExchange, first_step: int, tokenizer:
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
         return VariantEstimator.of(
-            recipe, exchange, first_step=first_step, diagnostics=diagnostics, folds=folds
+            recipe, context, first_step=first_step, diagnostics=diagnostics, folds=folds
         )
 
-    sample = dynamic_sampling_for(recipe.loss_fn, exchange)
-    hooks.install("estimator", lambda _theirs: create_advantage_estimator)
-    hooks.install("sampling", lambda _theirs: sample)
+    sample = dynamic_sampling_for(recipe.loss_fn, context)
+    compat.rebind("estimator", lambda _theirs: create_advantage_estimator)
+    compat.rebind("sampling", lambda _theirs: sample)
 
 
 def run_trainer(ready: Ready) -> None:
-    """NeMo-RL's trainer: synchronous, asynchronous, synchronous on its data plane, or its controller."""
+    """Run NeMo-RL's trainer: synchronous, asynchronous, synchronous on its data plane, or its controller."""
     parts, processor, config = ready.parts, ready.processor, ready.parts.master_config
     if ready.controller is not None:
         single_controller.train(ready.controller, config)
         return
     is_async = bool(value_of(config, "grpo.async_grpo.enabled", False))
-    name = f"{compat.GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}"
+    name = f"{GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}"
     if data_plane_of(config):
-        name = f"{hooks.GRPO_SYNC}:grpo_train_sync"
+        name = f"{GRPO_SYNC}:grpo_train_sync"
     trainer = compat.import_name(name)
     further: dict[str, Any] = {}
     if processor is not None and "processor" in inspect.signature(trainer).parameters:  # not in 0.7.0
@@ -244,8 +236,8 @@ def close(parts: Parts, environments: list[Any]) -> None:
     """Wait for the last checkpoint, then end environments and generation, as NeMo-RL's own driver does."""
     if hasattr(parts.checkpointer, "shutdown"):  # 0.7.0 saves synchronously
         parts.checkpointer.shutdown()
-    if compat.has_name(f"{compat.GRPO}:shutdown_environments"):
-        compat.import_name(f"{compat.GRPO}:shutdown_environments")(*environments)
+    if compat.has_name(f"{GRPO}:shutdown_environments"):
+        compat.import_name(f"{GRPO}:shutdown_environments")(*environments)
     try:
         parts.policy_generation.shutdown()
     except Exception:

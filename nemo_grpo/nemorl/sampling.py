@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_grpo.core.resampling import Accumulation, rewards_differ
 from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 Sampled = tuple[Any, bool, Any, dict[str, Any]]
 
 
-def dynamic_sampling_for(config: VariantConfig, exchange: StepExchange) -> Callable[..., Sampled]:
-    """The replacement for ``nemo_rl.algorithms.grpo.dynamic_sampling``.
+def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callable[..., Sampled]:
+    """Make the replacement for ``nemo_rl.algorithms.grpo.dynamic_sampling``.
 
     Args:    config: the variant; its `resampling` sets the share of groups with signal and the maximum draws.
-             exchange: its ``metrics`` are what the trainer logs with the step.
+             context: its ``metrics`` are what the trainer logs with the step.
     """
 
     def dynamic_sampling(
@@ -44,11 +44,11 @@ def dynamic_sampling_for(config: VariantConfig, exchange: StepExchange) -> Calla
 
         ``batch_cache`` is passed back in by the trainer, which never looks into it.
         """
-        exchange.metrics = {}
+        context.metrics = {}
         repeated_batch["baseline"], repeated_batch["std"] = baseline, std
         grpo = value_of(master_config, "grpo")
         if not value_of(grpo, "use_dynamic_sampling", False):
-            return repeated_batch, True, batch_cache, exchange.metrics
+            return repeated_batch, True, batch_cache, context.metrics
         num_groups = value_of(grpo, "num_prompts_per_step")
         num_generations = value_of(grpo, "num_generations_per_prompt")
         most_draws = value_of(grpo, "dynamic_sampling_max_gen_batches")
@@ -69,20 +69,20 @@ def dynamic_sampling_for(config: VariantConfig, exchange: StepExchange) -> Calla
             )
             if not is_full:
                 repeated_batch["filtered_reward"] = repeated_batch["total_reward"]  # read by the next draw
-                return repeated_batch, False, gathered, exchange.metrics
+                return repeated_batch, False, gathered, context.metrics
             step = _joined(gathered.take(num_groups))
         step["filtered_reward"] = step["total_reward"]
         step["total_reward"] = repeated_batch["total_reward"]  # of the whole last draw, for the log
-        exchange.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
+        context.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
             float(max(len(gathered.valid) - num_groups, 0) * num_generations)
         ]
-        return step, True, gathered, exchange.metrics
+        return step, True, gathered, context.metrics
 
     return dynamic_sampling
 
 
 def _groups(batch: Any, num_generations: int) -> list[Any]:
-    """A draw's prompts, each as a batch of its responses; NeMo-RL keeps a prompt's rows together."""
+    """Split a draw into batches of a prompt's responses; NeMo-RL keeps a prompt's rows together."""
     rows = torch.arange(batch.size).split(num_generations)
     return [batch.select_indices(group.tolist()) for group in rows]
 

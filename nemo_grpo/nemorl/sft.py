@@ -15,8 +15,8 @@ import torch
 
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import Parts
-from nemo_grpo.nemorl.config import SFT, ClusterRun
-from nemo_grpo.nemorl.versions import SUPERVISED
+from nemo_grpo.nemorl.config import ClusterRun
+from nemo_grpo.nemorl.host_api import SFT, SUPERVISED
 from nemo_grpo.training.demonstrations import Demonstrations
 from nemo_grpo.training.rollout import Group
 
@@ -27,14 +27,11 @@ OF_SETUP = (
     *("policy", "cluster", "dataloader", "val_dataloader", "loss_fn", "logger", "checkpointer"),
     *("grpo_save_state", "master_config"),
 )
-"""What its `setup` returns, by our names of the same parts for GRPO."""
+"""Values that its `setup` returns, by our names of the same parts for GRPO."""
 
 
 def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
-    """Encode the demonstrations and set NeMo-RL's training up on them.
-
-    Raises: UserError: the task has no demonstrations, one is too long, or this NeMo-RL does not fit.
-    """
+    """Encode the demonstrations and set NeMo-RL's training up on them."""
     compat.require(SUPERVISED)
     recipe, config = run.recipe, run.master_config
     shown = Demonstrations(recipe, problems.task, tokenizer)

@@ -12,12 +12,9 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError
-from contextlib import contextmanager
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -27,20 +24,19 @@ import torch
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import compat, hooks
+from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.compat import Parts
+from nemo_grpo.nemorl.host_api import CONTROLLER, CONTROLLER_ACTOR, CONTROLLER_CONFIG, SINGLE_CONTROLLER
 from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
-from nemo_grpo.nemorl.uses import CONTROLLER_ACTOR, CONTROLLER_CONFIG
-from nemo_grpo.nemorl.versions import SINGLE_CONTROLLER
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nemo_grpo.nemorl.config import ClusterRun
-    from nemo_grpo.nemorl.exchange import StepExchange
-    from nemo_grpo.nemorl.host_data import Data
+    from nemo_grpo.nemorl.nemo_rl_batches import Data
+    from nemo_grpo.nemorl.step_context import StepContext
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +125,7 @@ class StepRecord:
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """The parts' rows below each other, filled up with 0 to the longest."""
+    """Stack the parts' rows, filled up with 0 to the longest."""
     if parts[0].ndim == 1:
         return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
@@ -137,13 +133,13 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
-    """`ExchangingPolicy` for the single controller, which trains by begin, chunks and finish.
+    """`VariantPolicy` for the single controller, which trains by begin, chunks and finish.
 
     Args: base: the class.  estimator: None for NeMo-RL's own loss.
     """
 
     class StreamingPolicy(base):
-        """A step without gradient is dropped; as in `ExchangingPolicy`, never the first one."""
+        """A step without gradient is dropped; as in `VariantPolicy`, never the first one."""
 
         def train_microbatches_from_meta(self, meta: Any, *arguments: Any, **named: Any) -> Any:
             record.add(self.read_from_dataplane(meta, select_fields=record.columns))
@@ -163,32 +159,29 @@ def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -
     return StreamingPolicy
 
 
-def set_up(run: ClusterRun, tokenizer: Any, data: Data, exchange: StepExchange) -> tuple[Parts, Any]:
+def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) -> tuple[Parts, Any]:
     """Let NeMo-RL set up its workers, and put our parts among what it gives to its controller.
 
     Args:    data: what NeMo-RL would read by itself.
     Returns: (its parts by the names of NeMo-RL's `setup`, the controller).
-    Raises:  UserError: this NeMo-RL does not fit, or refuses the configuration.
     """
     compat.require(SINGLE_CONTROLLER)
     config, recipe = run.master_config, run.recipe
     check(config)
     skip_unused_reference(config)
-    estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, exchange, folds=True)
+    estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, context, folds=True)
     record = StepRecord(recipe.grpo.num_generations_per_prompt, scores=recipe.policy_is_scored)
     extend = partial(streaming, estimator=estimator, record=record)
-    policy = policy_factory(run, exchange, extend)
+    policy = policy_factory(run, context, extend)
 
     def given(*_theirs: Any, **_named: Any) -> Any:
         return data[:2] if recipe.env.should_use_nemo_gym else data
 
     with (
-        hooks.placed("controller policy", lambda _theirs: policy),
-        hooks.placed("controller data", lambda _theirs: given),
+        compat.rebound("controller policy", lambda _theirs: policy),
+        compat.rebound("controller data", lambda _theirs: given),
     ):
-        arguments, timing = compat.import_name(f"{hooks.CONTROLLER}:setup_single_controller")(
-            config, tokenizer
-        )
+        arguments, timing = compat.import_name(f"{CONTROLLER}:setup_single_controller")(config, tokenizer)
     if estimator is not None:
         estimator.step = arguments.save_state.current_step
         arguments = replace(arguments, advantage_estimator=estimator, loss_fn=loss_of(run))
@@ -214,10 +207,7 @@ def set_up(run: ClusterRun, tokenizer: Any, data: Data, exchange: StepExchange) 
 
 
 def check(config: Any) -> None:
-    """Let NeMo-RL check its configuration before anything is started.
-
-    Raises: UserError: it refuses it.
-    """
+    """Let NeMo-RL check its configuration before anything is started."""
     validate = compat.import_name(f"{CONTROLLER_CONFIG}:validate_single_controller_config")
     try:
         validate(config)
@@ -262,47 +252,38 @@ def cut_prompts_left_out(manager: Any) -> Iterator[None]:
 
         return record_to_train_batch
 
-    with hooks.placed("controller rollout", keeping, manager), hooks.placed("controller rows", masking):
+    with compat.rebound("controller rollout", keeping, manager), compat.rebound("controller rows", masking):
         yield
 
 
 async def _watched(controller: Any, watchdog: Any) -> None:
-    with watched_loop(controller.ping, watchdog.interval_s, watchdog.stall_timeout_s):
+    async with watched_loop(watchdog.interval_s, watchdog.stall_timeout_s):
         log.info("the single controller has ended: %s", await controller.run())
 
 
-@contextmanager
-def watched_loop(ping: Callable[[], Any], interval_s: float, stall_timeout_s: float) -> Iterator[None]:
-    """Within the block, end the process if its event loop does not answer for ``stall_timeout_s``.
+@asynccontextmanager
+async def watched_loop(interval_s: float, stall_timeout_s: float) -> AsyncIterator[None]:
+    """Within the block, end the process with its tracebacks if its event loop is blocked for too long.
 
     NeMo-RL's own watchdog is a task of that loop: it cannot see that a call blocks it, and its driver, which
     could, is this process.
 
-    Args: ping: a coroutine function that answers at once.
+    Args: stall_timeout_s: async_rl.stall_watchdog.stall_timeout_s.
     """
-    loop, done = asyncio.get_running_loop(), threading.Event()
+    log.info(
+        "the driver ends if the single controller's event loop does not answer for %g s "
+        "(async_rl.stall_watchdog.stall_timeout_s)",
+        stall_timeout_s,
+    )
 
-    def watch() -> None:
-        answered = time.monotonic()
-        while not done.wait(interval_s):
-            try:
-                asyncio.run_coroutine_threadsafe(ping(), loop).result(interval_s)
-                answered = time.monotonic()
-            except TimeoutError:
-                silent = time.monotonic() - answered
-                if silent > stall_timeout_s and not done.is_set():
-                    log.critical(
-                        "the single controller's event loop has not answered for %.0f s "
-                        "(async_rl.stall_watchdog.stall_timeout_s=%g); where it hangs:",
-                        *(silent, stall_timeout_s),
-                    )
-                    faulthandler.dump_traceback()
-                    os._exit(1)
-            except (RuntimeError, CancelledError):  # the loop has ended
-                return
+    async def answer() -> None:
+        while True:
+            faulthandler.dump_traceback_later(stall_timeout_s, exit=True, file=sys.__stderr__)
+            await asyncio.sleep(interval_s)
 
-    threading.Thread(target=watch, name="loop watch", daemon=True).start()
+    task = asyncio.create_task(answer())
     try:
         yield
     finally:
-        done.set()
+        task.cancel()
+        faulthandler.cancel_dump_traceback_later()

@@ -47,21 +47,21 @@ class Tree(griffe.ModulesCollection):
         self._nodes: dict[str, list[ast.AST]] = {}
 
     def path_of(self, module: str) -> Path | None:
-        """A module's file; None: there is none."""
+        """Find a module's file; None without one."""
         base = self.root / module.replace(".", "/")
         return next(
             (path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None
         )
 
     def text(self, module: str) -> str:
-        """A module's source; empty if there is none."""
+        """Read a module's source; empty without one."""
         if module not in self._texts:
             path = self.path_of(module)
             self._texts[module] = path.read_text(encoding="utf-8", errors="replace") if path else ""
         return self._texts[module]
 
     def get_member(self, key: str | Sequence[str]) -> Any:
-        """The definition of a dotted name, for griffe; reads its module first."""
+        """Find the definition of a dotted name, for griffe; reads its module first."""
         parts = key.split(".") if isinstance(key, str) else list(key)
         for count in range(1, len(parts) + 1):
             if not self._module(".".join(parts[:count])):
@@ -69,10 +69,7 @@ class Tree(griffe.ModulesCollection):
         return super().get_member(key)
 
     def _module(self, name: str) -> griffe.Module | None:
-        """Read a module, once.
-
-        Raises: UserError: it is written for a newer Python than this one.
-        """
+        """Read a module, once."""
         folder, (above, _, last) = self.root / name.replace(".", "/"), name.rpartition(".")
         path = self.path_of(name) or folder / "__init__.py"
         if name not in self._read and (path.exists() or folder.is_dir()):
@@ -96,7 +93,7 @@ class Tree(griffe.ModulesCollection):
         return self._read.get(name)
 
     def find(self, name: str) -> Any:
-        """The definition behind ``module:name`` or ``module:outer.name``, by imports and bases; else None."""
+        """Find the definition of ``module:name`` or ``module:outer.name``, by imports and bases, or None."""
         module, _, path = name.partition(":")
         try:
             found = self.get_member(module)
@@ -114,19 +111,19 @@ class Tree(griffe.ModulesCollection):
         return [module.removesuffix(".__init__") for module in dotted]
 
     def modules(self, prefix: str, *words: str) -> list[str]:
-        """Names of the modules from a prefix on whose text has every word."""
+        """List the modules below a prefix whose text has every word."""
         below = (module for module in self._names if f"{module}.".startswith(f"{prefix}."))
         return [module for module in below if all(word in self.text(module) for word in words)]
 
     def nodes(self, module: str) -> list[ast.AST]:
-        """Calls, conditions and subscripts of a module."""
+        """List calls, conditions and subscripts of a module."""
         if module not in self._nodes:
             nodes = ast.walk(ast.parse(self.text(module)))
             self._nodes[module] = [one for one in nodes if isinstance(one, ast.Call | ast.If | ast.Subscript)]
         return self._nodes[module]
 
     def importers(self, name: str) -> list[str]:
-        """Modules that define or import ``module:name`` by that name."""
+        """List the modules that define or import ``module:name`` by that name."""
         module, _, attribute = name.partition(":")
         target, words = name.replace(":", "."), (attribute, module.rpartition(".")[2])
         return sorted(
@@ -138,10 +135,7 @@ class Tree(griffe.ModulesCollection):
         return any(one.is_alias and one.target_path == target for one in members)
 
     def calls(self, called: str, within: str, guard: str = "") -> list[str]:
-        """Argument lists of all calls of ``name`` or ``receiver.name``, each once.
-
-        Args: guard: see `Hook`.
-        """
+        """List the arguments of all calls of ``name`` or ``receiver.name``, each once; see `Name.guard`."""
         receiver, _, name = called.rpartition(".")
         nodes = [node for module in self.modules(within, name, guard) for node in self.nodes(module)]
         if guard:
@@ -150,7 +144,7 @@ class Tree(griffe.ModulesCollection):
         return sorted({shape(one) for one in nodes if isinstance(one, ast.Call) and _is(one, receiver, name)})
 
     def subscripts(self, module: str, name: str) -> set[str]:
-        """Constant texts by which ``name[...]`` is read in a module."""
+        """List constant texts by which ``name[...]`` is read in a module."""
         return {
             node.slice.value
             for node in self.nodes(module)
@@ -162,19 +156,19 @@ class Tree(griffe.ModulesCollection):
         }
 
     def syntax(self, found: Any) -> tuple[list[str], Any]:
-        """Lines of a definition and their syntax."""
+        """Return the lines of a definition and their syntax."""
         lines = self.text(found.module.path).splitlines()[(found.lineno or 1) - 1 : found.endlineno]
         return lines, ast.parse(textwrap.dedent("\n".join(lines))).body[0]
 
     def returned(self, found: Any) -> list[str]:
-        """Names in the longest tuple that a function returns; ``_`` for what is no name."""
+        """List the names in the longest tuple that a function returns; ``_`` for what is no name."""
         nodes = [node.value for node in ast.walk(self.syntax(found)[1]) if isinstance(node, ast.Return)]
         tuples = [node.elts for node in nodes if isinstance(node, ast.Tuple)]
         longest = max(tuples, key=len, default=[])
         return [element.id if isinstance(element, ast.Name) else "_" for element in longest]
 
     def code(self, found: Any) -> str:
-        """Digest of a definition without comments, blank lines and its docstring."""
+        """Hash a definition without comments, blank lines and its docstring."""
         lines, node = self.syntax(found)
         if ast.get_docstring(node) is not None:
             del lines[node.body[0].lineno - 1 : node.body[0].end_lineno]
@@ -183,7 +177,7 @@ class Tree(griffe.ModulesCollection):
 
 
 def parameters(found: Any) -> list[str] | None:
-    """What a function or a class takes, without ``self``; None: it cannot be known."""
+    """List the parameters of a function or class, without ``self``; None if unknown."""
     if found.is_class:
         made = found.all_members.get("__init__")
         return _fields(found) if made is None else parameters(made)
@@ -205,7 +199,7 @@ def _default(parameter: Any) -> Any:
 
 
 def _fields(found: Any) -> list[str] | None:
-    """Fields of a dataclass, named tuple, typed dictionary or pydantic model, as keywords."""
+    """List fields of a dataclass, named tuple, typed dictionary or pydantic model, as keywords."""
     fields = [
         f"{name}{'=' * (field.value is not None or 'NotRequired' in str(field.annotation))}"
         for holder in reversed([found, *found.mro()])
@@ -216,12 +210,12 @@ def _fields(found: Any) -> list[str] | None:
 
 
 def abstract(found: Any) -> list[str]:
-    """Methods that a subclass must define."""
+    """List the methods that a subclass must define."""
     return sorted(name for name, one in found.all_members.items() if "abstractmethod" in one.labels)
 
 
 def kind(found: Any) -> str:
-    """What a definition is."""
+    """Name the kind of a definition."""
     if found.is_class:
         return "class"
     special = sorted(found.labels & {"staticmethod", "classmethod", "property"})
@@ -231,20 +225,20 @@ def kind(found: Any) -> str:
 
 
 def keys(found: Any) -> list[str]:
-    """Constant keys of a mapping."""
+    """List the constant keys of a mapping."""
     names = map(str, found.value.keys) if kind(found) == "mapping" else ()
     return sorted(ast.literal_eval(name) for name in names if name[0] in "'\"")
 
 
 def shape(call: ast.Call) -> str:
-    """A call's arguments."""
+    """Write a call's arguments without their values."""
     parts = ["*" if isinstance(argument, ast.Starred) else "_" for argument in call.args]
     named = sorted(f"{keyword.arg}=_" for keyword in call.keywords if keyword.arg)
     return f"({', '.join([*parts, *named, *(['**'] * any(not k.arg for k in call.keywords))])})"
 
 
 def misfit(parameters: list[str], call: str) -> str:
-    """Why a call does not fit; empty if it does. What ``*`` and ``**`` hold fits."""
+    """Say why a call does not fit; empty if it does. Contents of ``*`` and ``**`` fit."""
     words = [word.strip() for word in call.strip("()").split(",") if word.strip()]
     named = {word.partition("=")[0]: None for word in words if "=" in word}
     taken = ", ".join(f"{word}None" if word.endswith("=") else word for word in parameters)

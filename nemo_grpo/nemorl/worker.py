@@ -21,8 +21,8 @@ from nemo_rl.models.policy.workers import megatron_policy_worker as stock
 from torch import Tensor
 
 from nemo_grpo.core.logprobs import logprobs_and_entropy
-from nemo_grpo.nemorl import hooks
-from nemo_grpo.nemorl.exchange import ENTROPIES
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.step_context import ENTROPIES
 
 Process = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -99,7 +99,7 @@ class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):
     """NeMo-RL's, with `scale_logits_only`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        hooks.install("temperature", lambda _theirs: scale_logits_only)
+        compat.rebind("temperature", lambda _theirs: scale_logits_only)
         super().__init__(*arguments, **named)
 
 
@@ -150,7 +150,7 @@ def collected_entropies() -> Iterator[list[Tensor]]:
 
             return keep
 
-    with hooks.placed("post-processor", lambda _theirs: Keeping):
+    with compat.rebound("post-processor", lambda _theirs: Keeping):
         yield kept
 
 

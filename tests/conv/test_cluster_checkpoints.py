@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from checkpoints_conv.formats.model_folder import hf_config
 from nemo_grpo.cli.convert import app
 from nemo_grpo.families import family_for
-from nemo_grpo.nemorl.checkpoints import SIDE_FOLDER, save_side_files
+from nemo_grpo.nemorl.callbacks import calling_back
+from nemo_grpo.nemorl.checkpoints import SIDE_FOLDER, SideFiles
 
 
 class Manager:
@@ -54,8 +55,9 @@ def weights(hf_models, tmp_path_factory):
 def saved(folder: Path, weights: Path, model: Path) -> Path:
     """A checkpoint of NeMo-RL's with these weights and our side files of the model."""
     manager = Manager(folder / "checkpoints")
-    save_side_files(manager, Tokenizer(), AutoConfig.from_pretrained(model))
-    path = manager.init_tmp_checkpoint(1)
+    files = SideFiles(Tokenizer(), AutoConfig.from_pretrained(model))
+    with calling_back([files], checkpointer=manager):
+        path = manager.init_tmp_checkpoint(1)
     shutil.copytree(weights, path / "policy" / "weights")
     return manager.finalize_checkpoint(path)
 

@@ -79,10 +79,11 @@ def private_ray() -> Iterator[None]:
 @pytest.fixture
 def names_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver rebinds NeMo-RL's globals for good, a test for itself."""
-    from nemo_grpo.nemorl.hooks import HOOKS, places
+    from nemo_grpo.nemorl.compat import places
+    from nemo_grpo.nemorl.host_api import HOST_API
 
     for key in ("estimator", "sampling"):
-        for owner, name in places(HOOKS[key]):
+        for owner, name in places(HOST_API[key]):
             monkeypatch.setattr(owner, name, getattr(owner, name))
 
 

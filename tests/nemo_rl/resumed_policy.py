@@ -14,8 +14,8 @@ from nemo_rl.utils.checkpoint import CheckpointManager
 from benchmarks.agreement.cluster import Engine, prepare
 from benchmarks.agreement.recording import NUM_GENERATIONS, Case, batches
 from nemo_grpo.nemorl.advantage import VariantEstimator
+from nemo_grpo.nemorl.checkpoints import resume_with_optimizer
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.resume import resume_with_optimizer
 
 SCHEDULE = (
     "policy.megatron_cfg.scheduler.lr_decay_style=cosine",
@@ -32,7 +32,7 @@ def main(folder: Path, output: Path) -> None:
 
     def third(engine: Engine, first: int) -> dict[str, object]:
         estimator = VariantEstimator(
-            recipe.loss_fn, num_generations=NUM_GENERATIONS, seed=0, exchange=engine.exchange
+            recipe.loss_fn, num_generations=NUM_GENERATIONS, seed=0, context=engine.context
         )
         for number in range(first, 3):
             if number == 2 and first == 0:

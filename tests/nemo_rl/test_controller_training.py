@@ -26,10 +26,11 @@ from toy_training import GENERATIONS, PROMPTS, Generation, Run, rollouts, toy_ru
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo, single_controller
-from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
-from nemo_grpo.nemorl.exchange import StepExchange
-from nemo_grpo.nemorl.hooks import CONTROLLER
-from nemo_grpo.nemorl.stopping import exit_code, last_step, stop_after_step
+from nemo_grpo.nemorl.callbacks import calling_back
+from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
+from nemo_grpo.nemorl.exit_status import exit_code, last_step, stop_after_step
+from nemo_grpo.nemorl.host_api import CONTROLLER
+from nemo_grpo.nemorl.step_context import StepContext
 
 if not compat.has_name(single_controller.CONTROLLER_ACTOR):
     pytest.skip("this NeMo-RL has no single controller", allow_module_level=True)
@@ -114,17 +115,17 @@ class Controlled:
 
     def __init__(self, folder: Path, loss_fn: dict[str, Any], *overrides: str) -> None:
         self.run = toy_run(folder, loss_fn, *SETTINGS, *overrides)
-        self.exchange, self.plane = StepExchange(), NoOpDataPlaneClient()
+        self.context, self.plane = StepContext(), NoOpDataPlaneClient()
         self.plane.register_partition("rollout_data", [], 100, ["train"])
         environment = MagicMock()
         data = ([problem(i) for i in range(10 * PROMPTS)], None, {"toy": environment}, {"toy": environment})
         tokenizer = MagicMock(pad_token_id=0)
         with self.stand_ins():
             self.parts, self.controller = single_controller.set_up(
-                self.run, tokenizer, data, self.exchange, MagicMock()
+                self.run, tokenizer, data, self.context, MagicMock()
             )
-        resume_carried(self.run.recipe.loss_fn, self.parts.checkpointer, self.exchange)
-        save_side_files(self.parts.checkpointer, tokenizer, MagicMock(), self.exchange)
+        resume_carried(self.run.recipe.loss_fn, self.parts.checkpointer, self.context)
+        self.side_files = SideFiles(tokenizer, MagicMock(), self.context)
         self.policy, self.logger = self.parts.policy, self.parts.logger
 
     @contextmanager
@@ -157,7 +158,10 @@ class Controlled:
 
     def train(self) -> Any:
         ready = run_grpo.Ready(self.parts, None, None, [{}, {}], None, 0, controller=self.controller)
-        with stop_after_step(self.logger) as stop:
+        with (
+            stop_after_step(self.run.recipe.grpo) as stop,
+            calling_back([self.side_files, stop], self.logger, self.parts.checkpointer),
+        ):
             run_grpo.run_trainer(ready)
         return stop
 

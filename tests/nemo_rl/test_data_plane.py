@@ -23,10 +23,10 @@ from toy_training import Generation, Run, ToyPolicy, rollouts
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
-from nemo_grpo.nemorl.hooks import GRPO_SYNC
+from nemo_grpo.nemorl.host_api import GRPO_SYNC
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.policy import policy_factory
-from nemo_grpo.nemorl.worker_python import check_data_plane
+from nemo_grpo.nemorl.start_checks import check_data_plane
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 
@@ -140,7 +140,7 @@ class PlaneRun(Run):
         self.plane = NoOpDataPlaneClient()
         toy = patch.object(tq_policy, "TQPolicy", type("Toy", (PlanePolicy,), {}))
         with toy, patch("nemo_grpo.nemorl.policy.worker_class", return_value=None):
-            make = policy_factory(self.run, self.exchange, MagicMock())
+            make = policy_factory(self.run, self.context, MagicMock())
         self.policy = make(plane=self.plane)
         loss = ObjectiveLoss(self.run.recipe.loss_fn, folded=True)
         self.parts = self.parts._replace(policy=self.policy, policy_generation=Generation(), loss_fn=loss)

@@ -16,9 +16,9 @@ from toy_gym import ANSWER, ASKED, SAID, TOLD, Gym
 from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, character_tokenizer
 
 from nemo_grpo.dotted import value_of
-from nemo_grpo.nemorl import nemo_gym, run_grpo
+from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.config import ClusterRun, load_run
-from nemo_grpo.nemorl.host_data import set_up_data
+from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames, gym_environments, set_up_data
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 
@@ -58,8 +58,8 @@ def gym(tmp_path):
     run, tokenizer = gym_run(tmp_path), character_tokenizer()
     config = run.master_config
     config.policy["generation"] |= {"stop_token_ids": [2]}  # as NeMo-RL fills it in from the tokenizer
-    nemo_gym.fix_frames(config)
-    nemo_gym.configure(config, tokenizer)
+    fix_video_frames(config)
+    configure_gym(config, tokenizer)
     data, validation, *environments = set_up_data(run, tokenizer)
     assert environments == [{}, {}]
     made = Run(tmp_path, {}, run=run)
@@ -86,7 +86,7 @@ def test_configuration_is_the_one_of_nemo_rls_own_driver(gym):
 
 def test_a_step_trains_on_what_nemo_gym_returns(gym, tmp_path):
     run, _ = gym
-    ready = run.ready()._replace(environments=nemo_gym.environments(run.parts))
+    ready = run.ready()._replace(environments=gym_environments(run.parts))
     ready = ready._replace(tokenizer=character_tokenizer())
     with (
         patch(f"{GRPO}.refit_policy_generation", return_value={}),

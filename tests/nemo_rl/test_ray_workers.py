@@ -11,9 +11,9 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy import lm_policy
 from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, loss_data
 
-from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.loss import build_loss
 from nemo_grpo.nemorl.policy import has_further_losses, has_no_gradient, policy_factory
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 
@@ -56,7 +56,7 @@ def policy(private_ray):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm_policy, "get_default_hf_config", no_model)
         patch.setitem(ACTOR_ENVIRONMENT_REGISTRY, WORKER, sys.executable)
-        made = policy_factory(run, StepExchange())(
+        made = policy_factory(run, StepContext())(
             cluster=cluster,
             config=CONFIG,
             tokenizer=None,
@@ -136,7 +136,7 @@ def test_step_without_signal_updates_if_it_is_the_first_or_nemo_rl_adds_a_loss(m
 
     def evaluated(draft=False, **arguments):
         run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
-        policy = policy_factory(run, StepExchange())(**arguments)
+        policy = policy_factory(run, StepContext())(**arguments)
         return [policy.train({"advantages": torch.zeros(2, 3)}, None) for _ in range(2)]
 
     assert evaluated() == [False, True], "the first update gives Adam its moments"

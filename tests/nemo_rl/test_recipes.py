@@ -16,9 +16,9 @@ from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import load_run, sft_section
+from nemo_grpo.nemorl.exit_status import LAST_PREFIX
+from nemo_grpo.nemorl.host_api import Name
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.stopping import LAST_PREFIX
-from nemo_grpo.nemorl.uses import Use
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 
@@ -158,7 +158,7 @@ def test_every_name_that_we_use_is_there():
 
 
 def test_a_missing_name_is_an_error_that_names_the_tested_versions(monkeypatch):
-    monkeypatch.setattr(compat, "USES", (Use("nemo_rl.algorithms.grpo:not_there"),))
+    monkeypatch.setattr(compat, "HOST_API", {"x": Name("x", "nemo_rl.algorithms.grpo:not_there")})
     with pytest.raises(UserError, match=r"lacks nemo_rl.algorithms.grpo:not_there; .* 0.7.0 or .*7ea279abf"):
         compat.check()
 
@@ -177,6 +177,6 @@ def test_validation_measures_what_recipes_may_ask_for():
 
 
 def test_workers_log_the_mean_over_a_steps_updates():
-    """So `rollout_error` and the rehearsal judge what is logged as it is."""
+    """So `RolloutCheck` and the rehearsal judge what is logged as it is."""
     worker = Path(os.environ["NEMO_RL_SRC"], "nemo_rl/models/policy/workers/megatron_policy_worker.py")
     assert "x[k] / num_global_batches" in worker.read_text()

@@ -10,8 +10,8 @@ from nemo_rl.algorithms import grpo
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.timer import Timer
 
-from nemo_grpo.nemorl.exchange import StepExchange
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.variants import parse_loss_fn
 
 P, G = 3, 2
@@ -40,8 +40,8 @@ class Trainer:
             "overlong_filtering": overlong_filtering,
         }
         self.configs = [SimpleNamespace(grpo=settings), SimpleNamespace(grpo=SimpleNamespace(**settings))]
-        self.exchange = StepExchange()
-        self.function = dynamic_sampling_for(parse_loss_fn(loss_fn), self.exchange)
+        self.context = StepContext()
+        self.function = dynamic_sampling_for(parse_loss_fn(loss_fn), self.context)
         self.cache, self.draws = None, 0
 
     def __call__(self, batch: BatchedDataDict[Any]) -> tuple[Any, bool]:
@@ -51,7 +51,7 @@ class Trainer:
         step, full, self.cache, metrics = self.function(
             batch, std, std.clone(), self.draws, config, Timer(), self.cache
         )
-        assert metrics is self.exchange.metrics
+        assert metrics is self.context.metrics
         step["baseline"], step["std"]  # the trainer reads these before it looks at `full`
         if config is not None and self.function and "filtered_reward" in step:
             assert step["filtered_reward"].ndim == 1
@@ -59,7 +59,7 @@ class Trainer:
 
 
 def test_signature_is_the_one_that_is_replaced():
-    ours = dynamic_sampling_for(parse_loss_fn({"variant": "gpg"}), StepExchange())
+    ours = dynamic_sampling_for(parse_loss_fn({"variant": "gpg"}), StepContext())
     names = list(inspect.signature(grpo.dynamic_sampling).parameters)
     assert list(inspect.signature(ours).parameters) == names
 
@@ -98,7 +98,7 @@ def test_dapo_fills_the_step_with_groups_that_differ():
     step, full = trainer(draw((0.0, 1.0), (1.0, 0.0), (0.0, 1.0), first=10))
     assert full
     assert step["idx"] == [1, 1, 2, 2, 10, 10]
-    assert trainer.exchange.metrics["dynamic_sampling_num_discarded_valid_samples"] == [4.0]
+    assert trainer.context.metrics["dynamic_sampling_num_discarded_valid_samples"] == [4.0]
 
 
 def test_equal_rewards_that_round_are_no_signal():

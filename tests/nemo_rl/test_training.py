@@ -5,18 +5,17 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from nemo_rl.algorithms import grpo
-from toy_training import GENERATIONS, PROMPTS, Run, rollouts, toy_run
+from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_run
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.checkpoints import resume_carried, save_side_files
-from nemo_grpo.nemorl.hooks import HOOKS, places
-from nemo_grpo.nemorl.stopping import Stop, finished_steps, last_step, stop_after_step
+from nemo_grpo.nemorl.callbacks import calling_back
+from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
+from nemo_grpo.nemorl.exit_status import Ending, finished_steps, last_step, stop_after_step
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")  # the trainers ask Ray for nodes
@@ -98,7 +97,7 @@ def test_data_that_ends_early_ends_the_run_and_says_so(tmp_path, caplog):
         *("grpo.use_dynamic_sampling=true", "grpo.max_num_steps=10", "grpo.max_num_epochs=1"),
         "checkpointing.enabled=false",
     )
-    with stop_after_step(run.logger) as stop:
+    with stop_after_step(run.run.recipe.grpo) as stop, calling_back([stop], run.logger):
         assert len(run.train()) == 10, "two draws a step"
     assert stop.last_step == 5
     assert run.exit_code(stop) == 0
@@ -117,7 +116,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
         return train(*args, **kwargs)
 
     run.policy.train = train_and_be_asked_to_stop
-    with stop_after_step() as stop:
+    with stop_after_step(run.run.recipe.grpo) as stop:
         run.train()
     assert stop.happened
     assert len(run.policy.trained) == 2
@@ -127,7 +126,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
 
     again = Run(tmp_path, {"variant": "tr_grpo", "weighting": "random"}, *settings)
     assert finished_steps(again.parts) == 2
-    with stop_after_step() as stop:
+    with stop_after_step(again.run.recipe.grpo) as stop:
         again.train()
     assert len(again.policy.trained) == 3, "steps 3 to 5"
     assert again.exit_code(stop) == 0
@@ -139,37 +138,46 @@ def test_moving_statistics_go_on_where_nemo_rls_checkpoint_left_them(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving"}
     settings = ("checkpointing.save_period=2", "checkpointing.metric_name=null")
     run = Run(tmp_path, loss_fn, *settings)
-    save_side_files(run.checkpointer, MagicMock(), MagicMock(), run.exchange)
-    run.train()
-    assert run.exchange.carried["mean"] > 0
+    files = SideFiles(MagicMock(), MagicMock(), run.context)
+    with calling_back([files], checkpointer=run.checkpointer):
+        run.train()
+    assert run.context.carried["mean"] > 0
     again = Run(tmp_path, loss_fn, "grpo.max_num_steps=4", *settings)
-    resume_carried(again.run.recipe.loss_fn, again.checkpointer, again.exchange)
+    resume_carried(again.run.recipe.loss_fn, again.checkpointer, again.context)
     assert finished_steps(again.parts) == 2
-    assert again.exchange.carried == run.exchange.carried
+    assert again.context.carried == run.context.carried
 
 
 def test_nemo_rl_is_left_as_it_was_after_a_stop():
     checker = compat.import_name("nemo_rl.utils.timer:TimeoutChecker")
     before = checker.check_save
-    with stop_after_step():
+    with stop_after_step(MagicMock()):
         assert checker.check_save is not before
     assert checker.check_save is before
 
 
 def test_a_run_that_reached_its_goal_is_known(tmp_path):
     stop_at = "grpo.stop_at_validation"
-    overrides = (f"{stop_at}_metric=validation/accuracy", f"{stop_at}_threshold=0.5")
-    if not places(HOOKS["threshold"]):
+    overrides = (
+        f"{stop_at}_metric=validation/accuracy",
+        f"{stop_at}_threshold=0.5",
+        "grpo.val_at_start=true",
+    )
+    if compat.version() == compat.V0_7_0:
         with pytest.raises(UserError, match="stop_at_validation_metric=validation/accuracy"):
             Run(tmp_path, {"variant": "grpo"}, *overrides)
         return
-    config = Run(tmp_path, {"variant": "grpo"}, *overrides).run.master_config.grpo
-    goal = (config.stop_at_validation_threshold, config.stop_at_validation_metric)
-    with stop_after_step() as stop:
-        assert grpo._validation_early_stop_message({"accuracy": 0.4}, *goal) is None
-        assert not stop.reached_threshold
-        grpo._validation_early_stop_message({"accuracy": 0.5}, *goal)
-        assert stop.reached_threshold
+    for accuracy, steps in ((0.4, 2), (0.5, 0)):
+        run = Run(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", *overrides)
+        run.parts = run.parts._replace(val_dataloader=Loader())
+        found = ({"accuracy": accuracy}, {})
+        with (
+            patch(f"{GRPO}.validate", return_value=found),
+            stop_after_step(run.run.recipe.grpo) as stop,
+            calling_back([stop], run.logger),
+        ):
+            run.train()
+        assert (stop.reached_threshold, len(run.policy.trained)) == (steps == 0, steps)
 
 
 def test_epochs_are_counted_on_nemo_rls_own_state(tmp_path):
@@ -197,9 +205,9 @@ def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
     return run, mock_async_grpo_infrastructure(group, {"mean_gen_tokens_per_sample": 3.0})
 
 
-def train_asynchronously(run: Run, infrastructure: Any) -> Stop:
+def train_asynchronously(run: Run, infrastructure: Any) -> Ending:
     """Returns: how it ended."""
-    with infrastructure, stop_after_step(run.logger) as stop:
+    with infrastructure, stop_after_step(run.run.recipe.grpo) as stop, calling_back([stop], run.logger):
         run_grpo.run_trainer(run.ready())
     return stop
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.config import ClusterRun, load_run
-from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.exit_status import Ending, exit_code, finished_steps, last_step
 from nemo_grpo.nemorl.loss import ObjectiveLoss
-from nemo_grpo.nemorl.stopping import Stop, exit_code, finished_steps, last_step
+from nemo_grpo.nemorl.step_context import StepContext
 
 GRPO = "nemo_rl.algorithms.grpo"
 PROMPTS, GENERATIONS = 2, 3
@@ -67,9 +67,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 class ToyPolicy:
     """A table of logits for each token as NeMo-RL's policy; ``train`` is SGD on microbatches of 2."""
 
-    def __init__(self, exchange: Any = None) -> None:
+    def __init__(self, context: Any = None) -> None:
         self.model = embedding().requires_grad_()
-        self.exchange = exchange
+        self.context = context
         self.trained: list[dict[str, Tensor]] = []
         self.losses: list[float] = []
         self.sharding_annotations = MagicMock()
@@ -91,16 +91,16 @@ class ToyPolicy:
     def get_logprobs(self, data: Any, timer: Any = None) -> Any:
         with torch.no_grad():
             logprobs, entropies = self.logprobs(data["input_ids"])
-        if self.exchange is not None:
-            self.exchange.entropies = entropies
+        if self.context is not None:
+            self.context.entropies = entropies
         return BatchedDataDict(logprobs=logprobs)
 
     def get_reference_policy_logprobs(self, data: Any, timer: Any = None) -> Any:
         return BatchedDataDict(reference_logprobs=self.logprobs(data["input_ids"])[0].detach() - 0.05)
 
     def train(self, data: Any, loss_fn: Any, timer: Any = None) -> dict[str, Any]:
-        if self.exchange is not None:
-            data.update(self.exchange.take_train_tensors())
+        if self.context is not None:
+            data.update(self.context.take_train_tensors())
         self.trained.append({name: value.clone() for name, value in data.items() if torch.is_tensor(value)})
         sizes, metrics, total = counts(data), defaultdict(list), 0.0
         for microbatch in data.make_microbatch_iterator(2):
@@ -195,8 +195,8 @@ class Run:
         self, folder: Path, loss_fn: dict[str, Any], *overrides: str, run: ClusterRun | None = None
     ) -> None:
         self.run = run or toy_run(folder, loss_fn, *overrides)
-        self.exchange = StepExchange()
-        self.policy = ToyPolicy(self.exchange)
+        self.context = StepContext()
+        self.policy = ToyPolicy(self.context)
         self.logger = MagicMock()
         self.checkpointer = CheckpointManager(self.run.master_config.checkpointing)
         latest = self.checkpointer.get_latest_checkpoint_path()
@@ -219,7 +219,7 @@ class Run:
     def ready(self) -> run_grpo.Ready:
         """As the driver's `set_up` leaves it."""
         tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
-        run_grpo.install(self.run, self.exchange, finished_steps(self.parts), tokenizer)
+        run_grpo.install(self.run, self.context, finished_steps(self.parts), tokenizer)
         last = last_step(self.run, self.parts)
         return run_grpo.Ready(self.parts, tokenizer, None, [{}, {}], None, last)
 
@@ -231,8 +231,8 @@ class Run:
             self.checkpointer.shutdown()
         return draws
 
-    def exit_code(self, stop: Stop) -> int:
-        return exit_code(self.run, self.parts, last_step(self.run, self.parts), stop)
+    def exit_code(self, ending: Ending) -> int:
+        return exit_code(self.run, self.parts, last_step(self.run, self.parts), ending)
 
     def logged(self) -> dict[str, Any]:
         """The newest step's training metrics."""

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
-from unit.nemorl.loggers import Logger
 
 from nemo_grpo.cli import app
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
-from nemo_grpo.nemorl.run_record import record_run
+from nemo_grpo.nemorl.callbacks import RunRecord
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.training.resume import check_continuation
 
@@ -41,8 +40,7 @@ def begin(*overrides, step=10):
     begun = recipe(*overrides)
     if step:
         (begun.checkpoint_dir / f"step_{step}").mkdir(parents=True)
-    with record_run(begun, Logger()):
-        pass
+    RunRecord(begun)
     return begun
 
 
@@ -156,15 +154,13 @@ def test_corrected_own_code_resumes_with_a_warning_and_the_old_code_is_kept(capl
     Path("mine.py").write_text(OURS.format(value=0.25))
     corrected = recipe()
     check_continuation(corrected)
-    with record_run(corrected, Logger()):
-        pass
+    RunRecord(corrected)
     assert "mine.py has changed: its new code runs from step 11 on" in caplog.text
     kept = begun.run_dir / "own"
     assert (kept / "mine.py").read_text() == OURS.format(value=0.25)
     assert (kept / "mine.py.until_step_10").read_text() == OURS.format(value=0.5)
     caplog.clear()
-    with record_run(corrected, Logger()):
-        pass
+    RunRecord(corrected)
     assert "has changed" not in caplog.text
 
 

@@ -1,5 +1,7 @@
-"""What the driver says of the NeMo-RL that is installed; without NeMo-RL."""
+"""The installed NeMo-RL: its verdict in the driver, and rebinding of its names; without NeMo-RL."""
 
+import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -10,9 +12,18 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, policy, sft
 from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
-from nemo_grpo.nemorl.nemo_gym import fix_frames
-from nemo_grpo.nemorl.uses import VIDEO_SETTINGS
-from nemo_grpo.nemorl.versions import ENTROPIES, EVERY_RUN, HEAD, STAGES, SUPERVISED, V0_7_0
+from nemo_grpo.nemorl.host_api import (
+    ENTROPIES,
+    EVERY_RUN,
+    HEAD,
+    HOST_API,
+    STAGES,
+    SUPERVISED,
+    V0_7_0,
+    VIDEO_SETTINGS,
+    Name,
+)
+from nemo_grpo.nemorl.nemo_rl_batches import fix_video_frames
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -59,7 +70,7 @@ def test_frames_of_a_video_are_nemo_rls_to_fix_where_it_has_videos(has_videos, m
     monkeypatch.setattr(compat, "require", lambda _: None)
     monkeypatch.setattr(compat, "has_name", lambda name: has_videos and name == VIDEO_SETTINGS)
     monkeypatch.setattr(compat, "import_name", lambda _: lambda *sections: asked.append(sections))
-    fix_frames(SimpleNamespace(policy="policy", data="data"))
+    fix_video_frames(SimpleNamespace(policy="policy", data="data"))
     assert asked == [("policy", "data")] * has_videos
 
 
@@ -71,14 +82,14 @@ def test_a_tested_version_is_named(install, caplog):
 
 
 def test_an_untested_version_is_warned_of_with_its_differences(install, caplog):
-    install({"policy": recorded(V0_7_0)["policy"], "threshold": None})
+    install({"policy": recorded(V0_7_0)["policy"], "controller rows": None})
     compat.check()
     (record,) = caplog.records
     text = record.getMessage()
     assert record.levelname == "WARNING"
     assert "/RL/nemo_rl is untested; tested: the release 0.7.0 or the commit 7ea279abf" in text
     assert "changed nemo_rl.models.policy.lm_policy:Policy.__init__: parameters: -skip_weight_load=" in text
-    assert "gone nemo_rl.algorithms.grpo:_validation_early_stop_message" in text
+    assert "gone nemo_rl.experience.payload:record_to_train_batch" in text
 
 
 def test_a_broken_version_is_refused_with_the_reason(install):
@@ -138,3 +149,48 @@ def test_supervised_training_asks_for_its_part(install):
     install(broken("nemo_rl.algorithms.sft:setup"))
     with pytest.raises(UserError, match="supervised training"):
         sft.set_up(run("cluster-quickstart.yaml"), MagicMock(), MagicMock())
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Two modules that bind one function, and a class with a method."""
+
+    class Manager:
+        @staticmethod
+        def find(path):
+            return path
+
+    defines, imports = types.ModuleType("made_up"), types.ModuleType("made_up_too")
+    defines.go = imports.go = lambda: "theirs"
+    defines.Manager = Manager
+    monkeypatch.setitem(sys.modules, "made_up", defines)
+    monkeypatch.setitem(sys.modules, "made_up_too", imports)
+    also = ("made_up_too", "made_up_absent")
+    for name in (
+        Name("go", "made_up:go", also=also),
+        Name("find", "made_up:Manager.find"),
+        Name("gone", "made_up:gone"),
+        Name("newer", "made_up:gone", versions=(HEAD,)),
+    ):
+        monkeypatch.setitem(HOST_API, name.key, name)
+    return defines, imports
+
+
+def test_every_module_that_binds_the_name_is_rebound_and_restored(modules):
+    with compat.rebound("go", lambda theirs: lambda: f"ours, {theirs()}"):
+        assert [module.go() for module in modules] == ["ours, theirs"] * 2
+    assert [module.go() for module in modules] == ["theirs"] * 2
+
+
+def test_a_static_method_stays_one(modules):
+    defines, _ = modules
+    undo = compat.rebind("find", lambda theirs: staticmethod(lambda path: f"{theirs(path)}!"))
+    assert defines.Manager().find("a") == defines.Manager.find("a") == "a!"
+    undo()
+    assert defines.Manager().find("a") == "a"
+
+
+def test_a_name_that_every_tested_version_has_must_be_there(modules):
+    with pytest.raises(UserError, match=r"no made_up:gone; use a tested version: the release 0\.7\.0 or"):
+        compat.rebind("gone", lambda theirs: theirs)
+    compat.rebind("newer", lambda theirs: theirs)

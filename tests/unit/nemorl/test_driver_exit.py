@@ -11,8 +11,9 @@ from transformers import Qwen2Config
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.model import load_tokenizer, model_config
-from nemo_grpo.nemorl.stopping import Stop, exit_code, last_step
+from nemo_grpo.nemorl.callbacks import Callback
+from nemo_grpo.nemorl.exit_status import Ending, exit_code, last_step
+from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
 from nemo_grpo.training.signals import StopRequest
 
 GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)
@@ -30,7 +31,9 @@ def ended(total, current, is_async=False):
 
 
 def stop(happened=False, reached_threshold=False, last_step=0):
-    return Stop(StopRequest(), happened, reached_threshold, last_step)
+    end = Ending(StopRequest(), GRPO)
+    end.happened, end.reached_threshold, end.last_step = happened, reached_threshold, last_step
+    return end
 
 
 @pytest.mark.parametrize(
@@ -77,12 +80,12 @@ def test_several_data_loaders_have_no_end():
 def test_workers_end_before_the_exit_code_is_judged(monkeypatch):
     closed, how = [], stop(True)
     monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))
-    for name in ("record_run", "watch_rollouts", "log_drawn"):
-        monkeypatch.setattr(run_grpo, name, lambda *_: nullcontext())
+    monkeypatch.setattr(run_grpo, "RunRecord", lambda _recipe: Callback())
+    monkeypatch.setattr(run_grpo, "calling_back", lambda *_: nullcontext())
     monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
     parts = ended(40, 40)
-    parts.logger = None
-    ready = run_grpo.Ready(parts, None, None, [], last_step=100)
+    parts.logger = parts.checkpointer = None
+    ready = run_grpo.Ready(parts, None, None, [], None, last_step=100)
     monkeypatch.setattr(run_grpo, "run_trainer", lambda *_: None)
     assert run_grpo.train(RUN, ready) == 75
     assert closed == [parts]

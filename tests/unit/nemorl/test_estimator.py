@@ -11,8 +11,9 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.advantage import VariantEstimator, _tokens, group_ids
-from nemo_grpo.nemorl.checkpoints import CARRIED, resume_carried, save_side_files
-from nemo_grpo.nemorl.exchange import StepExchange
+from nemo_grpo.nemorl.callbacks import calling_back
+from nemo_grpo.nemorl.checkpoints import CARRIED, SideFiles, resume_carried
+from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 
@@ -21,8 +22,8 @@ PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).float()
 
 
-def estimator(exchange: StepExchange | None = None, **loss_fn: object) -> VariantEstimator:
-    return VariantEstimator(parse_loss_fn(loss_fn), num_generations=2, exchange=exchange)
+def estimator(context: StepContext | None = None, **loss_fn: object) -> VariantEstimator:
+    return VariantEstimator(parse_loss_fn(loss_fn), num_generations=2, context=context)
 
 
 def advantages(made: VariantEstimator, *rewards: float, mask: torch.Tensor = MASK, **given: object):
@@ -64,10 +65,10 @@ def test_estimator_equals_the_objective_on_shifted_tensors():
     generator = torch.Generator().manual_seed(0)
     policy, reference = (-torch.rand(4, 4, generator=generator) for _ in range(2))
     entropies = torch.rand(4, 4, generator=generator)
-    rewards, exchange = (1.0, 0.0, 0.5, 1.0), StepExchange(entropies=entropies)
+    rewards, context = (1.0, 0.0, 0.5, 1.0), StepContext(entropies=entropies)
     settings = {"variant": "erpo", "num_buckets": 2}
     logprobs = {"logprobs_policy": policy, "logprobs_reference": reference}
-    found = advantages(estimator(exchange, **settings), *rewards, **logprobs)
+    found = advantages(estimator(context, **settings), *rewards, **logprobs)
     batch = TokenBatch(
         prev_logprobs=policy[:, 1:],
         reference_policy_logprobs=reference[:, 1:],
@@ -81,7 +82,7 @@ def test_estimator_equals_the_objective_on_shifted_tensors():
     torch.testing.assert_close(found[:, 1:], expected.advantages, rtol=0, atol=0)
     assert found[:, 0].abs().sum() == 0
     assert expected.advantages.abs().sum() > 0
-    assert exchange.entropies is None, "entropies of one step must not be read by the next"
+    assert context.entropies is None, "entropies of one step must not be read by the next"
 
 
 @pytest.mark.parametrize("folds", [False, True], ids=["batch", "data plane"])
@@ -100,11 +101,11 @@ def test_an_outlier_is_safe_and_an_implausible_advantage_is_named(folds, caplog)
 
 
 def test_metrics_reach_the_trainer_as_lists_of_one_number():
-    exchange = StepExchange()
-    e = estimator(exchange, variant="gpg")
+    context = StepContext()
+    e = estimator(context, variant="gpg")
     advantages(e, 1.0, 0.0, 1.0, 1.0)
     assert e.last_metrics["gpg/alpha"] == 2.0
-    assert exchange.metrics["gpg/alpha"] == [2.0]
+    assert context.metrics["gpg/alpha"] == [2.0]
 
 
 def test_mismatch_is_reported_only_where_the_samplers_logprobs_are_given():
@@ -119,20 +120,20 @@ def test_mismatch_is_reported_only_where_the_samplers_logprobs_are_given():
 def test_metrics_of_scored_logprobs_stay_where_the_threshold_needs_a_scoring_pass(threshold):
     forced = ["loss_fn.force_on_policy_ratio=true", f"grpo.seq_logprob_error_threshold={threshold or 'null'}"]
     recipe = load_recipe(RECIPES / "cluster-quickstart.yaml", forced)
-    e = VariantEstimator.of(recipe, StepExchange())
+    e = VariantEstimator.of(recipe, StepContext())
     advantages(e, 1.0, 0.0, 1.0, 1.0, generation_logprobs=torch.full((4, 4), -0.5))
     assert ("mismatch/logprob_abs_mean" in e.last_metrics) == (threshold is not None)
 
 
 def test_draws_follow_the_step_and_resume_where_they_were():
     def weights(first_step: int, num_steps: int) -> torch.Tensor:
-        exchange = StepExchange()
+        context = StepContext()
         config = parse_loss_fn({"variant": "tr_grpo", "weighting": "random"})
-        e = VariantEstimator(config, num_generations=2, seed=3, first_step=first_step, exchange=exchange)
+        e = VariantEstimator(config, num_generations=2, seed=3, first_step=first_step, context=context)
         policy = -torch.arange(16.0).view(4, 4)
         for _ in range(num_steps):
             advantages(e, 1.0, 0.0, 1.0, 0.0, logprobs_policy=policy, logprobs_reference=torch.zeros(4, 4))
-        return exchange.take_train_tensors()["token_weights"]
+        return context.take_train_tensors()["token_weights"]
 
     assert weights(0, 1).shape == MASK.shape
     assert not torch.equal(weights(0, 1), weights(0, 2))
@@ -157,45 +158,45 @@ def test_missing_tensors_are_named(loss_fn, given, message):
 
 
 def test_factors_of_a_mean_over_groups_reach_the_loss():
-    exchange, mask = StepExchange(), MASK.clone()
+    context, mask = StepContext(), MASK.clone()
     mask[0, 3] = 0  # group 0 keeps fewer tokens
-    made = estimator(exchange, variant="grpo", aggregation="group_token_mean")
+    made = estimator(context, variant="grpo", aggregation="group_token_mean")
     advantages(made, 1.0, 0.0, 1.0, 0.0, mask=mask)
     tokens = mask[:, 1:].sum(1).view(2, 2).sum(1)
     expected = (4 / 2 / tokens).repeat_interleave(2)
-    torch.testing.assert_close(exchange.take_train_tensors()["row_factors"], expected)
+    torch.testing.assert_close(context.take_train_tensors()["row_factors"], expected)
 
 
 def test_a_mean_over_groups_is_one_whether_or_not_a_response_is_empty():
     """NeMo-RL divides the weighted sum by all rows, also by those without a token."""
-    exchange, mask = StepExchange(), MASK.clone()
+    context, mask = StepContext(), MASK.clone()
     mask[3] = 0
-    made = estimator(exchange, variant="grpo", aggregation="group_token_mean")
+    made = estimator(context, variant="grpo", aggregation="group_token_mean")
     advantages(made, 1.0, 0.0, 1.0, 0.0, mask=mask)
-    factors = exchange.take_train_tensors()["row_factors"] * exchange.take_row_scale(torch.ones(4))
+    factors = context.take_train_tensors()["row_factors"] * context.take_row_scale(torch.ones(4))
     assert (factors[:, None] * mask[:, 1:]).sum() / 4 == pytest.approx(1.0)
-    assert exchange.take_row_scale(torch.ones(4)) == 1.0  # no step before it
+    assert context.take_row_scale(torch.ones(4)) == 1.0  # no step before it
     advantages(made, 1.0, 0.0, 1.0, 0.0)
-    assert exchange.take_row_scale(torch.ones(4)) == 1.0
+    assert context.take_row_scale(torch.ones(4)) == 1.0
 
 
 def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving", "entropy_momentum": 0.5}
 
-    def step(exchange: StepExchange, entropy: float) -> None:
-        exchange.entropies = torch.full((4, 4), entropy)
-        advantages(estimator(exchange, **loss_fn), *range(4), logprobs_reference=torch.zeros(4, 4))
+    def step(context: StepContext, entropy: float) -> None:
+        context.entropies = torch.full((4, 4), entropy)
+        advantages(estimator(context, **loss_fn), *range(4), logprobs_reference=torch.zeros(4, 4))
 
-    whole = StepExchange()
+    whole = StepContext()
     step(whole, 1.0)
     manager = SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path))
     side = Mock(name_or_path=str(tmp_path))
-    save_side_files(manager, side, side, whole)
-    manager.init_tmp_checkpoint()
+    with calling_back([SideFiles(side, side, whole)], checkpointer=manager):
+        manager.init_tmp_checkpoint()
     step(whole, 3.0)
     assert whole.carried == {"mean": 2.0, "variance": 1.0}
 
-    config, resumed = parse_loss_fn(loss_fn), StepExchange()
+    config, resumed = parse_loss_fn(loss_fn), StepContext()
     resume_carried(config, SimpleNamespace(get_latest_checkpoint_path=lambda: None), resumed)
     assert resumed.carried == {}  # the run begins
     manager.get_latest_checkpoint_path = lambda: str(tmp_path)
@@ -235,12 +236,12 @@ def test_random_draws_equal_the_embedded_engines_for_any_logprobs():
     assert expected is not None
     assert not torch.equal(expected[2], expected[3])
     for logprobs in (-torch.ones(4, 4), -torch.rand(4, 4)):
-        exchange = StepExchange()
-        estimator(exchange, **loss_fn).compute_advantage(
+        context = StepContext()
+        estimator(context, **loss_fn).compute_advantage(
             PROMPTS, batch.rewards, MASK, {"message_log": logs}, logprobs_policy=logprobs
         )
         counts = MASK[:, 1:].bool()
-        assert torch.equal(exchange.train_tensors["token_weights"][:, 1:][counts], expected[counts])
+        assert torch.equal(context.train_tensors["token_weights"][:, 1:][counts], expected[counts])
 
 
 def test_a_response_of_several_turns_is_known_by_what_the_policy_wrote():

@@ -9,8 +9,8 @@ from torch.distributed import checkpoint as dcp
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import resume
-from nemo_grpo.nemorl.resume import optimizer_of
+from nemo_grpo.nemorl import checkpoints
+from nemo_grpo.nemorl.checkpoints import optimizer_of
 
 WEIGHT = "decoder.final_layernorm.weight"
 MOMENTS = (
@@ -63,10 +63,10 @@ def test_a_missing_optimizer_is_accepted_where_the_recipe_does_not_save_it(tmp_p
 def test_other_backends_keep_nemo_rls_answer_and_its_warning(tmp_path, monkeypatch):
     """Their optimizer is a file of its own, and their weights are no torch_dist checkpoint."""
     installed = {}
-    monkeypatch.setattr(resume.hooks, "install", lambda name, wrap: installed.update({name: wrap}))
+    monkeypatch.setattr(checkpoints, "rebind", lambda name, wrap: installed.update({name: wrap}))
     megatron_cfg = SimpleNamespace(enabled=False)
     checkpointing = SimpleNamespace(save_optimizer=False)
-    resume.resume_with_optimizer(
+    checkpoints.resume_with_optimizer(
         SimpleNamespace(policy=SimpleNamespace(megatron_cfg=megatron_cfg), checkpointing=checkpointing)
     )
 

@@ -5,9 +5,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from unit.nemorl.loggers import Logger
 
-from nemo_grpo.nemorl import config, sft, stopping
+from nemo_grpo.nemorl import config, sft
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
@@ -61,14 +60,3 @@ def test_conversation_has_the_tokens_in_order_and_roles_where_the_loss_is():
     assert (datum["length"], datum["loss_multiplier"], datum["idx"], len(data)) == (7, 1.0, 0, 1)
     with pytest.raises(IndexError):
         data[1]
-
-
-def test_the_last_step_is_known_without_a_checkpoint(monkeypatch):
-    logger = Logger()
-    monkeypatch.setattr(stopping.hooks, "places", lambda _hook: [])
-    with stopping.stop_after_step(logger) as stop:
-        for step, last in ((1, stopping.LAST_PREFIX), (2, stopping.LAST_PREFIX), (3, "validation")):
-            logger.log_metrics({"loss": 1.0}, step, prefix="train")
-            logger.log_metrics({"seconds": 1.0}, step, prefix=last)
-    assert stop.last_step == 2, "the third was not logged to its end"
-    assert len(logger.calls) == 6

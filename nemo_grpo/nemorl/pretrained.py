@@ -1,11 +1,12 @@
-"""The model that a run starts from: its configuration, and its tokenizer or processor."""
+"""The Hugging Face model that a run starts from: its configuration, and its tokenizer or processor."""
 
 from typing import Any
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.nemorl import compat, nemo_gym
+from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import ClusterRun
+from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames
 from nemo_grpo.recipe.generation_sections import stop_refusals
 
 LOADED = "auto"
@@ -15,7 +16,7 @@ with (see its pull request 3904)."""
 
 
 def model_config(run: ClusterRun) -> Any:
-    """transformers' configuration of the model.
+    """Read transformers' configuration of the model.
 
     Raises: UserError: there is none, the model has code of its own and the recipe does not trust it, or a
             token that ends responses is not in its vocabulary.
@@ -52,11 +53,11 @@ def _check_stop_tokens(run: ClusterRun, config: Any) -> None:
 
 
 def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
-    """(processor or None, tokenizer); also completes the generation settings that depend on it."""
+    """Load (processor or None, tokenizer); also complete the generation settings that depend on it."""
     config, with_gym = run.master_config, run.recipe.env.should_use_nemo_gym
     policy = config.policy
     if with_gym:
-        nemo_gym.fix_frames(config)
+        fix_video_frames(config)
     get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
     processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
     tokenizer = get_tokenizer(policy["tokenizer"]) if processor is None else processor.tokenizer
@@ -71,5 +72,5 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     if run.has_images and run.recipe.policy.generation.backend == "vllm":
         policy["generation"]["vllm_cfg"]["load_format"] = LOADED
     if with_gym:
-        nemo_gym.configure(config, tokenizer)
+        configure_gym(config, tokenizer)
     return processor, tokenizer

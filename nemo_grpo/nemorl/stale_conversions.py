@@ -27,7 +27,7 @@ POLL_S = 30.0
 
 
 def conversions(policy: Any) -> list[Path]:
-    """Folders of this model's conversions, with any ``hf_config_overrides``, as NeMo-RL computes them.
+    """List folders of this model's conversions, with any ``hf_config_overrides``, as NeMo-RL computes them.
 
     Args:    policy: section of NeMo-RL's configuration.
     Returns: existing folders; none if NeMo-RL converts nothing.
@@ -52,7 +52,6 @@ def remove_remains(
     folder. Not covered: folders on other nodes, if NRL_MEGATRON_CHECKPOINT_DIR is not shared.
 
     Args:   policy: section of NeMo-RL's configuration.
-    Raises: UserError: it cannot be moved.
     """
     for folder in conversions(policy):
         while folder.is_dir() and not (folder / LAST_FILE).exists():
@@ -69,7 +68,7 @@ def remove_remains(
 
 
 def last_written(folder: Path) -> float:
-    """Time of the newest change within a folder, in seconds since the epoch."""
+    """Find the time of the newest change within a folder, in seconds since the epoch."""
     times = []
     for path in (folder, *folder.rglob("*")):
         try:

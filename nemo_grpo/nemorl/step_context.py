@@ -1,4 +1,4 @@
-"""Data that policy, sampling and estimator exchange within a step, in addition to NeMo-RL's arguments."""
+"""Data that policy, sampling and estimator share within a step, in addition to NeMo-RL's arguments."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ ENTROPIES = "entropies"
 
 
 @dataclass
-class StepExchange:
+class StepContext:
     """Shared by all three; every step fills and empties all but ``carried`` in this order.
 
     Attributes:
@@ -43,7 +43,7 @@ class StepExchange:
         return taken
 
     def take_row_scale(self, sample_mask: Tensor) -> float:
-        """What the weights of a mean over groups are multiplied by.
+        """Return the factor on the weights of a mean over groups.
 
         NeMo-RL divides by all rows of ``sample_mask`` [B]; of those without a token, as its asynchronous
         rollouts leave where a request fails, the estimator knows nothing.

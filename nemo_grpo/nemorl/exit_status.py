@@ -1,88 +1,80 @@
-"""When a run on the cluster is complete, and why it ended; NeMo-RL's trainers return without a reason.
+"""Completion of a run on NeMo-RL, and the driver's exit code; NeMo-RL's trainers return without a reason.
 
 A signal acts like NeMo-RL's own time limit, at which it saves and returns. Its asynchronous trainer also
 returns after errors, which it only prints, so a return alone does not mean success.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import hooks
-from nemo_grpo.nemorl.compat import Parts
+from nemo_grpo.nemorl.callbacks import Callback
+from nemo_grpo.nemorl.compat import Parts, rebound
 from nemo_grpo.nemorl.config import ClusterRun
-from nemo_grpo.nemorl.observers import listening
+from nemo_grpo.recipe.sections import GRPOSection
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 log = logging.getLogger(__name__)
 
 LAST_PREFIX = "timing/train"
+"""Prefix of every trainer's last metrics of a step."""
 ENDLESS = ("grpo.async_grpo.enabled", "data.use_multiple_dataloader")
-"""With these NeMo-RL goes through the data again until grpo.max_num_steps."""
+"""Keys with which NeMo-RL goes through the data again until grpo.max_num_steps."""
 SEVERAL = "with grpo.use_dynamic_sampling a step takes several batches"
 SPARE = "async_rl.rollout_failure kept prompts in reserve, or dropped some"
 """Why the data may end early without an error; the single controller raises its errors."""
 
 
-@dataclass
-class Stop:
-    """What is known once the trainer has returned.
+class Ending(Callback):
+    """Reasons for which the trainer may have returned, and its progress.
 
     Attributes: request: a signal.  happened: the trainer was told to save and return, by a signal or by
         checkpoint_must_save_by.  reached_threshold: validation reached stop_at_validation_threshold.
         last_step: the newest step that was trained, saved and logged.
     """
 
-    request: StopRequest
-    happened: bool = False
-    reached_threshold: bool = False
-    last_step: int = 0
+    def __init__(self, request: StopRequest, grpo: GRPOSection) -> None:
+        self.request, self.grpo = request, grpo
+        self.happened = self.reached_threshold = False
+        self.last_step = 0
+
+    def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
+        """Note a step's end, and a goal that is reached."""
+        if prefix == LAST_PREFIX:
+            self.last_step = step
+        if prefix == "validation":
+            row = {f"{prefix}/{name}": value for name, value in metrics.items()}
+            self.reached_threshold |= self.grpo.is_goal(row)
 
 
 @contextmanager
-def stop_after_step(logger: Any = None) -> Iterator[Stop]:
+def stop_after_step(grpo: GRPOSection) -> Iterator[Ending]:
     """Within the block SIGUSR1, SIGTERM and SIGINT end the training after its step, with a checkpoint.
 
-    Both trainers ask `TimeoutChecker.check_save` once per step, save if it says so, and return.
+    Every trainer asks `TimeoutChecker.check_save` once per step, saves if it says so, and returns.
 
-    Args: logger: NeMo-RL's; every trainer's last call of a step is for `LAST_PREFIX`.
+    Args:   grpo: the recipe's section.
+    Yields: a callback for NeMo-RL's logger.
     """
-    with ExitStack() as stack:
-        stop = Stop(stack.enter_context(stop_on_signals()))
 
-        def asked(theirs: Callable[..., Any]) -> Callable[..., bool]:
-            def check_save(*arguments: Any, **named: Any) -> bool:
-                due = bool(theirs(*arguments, **named)) or (bool(stop.request) and not stop.happened)
-                stop.happened |= due
-                return due
+    def asked(theirs: Callable[..., Any]) -> Callable[..., bool]:
+        def check_save(*arguments: Any, **named: Any) -> bool:
+            due = bool(theirs(*arguments, **named)) or (bool(ending.request) and not ending.happened)
+            ending.happened |= due
+            return due
 
-            return check_save
+        return check_save
 
-        def noticed(theirs: Callable[..., Any]) -> Callable[..., Any]:
-            def message(*arguments: Any, **named: Any) -> Any:
-                text = theirs(*arguments, **named)
-                stop.reached_threshold |= text is not None
-                return text
-
-            return message
-
-        def count(_metrics: Any, step: int, prefix: str) -> None:
-            if prefix == LAST_PREFIX:
-                stop.last_step = step
-
-        stack.enter_context(hooks.placed("stop", asked))
-        stack.enter_context(hooks.placed("threshold", noticed))
-        if logger is not None:
-            stack.enter_context(listening(logger, told=count))
-        yield stop
+    with stop_on_signals() as request, rebound("stop", asked):
+        ending = Ending(request, grpo)
+        yield ending
 
 
 def finished_steps(parts: Parts) -> int:
-    """Steps already done in the checkpoint that NeMo-RL resumes from.
+    """Count the steps already done in the checkpoint that NeMo-RL resumes from.
 
     Synchronous training counts them in total_steps, asynchronous training in current_step alone.
     """
@@ -91,7 +83,7 @@ def finished_steps(parts: Parts) -> int:
 
 
 def last_step(run: ClusterRun, parts: Parts) -> int:
-    """The step at which training is complete: max_num_steps, or the end of NeMo-RL's own data.
+    """Find the step at which training is complete: max_num_steps, or the end of NeMo-RL's own data.
 
     Raises: UserError: a task's data end earlier, with max_num_epochs.
     """
@@ -116,20 +108,22 @@ def last_step(run: ClusterRun, parts: Parts) -> int:
     return grpo.max_num_steps
 
 
-def exit_code(run: ClusterRun, parts: Parts, wanted: int, stop: Stop) -> int:
-    """The driver's. An asynchronous trainer that returns early without a known reason has printed its error.
+def exit_code(run: ClusterRun, parts: Parts, wanted: int, ending: Ending) -> int:
+    """Choose the driver's exit code.
+
+    An asynchronous trainer that returns early without a known reason has printed its error.
 
     Args: wanted: the step at which training is complete.
     """
-    done = max(finished_steps(parts), stop.last_step)
+    done = max(finished_steps(parts), ending.last_step)
     if done >= wanted:
         return 0
-    if stop.reached_threshold:
+    if ending.reached_threshold:
         log.info("stopped after step %d: validation reached grpo.stop_at_validation_threshold", done)
         return 0
     grpo = run.recipe.grpo
     takes_more = grpo.use_dynamic_sampling and not grpo.is_async
-    if not stop.happened and (takes_more or run.recipe.has_single_controller):
+    if not ending.happened and (takes_more or run.recipe.has_single_controller):
         log.warning(
             "the data ended after step %d of %d: %s, and grpo.max_num_epochs=%s are over; raise it to train "
             "on. Steps after the newest checkpoint are lost",
@@ -137,7 +131,7 @@ def exit_code(run: ClusterRun, parts: Parts, wanted: int, stop: Stop) -> int:
             value_of(parts.master_config, "grpo.max_num_epochs", 1),
         )
         return 0 if done else 1
-    if not stop.happened:
+    if not ending.happened:
         log.error("the trainer returned after step %d of %d; its own messages give the reason", done, wanted)
         return 1
     if not run.recipe.checkpointing.enabled:

@@ -1,12 +1,18 @@
-"""The data sets, processors and environments that a recipe of NeMo-RL's names, set up by NeMo-RL."""
+"""Data sets and environments of a recipe with NeMo-RL's own data, set up by NeMo-RL.
+
+Among the environments is NeMo-Gym: servers that make the rollouts and their rewards, out of vLLM's HTTP
+server. NeMo-RL's `setup` starts them; what its driver for them (examples/nemo_gym) does around that is here.
+"""
 
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.dotted import set_value
 from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.nemorl import compat, nemo_gym
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun
-from nemo_grpo.nemorl.versions import OWN_DATA
+from nemo_grpo.nemorl.host_api import GYM_SETTINGS, NEMO_GYM, OWN_DATA, VIDEO_SETTINGS
 from nemo_grpo.recipe import host
 
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
@@ -15,10 +21,7 @@ Data = tuple[Any, Any, dict[str, Any], dict[str, Any]]
 
 
 def find_prompt_files(config: Any, repository: Path) -> None:
-    """Replace prompts' paths by those of `host.prompt_file`.
-
-    Raises: UserError: see there.
-    """
+    """Replace prompts' paths by those of `host.prompt_file`."""
     sections = [config.data.get(split) for split in ("train", "validation", "default")]
     listed = [one for section in sections for one in (section if isinstance(section, list) else [section])]
     for section in filter(None, listed):
@@ -33,7 +36,6 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     Args:    encoder: the tokenizer, or the processor for data with images.
     Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it;
              no environments yet where NeMo-Gym makes the rollouts.
-    Raises:  UserError: a data set cannot be read, or this NeMo-RL does not fit.
     """
     compat.require(OWN_DATA)
     config = run.master_config
@@ -48,7 +50,7 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"data: {_named(run)} cannot be read ({first_line(error)}); {REMEDY}") from error
     if with_gym:
-        nemo_gym.validate_on_all(config, validation)
+        _validate_on_all(config, validation)
     training_env, validation_env = environments or ({}, {})
     return data, validation, training_env, validation_env
 
@@ -62,3 +64,30 @@ REMEDY = (
 def _named(run: ClusterRun) -> str:
     names = [str(data.get("data_path") or data.get("dataset_name")) for _, data in host.data_sets(run.recipe)]
     return ", ".join(dict.fromkeys(names))
+
+
+def fix_video_frames(config: Any) -> None:
+    """Give the processor, the data and vLLM the same frames of a video; before the processor is loaded.
+
+    Args:    config: NeMo-RL's `MasterConfig`; changed.
+    """
+    compat.require(NEMO_GYM)
+    if compat.has_name(VIDEO_SETTINGS):  # 0.7.0 has no videos
+        compat.import_name(VIDEO_SETTINGS)(config.policy, config.data)
+
+
+def configure_gym(config: Any, tokenizer: Any) -> None:
+    """Let vLLM serve HTTP, without stops.  Args: config: NeMo-RL's `MasterConfig`; changed."""
+    compat.import_name(GYM_SETTINGS)(config, tokenizer)
+
+
+def _validate_on_all(config: Any, problems: Any) -> None:
+    """Let every validation take the whole data set at once, as NeMo-Gym's data is to be used as it is."""
+    if problems is not None:
+        for key in ("grpo.max_val_samples", "grpo.val_batch_size"):
+            set_value(config, key, len(problems))
+
+
+def gym_environments(parts: Parts) -> list[dict[str, Any]]:
+    """{task: environment} of training and validation: the one that `setup` started, by NeMo-RL's name."""
+    return [{"nemo_gym": parts.nemo_gym}] * 2

@@ -1,17 +1,21 @@
-"""Packages that the Megatron workers' Python needs, checked before any worker starts.
+"""Checks before NeMo-RL starts: Ray's address, and the packages of the driver and the Megatron workers.
 
-It may differ from the driver's: in NeMo-RL's container every kind of worker has its own environment.
+The workers' Python may differ from the driver's: in NeMo-RL's container every kind has its own environment.
 """
 
 import importlib.util
 import os
+import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nemo_grpo.dotted import value_of
 from nemo_grpo.errors import UserError
-from nemo_grpo.nemorl import compat, uses
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.host_api import ACTOR_PYTHON
 from nemo_grpo.nemorl.policy import STOCK_WORKER, data_plane_of
 
 ASYNC_SAVE = "policy.megatron_cfg.checkpoint.async_save"
@@ -20,14 +24,14 @@ TRANSFER_QUEUE = "transfer_queue"
 ABSENT = 3
 """Exit code that means "absent"; any other code is no answer."""
 TIMEOUT_S = 60
+PATIENCE = 30.0
+"""Seconds for which an address may not answer, as while Ray starts."""
 
 
 def check_async_save(master_config: Any) -> None:
     """Check that the workers have what asynchronous saving needs, the default of NeMo-RL after 0.7.0.
 
     If it cannot be known (see `worker_python`), nothing is refused.
-
-    Raises: UserError: they do not; every worker would die at start-up.
     """
     if compat.version() == compat.V0_7_0 or not value_of(master_config, ASYNC_SAVE, False):
         return
@@ -41,10 +45,7 @@ def check_async_save(master_config: Any) -> None:
 
 
 def check_data_plane(master_config: Any) -> None:
-    """Check that the driver has what NeMo-RL's data plane is; its policy asks for it once all workers are up.
-
-    Raises: UserError: it has not.
-    """
+    """Check that the driver has TransferQueue; NeMo-RL's policy asks for it once all workers are up."""
     if data_plane_of(master_config) is not None and importlib.util.find_spec(TRANSFER_QUEUE) is None:
         raise UserError(
             f"data_plane.enabled=true: the driver's Python has no {TRANSFER_QUEUE}; install TransferQueue, "
@@ -53,11 +54,11 @@ def check_data_plane(master_config: Any) -> None:
 
 
 def worker_python() -> str | None:
-    """The interpreter of NeMo-RL's Megatron workers on this node.
+    """Find the interpreter of NeMo-RL's Megatron workers on this node.
 
     Returns: None if NeMo-RL creates their environment at start-up (by uv) and it does not exist yet.
     """
-    command: str = compat.import_name(uses.ACTOR_PYTHON)(STOCK_WORKER)
+    command: str = compat.import_name(ACTOR_PYTHON)(STOCK_WORKER)
     if not command.startswith("uv"):
         return command
     if os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower() == "true":
@@ -77,3 +78,23 @@ def lacks(python: str, package: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return asked.returncode == ABSENT
+
+
+def check_ray_address() -> None:
+    """Wait until the cluster of RAY_ADDRESS answers, if it is set."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    where = urlsplit(address if "://" in address else f"//{address}")
+    if where.port is None:  # not set, auto or local: Ray finds or starts one
+        return
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection((where.hostname, where.port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConnectionError(
+                    f"RAY_ADDRESS={address}: no Ray has answered there for {PATIENCE:.0f} s ({error}); start "
+                    "its head, or unset RAY_ADDRESS"
+                ) from None
+            time.sleep(min(1.0, PATIENCE / 10))

@@ -1,0 +1,264 @@
+"""Callbacks on NeMo-RL's logger and checkpoint manager, for what the driver records and checks of a run."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.diagnostics.runs import METRICS_FILE
+from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
+from nemo_grpo.nemorl.compat import rebound
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.cluster_rules import OVERLAP
+from nemo_grpo.recipe.rollout_rules import uses_fp8
+from nemo_grpo.recipe.sections import VLLM
+from nemo_grpo.tasks.scoring import component_means, right_and_wrong
+from nemo_grpo.training.inputs import data_files, keep_inputs
+from nemo_grpo.training.run_folder import RunFolder, newest_checkpoint, step_of
+
+log = logging.getLogger(__name__)
+
+
+class Callback:
+    """Called by NeMo-RL's logger and checkpoint manager; a subclass overrides what it needs."""
+
+    def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
+        """Return further metrics to log with these."""
+        return {}
+
+    def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
+        """Called when NeMo-RL has logged metrics, with those that were added."""
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Called when NeMo-RL has begun a checkpoint, to put files beside its own."""
+
+
+@contextmanager
+def calling_back(
+    callbacks: Sequence[Callback], logger: Any = None, checkpointer: Any = None
+) -> Iterator[None]:
+    """Within the block, NeMo-RL's logger and checkpoint manager also call these, in this order."""
+
+    def log(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def log_metrics(metrics: Mapping[str, Any], step: int, *rest: Any, **named: Any) -> Any:
+            prefix = named.get("prefix", rest[0] if rest else "") or ""
+            for callback in callbacks:
+                metrics = {**metrics, **callback.added_metrics(metrics, step, prefix)}
+            done = theirs(metrics, step, *rest, **named)
+            for callback in callbacks:
+                callback.on_metrics(metrics, step, prefix)
+            return done
+
+        return log_metrics
+
+    def begin(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def init_tmp_checkpoint(*arguments: Any, **named: Any) -> Any:
+            folder = theirs(*arguments, **named)
+            for callback in callbacks:
+                callback.on_checkpoint(Path(folder))
+            return folder
+
+        return init_tmp_checkpoint
+
+    with ExitStack() as stack:
+        if logger is not None:
+            stack.enter_context(rebound("metrics", log, logger))
+        if checkpointer is not None:
+            stack.enter_context(rebound("checkpoint begun", begin, checkpointer))
+        yield
+
+
+OUR_NAMES = {
+    "train/reward": "reward/mean",
+    "train/loss": "loss/total",
+    "train/grad_norm": "grad_norm",
+    "train/lr": "lr",
+    "train/mean_gen_tokens_per_sample": "length/mean",
+    "train/gen_kl_error": "mismatch/kl",
+    "timing/train/total_step_time": "time/step",  # with the validation and the checkpoint after the step
+    "validation/avg_length": "validation/num_tokens",
+}
+"""NeMo-RL's metric -> the embedded engine's name for it. `train/approx_entropy` keeps its name: it is an
+estimate from the sampled tokens, not the exact `entropy/mean`."""
+
+
+def name_of(prefix: str, name: str) -> str:
+    """Name a logged metric in metrics.jsonl; a variant's own names, which have a slash, stay."""
+    if prefix == "train" and "/" in name:
+        return name
+    full = f"{prefix}/{name}" if prefix else name
+    return OUR_NAMES.get(full, full)
+
+
+@contextmanager
+def alone(recipe: Recipe) -> Iterator[None]:
+    """Within the block no other run, on either engine, can use the folders of this one.
+
+    The locks end with the process that holds them, or with its node: a dead job stops no resume.
+
+    Raises: UserError: another run is using one of them.
+    """
+    paths = [recipe.run_dir, *([recipe.checkpoint_dir] if recipe.checkpointing.enabled else [])]
+    folders = [RunFolder(path) for path in paths]
+    try:
+        for folder in folders:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.lock()
+        yield
+    finally:
+        for folder in folders:
+            folder.close()
+
+
+class RunRecord(Callback):
+    """Files of a run for `nemo-grpo report`, as the embedded engine writes them.
+
+    ``metrics.jsonl``, ``versions.json``, ``recipe.resolved.yaml``, in addition to NeMo-RL's own logs; a step
+    may have several rows.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.folder, self.watch = recipe.run_dir, Watch(recipe.grpo.max_num_steps)
+        newest = newest_checkpoint(recipe.checkpoint_dir)
+        from_step = step_of(newest) if newest else -1
+        checkpoints = recipe.checkpoint_dir if recipe.checkpointing.enabled else None
+        run = RunFolder(self.folder, checkpoints=checkpoints)
+        run.keep_settings(recipe.to_yaml(), recipe.own_files, from_step)
+        keep_inputs(self.folder, data_files(recipe), begins=from_step < 0)
+
+    def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
+        """Write a row of all numbers."""
+        row = {
+            name_of(prefix, name): float(value)
+            for name, value in metrics.items()
+            if isinstance(value, Real) or getattr(value, "ndim", None) == 0
+        }
+        with (self.folder / METRICS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **row}) + "\n")
+        for sentence in self.watch({"step": step, **row}) if SIGNAL in row else ():
+            log.warning("%s", sentence)
+
+
+METRIC = "gen_kl_error"
+EXCEEDS = "gen_kl_error_exceeds_bound"
+"""The driver's own metric: 1 for a step whose error is above the bound, else 0."""
+BF16_BOUND = 1e-2
+"""Rounding alone gives 1e-5 to 1e-3: NeMo-RL's tests of BF16 runs allow 0.002; stale weights gave 0.046."""
+FP8_BOUND = 3e-2
+"""Bound with FP8 training or rollouts. NeMo-RL's tests of them allow a token_mult_prob_error of 1.1, which is
+0.007 for normally distributed differences and several times that with tails; stale weights gave 0.046."""
+LARGEST_STEP = math.log(1.2)
+"""Most by which a step moves a token's logprob in the mean, nats: where the ratio's usual clip stops it."""
+
+WARNING = (
+    "step %d: %s is %.2g, above %.2g: rollout and policy disagree about the same tokens, so vLLM has other "
+    f"weights or computes differently. Check {OVERLAP} (false), the messages of the refit, {VLLM}.precision, "
+    "policy.megatron_cfg.fp8_cfg, Megatron's fusions (policy.megatron_cfg.*_fusion), and of asynchronous "
+    "rollouts recompute_kv_cache_after_weight_updates (true)"
+)
+LENGTH = "mean_gen_tokens_per_sample"
+EMPTY = (
+    "step %d: no response has a token, so that nothing is learnt. NeMo-RL's asynchronous rollouts print "
+    "'Error generating response' with the reason of a failed request, and go on without its response"
+)
+
+
+def bound(recipe: Recipe, step: int) -> float:
+    """Compute the largest healthy gen_kl_error: rounding, and k3 of the steps by which rollouts may be older.
+
+    Args: step: from 1, whose rollouts come from the weights that it trains.
+    """
+    older = LARGEST_STEP * min(recipe.rollouts_ahead, step - 1)
+    return (FP8_BOUND if uses_fp8(recipe) else BF16_BOUND) + math.expm1(older) - older
+
+
+class RolloutCheck(Callback):
+    """Warns of a step without tokens, and of rollouts that do not come from the trained weights.
+
+    ``gen_kl_error`` is the token mean of k3 between the rollout's logprobs and the policy's logprobs of the
+    same tokens before its update; of several updates in a step NeMo-RL logs the mean. In synchronous training
+    both use the same weights and differ only by rounding and kernels; asynchronous rollouts are older by some
+    steps. A refit that sends old or wrong weights raises no error, nor does a cache of what older weights
+    computed, but both show here.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
+        """Judge a step; adds `EXCEEDS`."""
+        if METRIC not in metrics:
+            return {}
+        if metrics.get(LENGTH) == 0:
+            log.warning(EMPTY, step)
+        error, limit = float(metrics[METRIC]), bound(self.recipe, step)
+        exceeds = not error <= limit  # nan does
+        if exceeds:
+            log.warning(WARNING, step, METRIC, error, limit)
+        return {EXCEEDS: float(exceeds)}
+
+
+class RolloutRewards:
+    """Reward components of the responses that were drawn since the last `take`, trained or not.
+
+    NeMo-RL's trainer sees only a response's total reward. The environment's actor keeps the components here.
+    """
+
+    def __init__(self, num_generations: int) -> None:
+        """Args: num_generations: G, responses in a group; 0 keeps nothing, for validation."""
+        self.num_generations = num_generations
+        self.num_noted = 0
+        self.by_problem: dict[str, dict[int, Mapping[str, float]]] = {}
+
+    def note(self, problem: str, scores: Mapping[str, float], response: int | None = None) -> int:
+        """Keep a response's newest components.
+
+        Args:    problem: its id.  response: the number that its first turn returned; None in that turn.
+        Returns: the response's number.
+        """
+        responses = self.by_problem.setdefault(problem, {}) if self.num_generations else {}
+        if response is None:
+            response = self.num_noted = self.num_noted + 1
+            responses[response] = scores
+        elif response in responses:  # else its group was taken already
+            responses[response] = scores
+        return response
+
+    def take(self) -> dict[str, float]:
+        """Return ``reward/*`` and ``rollout/all_*`` of the whole groups, and forget them; {} without any.
+
+        Parts of a group stay: asynchronous training draws while it logs.
+        """
+        groups, size = [], self.num_generations
+        for problem, responses in list(self.by_problem.items()):
+            numbers = list(responses)
+            whole = len(numbers) // size * size
+            for start in range(0, whole, size):
+                groups.append([responses.pop(number) for number in numbers[start : start + size]])
+            if not responses:
+                del self.by_problem[problem]
+        if not groups:
+            return {}
+        return component_means([scores for group in groups for scores in group]) | right_and_wrong(groups)
+
+
+class RewardMetrics(Callback):
+    """Adds the environments' `RolloutRewards` to the training metrics of every step."""
+
+    def __init__(self, environments: Sequence[Mapping[str, Any]]) -> None:
+        """Args: environments: name -> actor, of training and validation; only ours keep components."""
+        actors = [actor for named in environments for actor in named.values()]
+        self.actors = [actor for actor in actors if hasattr(actor, "take_rewards")]
+
+    def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
+        """Take the components that the actors hold."""
+        if prefix != "train":
+            return {}
+        import ray
+
+        taken = ray.get([actor.take_rewards.remote() for actor in self.actors])
+        return {name: value for numbers in taken for name, value in numbers.items()}

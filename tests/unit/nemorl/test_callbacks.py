@@ -1,0 +1,305 @@
+"""Callbacks on NeMo-RL's logger: what is recorded, added and warned of; the logger alone is needed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace as Of
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_grpo.diagnostics.runs import read_run
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl.callbacks import (
+    BF16_BOUND,
+    EXCEEDS,
+    FP8_BOUND,
+    Callback,
+    RolloutCheck,
+    RolloutRewards,
+    RunRecord,
+    alone,
+    bound,
+    calling_back,
+    name_of,
+)
+from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.tasks.base import NOT_FINITE
+from nemo_grpo.training.signals import StopRequest
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
+
+
+class Logger:
+    """Keeps what reaches it: (metrics, step, prefix, further arguments by name)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[dict[str, Any], int, str | None, dict[str, Any]]] = []
+
+    def log_metrics(
+        self, metrics: Mapping[str, Any], step: int, prefix: str | None = "", **named: Any
+    ) -> None:
+        self.calls.append((dict(metrics), step, prefix, named))
+
+
+def test_callbacks_hear_what_others_add_until_the_block_ends():
+    logger, heard = Logger(), []
+    plain = logger.log_metrics
+
+    class Hears(Callback):
+        def on_metrics(self, metrics, step, prefix):
+            heard.append((dict(metrics), step, prefix))
+
+    class Adds(Callback):
+        def added_metrics(self, metrics, step, prefix):
+            return {"twice": 2 * metrics["x"]}
+
+    with calling_back([Hears(), Adds()], logger):
+        logger.log_metrics({"x": 1}, step=4, prefix="train")
+        logger.log_metrics({"x": 2}, 5, None)
+    logger.log_metrics({"x": 3}, 6)
+    assert heard == [({"x": 1, "twice": 2}, 4, "train"), ({"x": 2, "twice": 4}, 5, "")]
+    assert [metrics for metrics, *_ in logger.calls] == [{"x": 1, "twice": 2}, {"x": 2, "twice": 4}, {"x": 3}]
+    assert logger.log_metrics == plain
+
+
+def ending(metric: str | None = None, threshold: float | None = None) -> Ending:
+    overrides = [f"grpo.stop_at_validation_metric={metric}", f"grpo.stop_at_validation_threshold={threshold}"]
+    return Ending(StopRequest(), load_recipe(RECIPE, overrides if metric else []).grpo)
+
+
+def test_the_last_step_is_known_without_a_checkpoint():
+    logger, end = Logger(), ending()
+    with calling_back([end], logger):
+        for step, last in ((1, LAST_PREFIX), (2, LAST_PREFIX), (3, "validation")):
+            logger.log_metrics({"loss": 1.0}, step, prefix="train")
+            logger.log_metrics({"seconds": 1.0}, step, prefix=last)
+    assert end.last_step == 2, "the third was not logged to its end"
+    assert not end.reached_threshold
+
+
+def test_a_goal_is_reached_by_the_validation_alone():
+    logger, end = Logger(), ending("validation/accuracy", 0.5)
+    with calling_back([end], logger):
+        for value, prefix, reached in ((0.4, "validation", False), (0.9, "train", False),
+                                       (0.5, "validation", True), (0.1, "validation", True)):  # fmt: skip
+            logger.log_metrics({"accuracy": value}, 1, prefix=prefix)
+            assert end.reached_threshold == reached
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return load_recipe(RECIPE, [f"nemo_grpo.runs_dir={tmp_path}", "grpo.seed=3"])
+
+
+def rows(recipe: Recipe) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_get_the_embedded_engines_names_where_it_has_them():
+    assert name_of("train", "reward") == "reward/mean"
+    assert name_of("train", "gen_kl_error") == "mismatch/kl"
+    assert name_of("timing/train", "total_step_time") == "time/step"
+    assert name_of("validation", "accuracy") == "validation/accuracy"
+    assert name_of("train", "covariance/p1") == "covariance/p1"  # from the variant's estimator
+    assert name_of("train", "approx_entropy") == "train/approx_entropy"  # not the embedded entropy/mean
+    assert name_of("", "x") == "x"
+
+
+def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe):
+    logger = Logger()
+    with calling_back([RunRecord(recipe)], logger):
+        logger.log_metrics({"accuracy": 0.25}, 0, prefix="validation")
+        logger.log_metrics(
+            {"reward": torch.tensor(0.5), "texts": ["a"], "lr": 1}, 1, "train", step_metric="s"
+        )
+    assert rows(recipe) == [
+        {"step": 0, "validation/accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.5, "lr": 1.0},
+    ]
+    assert logger.calls[0] == ({"accuracy": 0.25}, 0, "validation", {})
+    assert logger.calls[1][1:] == (1, "train", {"step_metric": "s"})
+    assert logger.calls[1][0]["texts"] == ["a"]
+
+
+def test_recording_ends_with_the_block_and_a_resumed_run_appends(recipe: Recipe):
+    logger = Logger()
+    for step in (1, 2):
+        with calling_back([RunRecord(recipe)], logger):
+            logger.log_metrics({"loss": 0.5}, step, "train")
+        logger.log_metrics({"loss": 9.0}, step, "train")
+    assert rows(recipe) == [{"step": 1, "loss/total": 0.5}, {"step": 2, "loss/total": 0.5}]
+    assert len(logger.calls) == 4
+
+
+def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe: Recipe):
+    logger = Logger()
+    with calling_back([RunRecord(recipe)], logger):
+        logger.log_metrics({"reward": 0.5}, 1, "train")
+        logger.log_metrics({"accuracy": 0.75}, 1, "validation")
+    run = read_run(recipe.run_dir)
+    assert (run.engine, run.variant, run.seed) == ("NeMo-RL", "grpo", "3")
+    assert run.points("reward/mean") == {1: 0.5}
+    assert run.points("validation/accuracy") == {1: 0.75}
+
+
+HOLDER = """
+import sys
+from nemo_grpo.nemorl.callbacks import alone
+from nemo_grpo.recipe import load_recipe
+
+with alone(load_recipe(sys.argv[1], sys.argv[2:])):
+    print("alone", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path: Path):
+    shared = [f"checkpointing.checkpoint_dir={tmp_path}/shared", f"nemo_grpo.runs_dir={tmp_path}"]
+    other = load_recipe(RECIPE, [*shared, "nemo_grpo.run_name=two"])
+    command = [sys.executable, "-c", HOLDER, str(RECIPE), *shared]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "alone\n"
+        with pytest.raises(UserError, match="shared is in use by another run"), alone(other):
+            pass
+        first.kill()
+    with alone(other), alone(other):
+        assert (tmp_path / "shared" / ".lock").exists()
+
+
+def settings_of(num_updates=1, precision="bfloat16", fp8=False, ahead=0):
+    policy = Of(
+        megatron_cfg=Of(fp8_in_use=fp8), generation=Of(backend="vllm", vllm_cfg=Of(precision=precision))
+    )
+    return Of(policy=policy, rollouts_ahead=ahead, num_updates_per_step=num_updates)
+
+
+def logged(settings, error):
+    """The training metrics that reach the logger for a step."""
+    logger = Logger()
+    with calling_back([RolloutCheck(settings)], logger):
+        logger.log_metrics({"gen_kl_error": error, "loss": 1.0}, 7, prefix="train", step_finished=True)
+    [(metrics, *where)] = logger.calls
+    assert where == [7, "train", {"step_finished": True}]
+    assert metrics.pop("loss") == 1.0
+    return metrics
+
+
+# 0.0456: stale weights, measured with two data-parallel ranks; 1.9e-5: the same run with fresh ones
+@pytest.mark.parametrize(
+    ("settings", "error", "exceeds"),
+    [
+        ({}, 0.0456, 1.0),
+        ({}, 1.9e-5, 0.0),
+        ({}, 0.0101, 1.0),
+        ({}, 0.0099, 0.0),
+        ({}, float("nan"), 1.0),
+        ({"num_updates": 4}, 0.0101, 1.0),  # NeMo-RL's workers divide by the number of updates
+        ({"num_updates": 4}, 0.0099, 0.0),
+        ({"precision": "fp8"}, 0.0456, 1.0),
+        ({"precision": "fp8"}, 0.029, 0.0),
+        ({"fp8": True}, 0.029, 0.0),
+        ({"ahead": 1}, 0.0276, 0.0),  # 0.01 + 1.2 - 1 - ln(1.2) = 0.02768
+        ({"ahead": 1}, 0.0278, 1.0),
+        ({"ahead": 1, "fp8": True}, 0.0476, 0.0),
+        ({"ahead": 1, "fp8": True}, 0.0478, 1.0),
+        ({"ahead": 4}, 0.354, 0.0),  # 0.01 + 1.2^4 - 1 - 4 ln(1.2) = 0.35431
+        ({"ahead": 4}, 0.355, 1.0),
+        ({"ahead": 4}, float("nan"), 1.0),
+    ],
+)
+def test_error_above_the_bound_is_warned_of_and_logged(settings, error, exceeds, caplog):
+    metrics = logged(settings_of(**settings), error)
+    assert metrics[EXCEEDS] == exceeds
+    assert (metrics["gen_kl_error"] == error) or error != error
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == exceeds
+    assert all("step 7: gen_kl_error" in text and "overlap_param_gather" in text for text in messages)
+
+
+def test_rollouts_are_older_by_no_more_than_the_steps_that_there_were():
+    bounds = [bound(settings_of(ahead=3), step) for step in (1, 2, 3, 4, 5)]
+    assert bounds[0] == bound(settings_of(), 1) == BF16_BOUND
+    assert bounds[1:3] == [bound(settings_of(ahead=ahead), 9) for ahead in (1, 2)]
+    assert bounds[3] == bounds[4] == pytest.approx(0.01 + 1.728 - 1 - 3 * 0.1823216, abs=1e-6)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_step_whose_every_response_is_empty_is_warned_of(ahead, caplog):
+    """NeMo-RL's asynchronous rollouts go on when vLLM refuses every request."""
+    with calling_back([RolloutCheck(settings_of(ahead=ahead))], logger := Logger()):
+        for step, length in ((3, 0.5), (4, 0.0)):
+            metrics = {"gen_kl_error": 0.0, "mean_gen_tokens_per_sample": length}
+            logger.log_metrics(metrics, step, prefix="train")
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("step 4: no response has a token")
+    assert "'Error generating response'" in message
+
+
+def test_bounds_lie_below_what_stale_weights_gave():
+    assert bound(settings_of(), 9) == BF16_BOUND < bound(settings_of(fp8=True), 9) == FP8_BOUND < 0.0456
+
+
+def test_other_metrics_pass_as_they_are():
+    logger = Logger()
+    with calling_back([RolloutCheck(settings_of())], logger):
+        logger.log_metrics({"total": 2.0}, 3, prefix="timing/train")
+    logger.log_metrics({"gen_kl_error": 1.0}, 4, prefix="train")
+    assert [metrics for metrics, *_ in logger.calls] == [{"total": 2.0}, {"gen_kl_error": 1.0}]
+
+
+def scores(accuracy: float, form: float = 1.0) -> dict[str, float]:
+    return {"accuracy": accuracy, "format": form}
+
+
+def test_shares_and_means_of_all_groups_then_nothing():
+    drawn = RolloutRewards(2)
+    for problem, accuracies in {"a": (1, 1), "b": (0, 0), "c": (0, 1), "d": (0, 0)}.items():
+        for accuracy in accuracies:
+            drawn.note(problem, scores(accuracy, 0.5))
+    drawn.by_problem["c"][5] |= {NOT_FINITE: 1.0}
+    assert drawn.take() == {
+        "rollout/all_right": 0.25,
+        "rollout/all_wrong": 0.5,
+        "reward/accuracy": 0.375,
+        "reward/format": 0.5,
+        f"reward/{NOT_FINITE}": 0.125,
+    }
+    assert drawn.take() == {}
+
+
+def test_a_problem_drawn_twice_makes_two_groups():
+    drawn = RolloutRewards(2)
+    for accuracy in (1, 1, 0, 0):
+        drawn.note("a", scores(accuracy))
+    assert drawn.take()["rollout/all_right"] == 0.5
+
+
+def test_the_last_turn_of_a_response_counts():
+    drawn = RolloutRewards(2)
+    first, second = (drawn.note("a", scores(0)) for _ in range(2))
+    assert drawn.note("a", scores(1), first) == first
+    drawn.note("a", scores(1), second)
+    assert drawn.take()["reward/accuracy"] == 1
+
+
+def test_a_part_of_a_group_waits_for_its_rest():
+    drawn = RolloutRewards(3)
+    first, *_ = [drawn.note("a", scores(1)) for _ in range(4)]
+    assert drawn.take()["reward/accuracy"] == 1
+    drawn.note("a", scores(0), first)  # a late turn of a group that was taken
+    for _ in range(2):
+        drawn.note("a", scores(0))
+    assert drawn.take()["reward/accuracy"] == pytest.approx(1 / 3)
+
+
+def test_validation_keeps_nothing():
+    drawn = RolloutRewards(0)
+    drawn.note("a", scores(1))
+    assert not drawn.by_problem
+    assert drawn.take() == {}

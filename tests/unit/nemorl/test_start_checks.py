@@ -1,0 +1,106 @@
+"""Ray that is gone, and packages that the workers lack, are refused before NeMo-RL starts."""
+
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from nemo_grpo.errors import UserError
+from nemo_grpo.nemorl import compat, start_checks
+from nemo_grpo.nemorl.host_api import HEAD, V0_7_0
+from nemo_grpo.nemorl.policy import STOCK_WORKER
+from nemo_grpo.ports import free_port
+
+UV = "uv run --locked --extra mcore --directory /src"
+
+
+def config(async_save):
+    return {"policy": {"megatron_cfg": {"checkpoint": {"async_save": async_save}}}}
+
+
+@pytest.fixture
+def nemo_rl(monkeypatch, tmp_path):
+    """Its registry says this command; its environments lie in tmp_path."""
+    names = {
+        "get_actor_python_env": {STOCK_WORKER: sys.executable}.__getitem__,
+        "DEFAULT_VENV_DIR": str(tmp_path),
+    }
+    monkeypatch.setattr(compat, "import_name", lambda name: names[name.partition(":")[2]])
+    monkeypatch.setattr(compat, "version", lambda: HEAD)
+    for name in ("NEMO_RL_VENV_DIR", "NRL_FORCE_REBUILD_VENVS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(start_checks, "PACKAGE", "absent_package")
+
+    def use(command):
+        names["get_actor_python_env"] = lambda _worker: command
+
+    return use
+
+
+def environment(folder):
+    """A worker's environment of uv: this interpreter."""
+    python = folder / STOCK_WORKER / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+
+
+def test_missing_package_is_refused_with_the_remedy(nemo_rl, monkeypatch):
+    with pytest.raises(UserError, match=r"async_save=true .*python.* no absent_package.* set it to false"):
+        start_checks.check_async_save(config(True))
+    start_checks.check_async_save(config(False))
+    start_checks.check_async_save({"policy": {"megatron_cfg": {}}})
+    monkeypatch.setattr(start_checks, "PACKAGE", "torch")
+    start_checks.check_async_save(config(True))
+
+
+def test_0_7_0_never_saves_asynchronously(nemo_rl, monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda: V0_7_0)
+    start_checks.check_async_save(config(True))
+
+
+def test_existing_uv_environment_is_checked(nemo_rl, monkeypatch, tmp_path):
+    nemo_rl(UV)
+    start_checks.check_async_save(config(True))  # NeMo-RL will make it, of packages that it knows
+    environment(tmp_path / "own")
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "own"))
+    with pytest.raises(UserError, match="has no absent_package"):
+        start_checks.check_async_save(config(True))
+    monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
+    start_checks.check_async_save(config(True))
+
+
+def test_interpreter_without_an_answer_refuses_nothing(nemo_rl):
+    for command in ("/absent/python", "false"):
+        nemo_rl(command)
+        start_checks.check_async_save(config(True))
+
+
+@pytest.mark.parametrize("address", ["", "auto", "local"])
+def test_address_without_a_port_is_left_to_ray(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    start_checks.check_ray_address()
+
+
+@pytest.mark.parametrize("prefix", ["", "ray://"])
+def test_cluster_that_starts_late_is_waited_for(monkeypatch, prefix):
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"{prefix}127.0.0.1:{port}")
+    with socket.socket() as head:
+        head.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        head.bind(("127.0.0.1", port))
+        late = threading.Timer(0.3, head.listen)
+        late.start()
+        start_checks.check_ray_address()
+        late.join()
+
+
+def test_cluster_that_is_gone_is_noticed_in_time(monkeypatch):
+    assert start_checks.PATIENCE <= 30
+    monkeypatch.setattr(start_checks, "PATIENCE", 0.2)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"RAY_ADDRESS=127\.0\.0\.1:.*refused.*start its head"):
+        start_checks.check_ray_address()
+    assert time.monotonic() - start >= 0.2
