@@ -53,12 +53,14 @@ def test_a_device_that_cannot_be_had_is_refused(gpus):
 
 
 def test_a_ranks_gpu_is_the_current_device(monkeypatch):
-    taken = []
+    taken, cudnn = [], []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn.append)
     parallel.initialize(Layout(), torch.device("cpu"), 0)
-    assert taken == []
+    assert taken == cudnn == []
     parallel.initialize(Layout(), torch.device("cuda", 1), 0)  # the groups are there, so no NCCL
     assert taken == [torch.device("cuda", 1)]
+    assert cudnn == [False]  # it would plan anew for every length
 
 
 @pytest.mark.parametrize(
