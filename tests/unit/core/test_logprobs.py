@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_grpo.core import logprobs as module
 from nemo_grpo.core.logprobs import IGNORED, _Shard, logprobs_and_entropy, next_token_logprobs
 
 
@@ -240,12 +239,3 @@ def test_ranks_that_share_the_vocabulary_agree_with_one_that_has_all(monkeypatch
         torch.testing.assert_close(numbers, expected.detach())
     torch.testing.assert_close(torch.cat(gradients, 1)[:, :7], gradient)
     assert not torch.cat(gradients, 1)[:, 7:].any()
-
-
-def test_a_gpu_takes_a_long_vocabulary_in_few_chunks(monkeypatch):
-    """On an H200 chunks of 6 tokens made an update of Qwen2.5-1.5B's shape 2.8 times as long."""
-    seen, chunks = [], module._chunks
-    monkeypatch.setattr(module, "_chunks", lambda *sizes: seen.extend(made := chunks(*sizes)) or made)
-    logits = torch.empty(8192, 151936, dtype=torch.bfloat16, device="meta")
-    next_token_logprobs(logits, torch.zeros(8192, dtype=torch.int64, device="meta"))
-    assert len(seen) < 64

@@ -306,26 +306,3 @@ def test_pickled_weights_are_left_to_transformers(tmp_path: Any, caplog: pytest.
     with caplog.at_level(logging.INFO):
         assert choose("auto", tmp_path) == "hf"
     assert "in a safetensors file" in caplog.text
-
-
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 0), (torch.float32, 0), (torch.bfloat16, 7),
-                                             (torch.bfloat16, 6)])  # fmt: skip
-@pytest.mark.parametrize("is_ragged", [True, False])
-def test_a_steps_attention_is_torchs(
-    dtype: torch.dtype, most: int, is_ragged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "MOST_CAST", most)
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (
-        torch.randn(3, 2, n, 8, generator=generator, dtype=torch.float64).to(dtype) for n in (4, 7, 7)
-    )
-    bias = torch.zeros(3, 2, 1, 7, dtype=dtype)
-    bias[1, :, :, :3] = -torch.inf
-    bias = bias if is_ragged else None
-    found = cache._attend(queries, keys, values, bias)
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        *(x.double() for x in (queries, keys, values)), None if bias is None else bias.double()
-    )
-    assert found.dtype == dtype
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance)
