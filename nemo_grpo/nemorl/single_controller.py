@@ -278,7 +278,7 @@ async def watched_loop(interval_s: float, stall_timeout_s: float) -> AsyncIterat
 
     async def answer() -> None:
         while True:
-            faulthandler.dump_traceback_later(stall_timeout_s, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(stall_timeout_s, exit=True, file=sys.__stderr__ or 2)
             await asyncio.sleep(interval_s)
 
     task = asyncio.create_task(answer())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, save_adapters, tensors_of
+from conv_models import assert_same_tensors
 from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
@@ -81,17 +81,3 @@ def test_a_checkpoint_becomes_its_model_with_tokenizer_and_card(tmp_path, weight
     theirs = GenerationConfig.from_pretrained(folder).to_dict()
     assert GenerationConfig.from_pretrained(hf).to_dict() == theirs
     assert "| step | 1 |" in (hf / "README.md").read_text()
-
-
-def test_adapters_are_merged_into_their_base(tmp_path, hf_models):
-    torch.manual_seed(0)
-    adapters = {"self_attention.linear_proj": (torch.randn(4, 3, 32), torch.randn(4, 32, 3))}
-    base = hf_models("qwen2")
-    checkpoint = saved(tmp_path, save_adapters(adapters, tmp_path / "saved", 3, 6), base)
-    hf = converted(checkpoint, tmp_path / "hf", "--lora", "merge", "--base", str(base))
-    found, before = tensors_of(hf), tensors_of(base)
-    name = "model.layers.2.self_attn.o_proj.weight"
-    a, b = (part[2] for part in adapters["self_attention.linear_proj"])
-    torch.testing.assert_close(found[name], before[name].float() + 6 / 3 * b @ a)
-    other = "model.layers.2.mlp.up_proj.weight"
-    assert torch.equal(found[other], before[other].float())

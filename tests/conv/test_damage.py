@@ -59,17 +59,6 @@ def test_missing_shard_is_named(tmp_path, source, checkpoint):
             read()
 
 
-def test_states_behind_the_last_tensor_are_missed_too(source, folder, tmp_path):
-    path = folder / "iter_0000000" / ".metadata"
-    stored = pickle.loads(path.read_bytes()).storage_data.items()
-    file = path.with_name(next(place.relative_path for index, place in stored if "_extra_state" in index.fqn))
-    last = max((place.offset, index.fqn) for index, place in stored if place.relative_path == file.name)
-    assert "_extra_state" in last[1]
-    os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(UserError, match=rf"{file.name} is damaged or truncated: it has \d+ bytes, .metadata"):
-        megatron_to_hf(folder, source, tmp_path / "out")
-
-
 @pytest.fixture
 def folder(checkpoint, tmp_path):
     """A copy of the checkpoint, to be damaged."""
@@ -88,17 +77,21 @@ def change_metadata(folder, change):
     return path
 
 
-def test_truncated_checkpoint_is_refused(source, folder, tmp_path):
+def truncated(folder):
     file = largest_file(folder)
     os.truncate(file, file.stat().st_size // 2)
-    with pytest.raises(UserError, match="damaged or truncated"):
-        megatron_to_hf(folder, source, tmp_path / "out")
-    file.unlink()
-    with pytest.raises(UserError, match="is missing; copy the whole checkpoint folder"):
-        megatron_to_hf(folder, source, tmp_path / "out")
 
 
-def test_flipped_bit_in_a_checkpoint_is_found(source, folder, tmp_path):
+def truncated_in_a_state(folder):
+    path = folder / "iter_0000000" / ".metadata"
+    stored = pickle.loads(path.read_bytes()).storage_data.items()
+    file = path.with_name(next(place.relative_path for index, place in stored if "_extra_state" in index.fqn))
+    last = max((place.offset, index.fqn) for index, place in stored if place.relative_path == file.name)
+    assert "_extra_state" in last[1]  # behind the last tensor
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def with_a_flipped_bit(folder):
     file, reader = largest_file(folder), TorchDistReader(folder)
     chunks = [c for key in reader.weights.values() for c in key.chunks if c.file == file.name]
     chunk = max(chunks, key=lambda c: c.length)  # so large that its middle is data
@@ -106,7 +99,72 @@ def test_flipped_bit_in_a_checkpoint_is_found(source, folder, tmp_path):
     data = bytearray(file.read_bytes())
     data[chunk.start + chunk.length // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match="does not match its checksum"):
+
+
+def metadata(change):
+    """Damage to the metadata; ``change`` gets them, and the name of their first tensor."""
+
+    def damage(folder):
+        def of_first_tensor(content):
+            tensors = content.state_dict_metadata.items()
+            return change(content, next(n for n, one in tensors if isinstance(one, TensorStorageMetadata)))
+
+        change_metadata(folder, of_first_tensor)
+
+    return damage
+
+
+def with_another_offset(content, name):
+    """Of the first chunk, where the tensor's chunks are and where they lie in the files."""
+    chunk = content.state_dict_metadata[name].chunks[0]
+    index = next(i for i in content.storage_data if (i.fqn, i.offset) == (name, chunk.offsets))
+    chunk.offsets = torch.Size([0] * 9)
+    content.storage_data[replace(index, offset=chunk.offsets)] = content.storage_data.pop(index)
+
+
+def with_a_transform(content, name):
+    for index, place in content.storage_data.items():
+        if index.fqn == name:
+            place.transform_descriptors = ["zstd"]
+
+
+def outside(content, _name):
+    for place in content.storage_data.values():
+        place.relative_path = f"../{place.relative_path}"
+
+
+def with_a_gap(content, _name):
+    del content.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks[2]
+
+
+DAMAGES = {
+    r"distcp is damaged or truncated: it has \d+ bytes": truncated,
+    r"is damaged or truncated: it has \d+ bytes, .metadata": truncated_in_a_state,
+    "is missing; copy the whole checkpoint folder": lambda folder: largest_file(folder).unlink(),
+    "does not match its checksum": with_a_flipped_bit,
+    "points outside the checkpoint": metadata(outside),
+    r"linear_fc2\.weight has gaps or overlaps": metadata(with_a_gap),
+    "it holds no torch_dist metadata": metadata(lambda _content, _name: ["a list"]),
+    r"is stored with \['zstd'\]; save it uncompressed": metadata(with_a_transform),
+    "are no sizes": metadata(
+        lambda content, name: setattr(content.state_dict_metadata[name], "size", (-4, 4))
+    ),
+    "has chunks of another rank, or no dtype": metadata(
+        lambda content, name: setattr(
+            content.state_dict_metadata[name].chunks[0], "sizes", torch.Size([1] * 9)
+        )
+    ),
+    "of another rank, or no dtype": metadata(
+        lambda content, name: setattr(content.state_dict_metadata[name].properties, "dtype", None)
+    ),
+    "has chunks at places of another rank": metadata(with_another_offset),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_leaves_no_export(source, folder, tmp_path, message):
+    DAMAGES[message](folder)
+    with pytest.raises(UserError, match=message):
         megatron_to_hf(folder, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -137,46 +195,6 @@ def test_malicious_metadata_runs_nothing(source, folder, tmp_path):
     pickle.loads(pickle.dumps(Malicious(marker)))
     assert marker.exists()  # the pickle would have worked
     marker.unlink()
-
-
-def with_another_offset(metadata, name):
-    """Of the first chunk, where the tensor's chunks are and where they lie in the files."""
-    chunk = metadata.state_dict_metadata[name].chunks[0]
-    index = next(i for i in metadata.storage_data if (i.fqn, i.offset) == (name, chunk.offsets))
-    chunk.offsets = torch.Size([0] * 9)
-    metadata.storage_data[replace(index, offset=chunk.offsets)] = metadata.storage_data.pop(index)
-
-
-def with_a_transform(metadata, name):
-    for index, place in metadata.storage_data.items():
-        if index.fqn == name:
-            place.transform_descriptors = ["zstd"]
-
-
-NO_TENSOR = {
-    "it holds no torch_dist metadata": lambda _metadata, _name: ["a list"],
-    r"is stored with \['zstd'\]; save it uncompressed": with_a_transform,
-    "are no sizes": lambda metadata, name: setattr(metadata.state_dict_metadata[name], "size", (-4, 4)),
-    "has chunks of another rank, or no dtype": lambda metadata, name: setattr(
-        metadata.state_dict_metadata[name].chunks[0], "sizes", torch.Size([1] * 9)
-    ),
-    "of another rank, or no dtype": lambda metadata, name: setattr(
-        metadata.state_dict_metadata[name].properties, "dtype", None
-    ),
-    "has chunks at places of another rank": with_another_offset,
-}
-
-
-@pytest.mark.parametrize("message", NO_TENSOR)
-def test_metadata_that_describes_no_tensor_is_refused(folder, message):
-    def change(metadata):
-        tensors = metadata.state_dict_metadata.items()
-        name = next(name for name, stored in tensors if isinstance(stored, TensorStorageMetadata))
-        return NO_TENSOR[message](metadata, name)
-
-    change_metadata(folder, change)
-    with pytest.raises(UserError, match=message):
-        TorchDistReader(folder)
 
 
 def test_enumerations_pickled_by_name_are_read(checkpoint, folder, monkeypatch):
@@ -230,30 +248,11 @@ def test_malicious_chunk_runs_nothing(folder, tmp_path):
     assert not marker.exists()
 
 
-def test_metadata_cannot_point_outside(source, folder, tmp_path):
-    def point_outside(content):
-        for place in content.storage_data.values():
-            place.relative_path = f"../{place.relative_path}"
-
-    change_metadata(folder, point_outside)
-    with pytest.raises(UserError, match="points outside the checkpoint"):
-        megatron_to_hf(folder, source, tmp_path / "out")
-
-
 def test_pickled_weights_are_refused_with_the_remedy(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle.*save_pretrained"):
         hf_to_megatron(folder, tmp_path / "out")
-
-
-def test_gaps_in_a_checkpoint_are_found(source, folder, tmp_path):
-    def remove_a_chunk(content):
-        del content.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks[2]
-
-    change_metadata(folder, remove_a_chunk)
-    with pytest.raises(UserError, match=r"linear_fc2\.weight has gaps or overlaps"):
-        megatron_to_hf(folder, source, tmp_path / "out")
 
 
 def test_any_damaged_header_is_one_message(folder):

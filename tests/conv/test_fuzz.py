@@ -101,6 +101,25 @@ def with_value(content, path, value):
     return changed
 
 
+def changed(good, values=VALUES):
+    """Copies of a JSON object, in each of which one place holds another value."""
+    return st.builds(with_value, st.just(good), st.sampled_from(list(paths_in(good))), values)
+
+
+def fuzz(contents, write, *reads):
+    """Write each of the contents, and read it in each way."""
+
+    @FUZZ
+    @given(contents)
+    def check(content):
+        write(content)
+        for read in reads:
+            with only_messages():
+                read()
+
+    check()
+
+
 OTHER_KEYS = (
     *("num_nextn_predict_layers", "mlp_only_layers", "sliding_window", "rope_scaling", "text_config"),
     *("num_experts", "num_local_experts", "n_shared_experts", "rope_parameters", "quantization_config"),
@@ -110,65 +129,50 @@ FAMILIES = ("qwen2", "llama3-rope", "qwen2.5-vl", "gemma3", "deepseek-v3", "glm-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_of_config(family, tmp_path):
-    folder = save_model(family, tmp_path / "model")
-    config = hf_config(folder)
-    places = [*paths_in(config), *((key,) for key in OTHER_KEYS)]
+    folder, out = save_model(family, tmp_path / "model"), tmp_path / "out"
+    file, config = folder / "config.json", hf_config(folder)
+    further = st.builds(with_value, st.just(config), st.sampled_from([(k,) for k in OTHER_KEYS]), VALUES)
 
-    @FUZZ
-    @given(st.sampled_from(places), VALUES)
-    def check(place, value):
-        (folder / "config.json").write_text(json.dumps(with_value(config, place, value)))
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        with only_messages():
-            summarize(folder)
-        with only_messages():
-            hf_to_megatron(folder, tmp_path / "out", force=True)
+    def write(content):
+        file.write_text(json.dumps(content))
+        shutil.rmtree(out, ignore_errors=True)
 
-    check()
+    fuzz(
+        changed(config) | further, write, lambda: summarize(folder),
+        lambda: hf_to_megatron(folder, out, force=True),
+    )  # fmt: skip
 
 
 def test_bytes_of_config(tmp_path):
-    @FUZZ
-    @given(st.one_of(st.binary(max_size=60), st.sampled_from([b"[" * 200_000, b'{"a":' * 9000, b"1" * 9000])))
-    def check(content):
-        (tmp_path / "config.json").write_bytes(content)
-        with only_messages():
-            family_for(hf_config(tmp_path))
-
-    check()
+    contents = st.one_of(
+        st.binary(max_size=60), st.sampled_from([b"[" * 200_000, b'{"a":' * 9000, b"1" * 9000])
+    )
+    fuzz(contents, (tmp_path / "config.json").write_bytes, lambda: family_for(hf_config(tmp_path)))
 
 
 def write_safetensors(file, header, data=b""):
     file.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
+def read_all(folder):
+    with closing(SafetensorsFolder(folder)) as weights:
+        for name in weights.tensors:
+            weights.read(name)
+
+
 def test_headers_of_safetensors(tmp_path):
     good = {"x": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}, "__metadata__": {"format": "pt"}}
-    places = list(paths_in(good))
-    changed = st.builds(with_value, st.just(good), st.sampled_from(places), VALUES).map(
-        lambda content: json.dumps(content).encode()
+    headers = changed(good).map(lambda content: json.dumps(content).encode())
+    fuzz(
+        st.one_of(headers, st.binary(max_size=40), st.just(b"[" * 200_000)),
+        lambda header: write_safetensors(tmp_path / "model.safetensors", header, bytes(8)),
+        lambda: read_all(tmp_path),
     )
-
-    @FUZZ
-    @given(st.one_of(changed, st.binary(max_size=40), st.just(b"[" * 200_000)))
-    def check(header):
-        write_safetensors(tmp_path / "model.safetensors", header, bytes(8))
-        with only_messages(), closing(SafetensorsFolder(tmp_path)) as weights:
-            for name in weights.tensors:
-                weights.read(name)
-
-    check()
 
 
 def test_lengths_of_safetensors(tmp_path):
-    @FUZZ
-    @given(st.binary(max_size=30))
-    def check(content):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        with only_messages():
-            SafetensorsFolder(tmp_path)
-
-    check()
+    write = (tmp_path / "model.safetensors").write_bytes
+    fuzz(st.binary(max_size=30), write, lambda: SafetensorsFolder(tmp_path))
 
 
 def test_indices(tmp_path):
@@ -176,18 +180,11 @@ def test_indices(tmp_path):
     write_safetensors(tmp_path / "a.safetensors", header, b"1")
     (tmp_path / "b.safetensors").mkdir()
     good = {"metadata": {}, "weight_map": {"x": "a.safetensors"}}
-
-    @FUZZ
-    @given(
-        st.sampled_from(list(paths_in(good))),
-        VALUES | st.sampled_from(["b.safetensors", ".", "c.safetensors"]),
+    fuzz(
+        changed(good, VALUES | st.sampled_from(["b.safetensors", ".", "c.safetensors"])),
+        lambda content: (tmp_path / INDEX).write_text(json.dumps(content)),
+        lambda: SafetensorsFolder(tmp_path).close(),
     )
-    def check(place, value):
-        (tmp_path / INDEX).write_text(json.dumps(with_value(good, place, value)))
-        with only_messages():
-            SafetensorsFolder(tmp_path).close()
-
-    check()
 
 
 @pytest.fixture(scope="module")
@@ -209,52 +206,23 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
 )
 TEXTS = ["model: [", "- 1", "model: {num_layers: *x}", "\0", "é", "x" * 9, "model: " + "[" * 5000, "<<: 1"]
+TEXTS += [BOMB + "model: {num_layers: *j}\n", "model: {num_layers: 0x" + "f" * 9000 + "}"]
 
 
 def test_run_configs(damaged, tmp_path):
     model, megatron = damaged
     file = megatron / "iter_0000000" / RUN_CONFIG
-    good = yaml.safe_load(file.read_text())
-    changed = st.builds(with_value, st.just(good), st.sampled_from(list(paths_in(good))), VALUES).map(
-        yaml.safe_dump
-    )
-    bomb = BOMB + "model: {num_layers: *j}\n"
-
-    @FUZZ
-    @given(st.one_of(changed, st.sampled_from([*TEXTS, bomb, "model: {num_layers: 0x" + "f" * 9000 + "}"])))
-    def check(text):
-        file.write_text(text)
-        with only_messages():
-            megatron_to_hf(megatron, model, tmp_path / "hf", force=True)
-
-    check()
-
-
-def test_alpha_of_adapters(damaged, tmp_path):
-    model, megatron = damaged
-
-    @FUZZ
-    @given(VALUES)
-    def check(value):
-        (megatron / "iter_0000000" / RUN_CONFIG).write_text(yaml.safe_dump({"peft": {"alpha": value}}))
-        with only_messages():
-            merge_lora(megatron, model, tmp_path / "hf", force=True)
-
-    check()
+    texts = st.one_of(changed(yaml.safe_load(file.read_text())).map(yaml.safe_dump), st.sampled_from(TEXTS))
+    fuzz(texts, file.write_text, lambda: megatron_to_hf(megatron, model, tmp_path / "hf", force=True))
+    alphas = VALUES.map(lambda value: yaml.safe_dump({"peft": {"alpha": value}}))
+    fuzz(alphas, file.write_text, lambda: merge_lora(megatron, model, tmp_path / "hf", force=True))
 
 
 def test_trackers(damaged):
     _, megatron = damaged
-
-    @FUZZ
-    @given(st.one_of(st.binary(max_size=20), st.sampled_from(["²", "9" * 5000, "-1", "release", "1/../.."])))
-    def check(content):
-        data = content if isinstance(content, bytes) else content.encode()
-        (megatron / LATEST).write_bytes(data)
-        with only_messages():
-            TorchDistReader(megatron).close()
-
-    check()
+    texts = st.sampled_from(["²", "9" * 5000, "-1", "release", "1/../.."]).map(str.encode)
+    write = (megatron / LATEST).write_bytes
+    fuzz(st.binary(max_size=20) | texts, write, lambda: TorchDistReader(megatron).close())
 
 
 def bombs():
@@ -273,44 +241,42 @@ def test_metadata_that_takes_stack_time_or_memory_is_damaged(damaged):
             TorchDistReader(megatron)
 
 
+def bytes_changed(good):
+    """Copies of which up to four bytes hold another value."""
+    places = st.tuples(st.integers(0, len(good) - 1), st.integers(0, 255))
+
+    def copy(changes):
+        content = bytearray(good)
+        for at, value in changes:
+            content[at] = value
+        return bytes(content)
+
+    return st.lists(places, min_size=1, max_size=4).map(copy)
+
+
 @pytest.mark.parametrize("name", [METADATA, "__0_0.distcp"])
 def test_flipped_bytes(damaged, tmp_path, name):
     model, megatron = damaged
     file = megatron / "iter_0000000" / name
-    good = file.read_bytes()
-
-    @FUZZ
-    @given(st.lists(st.tuples(st.integers(0, len(good) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-    def check(changes):
-        content = bytearray(good)
-        for at, value in changes:
-            content[at] = value
-        file.write_bytes(content)
-        with only_messages():
-            megatron_to_hf(megatron, model, tmp_path / "hf", force=True)
-
-    check()
+    contents = bytes_changed(file.read_bytes())
+    fuzz(contents, file.write_bytes, lambda: megatron_to_hf(megatron, model, tmp_path / "hf", force=True))
 
 
 def test_pickles_of_tensors(tmp_path):
     """Not what torch.save writes: other opcodes, keys, numbers that describe no tensor."""
     file = tmp_path / "x.pt"
     torch.save(torch.arange(6.0).view(2, 3), file)
-    good = file.read_bytes()
+    whole = bytes_changed(file.read_bytes())
+    cut = st.builds(lambda content, share: content[: len(content) * share // 8], whole, st.integers(0, 8))
 
-    @FUZZ
-    @given(st.integers(0, len(good) - 1), st.integers(0, 255), st.integers(0, len(good)))
-    def check(at, value, length):
-        content = bytearray(good)
-        content[at] = value
-        file.write_bytes(content[: length if value % 2 else None])
-        with file.open("rb") as stream, only_messages():
-            saved = SavedTensor(file, stream.fileno(), 0, len(content))
+    def read():
+        with file.open("rb") as stream:
+            saved = SavedTensor(file, stream.fileno(), 0, file.stat().st_size)
             data = bytearray(saved.dtype.itemsize * max(1, torch.Size(saved.shape).numel()))
             saved.read_into(0, [memoryview(data)])
             saved.finish()
 
-    check()
+    fuzz(whole | cut, file.write_bytes, read)
 
 
 def test_cards(tmp_path):
@@ -319,16 +285,10 @@ def test_cards(tmp_path):
     weights.mkdir(parents=True)
     recipe = {"policy": {"model_name": "a/b"}, "loss_fn": {"variant": "x"}}
     recipe["nemo_grpo"] = {"run_name": "x", "task": {"name": "t", "train_files": ["a"]}, "warm_start": None}
-    info = {"step": 1, "metrics": {"val": 1.0}}
-    both = {"info": info, "recipe": recipe}
 
-    @FUZZ
-    @given(st.sampled_from(list(paths_in(both))), VALUES)
-    def check(place, value):
-        changed = with_value(both, place, value)
-        (step / "training_info.json").write_text(json.dumps(changed["info"]))
-        (step / "config.yaml").write_text(json.dumps(changed["recipe"]))
-        with only_messages():
-            write_card(tmp_path, training_of(weights), tmp_path)
+    def write(content):
+        (step / "training_info.json").write_text(json.dumps(content["info"]))
+        (step / "config.yaml").write_text(json.dumps(content["recipe"]))
 
-    check()
+    both = {"info": {"step": 1, "metrics": {"val": 1.0}}, "recipe": recipe}
+    fuzz(changed(both), write, lambda: write_card(tmp_path, training_of(weights), tmp_path))

@@ -1,10 +1,12 @@
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from small_runs import QUICKSTART, arguments
 
+from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.recipe import Recipe, load_recipe
 
 
@@ -23,3 +25,9 @@ def recipe(tmp_path: Path, cache: Path) -> Callable[..., Recipe]:
         return load_recipe(of, arguments(tmp_path, cache, name, *overrides))
 
     return make
+
+
+@pytest.fixture
+def model(recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
+    """A copy of the warm start, to be damaged."""
+    return shutil.copytree(starting_policy(recipe()), tmp_path / "model")

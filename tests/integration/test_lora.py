@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
-from small_runs import rows
+from small_runs import QUICKSTART, arguments, rows
 from test_megatron_policy import (
     assert_reference_comes_and_goes,
     assert_resumes_exactly,
@@ -36,6 +36,7 @@ from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.run import begin
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
@@ -164,16 +165,13 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found[part], expected[part], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS))
+@pytest.mark.parametrize("name", slow_but(["tp2-sp", "pp2", "tp2-cp2-sp", "dp2-pp2"], "tp2-sp"))
 def test_every_layout_trains_the_same_adapters(name):
+    """Between them every dimension; the quick one with head norms and an undistributed optimizer."""
     world_size, layout = LAYOUTS[name]
-    for found in run_ranks(world_size, trained, layout, "qwen2-tied"):
-        assert_same(found, alone("qwen2-tied"))
-
-
-def test_a_model_with_head_norms_and_an_undistributed_optimizer_too():
-    world_size, layout = LAYOUTS["tp2-sp"]
-    assert_same(run_ranks(world_size, trained, layout, "qwen3", UNSHARDED)[0], alone("qwen3"))
+    family, *optimizer = ("qwen3", UNSHARDED) if name == "tp2-sp" else ("qwen2-tied",)
+    for found in run_ranks(world_size, trained, layout, family, *optimizer):
+        assert_same(found, alone(family))
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -240,14 +238,25 @@ def test_a_checkpoint_of_other_adapters_is_refused(model, tmp_path, lora):
 # ---------------------------------------------------------------------- runs
 
 
+RUN = ["grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo", *PEFT]
+RUN += ["policy.megatron_cfg.scheduler.lr_decay_style=constant"]
+
+
 @pytest.fixture
 def lora_recipe(recipe):
-    return partial(recipe, "grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo", *PEFT)
+    return partial(recipe, *RUN)
 
 
-def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
-    parts = begin(lora_recipe())
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """The parts of a run that has ended."""
+    parts = begin(load_recipe(QUICKSTART, arguments(tmp_path_factory.mktemp("whole"), cache, "run", *RUN)))
     loop.train(parts)
+    return parts
+
+
+def test_a_run_exports_the_merged_model_and_the_adapters_apart(whole):
+    parts = whole
     base = load_file(parts.source / "model.safetensors")
     merged = load_file(parts.folder.hf / "model.safetensors")
     adapter = load_file(parts.folder.hf_adapter / "adapter_model.safetensors")
@@ -271,12 +280,9 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(lora_recipe):
     assert not list(parts.folder.path.glob("tmp_*"))
 
 
-def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe):
-    constant = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
-    whole = begin(lora_recipe(constant, name="whole"))
-    loop.train(whole)
-    loop.train(begin(lora_recipe(constant, "grpo.max_num_steps=1")))
-    resumed = begin(lora_recipe(constant), resume=True)
+def test_a_run_resumes_from_the_folder_it_started_from(lora_recipe, whole):
+    loop.train(begin(lora_recipe("grpo.max_num_steps=1")))
+    resumed = begin(lora_recipe(), resume=True)
     assert resumed.state.step == 1
     loop.train(resumed)
     assert_equal(weights_of(resumed.policy), weights_of(whole.policy))

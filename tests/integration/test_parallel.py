@@ -33,46 +33,46 @@ def alone(**how: Any) -> dict[str, Any]:
     return run_ranks(1, one_step, Layout(), **how)[0]
 
 
-@pytest.mark.parametrize("name", slow_but([*LAYOUTS, *(f"{name} packed" for name in LAYOUTS)], "tp2-pp2"))
-def test_every_variant_computes_the_same_at_every_layout(name):
-    where, _, packed = name.partition(" ")
-    num_layers = 3 if "uneven" in where else 2
-    world_size, layout = LAYOUTS[where]
-    how = {"num_layers": num_layers, "mb_tokens": 30 if packed else None}
-    for found in run_ranks(world_size, one_step, layout, **how):
-        assert_same(found, alone(num_layers=num_layers))  # every rank holds the whole result
+PADDED: dict[str, tuple[dict[str, Any], int | None]] = {
+    "padded": ({}, None),
+    "padded, one row": ({"micro_batch_size": 1}, None),
+    "padded, all rows, 3 tokens": ({"micro_batch_size": 9}, 3),  # of a row
+    "padded, all rows, 20 tokens": ({"micro_batch_size": 9}, 20),  # some rows
+}
+PACKED: dict[str, tuple[dict[str, Any], int | None]] = {
+    "packed by 16": ({"mb_tokens": 16}, None),
+    "packed by 30": ({"mb_tokens": 30}, 20),
+    "packed by 30, prompts repeated": ({"mb_tokens": 30, "share_prompts": False}, None),
+    "packed whole": ({"mb_tokens": 1000}, 3),
+    "packed whole, prompts repeated": ({"mb_tokens": 1000, "share_prompts": False}, 20),
+}
+"""How the rows of a step pass the model, and how many tokens' logits are made at a time."""
+PAIRS = [("one", rows) for rows in (*PADDED, *PACKED)]
+for number, name in enumerate(LAYOUTS):  # each layout with padded and with packed rows, by turns
+    PAIRS += [(name, list(rows)[number % len(rows)]) for rows in (PADDED, PACKED)]
+QUICK = [("one", rows) for rows in ("padded, one row", "padded, all rows, 3 tokens", "packed by 16")]
+QUICK += [("one", "packed whole, prompts repeated"), ("tp2-pp2", "packed whole")]
 
 
-@pytest.mark.parametrize("mb_tokens", [16, 30, 1000])
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_packed_equals_padded_for_every_variant(mb_tokens, share_prompts):
-    found = run_ranks(1, one_step, Layout(), mb_tokens=mb_tokens, share_prompts=share_prompts)[0]
-    assert_same(found, alone(num_layers=2))
-
-
-@pytest.mark.parametrize("size", [1, 9])
-def test_no_variant_depends_on_the_microbatch_size(size):
-    assert_same(run_ranks(1, one_step, Layout(), micro_batch_size=size)[0], alone(num_layers=2))
-
-
-def one_step_in_parts(most_tokens: int, layout: Layout, **how: Any) -> dict[str, Any]:
+def one_step_in_parts(most_tokens: int | None, layout: Layout, **how: Any) -> dict[str, Any]:
     """`one_step` with the logits of this many tokens at a time."""
-    MOST_LOGITS["cpu"] = most_tokens * 96 // layout.tensor  # in a process of its own
+    if most_tokens is not None:
+        MOST_LOGITS["cpu"] = most_tokens * 96 // layout.tensor  # in a process of its own
     return one_step(layout, **how)
 
 
-@pytest.mark.parametrize("name", slow_but(["one", "tp2-sp", "cp2", "tp2-pp2"], "one"))
-@pytest.mark.parametrize("mb_tokens", [None, 1000], ids=["padded", "packed"])
-@pytest.mark.parametrize("most_tokens", [3, 20], ids=lambda most: f"{most} tokens")  # of a row, some rows
-def test_no_variant_depends_on_how_many_logits_are_made_at_a_time(name, mb_tokens, most_tokens):
+@pytest.mark.parametrize("pair", slow_but(PAIRS, *QUICK), ids=" ".join)
+def test_every_variant_computes_the_same_at_every_layout(pair):
+    name, rows = pair
+    num_layers = 3 if "uneven" in name else 2
     world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
-    how = {"micro_batch_size": 9, "mb_tokens": mb_tokens}
-    for found in run_ranks(world_size, one_step_in_parts, most_tokens, layout, **how):
-        assert_same(found, alone(num_layers=2))
+    how, most_tokens = (PADDED | PACKED)[rows]
+    for found in run_ranks(world_size, one_step_in_parts, most_tokens, layout, num_layers=num_layers, **how):
+        assert_same(found, alone(num_layers=num_layers))  # every rank holds the whole result
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_packed_equals_padded_for_every_family(family):
+def test_every_family_computes_the_same_packed(family):
     how = {"variants": ("grpo",), "family": family}
     assert_same(run_ranks(1, one_step, Layout(), mb_tokens=30, **how)[0], alone(**how))
 
@@ -169,7 +169,9 @@ def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None, scoring
 
 
 @pytest.mark.parametrize("name", slow_but(["one", "dp2", "tp2-pp2"], "one"))
-@pytest.mark.parametrize(("mb_tokens", "scoring"), [(None, False), (30, False), (30, True)])
+@pytest.mark.parametrize(
+    ("mb_tokens", "scoring"), [pytest.param(None, False, marks=pytest.mark.slow), (30, False), (30, True)]
+)
 def test_rows_without_a_gradient_are_left_out_and_change_nothing(mb_tokens, scoring, name):
     world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
     every = run_ranks(world_size, learned_from, layout, False, mb_tokens, scoring)

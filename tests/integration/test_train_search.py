@@ -1,13 +1,11 @@
 """Search-QA on the real engine: what a tool says carries no loss; runs, resumes and ranks."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from processes import ROOT
 from ranks import run_ranks
-from small_runs import DP2, arguments, assert_same_rows, lines_of, resumed_exactly, rows, weights_after
+from small_runs import DP2, arguments, assert_same_rows, lines_of, rows, weights_after
 from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import UserError, build_objective
@@ -117,8 +115,17 @@ def test_a_corpus_that_is_missing_ends_the_run_before_it_begins(recipe, tmp_path
     assert not made.run_dir.exists()
 
 
-def test_a_run_searches_learns_and_resumes_exactly(recipe):
-    run = resumed_exactly(partial(recipe, *SMALL, of=SEARCH_QA)).folder.path
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, cache):
+    """The folder of a run of two steps, and the weights after it."""
+    folder = tmp_path_factory.mktemp("search")
+    line = arguments(folder, cache, "alone", *SMALL, "grpo.max_num_steps=2")
+    (weights,) = run_ranks(1, weights_after, line, recipe=SEARCH_QA)
+    return folder / "alone", weights
+
+
+def test_a_run_searches_and_learns(alone):
+    run, _ = alone
     last = rows(run)[-1]
     assert last["episode/num_searches"] > 0.5
     assert last["episode/num_turns"] > 1
@@ -128,14 +135,12 @@ def test_a_run_searches_learns_and_resumes_exactly(recipe):
     assert any("<information>[1] " in sample["response"] for sample in samples)
 
 
-def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, cache):
-    steps = [*SMALL, "grpo.max_num_steps=2", "grpo.val_period=0"]
-    alone = run_ranks(1, weights_after, arguments(tmp_path, cache, "alone", *steps), recipe=SEARCH_QA)[0]
-    line = arguments(tmp_path, cache, "both", *steps, *DP2)
+def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, cache, alone):
+    line = arguments(tmp_path, cache, "both", *SMALL, "grpo.max_num_steps=2", "grpo.val_period=0", *DP2)
     for weights in run_ranks(2, weights_after, line, recipe=SEARCH_QA):
-        torch.testing.assert_close(weights, alone, rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(weights, alone[1], rtol=1e-4, atol=2e-4)
     keys = ("reward/mean", "length/mean", "episode/num_turns", "episode/num_searches", "loss/total")
-    assert_same_rows(tmp_path / "alone", tmp_path / "both", *keys)
+    assert_same_rows(alone[0], tmp_path / "both", *keys)
 
 
 def ask_twice():

@@ -1,13 +1,12 @@
 """Whole supervised runs of the embedded engine: losses, layouts, kill and resume, adapters, model folders."""
 
 import math
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, nemo_grpo, wait_for
+from processes import ROOT
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
 from small_runs import (
@@ -15,13 +14,10 @@ from small_runs import (
     TP2_PP2,
     arguments,
     assert_same_rows,
-    has_trained,
     math_files,
     rows,
     weights_after,
-    without_time,
 )
-from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import UserError
@@ -123,24 +119,6 @@ def test_training_does_not_depend_on_microbatches_packing_or_ranks(packed, tmp_p
     for weights in run_ranks(num_ranks, weights_after, line, recipe=SFT):
         torch.testing.assert_close(weights, packed[1], rtol=1e-4, atol=2e-4)
     assert_same_rows(packed[0], tmp_path / name, "loss/total", "grad_norm")
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_bit_for_bit(sft, tmp_path, cache):
-    long = ["grpo.max_num_steps=40", "grpo.val_period=20", "checkpointing.save_period=3"]
-    whole = begin(sft(*long, name="whole"))
-    train(whole)
-    process = nemo_grpo("train", SFT, *arguments(tmp_path, cache, "killed", *SMALL, *long))
-    wait_for(lambda: has_trained(tmp_path / "killed", 6), process)
-    process.send_signal(signal.SIGKILL)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, said[-2000:]
-    resumed = begin(sft(*long, name="killed"), resume=True)
-    assert 3 <= resumed.state.step < 40
-    assert resumed.state.next_problem == 8 * resumed.state.step
-    train(resumed)
-    assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
-    assert without_time(resumed.folder.path) == without_time(whole.folder.path)
 
 
 def test_adapters_train_in_bf16_on_a_model_folder(sft, exported):

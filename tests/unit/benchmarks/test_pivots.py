@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from benchmarks.studies import perturbation, pivots
 from benchmarks.studies.perturbation import Experiment, choose_positions, response_entropies
-from benchmarks.studies.pivot_plot import draw_pivots
 from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
 from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_hf import HFGenerator
@@ -69,17 +68,6 @@ class Task:
         return {"accuracy": float(problem.answer in response), "format": 1.0}
 
 
-class Watching(Task):
-    """Keeps the responses that it scores."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def score(self, problem: Problem, response: str) -> dict[str, float]:
-        self.seen.append(response)
-        return super().score(problem, response)
-
-
 def of_policy(generator: HFGenerator, settings: PivotSettings, task: Any = None) -> Experiment:
     sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(STOP,))
     return Experiment(generator, Tokenizer(), task, Prompt(), sampling, settings)
@@ -101,14 +89,6 @@ def test_pivots_are_the_most_and_calm_ones_the_least_undecided() -> None:
 @pytest.mark.parametrize(("candidates", "number"), [(1, 1), (10, 1), (30, 2), (1000, 4)])
 def test_number_of_positions_is_a_share_with_bounds(candidates: int, number: int) -> None:
     assert PivotSettings(share=0.05, max_positions=4).num_positions(candidates) == number
-
-
-def test_random_positions_are_uniform_and_belong_to_the_problem() -> None:
-    counts = torch.zeros(4)
-    for seed in range(400):
-        (position,) = choose_positions(item([0.0] * 5), PivotSettings(seed=seed))["random"]
-        counts[position] += 1
-    assert (counts > 60).all()  # 100 each are expected, with a deviation of 9
 
 
 def test_prefixes_differ_in_the_chosen_token_only(generator: HFGenerator) -> None:
@@ -143,21 +123,6 @@ def test_truncation_drops_the_token_and_what_follows(generator: HFGenerator) -> 
     points = of_policy(generator, PivotSettings(perturbation="truncate")).choose_points([solved])
     for _, _, position, kept, cut in points:
         assert (kept, cut) == ([0, 1, *solved.response[: position + 1]], [0, 1, *solved.response[:position]])
-
-
-@pytest.mark.parametrize("perturbation", ["together", "truncate"])
-def test_perturbed_responses_are_as_long_as_others(generator: HFGenerator, perturbation: str) -> None:
-    task, settings = Watching(), {"perturbation": perturbation, "share": 0.5, "max_positions": None}
-    result = study(generator, task, **settings)
-    assert max(map(len, task.seen)) <= 8
-    assert result.points == study(generator, Task(), **settings).points
-    for point in result.points:
-        solved = next(s for s in result.solved if s.problem.id == point.problem)
-        assert point.position == max(point.positions)
-        assert point.entropy == pytest.approx(float(solved.entropies[list(point.positions)].mean()))
-        assert (point.replacement == "") == (perturbation == "truncate")
-    per_response = len(result.points) / len(result.solved)
-    assert (per_response == 3) == (perturbation == "together")
 
 
 def test_policy_replacements_follow_the_policy_without_the_token(generator: HFGenerator) -> None:
@@ -224,29 +189,10 @@ def test_study_is_deterministic_and_follows_its_seed(generator: HFGenerator) -> 
     json.dumps(first.to_dict(str), allow_nan=False)
 
 
-def test_responses_stay_within_the_limit_and_keep_what_was_said(generator: HFGenerator) -> None:
-    task = Watching()
-    result, seen = study(generator, task), task.seen
-    assert max(map(len, seen)) <= 8
-    said = Tokenizer()
-    for number, each in enumerate(result.points):
-        solved = next(s for s in result.solved if s.problem.id == each.problem)
-        start = said.decode(solved.response[: each.position])
-        kept = seen[3 + 4 * number : 3 + 4 * number + 2]  # after three greedy ones: two kept, two replaced
-        replaced = seen[3 + 4 * number + 2 : 3 + 4 * number + 4]
-        assert all(text.startswith(start + each.token) for text in kept)
-        assert all(text.startswith(start + each.replacement.replace("t", "")) for text in replaced)
-
-
 def test_a_model_that_solves_nothing_is_refused(generator: HFGenerator) -> None:
     hopeless = SimpleNamespace(score=lambda problem, response: {"accuracy": 0.0})
     with pytest.raises(UserError, match="solves none of 4 problems"):
         study(generator, hopeless)
-
-
-def test_picture_is_drawn(generator: HFGenerator, tmp_path: Path) -> None:
-    draw_pivots(study(generator, Task()).to_dict(lambda token: f"$<{token}"), tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def command(*arguments: Any) -> None:
@@ -265,41 +211,3 @@ def test_command_without_a_model_says_what_to_give(tmp_path: Path) -> None:
         command()
     with pytest.raises(UserError, match="holds no model"):
         command("--run", tmp_path)
-
-
-def test_a_task_with_turns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.name=search_qa: responses have several turns"):
-        command(*model_folder(tmp_path, "quickstart_search_qa"))
-
-
-def test_the_recipes_generator_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Built(Exception):
-        pass
-
-    def build(name: str, *_: Any) -> None:
-        raise Built(name)
-
-    monkeypatch.setattr("nemo_grpo.sampling.generators.build_local", build)
-    monkeypatch.setattr("nemo_grpo.hf_folder.load_tokenizer", lambda model: Tokenizer())
-    for name in ("auto", "hf", "decoder"):
-        with pytest.raises(Built, match=name):
-            command(*model_folder(tmp_path), f"nemo_grpo.engine.generator={name}")
-    with pytest.raises(UserError, match=r"generator=vllm gives no .*; use auto"):
-        command(*model_folder(tmp_path), "nemo_grpo.engine.generator=vllm")
-
-
-def test_results_are_named_after_the_run_and_the_folder_is_checked_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = []
-    written = SimpleNamespace(to_dict=lambda decode: {})
-    monkeypatch.setattr(pivots, "_study", lambda *_: (written, str))
-    monkeypatch.setattr(pivots, "_write", lambda result, out: places.append(out))
-    monkeypatch.setattr(pivots, "_show", lambda result, out: None)
-    for run in ("a", "b"):
-        command(*model_folder(tmp_path / run / "hf"))
-    assert places == [Path("runs/pivots-a"), Path("runs/pivots-b")]
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(pivots, "_study", lambda *_: pytest.fail("hours of work"))
-    with pytest.raises(UserError, match="cannot be made"):
-        command(*model_folder(tmp_path / "a" / "hf"), "--out", tmp_path / "file")

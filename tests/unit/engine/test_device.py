@@ -8,7 +8,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 
 from nemo_grpo import UserError, shipped
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.megatron import adam, layers, parallel
+from nemo_grpo.engine.megatron import layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe import load_recipe
@@ -53,12 +53,14 @@ def test_a_device_that_cannot_be_had_is_refused(gpus):
 
 
 def test_a_ranks_gpu_is_the_current_device(monkeypatch):
-    taken = []
+    taken, cudnn = [], []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn.append)
     parallel.initialize(Layout(), torch.device("cpu"), 0)
-    assert taken == []
+    assert taken == cudnn == []
     parallel.initialize(Layout(), torch.device("cuda", 1), 0)  # the groups are there, so no NCCL
     assert taken == [torch.device("cuda", 1)]
+    assert cudnn == [False]  # it would plan anew for every length
 
 
 @pytest.mark.parametrize(
@@ -92,21 +94,3 @@ def test_a_gpu_without_transformer_engine_is_told_so(gpus, caplog):
         gpus(1)
         layers.block_spec(config)
     assert "Transformer Engine is not installed: BF16 with the local layers" in caplog.text
-
-
-def test_the_optimizer_has_the_fused_layout_where_no_kernels_are(monkeypatch):
-    """Also on a GPU: megatron-core cannot save the distributed optimizer with torch's AdamW."""
-    from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", True)
-    monkeypatch.setattr(optimizer, "Adam", torch.optim.AdamW)
-    for name in ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"):
-        monkeypatch.setattr(distrib_optimizer, name, None)
-    adam.install()
-    assert optimizer.Adam is distrib_optimizer.Adam is adam.FusedLayoutAdam
-    assert distrib_optimizer.HAVE_APEX_OR_TE is True
-
-    monkeypatch.setattr(optimizer, "Adam", "Transformer Engine's")  # found: left alone
-    adam.install()
-    assert optimizer.Adam == "Transformer Engine's"

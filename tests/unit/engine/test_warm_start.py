@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -10,17 +11,16 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import shipped
 from nemo_grpo.engine import warm_start as module
-from nemo_grpo.engine.warm_start import build_tokenizer, cache_key, starting_policy, supervised_recipe
+from nemo_grpo.engine.warm_start import cache_key, starting_policy, supervised_recipe
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
-from nemo_grpo.training.demonstrations import Demonstrations
-from nemo_grpo.training.rollout import assemble
 
 TINY = {
     "vocab_size": 300,
@@ -130,17 +130,6 @@ def test_it_says_how_far_it_is(tmp_path, task, caplog):
     assert [line for line in lines if re.fullmatch(r"sft warm-start 2/2, .*length \d+ .*", line)], lines
 
 
-def test_loss_is_on_the_response_alone(folder, task, tmp_path):
-    made = supervised_recipe(recipe(tmp_path), tmp_path)
-    assert made.grpo.num_prompts_per_step == TINY["batch_size"]
-    shown = Demonstrations(made, task, AutoTokenizer.from_pretrained(folder))
-    step = assemble([shown.training(index) for index in range(4)])
-    for ids, mask in zip(step.sequences.input_ids, step.token_mask, strict=True):
-        assert shown.tokenizer.decode(ids[1:][mask]).startswith("<think>")
-        assert shown.tokenizer.decode(ids[1:][mask]).endswith("</answer><|im_end|>")
-        assert shown.tokenizer.decode(ids[: int(mask.nonzero()[0]) + 1]).endswith("assistant\n")
-
-
 def test_learning_rate_rises_for_thirty_updates_and_falls_to_a_tenth(tmp_path):
     megatron = supervised_recipe(recipe(tmp_path, num_steps=120, lr=3.0), tmp_path).policy.megatron_cfg
     optimizer, scheduler = megatron.optimizer, megatron.scheduler
@@ -206,19 +195,18 @@ def test_two_processes_at_once_agree(tmp_path):
     cache = tmp_path / "cache"
     code = f"""
 import os, pathlib, time
-from nemo_grpo.engine.warm_start import warm_start
-from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.recipe.own import WarmStart
-from nemo_grpo.tasks import Prompt, parse_task
-task = parse_task({{"name": "knights_knaves"}}).build()
+from toy_policies import warm_started
 ready = pathlib.Path({str(tmp_path)!r})
 (ready / f"ready-{{os.getpid()}}").touch()
 while len(list(ready.glob("ready-*"))) < 2:
     time.sleep(0.01)
-print(starting_policy(recipe))
+print(warm_started(ready / "cache", **{TINY!r}))
 """
-    command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert outputs[0] == outputs[1]
@@ -270,7 +258,3 @@ def test_a_task_without_demonstrations_is_a_user_error(tmp_path, task, monkeypat
     with pytest.raises(UserError, match="no demonstrations"):
         starting_policy(recipe(tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_smallest_vocabulary_is_bytes_and_tags(task):
-    assert len(build_tokenizer(task, 263, 0)) == 263

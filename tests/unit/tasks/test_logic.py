@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
-from nemo_grpo.tasks.logic import all_right, graded, parse_roles
+from nemo_grpo.tasks.logic import graded, parse_roles
 from nemo_grpo.tasks.logic_puzzles import describe, draw_statements, is_true, solutions
 
 
@@ -197,20 +197,6 @@ def test_graded_is_logic_rls(answer, reward):
     assert graded({"zoey": True, "jack": False}, answer) == reward
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ({"b": False, "a": True}, True),
-        ({"a": True, "b": False, "c": True}, True),  # somebody else does not matter
-        ({"a": True, "b": True}, False),
-        ({"a": True}, False),
-        (None, False),
-    ],
-)
-def test_all_right_by_hand(answer, right):
-    assert all_right({"a": True, "b": False}, answer) is right
-
-
 RECORDED = [
     json.loads(line)
     for line in (Path(__file__).parent / "data" / "logic_rewards.jsonl").read_text("utf-8").splitlines()
@@ -253,13 +239,6 @@ def test_strict_form_refuses_text_around_the_blocks():
     assert task().score(problem, response)["answer"] == 2.0
     scores = task(form="think_answer").score(problem, response)
     assert scores == {"accuracy": 1.0, "format": 0.0, "format_signed": -1.0, "answer": -2.0}
-
-
-def test_response_that_begins_inside_the_think_block():
-    problem = Problem("x", "q", "(1) Zoey is a knight")
-    rest = said("Zoey is a knight").removeprefix("<think>")
-    assert task().score(problem, rest)["format"] == 0.0
-    assert task(think_is_open=True).score(problem, rest)["answer"] == 2.0
 
 
 def test_extract_is_the_same_for_equal_answers():

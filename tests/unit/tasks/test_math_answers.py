@@ -51,7 +51,10 @@ def test_answer_corpus_is_large_and_has_both_verdicts_of_almost_every_kind():
     assert {"bomb", "length", "unicode", "box", "tags", "matrix", "interval", "percent", "code"} <= set(KINDS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind == "bomb" else []) for kind in KINDS],
+)
 def test_verdicts_are_those_reasoned_out(kind, patient, hurried):
     grader, wrong = hurried if kind == "bomb" else patient, []
     for entry in (entry for entry in ENTRIES if entry["kind"] == kind):

@@ -69,7 +69,7 @@ def observation(title, text, reserved, **config):
     return observed.observation
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(title=PASSAGES, text=PASSAGES, most=st.integers(16, 60))
 def test_no_passage_holds_a_mark_of_the_tokenizer(title, text, most):
     # !: a mark of one character; <unk>: a character that this vocabulary has not

@@ -4,13 +4,11 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 
-import oracles
 import pytest
 import torch
-from test_equations import as_lists
 
 from nemo_grpo import TokenBatch, UserError, build_objective
-from nemo_grpo.variants import cw_grpo, parse_loss_fn
+from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.small_steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
@@ -92,20 +90,6 @@ def test_updates_of_whole_groups_take_the_mean_over_their_own_groups():
         alone = batch.select(rows)
         update = o.loss(prepared.select(rows), **counts(alone))[0]
         assert update.item() == pytest.approx(o.loss(o.prepare(alone), **counts(alone))[0].item())
-
-
-def test_dual_clip_bounds_the_loss_of_bad_responses_by_hand():
-    batch = moved(torch.tensor(5.0))
-    loss, _, _ = loss_and_gradient(build_objective("grpo", advantage_eps=0.0, ratio_clip_c=3.0), batch)
-    assert loss.item() == pytest.approx(-(3 * 1.2 * A - 3 * 3.0 * A) / 12)
-
-
-def test_one_right_of_eight_gives_the_known_advantages():
-    batch = random_step([2] * 8, [1.0] + [0.0] * 7, [0] * 8)
-    ours = build_objective("grpo").prepare(batch).advantages[:, 0]
-    assert ours[:2].tolist() == pytest.approx([2.475, -0.354], abs=1e-3)
-    stock = build_objective("grpo", use_leave_one_out_baseline=True).prepare(batch).advantages[:, 0]
-    assert stock[:2].tolist() == pytest.approx([1.0, -0.378], abs=1e-3)
 
 
 def test_dr_grpo_by_hand():
@@ -195,17 +179,6 @@ def test_clip_cov_removes_the_token_of_highest_covariance_by_hand():
     assert gradient[1, 0].item() == pytest.approx(A / 12)
 
 
-def test_clip_cov_clips_at_least_one_and_at_most_its_share():
-    batch = random_step([20] * 8, [1.0, 0, 0, 0] * 2, [0] * 4 + [1] * 4)
-    for fraction, expected in ((1e-6, 1), (0.05, 8)):
-        o = build_objective("clip_cov", covariance_min=-5.0, covariance_max=5.0, clip_fraction=fraction)
-        assert (o.prepare(batch, seed=1).advantages == 0).sum() == expected
-    different = [
-        tuple((o.prepare(batch, seed=s).advantages == 0).nonzero().flatten().tolist()) for s in range(5)
-    ]
-    assert len(set(different)) > 1
-
-
 def test_cw_grpo_by_hand():
     """Centred logp, in ln2/3: response 0 has (1, -2, 1), response 1 (2, -4, 2)."""
     third = math.log(2) / 3
@@ -221,27 +194,6 @@ def test_cw_grpo_by_hand():
     assert gradient[0, 0].item() == pytest.approx(-w[0] * A / 3 / 4)  # sequence mean of 4
     assert sum(w) == pytest.approx(6)
     assert prepared.metrics["cw_grpo/weight_mean"].item() == pytest.approx(1.0)
-
-
-def test_cw_grpo_weights_are_one_without_spread():
-    batch = on_policy(rewards=torch.ones(4, dtype=torch.float64))
-    prepared = build_objective("cw_grpo").prepare(batch)
-    assert prepared.metrics["cw_grpo/weight_mean"] == 1
-    one_token = on_policy(token_mask=torch.tensor([[1, 0, 0]] * 4))  # centred on itself: c = 0
-    prepared = build_objective("cw_grpo", advantage_eps=0.0).prepare(one_token)
-    assert prepared.advantages[:, 0].tolist() == pytest.approx([A, -A, 0, 0], rel=1e-7)
-
-
-def test_cw_grpo_with_infinite_bandwidth_is_unclipped_grpo():
-    batch = random_step([3, 4, 2, 4], [1.0, 0, 0, 0], [0] * 4, seed=1)
-    loss, _, _ = loss_and_gradient(
-        build_objective(
-            "grpo", ratio_clip_min=None, ratio_clip_max=None, aggregation="sequence_mean",
-            reference_policy_kl_penalty=0.04, advantage_eps=1e-4,
-        ),
-        batch,
-    )  # fmt: skip
-    assert loss.item() == pytest.approx(oracles.cw_grpo(as_lists(batch), sigma_is_infinite=True))
 
 
 def test_tr_grpo_by_hand():
@@ -389,63 +341,6 @@ def test_erpo_without_a_gate_asks_for_no_certainty():
     assert torch.equal(ungated.advantages, build_objective("erpo").prepare(flat).advantages)
 
 
-def erpo_example() -> TokenBatch:
-    return random_step([30, 12, 25, 30, 30, 8], [1.0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], seed=1)
-
-
-def test_erpo_advantages_have_mean_zero_and_variance_one_in_every_group():
-    batch = erpo_example()
-    advantages = build_objective("erpo").prepare(batch).advantages
-    for group in (0, 1):
-        values = advantages[(batch.group_ids == group)[:, None] & batch.mask]
-        assert values.mean().item() == pytest.approx(0.0, abs=1e-9)
-        # delta keeps it from being exact
-        assert values.var(unbiased=False).item() == pytest.approx(1.0, abs=1e-3)
-
-
-def test_erpo_delta_keeps_float_noise_from_becoming_a_signal():
-    """At the first step policy and reference differ by the noise of two forward passes, some 1e-7."""
-    batch = erpo_example()
-    noise = 1e-7 * torch.rand(batch.prev_logprobs.shape, generator=torch.Generator().manual_seed(2))
-    batch = replace(batch, reference_policy_logprobs=batch.prev_logprobs + noise)
-
-    def shaping(delta: float) -> float:
-        with_signal = build_objective("erpo", delta=delta).prepare(batch).advantages
-        without = build_objective("erpo", delta=delta, eta=0.0).prepare(batch).advantages
-        return (with_signal - without)[batch.mask].std().item()
-
-    assert shaping(1e-4) < 0.05
-    assert shaping(1e-8) > 0.15  # the same noise, taken for a signal of full size (eta = 0.2)
-    exact = replace(batch, reference_policy_logprobs=batch.prev_logprobs)
-    assert build_objective("erpo").prepare(exact).metrics["erpo/psi_abs_mean"] == 0
-
-
-def test_erpo_rewards_gain_at_undecided_tokens_of_good_responses():
-    """More progress at a high-entropy token: more advantage in a good response, less in a bad one."""
-    batch = erpo_example()
-    entropies = batch.entropies.clone()
-    entropies[:, 5] = 10.0
-    for row, sign in ((0, 1), (1, -1)):
-        reference = batch.reference_policy_logprobs.clone()
-        reference[row, 5] -= 2.0
-        base = replace(batch, entropies=entropies)
-        change = (
-            build_objective("erpo").prepare(replace(base, reference_policy_logprobs=reference)).advantages
-            - build_objective("erpo").prepare(base).advantages
-        )
-        assert sign * change[row, 5] > 0.05
-
-
-def test_erpo_without_eta_is_the_zscore_of_grpo():
-    batch = erpo_example()
-    ours = build_objective("erpo", eta=0.0).prepare(batch).advantages
-    grpo = build_objective("grpo").prepare(batch).advantages
-    for group in (0, 1):
-        where = (batch.group_ids == group)[:, None] & batch.mask
-        z = (grpo[where] - grpo[where].mean()) / (grpo[where].std(unbiased=False) + 1e-4)
-        torch.testing.assert_close(ours[where], z)
-
-
 def test_gpg_by_hand():
     """M = 2 of B = 4 sequences carry no signal, alpha = 2; A = +-1/2; loss = -2 (ln terms) / 12."""
     loss, gradient, prepared = loss_and_gradient(build_objective("gpg"), on_policy())
@@ -469,14 +364,6 @@ def test_gpg_without_alpha_by_hand():
 def test_gpg_normalisations_by_hand(normalization, scale):
     o = build_objective("gpg", reward_normalization=normalization, advantage_eps=0.0)
     assert o.prepare(on_policy()).advantages[0, 0].item() == pytest.approx(2 * 0.5 / scale)
-
-
-def test_gpg_on_policy_has_the_gradient_of_unclipped_grpo_times_alpha():
-    batch = on_policy()
-    _, gpg, prepared = loss_and_gradient(build_objective("gpg"), batch)
-    o = build_objective("grpo", normalize_rewards=False, ratio_clip_min=None, ratio_clip_max=None)
-    _, grpo, _ = loss_and_gradient(o, batch)
-    torch.testing.assert_close(gpg, prepared.metrics["gpg/alpha"] * grpo)
 
 
 def test_gpg_without_signal_has_loss_zero_and_counts_the_step():
@@ -511,14 +398,6 @@ def test_share_of_small_cw_grpo_weights_by_hand():
     small = sum(x * 6 / sum(w) < 0.5 for x in w)
     assert small == 1
     assert prepared.metrics["cw_grpo/weight_below_half"].item() == pytest.approx(1 / 12)
-
-
-def test_a_cw_grpo_weight_of_a_half_is_not_a_small_one(monkeypatch):
-    """The weights are given: no step's are exactly 1/2, as they are e^-x over a mean of such."""
-    weights = torch.tensor([[0.5, 0.25, 1.0], [0.5, 0.5, 0.49], [0.5, 0.5, 1.0], [2.0, 1.0, 0.5]])
-    monkeypatch.setattr(cw_grpo, "gaussian_kernel_weights", lambda *_: weights)
-    prepared = build_objective("cw_grpo").prepare(on_policy())
-    assert prepared.metrics["cw_grpo/weight_below_half"].item() == pytest.approx(2 / 12)
 
 
 def test_a_clip_distance_of_nothing_is_taken():
