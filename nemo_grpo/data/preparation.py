@@ -148,7 +148,7 @@ def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, 
         "source": source.origin.label,
         "requested_revision": request.revision or source.origin.revision,
         "local_copy": str(folder) if folder else None,
-        "rules": [filter.rule for filter in source.chain],
+        "rules": [filter.rule for filter in source.filters],
     }
 
 
