@@ -77,8 +77,7 @@ CLASSIFICATION = {
 def classification_test(folder: Path, split: str) -> Rows:
     """Read a test set of Visual-RFT's fine-grained classification.
 
-    ``<split>.pth`` (image -> label), ``<split>.txt`` (a class a line), and the publisher's pictures anywhere in
-    the folder.
+    Files: ``<split>.pth`` (image -> label), ``<split>.txt`` (a class a line), and the pictures, anywhere.
     """
     import torch
 
