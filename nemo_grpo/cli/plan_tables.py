@@ -9,7 +9,7 @@ from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.memory import GIB
 from nemo_grpo.plan.rollout_time import kept_tokens
 from nemo_grpo.plan.scaling import Point
-from nemo_grpo.plan.search import Found
+from nemo_grpo.plan.layouts import Found
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT
 
