@@ -1,4 +1,4 @@
-"""Where rows come from: a hub repository, files of a Git repository, or a folder that the user downloaded.
+"""Origins of rows: a hub repository, or files of a Git repository.
 
 Files are read by the ``datasets`` library; nothing that comes with the data is executed.
 """

@@ -4,14 +4,22 @@ import base64
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from nemo_grpo.diagnostics import paired as pairs
 from nemo_grpo.diagnostics import summary, token_plots
 from nemo_grpo.diagnostics.paired import FOREST, Paired, draw_forest
-from nemo_grpo.diagnostics.panels import PANELS
-from nemo_grpo.diagnostics.plots import draw_overview, draw_panel
+from nemo_grpo.diagnostics.plots import (
+    Draw,
+    Panel,
+    draw_overview,
+    draw_panel,
+    draw_percentiles,
+    draw_training,
+    draw_validation,
+)
 from nemo_grpo.diagnostics.runs import RunGroup, differing_settings, group_runs, read_run, run_folders
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.keys import shown
@@ -22,6 +30,19 @@ TITLE_LENGTH = 60
 """Letters of a title on one line."""
 HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
 """First bytes of every report."""
+
+DRAWN: dict[str, Draw] = {
+    "training": draw_training,
+    "validation": draw_validation,
+    "percentiles": draw_percentiles,
+    "cumulative": token_plots.draw_cumulative,
+    "bins": token_plots.draw_bins,
+}
+
+PANELS = tuple(
+    Panel(name, draw=DRAWN[entry.pop("draw", "training")], keys=tuple(entry.pop("keys")), **entry)
+    for name, entry in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text()).items()
+)
 
 
 def plot_run(run_dir: str | Path) -> Path:

@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from nemo_grpo.diagnostics import plots
-from nemo_grpo.diagnostics.panels import PANELS
 from nemo_grpo.diagnostics.plots import common_key, running_mean, style_of
-from nemo_grpo.diagnostics.report import plot_run, write_report
+from nemo_grpo.diagnostics.report import PANELS, plot_run, write_report
 from nemo_grpo.diagnostics.runs import group_runs, read_run
 from nemo_grpo.errors import UserError
 from nemo_grpo.pictures import new_figure

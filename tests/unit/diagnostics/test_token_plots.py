@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from nemo_grpo.diagnostics.panels import PANELS
-from nemo_grpo.diagnostics.report import write_report
+from nemo_grpo.diagnostics.report import PANELS, write_report
 from nemo_grpo.diagnostics.runs import group_runs, read_run
 from nemo_grpo.diagnostics.token_plots import (
     covariance_rows,
