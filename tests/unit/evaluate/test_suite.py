@@ -119,8 +119,7 @@ def test_responses_to_an_open_think_block_are_read_as_such():
 
 
 def test_a_prompt_that_does_not_fit_is_named():
-    assert longest_prompt([benchmark("all", PROBLEMS)], CharacterTokenizer(), Path("none"), 10, 15) == len(
-        "[Q0?]"
-    )
+    asked = [benchmark("all", PROBLEMS)], CharacterTokenizer(), Path("none")
+    assert longest_prompt(*asked, 10, 15) == len("[Q0?]")
     with pytest.raises(UserError, match="problem 'p0' has 5 tokens and --max-tokens is 11"):
-        longest_prompt([benchmark("all", PROBLEMS)], CharacterTokenizer(), Path("none"), 11, 15)
+        longest_prompt(*asked, 11, 15)
