@@ -158,7 +158,7 @@ def eval_command(
     from nemo_grpo.evaluate.benchmarks import load_benchmarks
     from nemo_grpo.evaluate.config import EvalConfig
     from nemo_grpo.evaluate.passk import parse_ks
-    from nemo_grpo.evaluate.show import show
+    from nemo_grpo.evaluate.render import show
     from nemo_grpo.evaluate.suite import evaluate_seeds, longest_prompt
 
     tokenizer = tokenizer_of(model)
