@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,7 +12,6 @@ from nemo_grpo.cli.model_folder import check_place, finite_logits, model_limits,
 from nemo_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from nemo_grpo.evaluate.benchmarks import Benchmark
     from nemo_grpo.evaluate.config import EvalConfig
 
 Model = Annotated[Path, typer.Option(help="Hugging Face folder: config, weights, tokenizer.")]
@@ -97,6 +96,10 @@ CacheGib = Annotated[
 ]
 
 
+NO_FIELDS = {"model", "recipe", "overrides", "pass_at", "seeds", "out", "overwrite"}
+"""Parameters of the command that are no fields of `EvalConfig`, or are read for them."""
+
+
 def eval_command(
     model: Model,
     recipe: RecipeOption = None,
@@ -143,6 +146,7 @@ def eval_command(
 
       nemo-grpo eval --model runs/quickstart/hf --recipe recipes/quickstart.yaml --k 16
     """
+    options = {name: value for name, value in locals().items() if name not in NO_FIELDS}
     if recipe is None and overrides:
         raise UserError(
             f"{overrides[0]} overrides a recipe's key, but there is no --recipe; add one, or use the options"
@@ -154,40 +158,21 @@ def eval_command(
     from nemo_grpo.evaluate.benchmarks import load_benchmarks
     from nemo_grpo.evaluate.config import EvalConfig
     from nemo_grpo.evaluate.passk import parse_ks
-    from nemo_grpo.evaluate.show import show
-    from nemo_grpo.evaluate.suite import evaluate_seeds
+    from nemo_grpo.evaluate.render import show
+    from nemo_grpo.evaluate.suite import evaluate_seeds, longest_prompt
 
-    options = {
-        "benchmarks": benchmarks,
-        "data_dir": data_dir,
-        "num_problems": num_problems,
-        "task": task,
-        "prompt": prompt,
-        "protocol": protocol,
-        "k": k,
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": max_tokens,
-        "generator": generator,
-        "dtype": dtype,
-        "device": device,
-        "batch_size": batch_size,
-        "tensor_parallel": tensor_parallel,
-        "cache_gib": cache_gib,
-        "seed": seed,
-    }
     tokenizer = tokenizer_of(model)
     config = EvalConfig.of(model, loaded, options)
     config = replace(config, pass_at=parse_ks(pass_at, config.k))
     chosen = load_benchmarks(config)
     limit, vocab_size = model_limits(model)
     if protocol and max_tokens is None and limit is not None:  # left behind the longest prompt
-        left = limit - _longest(chosen, tokenizer, model, 0, None, vocab_size)
+        left = limit - longest_prompt(chosen, tokenizer, model, 0, None, vocab_size)
         config = replace(config, max_tokens=max(1, min(config.max_tokens, left)))
     out = out or Path(loaded.nemo_grpo.runs_dir if loaded else "runs") / f"eval-{result_name(model)}"
     check_place(out)
     folders = {config.seed: out} if seeds is None else _seed_folders(seeds, seed, config, out)
-    longest = _longest(chosen, tokenizer, model, config.max_tokens, limit, vocab_size)
+    longest = longest_prompt(chosen, tokenizer, model, config.max_tokens, limit, vocab_size)
     with finite_logits(model):
         results = evaluate_seeds(config, tokenizer, chosen, folders, out, longest, overwrite=overwrite)
     summaries = {number: result.write(folders[number], model) for number, result in results.items()}
@@ -197,7 +182,6 @@ def eval_command(
 def _seed_folders(seeds: str, seed: int | None, config: EvalConfig, out: Path) -> dict[int, Path]:
     """Raises: UserError: --seed too, one seed only, or greedy sampling, which has no seed."""
     from nemo_grpo.cli.compare import parse_seeds
-    from nemo_grpo.evaluate.seeds import seed_folder
 
     if seed is not None:
         raise UserError("--seed and --seeds exclude each other; name all seeds in --seeds")
@@ -206,20 +190,4 @@ def _seed_folders(seeds: str, seed: int | None, config: EvalConfig, out: Path) -
         raise UserError(f"--seeds {seeds}: a deviation needs two seeds or more; for one use --seed")
     if config.temperature == 0:
         raise UserError("--seeds: greedy responses are the same for every seed; set --temperature")
-    return {number: seed_folder(out, number) for number in numbers}
-
-
-def _longest(
-    benchmarks: list[Benchmark],
-    tokenizer: Any,
-    model: Path,
-    max_new_tokens: int,
-    limit: int | None,
-    vocab_size: int | None,
-) -> int:
-    from nemo_grpo.evaluate.suite import longest_prompt
-    from nemo_grpo.sampling.images import ImageTokens
-
-    has_images = any(benchmark.task.config.needs_images for benchmark in benchmarks)
-    image_tokens = ImageTokens(model) if has_images else None
-    return longest_prompt(benchmarks, tokenizer, max_new_tokens, limit, vocab_size, image_tokens)
+    return {number: out / f"seed-{number}" for number in numbers}

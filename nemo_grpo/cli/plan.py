@@ -135,8 +135,8 @@ def _lengths(given: str | None) -> float | Path | None:
 
 def _further(recipe: Recipe, one: Plan, best: bool, scale: str | None) -> dict[str, Any]:
     """Results that were asked for beside the plan, by name."""
+    from nemo_grpo.plan.layouts import best_layouts
     from nemo_grpo.plan.scaling import scaling
-    from nemo_grpo.plan.search import best_layouts
 
     found: dict[str, Any] = {}
     if one.forecast is None:

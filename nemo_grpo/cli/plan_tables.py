@@ -6,25 +6,32 @@ from rich.table import Table
 
 from nemo_grpo.plan import Plan
 from nemo_grpo.plan.forecast import Forecast
+from nemo_grpo.plan.layouts import Found
 from nemo_grpo.plan.memory import GIB
 from nemo_grpo.plan.rollout_time import kept_tokens
 from nemo_grpo.plan.scaling import Point
-from nemo_grpo.plan.search import Found
 from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT
 
 _PHASES = ("training", "scoring", "refit")
 
 
+def _table(title: str, columns: Sequence[str], texts: Sequence[str]) -> Table:
+    """A table of numbers, to the right, and of ``texts``, to the left and never cut short."""
+    table = Table(title=title)
+    for name in columns:
+        if name in texts:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right")
+    return table
+
+
 def memory_table(one: Plan) -> Table:
     """Memory of one recipe."""
     layout, setup = one.setup.layout, one.setup
-    table = Table(
-        title=f"{one.name}: {one.shape.name} on {setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
-    )
-    table.add_column("per GPU")
-    table.add_column("GiB", justify="right")
-    table.add_column("how")
+    title = f"{one.name}: {one.shape.name} on {setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
+    table = _table(title, ("per GPU", "GiB", "how"), ("per GPU", "how"))
     table.caption = (
         f"TP {layout.tensor} PP {layout.pipeline} CP {layout.context} EP {layout.expert} DP "
         f"{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of {one.num_parameters / 1e9:.2f} B "
@@ -45,10 +52,9 @@ def memory_table(one: Plan) -> Table:
 
 def overview(plans: list[Plan], price: float | None) -> Table:
     """One line per recipe."""
-    table = Table(title=f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}")
-    table.add_column("recipe", overflow="fold")  # cut short, recipes would have one name
-    for column in ("layout", "training", "scoring", "refit", "KV cache", "s/step", "GPU-hours", "verdict"):
-        table.add_column(column, justify="left" if column in ("layout", "verdict") else "right")
+    title = f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}"
+    columns = ("recipe", "layout", *_PHASES, "KV cache", "s/step", "GPU-hours", "verdict")
+    table = _table(title, columns, ("recipe", "layout", "verdict"))
     for one in plans:
         layout = one.setup.layout
         sizes = [f"{one.peaks[key] / GIB:.1f}" if key in one.peaks else "-" for key in _PHASES]
@@ -71,9 +77,7 @@ def time_table(found: Forecast) -> Table:
     """Seconds of one step, phase by phase."""
     step, work = found.step, found.work
     sequence = sum(step.phases.values())
-    table = Table(title="one step")
-    for column in ("phase", "s", "share"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    table = _table("one step", ("phase", "s", "share"), ("phase",))
     for name, seconds in step.phases.items():
         if not seconds:
             continue
@@ -95,29 +99,19 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
     """Lengths, throughput, the run, the bottleneck, and how far the numbers may be off."""
     step, work = found.step, found.work
     drafts = found.setup.draft_tokens
-    kept = kept_tokens(drafts, work.acceptance)
-    speculation = (
-        f"drafts: {drafts} per pass, accepted with {work.acceptance:.0%}: {kept:.1f} tokens per pass"
-    )
+    kept, seen = kept_tokens(drafts, work.acceptance), found.seen
+    low, high = map(seconds_of, seen.around(step.seconds))
+    accepted = f"accepted with {work.acceptance:.0%}: {kept:.1f} tokens per pass"
     return [
         f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
-        *([speculation] if drafts else []),
+        *([f"drafts: {drafts} per pass, {accepted}"] if drafts else []),
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
         f"run: {work.num_steps} steps{work.or_passes}, validations and checkpoints take {_run(found, price)}",
         f"bottleneck: {found.bottleneck}",
-        _interval(found),
+        f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold {seen.covered:.0%} "
+        f"of {seen.num_steps} {seen.what}, predicted with a median error of {seen.median:.0%}, "
+        f"{seen.worst:.0%} at worst",
     ]
-
-
-def _interval(found: Forecast) -> str:
-    """With the lengths as given: where the step may be, and how often steps that are known were there."""
-    seen = found.seen
-    low, high = (seconds_of(seconds) for seconds in seen.around(found.step.seconds))
-    held = f"{seen.covered:.0%} of {seen.num_steps} {seen.what}"
-    return (
-        f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold {held}, predicted "
-        f"with a median error of {seen.median:.0%}, {seen.worst:.0%} at worst"
-    )
 
 
 def _run(found: Forecast, price: float | None) -> str:
@@ -135,9 +129,8 @@ def cost(found: Forecast, price: float | None) -> str:
 
 def best_table(base: Forecast, found: Sequence[Found]) -> Table:
     """The fastest layouts."""
-    table = Table(title=f"fastest layouts that fit; the recipe's takes {base.step.seconds:.0f} s per step")
-    for column in ("s/step", "gain", "tokens/s/GPU", "overrides"):
-        table.add_column(column, justify="left" if column == "overrides" else "right", overflow="fold")
+    title = f"fastest layouts that fit; the recipe's takes {base.step.seconds:.0f} s per step"
+    table = _table(title, ("s/step", "gain", "tokens/s/GPU", "overrides"), ("overrides",))
     for one in found:
         step = one.forecast.step
         gain = base.step.seconds / step.seconds - 1
@@ -148,12 +141,9 @@ def best_table(base: Forecast, found: Sequence[Found]) -> Table:
 
 def scale_table(points: Sequence[Point], price: float | None) -> Table:
     """Steps against GPUs, each with its best layout: the batch stays (strong), or grows (weak)."""
-    table = Table(title="other numbers of GPUs, each with its best layout")
-    columns = ("GPUs", "own layout", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency")
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("best layout, strong", overflow="fold")
-    table.add_column("")
+    numbers = ("GPUs", "own layout", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency")
+    texts = ("best layout, strong", "")
+    table = _table("other numbers of GPUs, each with its best layout", (*numbers, *texts), texts)
     for point in points:
         if point.strong is None or point.weak is None:
             table.add_row(str(point.num_gpus), *"-" * 7, point.note)

@@ -1,12 +1,9 @@
-"""From a published row to an entry: question, answer, metadata.
-
-Every function here makes a ``Mapping``: row -> `Entry`, or None for a row that is not a problem at all.
-"""
+"""From a published row to an entry: question, answer, metadata, by the functions of `MAPPINGS`."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from nemo_grpo.tasks.jsonl import worked_answer
 from nemo_grpo.tasks.rewards.final_answer import last_boxed
@@ -38,57 +35,45 @@ def text(value: Any) -> str:
     return str(value).strip()
 
 
-def boxed(solution: str) -> str:
-    r"""The content of the last complete ``\boxed{..}`` (or ``\fbox``); empty if there is none."""
-    return last_boxed(solution) or ""
-
-
-def tagged(solution: str) -> str:
-    """The text inside ``<answer>`` tags; the whole text if there are none."""
-    inside = solution.rpartition("<answer>")[2].partition("</answer>")[0]
-    return inside.strip()
-
-
 def columns(
-    question: str, answer: str, *, keep: Sequence[str] = (), read: Callable[[Any], str] = text
-) -> FieldMapping:
-    """One column is the question, one the answer; columns of ``keep`` go to the metadata.
+    row: Row,
+    *,
+    question: str,
+    answer: str,
+    keep: Sequence[str] = (),
+    read: Literal["text", "boxed", "tagged"] = "text",
+) -> Entry:
+    r"""Map one column to the question and one to the answer; columns of ``keep`` go to the metadata.
 
-    Args: read: makes the answer of the answer column's value.
+    Args: read: part of the answer column: all; the last complete ``\boxed{..}`` (or ``\fbox``), else nothing;
+                the text inside ``<answer>`` tags, else all.
     """
+    asked, final = text(row[question]), text(row[answer])
+    if read == "boxed":
+        final = last_boxed(row[answer]) or ""
+    elif read == "tagged":
+        final = final.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    metadata = {key: row[key] for key in keep if row.get(key) not in (None, "")}
+    return Entry(asked, final, metadata)
 
-    def entry(row: Row) -> Entry:
-        metadata = {key: row[key] for key in keep if row.get(key) not in (None, "")}
-        return Entry(text(row[question]), read(row[answer]), metadata)
 
-    return entry
-
-
-def chat_row(*, prefix: str = "", suffix: str = "", keep: Sequence[str] = ()) -> FieldMapping:
-    """Rows for verl: ``prompt`` is a conversation, ``reward_model.ground_truth`` the answer.
+def chat_row(row: Row, *, prefix: str = "", suffix: str = "", keep: Sequence[str] = ()) -> Entry:
+    """Map a row for verl: ``prompt`` is a conversation, ``reward_model.ground_truth`` the answer.
 
     Args: prefix, suffix: instructions around the question, removed if present.
           keep: keys of ``extra_info`` that go to the metadata.
     """
-
-    def entry(row: Row) -> Entry:
-        question = text(row["prompt"][-1]["content"])
-        question = question.removeprefix(prefix.strip()).removesuffix(suffix.strip()).strip()
-        extra = row.get("extra_info") or {}
-        metadata = {key: extra[key] for key in keep if extra.get(key) is not None}
-        return Entry(question, text(row["reward_model"]["ground_truth"]), metadata)
-
-    return entry
+    question = text(row["prompt"][-1]["content"])
+    question = question.removeprefix(prefix.strip()).removesuffix(suffix.strip()).strip()
+    extra = row.get("extra_info") or {}
+    metadata = {key: extra[key] for key in keep if extra.get(key) is not None}
+    return Entry(question, text(row["reward_model"]["ground_truth"]), metadata)
 
 
-def worked(question: str, answer: str) -> FieldMapping:
-    """One column is the question, one the solution that ends in ``#### answer``: GSM8K."""
-
-    def entry(row: Row) -> Entry:
-        solution, final = worked_answer(text(row[answer])) or ("", "")
-        return Entry(text(row[question]), final, {"solution": solution})
-
-    return entry
+def worked(row: Row, *, question: str, answer: str) -> Entry:
+    """Map one column to the question, and one whose solution ends in ``#### answer`` (GSM8K)."""
+    solution, final = worked_answer(text(row[answer])) or ("", "")
+    return Entry(text(row[question]), final, {"solution": solution})
 
 
 def dialogue(row: Row) -> Entry:
@@ -110,23 +95,10 @@ def puzzle(row: Row) -> Entry:
     return Entry(text(row["quiz"]), text(row["solution_text_format"]), metadata)
 
 
-def picture(
-    question: str, answer: str, *, image: str = "image", keep: Sequence[str] = (), tags: bool = False
-) -> FieldMapping:
-    """A question about an image, or about a list of images.
-
-    Args: tags: the answer stands inside ``<answer>`` tags.
-    """
-    plain = columns(
-        question, answer, keep=keep, read=lambda value: tagged(text(value)) if tags else text(value)
-    )
-
-    def entry(row: Row) -> Entry:
-        images = row[image] if isinstance(row[image], list) else [row[image]]
-        found = plain(row)
-        return Entry(found.question, found.answer, found.metadata, tuple(images))
-
-    return entry
+def picture(row: Row, *, image: str = "image", **options: Any) -> Entry:
+    """Map a question about an image, or about a list of images; see `columns`."""
+    images = row[image] if isinstance(row[image], list) else [row[image]]
+    return replace(columns(row, **options), images=tuple(images))
 
 
 def offered_choices(row: Row) -> Entry:
@@ -142,3 +114,16 @@ def offered_choices(row: Row) -> Entry:
     )
     metadata = {"question_type": row["question_type"]}
     return Entry(question, text(row["correct_answer"]), metadata, tuple(row["image_bytes"]))
+
+
+MAPPINGS: dict[str, Callable[..., Entry]] = {
+    "columns": columns,
+    "chat_row": chat_row,
+    "worked": worked,
+    "dialogue": dialogue,
+    "short_answers": short_answers,
+    "puzzle": puzzle,
+    "picture": picture,
+    "offered_choices": offered_choices,
+}
+"""Name in `sources.yaml` -> function of a row and the options there."""

@@ -27,7 +27,7 @@ def write_problems(
     new_images = path.with_suffix(".images.tmp")
     shutil.rmtree(new_images, ignore_errors=True)
     num_images = 0
-    chain = _Chain(source.chain)
+    chain = _Chain(source.filters)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for number, entry in chain.run(_entries(source.name, source.mapping, rows)):

@@ -1,4 +1,4 @@
-"""Where rows come from: a hub repository, files of a Git repository, or a folder that the user downloaded.
+"""Origins of rows: a hub repository, or files of a Git repository.
 
 Files are read by the ``datasets`` library; nothing that comes with the data is executed.
 """
@@ -10,42 +10,33 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from urllib.request import urlopen
 
 from nemo_grpo.data.fields import Row
 
 TIMEOUT_SECONDS = 60
-FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 
 
 class Origin(Protocol):
-    """A published data set."""
+    """A published data set. `resolve` and `rows` raise the libraries' errors of a network or a file."""
 
     @property
     def revision(self) -> str | None:
         """The pinned revision; None: the newest."""
-        ...
 
     @property
     def label(self) -> str:
         """Address, for people."""
-        ...
 
     def instructions(self, revision: str | None) -> str:
-        """What to download by hand, and where from."""
-        ...
+        """Say which files to download by hand, and their addresses."""
 
     def resolve(self, revision: str | None) -> str:
-        """The commit behind a revision. Raises: as `rows`."""
-        ...
+        """The commit of a revision."""
 
     def rows(self, revision: str, folder: Path | None) -> Iterator[Row]:
-        """All rows in order, from the network or a local copy.
-
-        Raises: the libraries' errors for a failing network, repository or file.
-        """
-        ...
+        """All rows in order, from the network or a local copy."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +95,11 @@ class Hub:
 
 @dataclass(frozen=True)
 class GitFiles:
-    """Files of a public GitHub repository at a commit.
-
-    Attributes: layout: ``table``: rows of a table; ``list``: the file is one JSON list, an element a row.
-    """
+    """Files of a public GitHub repository at a commit: tables (parquet), or JSON lists, an element a row."""
 
     repository: str
     paths: tuple[str, ...]
     revision: str | None = None
-    layout: Literal["table", "list"] = "table"
 
     @property
     def label(self) -> str:
@@ -133,19 +120,20 @@ class GitFiles:
                 folder = Path(downloads)
                 for url in self._urls(revision):
                     _download(url, folder / url.removeprefix(f"{self._base(revision)}/"))
-            files = [self._found(folder, path) for path in self.paths]
-            if self.layout == "list":
-                yield from ({"row": element} for element in _lists(files))
-            else:
-                yield from _table(files)
+            # One by one: files of one data set may differ in columns that nobody asks for.
+            for file in [self._found(folder, path) for path in self.paths]:
+                if file.suffix == ".json":
+                    yield from ({"row": element} for element in json.loads(file.read_text(encoding="utf-8")))
+                else:
+                    yield from _load("parquet", None, data_files={"train": [str(file)]}, split="train")
 
-    def _found(self, folder: Path, path: str) -> str:
+    def _found(self, folder: Path, path: str) -> Path:
         """The copy of a file: under its whole path, or, where that is unambiguous, by its last part."""
         names = [Path(other).name for other in self.paths]
         alone = names.count(Path(path).name) == 1
         for candidate in (path, Path(path).name) if alone else (path,):
             if (folder / candidate).is_file():
-                return str(folder / candidate)
+                return folder / candidate
         raise FileNotFoundError(f"{folder} has no {path}")
 
     def _base(self, revision: str) -> str:
@@ -161,13 +149,6 @@ def _download(url: str, target: Path) -> None:
         shutil.copyfileobj(answer, file)
 
 
-def _table(files: list[str]) -> Iterator[Row]:
-    kind = FORMATS[Path(files[0]).suffix]
-    # One by one: files of one data set may differ in columns that nobody asks for.
-    for file in files:
-        yield from _load(kind, None, data_files={"train": [file]}, split="train")
-
-
 def _load(path: str, config: str | None, **options: Any) -> Iterable[Row]:
     """Rows with images as their files' bytes: no decoder is run over them, they are written as they came."""
     from datasets import Image, Sequence, disable_progress_bars, load_dataset
@@ -180,8 +161,3 @@ def _load(path: str, config: str | None, **options: Any) -> Iterable[Row]:
         elif isinstance(getattr(feature, "feature", None), Image):
             dataset = dataset.cast_column(name, Sequence(Image(decode=False)))
     return dataset
-
-
-def _lists(files: list[str]) -> Iterator[Any]:
-    for file in files:
-        yield from json.loads(Path(file).read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Request:
-    """How to prepare.
+    """Options of a preparation.
 
     Attributes:
         out: folder of the files.  revision: branch, tag or commit; None: the table's pin, or the newest.
@@ -48,12 +48,8 @@ class Request:
             return None
         if (self.source / source.name).is_dir():
             return self.source / source.name
-        others = [
-            other.name
-            for other in SOURCES.values()
-            if (self.source / other.name).is_dir() and _repository(other) != _repository(source)
-        ]
-        if others:
+        strangers = (other for other in SOURCES.values() if _repository(other) != _repository(source))
+        if others := [other.name for other in strangers if (self.source / other.name).is_dir()]:
             raise UserError(
                 f"--source {self.source} holds copies by name ({', '.join(others)}) and none of "
                 f"{source.name}; put one into {self.source / source.name}, or give its folder alone"
@@ -70,16 +66,14 @@ def check_copies(names: Sequence[str], request: Request) -> None:
 
     Raises: UserError: naming the sets that would be read from it.
     """
-    folder = request.source
-    if folder is None or request.generate:
+    if request.source is None or request.generate:
         return
-    sources = [find_source(name) for name in names]
-    alike = [source for source in sources if request.copy_of(source) == folder]
-    if len({_repository(source) for source in alike}) > 1:
+    alike = [s for s in map(find_source, names) if request.copy_of(s) == request.source]
+    if len(set(map(_repository, alike))) > 1:
         listed = " and ".join(source.name for source in alike)
         raise UserError(
-            f"--source {folder} would be the copy of {listed}, which are in different repositories; put "
-            f"copies into {folder}/NAME, or prepare one at a time"
+            f"--source {request.source} would be the copy of {listed}, which are in different repositories; "
+            f"put copies into {request.source}/NAME, or prepare one at a time"
         )
 
 
@@ -141,14 +135,14 @@ def _prepare(source: Source, request: Request) -> Prepared:
 
 
 def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, Any]:
-    """What determines the file's content, as far as it is known in advance."""
+    """The parts of the manifest that determine the file's content and are known in advance."""
     return {
         "format": FORMAT,
         "task": source.task,
         "source": source.origin.label,
         "requested_revision": request.revision or source.origin.revision,
         "local_copy": str(folder) if folder else None,
-        "rules": [filter.rule for filter in source.chain],
+        "rules": [filter.rule for filter in source.filters],
     }
 
 

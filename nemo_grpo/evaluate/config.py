@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import yaml
 
 from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.hf_folder import end_tokens, load_config
@@ -18,47 +19,7 @@ from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm
 from nemo_grpo.sampling.generators import build_local, choose
 from nemo_grpo.sampling.requests import Sampler, SamplingParams, check_fits
 
-PROTOCOLS: dict[str, dict[str, Any]] = {
-    "cw_grpo": {
-        "source": "the release's README (WangCheng0116/CW-GRPO); its model length at 7B is 4096",
-        **{"k": 1, "temperature": 0.6, "top_p": 0.95, "max_tokens": 32768},
-        "presets": {"math": "lighteval"},
-    },
-    "erpo": {
-        "source": "ERPO A.3, where Minerva is minerva-40",
-        **{"k": 16, "temperature": 1.0, "top_p": 0.95, "max_tokens": 2048},
-    },
-    "tr_grpo": {
-        "source": "TR-GRPO section 4.1: greedy for OlympiadBench, Minerva, MATH-500, avg@16 and pass@16 for "
-        "AMC, AIME; temperature and length of training (Table 6), as it states none",
-        **{"k": 16, "temperature": 1.0, "top_p": 1.0, "max_tokens": 4096},
-        "presets": {"math": "tr_grpo_math"},
-    },
-    "gpg": {
-        "source": "the release's open-rs/eval.sh (AMAP-ML/GPG), for its 1.5B models",
-        **{"k": 1, "temperature": 0.6, "top_p": 0.95, "max_tokens": 32768},
-        "presets": {"math": "lighteval"},
-    },
-    "gpg_vision": {
-        "source": "the release's R1-V and VisualThinker-R1-Zero evaluations (AMAP-ML/GPG): greedy; "
-        "Visual-RFT's leave the sampling to the model's generation_config.json and allow 128 tokens on LISA",
-        **{"k": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 1024},
-        "presets": {"vision_classification": "question", "cv-bench": "gpg_cv_bench"},
-    },
-    "r1": {
-        "source": "DeepSeek-R1's model card (2501.12948)",
-        **{"k": 64, "temperature": 0.6, "top_p": 0.95, "max_tokens": 32768},
-    },
-    "qwen-math": {
-        "source": "Qwen2.5-Math's evaluation/sh/eval.sh and math_eval.py (QwenLM/Qwen2.5-Math)",
-        **{"k": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 2048},
-        "presets": {"math": "qwen_math"},
-    },
-    "greedy": {
-        "source": "no paper: the most likely response, as long as the model reads",
-        **{"k": 1, "temperature": 0.0, "top_p": 1.0, "max_tokens": 32768},
-    },
-}
+PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
 """Papers' evaluations by name: fields of `EvalConfig`, and where their values stand."""
 
 

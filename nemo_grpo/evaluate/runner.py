@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.evaluate.asking import Ask, calls, question
 from nemo_grpo.evaluate.passk import (
     Majority,
     SameAnswer,
@@ -19,6 +18,7 @@ from nemo_grpo.evaluate.passk import (
     stderr_of_runs,
 )
 from nemo_grpo.evaluate.response_cache import Completion, ResponseCache
+from nemo_grpo.evaluate.sampling import CachedSampler, calls, eval_request
 from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Sampler, SamplingParams
@@ -217,8 +217,8 @@ def evaluate(
     assert problems
     assert num_samples >= 1
     greedy = replace(sampling, greedy=True)
-    questions = [question(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
-    ask = Ask(generator, tokenizer, task, cache, meter, first_words(prompt, task.config))
+    questions = [eval_request(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
+    ask = CachedSampler(generator, tokenizer, task, cache, meter, first_words(prompt, task.config))
     results: dict[int, ProblemResult] = {}
     for part, part_seed in calls(questions, problems_per_call or PROBLEMS_PER_CALL, seed):
         asked = [questions[index] for index in part]

@@ -1,11 +1,11 @@
 """Several benchmarks under one set of conditions: results, their average, files."""
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nemo_grpo.errors import UserError
@@ -15,8 +15,9 @@ from nemo_grpo.evaluate.response_cache import ResponseCache, ResponseLog
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, check_summary, joined, read_summary
 from nemo_grpo.progress import TokenMeter, progress
+from nemo_grpo.sampling.images import ImageTokens
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler
-from nemo_grpo.tasks import Task, encode_prompt
+from nemo_grpo.tasks import encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask, make_ready
 from nemo_grpo.tasks.prompts import check_vocabulary
 
@@ -49,9 +50,8 @@ class SuiteResult:
                     members.setdefault(f"{key}={problem.metadata[key]}", []).append(answered)
         return {
             label: {
-                "accuracy": math.fsum(math.fsum(p.samples.scores) / len(p.samples.scores) for p in found)
-                / len(found),
-                "greedy": math.fsum(p.greedy.scores[0] for p in found) / len(found),
+                "accuracy": fmean(fmean(p.samples.scores) for p in found),
+                "greedy": fmean(p.greedy.scores[0] for p in found),
                 "num_problems": len(found),
             }
             for label, found in members.items()
@@ -101,7 +101,9 @@ def run_suite(
     """
     results = {}
     for benchmark in benchmarks:
-        decides = {**conditions, **tool_conditions(benchmark.task)}
+        decides = dict(conditions)
+        if isinstance(benchmark.task, MultiTurnTask):  # responses depend on its tool's parameters, too
+            decides["task"] = benchmark.task.config.model_dump(mode="json")
         result = evaluate(
             generator,
             tokenizer,
@@ -182,36 +184,30 @@ class LazyGenerator:
         return self.load().generate(request)
 
 
-def tool_conditions(task: Task) -> dict[str, Any]:
-    """Conditions that a task with several turns adds: its tool's parameters."""
-    return {"task": task.config.model_dump(mode="json")} if isinstance(task, MultiTurnTask) else {}
-
-
 def longest_prompt(
-    benchmarks: Iterable[Benchmark],
+    benchmarks: Sequence[Benchmark],
     tokenizer: Any,
+    model: Path,
     max_new_tokens: int,
     limit: int | None,
     vocab_size: int | None = None,
-    image_tokens: Callable[[Sequence[str]], int] | None = None,
 ) -> int:
-    """Tokens of the longest prompt.
+    """Tokens of the longest prompt, images included.
 
-    Args:    limit: the model's longest sequence; None: none is known.
-             vocab_size: the model's; None: it is not known.
-             image_tokens: what a problem's images take beside their placeholders, for tasks with images.
+    Args:    limit: the model's longest sequence.  vocab_size: its vocabulary; None: it is not known.
     Raises:  UserError: it and its response do not fit, or the tokenizer is of another model; names the
              problem.
     """
+    needs_images = any(benchmark.task.config.needs_images for benchmark in benchmarks)
+    image_tokens = ImageTokens(model) if needs_images else None
     longest = 0
     for benchmark in benchmarks:
+        has_images = benchmark.task.config.needs_images
         for problem in benchmark.problems:
-            has_images = benchmark.task.config.needs_images
             tokens = encode_prompt(tokenizer, benchmark.prompt, problem, with_images=has_images)
             check_vocabulary(tokens, problem, vocab_size)
             length = len(tokens)
-            if has_images:
-                assert image_tokens is not None
+            if has_images and image_tokens:
                 length += image_tokens(problem.metadata["images"])
             if limit is not None and length + max_new_tokens > limit:
                 remedy = "lower it" if length < limit else "leave it out"

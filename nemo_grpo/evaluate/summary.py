@@ -1,4 +1,4 @@
-"""summary.json of an evaluation: earlier results, checked against and joined with new ones."""
+"""summary.json of an evaluation: joined with earlier results, and averaged over seeds."""
 
 import json
 import math
@@ -10,10 +10,14 @@ from pydantic import BaseModel, ConfigDict
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark
+from nemo_grpo.evaluate.passk import mean_and_stderr
 
 SUMMARY = "summary.json"
 BENCHMARKS = "benchmarks"
 ERRORS = "standard_errors"
+SEEDS = "seeds.json"
+SPREAD = "standard_deviations"
+"""Over seeds, with ddof 1."""
 
 
 class _Entry(BaseModel):
@@ -92,25 +96,69 @@ def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str
     if before and not differences(before.get("conditions"), now["conditions"]):
         kept = before.get(BENCHMARKS, {})
     entries = {**kept, **now[BENCHMARKS]}
-    means, errors = average(entries.values())
-    return {**now, BENCHMARKS: entries, "average": {"metrics": means, ERRORS: errors}}
+    return {**now, BENCHMARKS: entries, "average": average(entries.values())}
 
 
-def average(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+def average(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Means of the metrics over benchmarks, and their standard errors sqrt(sum_b se_b^2) / B."""
     chosen = list(entries)
-    metrics = [entry["metrics"] for entry in chosen]
     errors = [entry[ERRORS] for entry in chosen]
-    num = len(chosen)
-    means = {
-        name: math.fsum(m[name] for m in metrics) / num
-        for name in common(metrics)
-        if not name.endswith("_stderr")
-    }
-    roots = {name: math.sqrt(math.fsum(e[name] ** 2 for e in errors)) / num for name in common(errors)}
-    return means, roots
+    means = _means([entry["metrics"] for entry in chosen])
+    roots = {n: math.sqrt(math.fsum(e[n] ** 2 for e in errors)) / len(chosen) for n in common(errors)}
+    return {"metrics": {n: mean for n, mean in means.items() if not n.endswith("_stderr")}, ERRORS: roots}
 
 
 def common(values: Sequence[Mapping[str, float]]) -> list[str]:
     """Names common to all: an older version may have written fewer."""
     return [name for name in values[0] if all(name in other for other in values)]
+
+
+def over_seeds(summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean of the summaries of several seeds, with the standard deviation over the seeds.
+
+    Args:    summaries: by seed, at least two, of the same conditions and benchmarks; see `SuiteResult.write`.
+    Returns: a summary; ``standard_deviations`` are over the seeds, ``standard_errors`` over problems, the
+             mean of the seeds'; ``by_seed`` has each seed's metrics.
+    """
+    first, *_ = summaries.values()
+    names = [name for name in first[BENCHMARKS] if all(name in s[BENCHMARKS] for s in summaries.values())]
+    return {
+        "model": first["model"],
+        "conditions": {key: value for key, value in first["conditions"].items() if key != "seed"},
+        "seeds": list(summaries),
+        BENCHMARKS: {
+            name: _over({seed: summary[BENCHMARKS][name] for seed, summary in summaries.items()})
+            for name in names
+        },
+        "average": _over(
+            {
+                seed: average(summary[BENCHMARKS][name] for name in names)
+                for seed, summary in summaries.items()
+            }
+        ),
+    }
+
+
+def _over(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    first, *_ = entries.values()
+    metrics = [entry["metrics"] for entry in entries.values()]
+    kept = ("num_problems", "sha256", "prompt", "protocol")
+    return {
+        **{key: first[key] for key in kept if key in first},
+        "metrics": _means(metrics),
+        SPREAD: {name: _deviation([m[name] for m in metrics]) for name in common(metrics)},
+        ERRORS: _means([entry[ERRORS] for entry in entries.values()]),
+        "by_seed": {str(seed): entry["metrics"] for seed, entry in entries.items()},
+        "groups": {
+            label: _means([entry["groups"][label] for entry in entries.values()])
+            for label in first.get("groups", {})
+        },
+    }
+
+
+def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: math.fsum(one[name] for one in values) / len(values) for name in common(values)}
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return mean_and_stderr(values)[1] * math.sqrt(len(values))

@@ -95,8 +95,13 @@ def submit_experiment(
     prepared = prepare_submissions(jobs, out, slurm)
     with only_one(out):
         numbers = _read(out / SUBMITTED)
-        for job in jobs:
-            _check_unchanged(job, out, numbers)
+        for job in (job for job in jobs if job.name in numbers):
+            path = recipe_file(job, out)
+            if path.is_file() and path.read_text() != job.recipe.to_yaml():
+                raise UserError(
+                    f"{job.name} was submitted as job {numbers[job.name]} with the recipe {path}, which is "
+                    "another one now; choose another --out"
+                )
         (out / RECIPES).mkdir(exist_ok=True)
         for job in jobs:
             if job.name in numbers:
@@ -105,7 +110,7 @@ def submit_experiment(
             numbers[job.name] = submit(prepared[job.name])
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
             log.info("job %s: %s", numbers[job.name], job.name)
-        finished = {job.name: Status("finished", 0, 0.0) for job in jobs if _has_ended(job)}
+        finished = {job.name: Status("finished", 0) for job in jobs if _has_ended(job)}
         missing = {
             job.name: f"job {numbers[job.name]}, step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
             for job in jobs
@@ -122,17 +127,7 @@ def _has_ended(job: Job) -> bool:
     return done > 0 and any(grpo.is_goal(row) for row in read_run(job.folder).rows.values())
 
 
-def _check_unchanged(job: Job, out: Path, numbers: Mapping[str, str]) -> None:
-    path = recipe_file(job, out)
-    if job.name in numbers and path.is_file() and path.read_text() != job.recipe.to_yaml():
-        raise UserError(
-            f"{job.name} was submitted as job {numbers[job.name]} with the recipe {path}, which is another "
-            "one now; choose another --out"
-        )
-
-
 def _read(path: Path) -> dict[str, str]:
-    """Raises: UserError: the file is damaged, so what was submitted is not known."""
     if not path.exists():
         return {}
     try:

@@ -26,15 +26,14 @@ REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
 
 def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[RunGroup]:
     """The finished runs of each setting, seeds in order; settings without any are left out."""
-    members: dict[str, list[Job]] = {}
-    for job in jobs:
+    members: dict[str, list[Job]] = {job.setting.label: [] for job in jobs}
+    for job in sorted(jobs, key=lambda job: job.seed):
         if job.name in ended and ended[job.name].state == "finished":
-            members.setdefault(job.setting.label, []).append(job)
-    order = dict.fromkeys(job.setting.label for job in jobs)
+            members[job.setting.label].append(job)
     return [
-        RunGroup(label, tuple(read_run(job.folder) for job in sorted(members[label], key=lambda j: j.seed)))
-        for label in order
-        if label in members
+        RunGroup(label, tuple(read_run(job.folder) for job in found))
+        for label, found in members.items()
+        if found
     ]
 
 
@@ -118,12 +117,9 @@ def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
 
 
 def _missing(jobs: Sequence[Job], ended: Mapping[str, Status]) -> dict[str, str]:
-    """Runs that are not finished, and why."""
-    found = {}
-    for job in jobs:
-        status = ended.get(job.name)
-        if status is None:
-            found[job.name] = "not started"
-        elif status.state != "finished":
-            found[job.name] = f"{status.state} ({how_ended(status.exit_code)}) {status.error}".rstrip()
-    return found
+    words = {
+        name: f"{status.state} ({how_ended(status.exit_code)}) {status.error}".rstrip()
+        for name, status in ended.items()
+    }
+    unfinished = (job.name for job in jobs if job.name not in ended or ended[job.name].state != "finished")
+    return {name: words.get(name, "not started") for name in unfinished}

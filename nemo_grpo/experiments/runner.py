@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -39,13 +38,11 @@ ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 class Status:
     """The end of a run.
 
-    Attributes: state: see the names.  exit_code: of its last process.  seconds: of all its processes.
-                error: the last words of a failed run.
+    Attributes: exit_code: of its last process.  error: the last words of a failed run.
     """
 
     state: Literal["finished", "failed", "interrupted"]
     exit_code: int
-    seconds: float
     error: str = ""
 
 
@@ -73,13 +70,13 @@ def run_jobs(
         waiting = [job for job in jobs if not _is_finished(job, ended)]
         if len(waiting) < len(jobs):
             log.info("%d of %d runs are already finished", len(jobs) - len(waiting), len(jobs))
-        for name in {job.name for job in waiting} & set(ended):
-            if ended[name].state == "finished":  # with a recipe other than the current one
-                ended[name] = replace(ended[name], state="interrupted", exit_code=EXIT_INTERRUPTED)
+        for job in waiting:
+            if job.name in ended and ended[job.name].state == "finished":  # with another recipe
+                ended[job.name] = Status("interrupted", EXIT_INTERRUPTED)
         for name, status in _ends(waiting, out, num_parallel, command):
-            before = ended[name].seconds if name in ended else 0.0
-            ended[name] = replace(status, seconds=round(before + status.seconds, 1))
-            _write_status(out, ended)
+            ended[name] = status
+            states = {name: asdict(status) for name, status in ended.items()}
+            write_atomically(out / STATUS, json.dumps(states, indent=2) + "\n")
         return {job.name: ended[job.name] for job in jobs if job.name in ended}
 
 
@@ -127,7 +124,7 @@ def _run(
     """Run a job's process to its end.  Returns: how it ended; None if it was not to start any more."""
     if stop:
         return None
-    words, start = out / LOGS / f"{job.name}.log", time.monotonic()
+    words = out / LOGS / f"{job.name}.log"
     with (
         words.open("wb") as log_file,
         subprocess.Popen(
@@ -141,15 +138,14 @@ def _run(
         running[job.name] = process
         code = process.wait()
         del running[job.name]
-    seconds = time.monotonic() - start
     if code == 0:
         log.info("finished %s", job.name)
-        return Status("finished", 0, seconds)
+        return Status("finished", 0)
     if code in (EXIT_INTERRUPTED, *ENDED_BY_SIGTERM):
-        return Status("interrupted", code, seconds)
+        return Status("interrupted", code)
     error = _last_words(words)
     log.error("%s failed (%s): %s", job.name, how_ended(code), error)
-    return Status("failed", code, seconds, error)
+    return Status("failed", code, error)
 
 
 def check_unchanged(jobs: Sequence[Job]) -> None:
@@ -207,17 +203,13 @@ def _last_words(path: Path) -> str:
 def _read_status(out: Path) -> dict[str, Status]:
     try:
         found = json.loads((out / STATUS).read_text())
-        return {name: Status(**status) for name, status in found.items()}
+        kept = [field.name for field in fields(Status)]  # an older version wrote more
+        return {name: Status(**{key: status[key] for key in kept}) for name, status in found.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         log.warning("%s cannot be read (%s); every run is checked again", out / STATUS, error)
         return {}
-
-
-def _write_status(out: Path, ended: dict[str, Status]) -> None:
-    states = {name: asdict(status) for name, status in ended.items()}
-    write_atomically(out / STATUS, json.dumps(states, indent=2) + "\n")
 
 
 @contextmanager

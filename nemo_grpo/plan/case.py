@@ -1,4 +1,8 @@
-"""The case that is timed: the argument of each phase's formula."""
+"""The case that is timed, and its collectives by the ring's volume: a rank sends (n - 1) / n of the whole.
+
+Chan et al., "Collective communication: theory, practice, and experience" (2007), large messages; the least
+time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP, EP, DP, PP.
+"""
 
 from dataclasses import dataclass
 
@@ -35,3 +39,45 @@ class Case:
     def host(self) -> float:
         """Factor of the host's own work."""
         return self.hardware.host_slowdown
+
+
+def gather_seconds(case: Case, num_bytes: float, ranks: int, span: int) -> float:
+    """All-gather, or reduce-scatter, of num_bytes in all: (n - 1) / n bytes / bandwidth.
+
+    Args: span: consecutive GPUs among which the ranks lie.
+    """
+    if ranks == 1:
+        return 0.0
+    hardware = case.hardware
+    bandwidth = hardware.nvlink_bandwidth if span <= case.domain else hardware.network_bandwidth
+    return num_bytes * (ranks - 1) / ranks / (bandwidth * case.eff.link)
+
+
+def reduce_seconds(case: Case, num_bytes: float, ranks: int) -> float:
+    """All-reduce of num_bytes over consecutive GPUs, with its least time.
+
+    Inside a domain 2 (n - 1) / n bytes / NVLink; across domains each NVLink domain reduces first and every
+    GPU exchanges its share over the network: + 2 (d - 1) / d bytes / (GPUs of a domain) / network.
+    """
+    if ranks == 1:
+        return 0.0
+    hardware, eff = case.hardware, case.eff
+    near = min(ranks, case.domain)
+    domains = -(-ranks // near)
+    seconds = 2 * num_bytes * (near - 1) / near / (hardware.nvlink_bandwidth * eff.link)
+    if domains == 1:
+        return eff.hop + seconds
+    far = 2 * num_bytes * (domains - 1) / domains / near / (hardware.network_bandwidth * eff.link)
+    return eff.far_hop + seconds + far
+
+
+def exchange_seconds(case: Case, num_bytes: float, ranks: int, stride: int) -> float:
+    """All-to-all in which each rank sends num_bytes, evenly, to ranks ``stride`` GPUs apart.
+
+    The share (n - local) / n goes over the network, (local - 1) / n over NVLink, at the same time.
+    """
+    hardware, eff = case.hardware, case.eff
+    local = min(ranks, max(case.domain // stride, 1))
+    far = num_bytes * (ranks - local) / ranks / (hardware.network_bandwidth * eff.link)
+    near = num_bytes * (local - 1) / ranks / (hardware.nvlink_bandwidth * eff.link)
+    return max(far, near)

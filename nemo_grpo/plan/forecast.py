@@ -94,12 +94,10 @@ class Forecast:
 
     @property
     def setup(self) -> Setup:
-        """The layout."""
         return self.case.setup
 
     @property
     def work(self) -> Workload:
-        """The work of a step."""
         return self.case.work
 
     @property

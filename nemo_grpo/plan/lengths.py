@@ -35,12 +35,10 @@ class Lengths:
 
     @cached_property
     def mean(self) -> float:
-        """Mean length of a response."""
         return sum(self.responses) / len(self.responses)
 
     @cached_property
     def mean_sequence(self) -> float:
-        """Mean length of prompt and response."""
         return self.prompt + self.mean
 
     @cached_property

@@ -7,7 +7,7 @@ last stage keeps a copy of the embedding. (megatron/core: attention.py, mlp.py, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.recipe.layout import Layout
@@ -29,26 +29,17 @@ class Counts:
 
     @property
     def dense(self) -> int:
-        """Everything but the experts."""
         return self.linear + self.embedding + self.replicated
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.dense + self.expert
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.linear + other.linear,
-            self.embedding + other.embedding,
-            self.replicated + other.replicated,
-            self.expert + other.expert,
-        )
+        return Counts(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, factor: int) -> Counts:
-        return Counts(
-            self.linear * factor, self.embedding * factor, self.replicated * factor, self.expert * factor
-        )
+        return Counts(*(factor * number for number in astuple(self)))
 
 
 def mixer_sizes(shape: ModelSpec) -> tuple[float, float]:

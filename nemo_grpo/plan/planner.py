@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
-from nemo_grpo.plan.candidates import nearest_layout
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
 from nemo_grpo.plan.hardware import Hardware, hardware_of
+from nemo_grpo.plan.layouts import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import gpu_has_fp8, problems

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_grpo.plan import memory
-from nemo_grpo.plan.case import Case
-from nemo_grpo.plan.collectives import reduce_seconds
+from nemo_grpo.plan.case import Case, reduce_seconds
 from nemo_grpo.plan.lengths import Lengths
 from nemo_grpo.plan.setup import Setup
 

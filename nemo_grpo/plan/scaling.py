@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.plan.candidates import accepted
 from nemo_grpo.plan.forecast import Forecast, at_scale
-from nemo_grpo.plan.search import best_layouts
+from nemo_grpo.plan.layouts import accepted, best_layouts
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe

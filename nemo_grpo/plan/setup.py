@@ -145,7 +145,6 @@ def setup_of(recipe: Recipe) -> Setup:
 
 
 def _sampling(recipe: Recipe) -> dict[str, Any]:
-    """The fields that the rollout engines decide."""
     cluster = recipe.nemo_grpo.target == "cluster"
     sampler, vllm = recipe.policy.generation, recipe.policy.generation.vllm_cfg
     drafts = sampler.vllm_kwargs.speculative_config if cluster else None

@@ -10,8 +10,7 @@ from math import ceil
 
 from nemo_grpo.families import ModelSpec
 from nemo_grpo.plan import memory
-from nemo_grpo.plan.case import Case
-from nemo_grpo.plan.collectives import exchange_seconds, gather_seconds
+from nemo_grpo.plan.case import Case, exchange_seconds, gather_seconds
 from nemo_grpo.plan.parameters import mixer_sizes, stage_counts
 
 

@@ -12,10 +12,10 @@ from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, Scripted
 from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark, opens_think
 from nemo_grpo.evaluate.config import EvalConfig
+from nemo_grpo.evaluate.render import groups, table
 from nemo_grpo.evaluate.response_cache import ResponseLog
-from nemo_grpo.evaluate.seeds import over_seeds
-from nemo_grpo.evaluate.show import groups, table
 from nemo_grpo.evaluate.suite import longest_prompt, run_suite
+from nemo_grpo.evaluate.summary import over_seeds
 from nemo_grpo.tasks import Prompt, parse_task
 
 CONFIG = EvalConfig(
@@ -119,6 +119,7 @@ def test_responses_to_an_open_think_block_are_read_as_such():
 
 
 def test_a_prompt_that_does_not_fit_is_named():
-    assert longest_prompt([benchmark("all", PROBLEMS)], CharacterTokenizer(), 10, 15) == len("[Q0?]")
+    asked = [benchmark("all", PROBLEMS)], CharacterTokenizer(), Path("none")
+    assert longest_prompt(*asked, 10, 15) == len("[Q0?]")
     with pytest.raises(UserError, match="problem 'p0' has 5 tokens and --max-tokens is 11"):
-        longest_prompt([benchmark("all", PROBLEMS)], CharacterTokenizer(), 11, 15)
+        longest_prompt(*asked, 11, 15)

@@ -224,7 +224,7 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, comma
 
 def test_only_files_that_were_written_are_named(tmp_path, jobs, command) -> None:
     out = tmp_path / "out"
-    failed = {job.name: Status("failed", 1, 1.0, "error: it broke") for job in jobs}
+    failed = {job.name: Status("failed", 1, "error: it broke") for job in jobs}
     for ended in (failed, run_jobs(jobs, out, 2, command(0)), failed):
         found = write_results(jobs, ended, out, "x")
         assert all(file.is_file() for file in found.files)
@@ -327,7 +327,7 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
         rows = [{"step": 0, "validation/accuracy": 0.1}, {"step": 9, "validation/accuracy": final}]
         (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (job.folder / "recipe.resolved.yaml").write_text(job.recipe.to_yaml())
-    ended = {job.name: Status("finished", 0, 1.0) for job in jobs}
+    ended = {job.name: Status("finished", 0) for job in jobs}
     found = write_results(jobs, ended, tmp_path / "out", "the command")
     text = (tmp_path / "out" / "table.md").read_text()
     head, _, grpo, gpg, *_ = [line for line in text.splitlines() if line.startswith("|")]

@@ -11,11 +11,11 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
+from nemo_grpo.plan.layouts import _rollouts, best_layouts
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
 from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.remedies import for_memory, for_time
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
-from nemo_grpo.plan.search import _rollouts, best_layouts
 from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.plan.workload import expected_draws, scoring_passes, workload_of
 from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict

@@ -7,7 +7,9 @@ from unit.plan.toys import CASE, EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK,
 
 from benchmarks.published_rows import FOLDER, predicted, read_blind, row_of
 from nemo_grpo.families import ModelSpec
-from nemo_grpo.plan import collectives, rollout_time, training_time, transfer_time
+from nemo_grpo.plan import case as collectives
+from nemo_grpo.plan import rollout_time, training_time
+from nemo_grpo.plan import step_time as transfer_time
 from nemo_grpo.plan.efficiency import FITTED
 from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.setup import Setup
@@ -30,7 +32,7 @@ def test_ring_collectives_move_their_share() -> None:
 def test_a_job_beyond_one_nvlink_domain_is_sure_of_a_node_alone() -> None:
     def rate(num_nodes: int, segment: int = 0) -> float:
         setup = replace(SETUP, num_nodes=num_nodes, gpus_per_node=4, segment_nodes=segment)
-        return collectives.bandwidth(replace(CASE, setup=setup), span=8)
+        return 500 / collectives.gather_seconds(replace(CASE, setup=setup), 1000, 2, span=8)
 
     # 8 GPUs are a domain: two nodes of 4 fit into it, four nodes do not, unless pairs are kept together
     assert (rate(2), rate(4), rate(4, segment=2), rate(4, segment=4)) == (1e4, 1e3, 1e4, 1e4)

@@ -1,4 +1,4 @@
-"""Problems as questions to a generator, behind the cache of responses."""
+"""Samples responses to problems, and reuses those on record."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from nemo_grpo.sampling.requests import Request, Sampler, SamplingParams
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 
 
-class Question(NamedTuple):
+class EvalRequest(NamedTuple):
     """A problem as it is asked. ``id`` names images by their content."""
 
     id: str
@@ -21,14 +21,14 @@ class Question(NamedTuple):
     images: Images
 
 
-def question(tokenizer: Any, prompt: Prompt, problem: Problem, has_images: bool) -> Question:
-    """The problem as this prompt asks it."""
+def eval_request(tokenizer: Any, prompt: Prompt, problem: Problem, has_images: bool) -> EvalRequest:
+    """Encode a problem as this prompt asks it."""
     tokens = encode_prompt(tokenizer, prompt, problem, with_images=has_images)
     images: Images = tuple(problem.metadata["images"]) if has_images else ()
-    return Question(" ".join([problem.id, *map(image_digest, images)]), tokens, images)
+    return EvalRequest(" ".join([problem.id, *map(image_digest, images)]), tokens, images)
 
 
-def calls(questions: Sequence[Question], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
+def calls(questions: Sequence[EvalRequest], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
     """Indices of the problems of each call, and its seed.
 
     Each repetition of a prompt gets a separate call and seed, so that its responses do not depend on how the
@@ -49,7 +49,7 @@ _ROUND = 1_000_003
 
 
 @dataclass(frozen=True)
-class Ask:
+class CachedSampler:
     """Responses to problems: from the cache, else sampled and recorded, one call at a time."""
 
     generator: Sampler
@@ -60,7 +60,7 @@ class Ask:
     first_words: str = ""
 
     def __call__(
-        self, asked: Sequence[Question], count: int, sampling: SamplingParams, seed: int
+        self, asked: Sequence[EvalRequest], count: int, sampling: SamplingParams, seed: int
     ) -> list[list[Completion]]:
         """Args: asked: all different in prompt or images.  Returns: ``count`` responses to each."""
         found = {
@@ -80,7 +80,7 @@ class Ask:
         return [found[place] for place in range(len(asked))]
 
     def _sample(
-        self, asked: Sequence[Question], count: int, sampling: SamplingParams, seed: int
+        self, asked: Sequence[EvalRequest], count: int, sampling: SamplingParams, seed: int
     ) -> list[list[Completion]]:
         images = [one.images for one in asked] if any(one.images for one in asked) else ()
         prompts = [one.tokens for one in asked]

@@ -9,8 +9,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.evaluate.config import describe
-from nemo_grpo.evaluate.seeds import SEEDS, SPREAD, over_seeds
-from nemo_grpo.evaluate.summary import BENCHMARKS, ERRORS, SUMMARY, common
+from nemo_grpo.evaluate.summary import BENCHMARKS, ERRORS, SEEDS, SPREAD, SUMMARY, common, over_seeds
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,15 +1,16 @@
-"""Other layouts for a recipe: which divide, as which overrides, which the rules accept, and the nearest."""
+"""Other layouts for a recipe: the nearest that fits, and the fastest, as overrides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import islice, product
 from math import log2
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.families import ModelSpec
+from nemo_grpo.plan.forecast import Forecast, of_layout
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of
@@ -24,17 +25,16 @@ POWERS = (1, 2, 4, 8)
 COSTS = {"tensor": 1.0, "pipeline": 1.5, "context": 1.5, "expert": 1.0, "rollout": 0.5, "recompute": 0.5}
 """Cost of doubling or halving a size; other GPUs than the recipe's cost most."""
 NODE_COST = 4.0
-MAX_REFUSED = 12
-"""Candidates that the recipe's own rules refuse before the search gives up."""
+TENSOR, PIPELINE, CONTEXT, EXPERT = POWERS, (*POWERS, 16), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4)
+MAX_REFUSED = {"nearest": 12, "fastest": 60}
+"""Candidates that the recipe's own rules refuse before a search gives up."""
 
 
-def candidates(
+def _laid_out(
     starts: Iterable[Setup], sizes: Sequence[Sequence[int]], recomputes: Iterable[tuple[str, ...]]
 ) -> Iterator[Setup]:
-    """Each start with each layout that divides its GPUs; stages have equal length.
-
-    Args: sizes: of TP, PP, CP and EP.
-    """
+    """Each start with each (TP, PP, CP, EP) of ``sizes`` that divides its GPUs; stages have equal length."""
     for start, (tp, pp, cp, ep), recompute in product(starts, product(*sizes), recomputes):
         if start.world_size % (tp * pp * cp) or start.world_size % (pp * ep):
             continue
@@ -113,11 +113,11 @@ def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
     """
     start = setup_of(recipe)
-    contexts = POWERS[:3] if recipe.policy.sequence_packing.enabled else (1,)
+    contexts = CONTEXT if recipe.policy.sequence_packing.enabled else (1,)
     sizes = POWERS, POWERS, contexts, POWERS if shape.num_experts else (1,)
-    tried = candidates(_starts(start), sizes, dict.fromkeys((start.recompute, ("full",))))
+    tried = _laid_out(_starts(start), sizes, dict.fromkeys((start.recompute, ("full",))))
     ranked = sorted(tried, key=lambda setup: _distance(start, setup))
-    found = next(accepted(recipe, ranked, shape, gpu, MAX_REFUSED), None)
+    found = next(accepted(recipe, ranked, shape, gpu, MAX_REFUSED["nearest"]), None)
     return found and found[0]
 
 
@@ -140,3 +140,58 @@ def _distance(start: Setup, candidate: Setup) -> float:
     }
     nodes = NODE_COST * log2(candidate.num_nodes / start.num_nodes)
     return nodes + sum(COSTS[name] * abs(step) for name, step in steps.items())
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout: its overrides and its forecast."""
+
+    overrides: tuple[str, ...]
+    forecast: Forecast
+
+
+def best_layouts(
+    recipe: Recipe, base: Forecast, number: int = 3, further: tuple[str, ...] = ()
+) -> list[Found]:
+    """The fastest layouts on the forecast's GPUs that fit and that its rules allow, fastest first.
+
+    Tries TP, PP, CP, EP, recomputation, rows per microbatch, vLLM's TP, and how many GPUs only sample. They
+    wait for the update all the same, so the algorithm stays; rollouts that run ahead would change it, and
+    those that already do keep GPUs of their own.
+
+    Args: further: overrides that make the recipe's batch that of the forecast.
+    """
+    ranked = sorted(_candidates(recipe, base), key=lambda setup: of_layout(base, setup).step.seconds)
+    found = accepted(recipe, ranked, base.case.shape, base.case.hardware, MAX_REFUSED["fastest"], further)
+    return [Found(overrides, of_layout(base, setup)) for overrides, setup in islice(found, number)]
+
+
+def _candidates(recipe: Recipe, base: Forecast) -> Iterator[Setup]:
+    start, shape = base.setup, base.case.shape
+    batch = base.work.num_samples // base.work.num_updates
+    pipelines = [stages for stages in PIPELINE if shape.num_layers % stages == 0]
+    tensors = [ranks for ranks in TENSOR if start.gpus_per_node % ranks == 0]
+    experts = [ranks for ranks in EXPERT if shape.num_experts % ranks == 0] if shape.num_experts else [1]
+    sizes = tensors, pipelines, CONTEXT if start.packed else (1,), experts
+    given = recipe.policy.sequence_packing.train_mb_tokens is not None
+    rows_tried = (start.train_tokens // start.max_length,) if given else ROWS
+    recomputes = dict.fromkeys((start.recompute, (), ("full",)))
+    for setup in _laid_out(_rollouts(start, ahead=base.work.trajectory_age > 0), sizes, recomputes):
+        for rows in rows_tried:
+            if batch % (setup.data_parallel * rows) == 0:
+                tokens = start.train_tokens if given else start.max_length * rows
+                number = batch // setup.data_parallel // rows
+                yield replace(setup, train_tokens=tokens, num_microbatches=number)
+
+
+def _rollouts(start: Setup, *, ahead: bool) -> Iterator[Setup]:
+    """vLLM's TP, and GPUs that only sample: whole nodes, or of a single node a part."""
+    units, unit = start.num_nodes, start.gpus_per_node
+    if units == 1:
+        units, unit = start.gpus_per_node, 1
+    separate = {max(units * eighths // 8, 1) * unit for eighths in range(1, 8)} if units > 1 else set()
+    separate |= {start.num_rollout_gpus} if ahead else {start.num_rollout_gpus, 0}
+    tensors = {ranks for ranks in TENSOR if ranks <= start.gpus_per_node} | {start.vllm_tensor}
+    for gpus, tensor in product(sorted(separate), sorted(tensors)):
+        if (gpus or start.num_nodes * start.gpus_per_node) % tensor == 0:
+            yield replace(start, vllm_tensor=tensor, num_rollout_gpus=gpus)

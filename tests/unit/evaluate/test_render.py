@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from nemo_grpo import pictures
-from nemo_grpo.evaluate.show import plot
+from nemo_grpo.evaluate.render import plot
 
 MEANS = {"accuracy": 0.25, "greedy": 0.5, "maj@4": 0.75, "pass@4": 1.0}
 
