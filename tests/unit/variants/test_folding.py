@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from steps import PARAMETERS, steps
+from steps import PARAMETERS
 
 from nemo_grpo.variants import parse_loss_fn
-from nemo_grpo.variants.small_steps import SEED, example_step, loss_and_gradient
+from nemo_grpo.variants.small_steps import SEED, changed, example_step, loss_and_gradient
 
 GROUPS = {"aggregation": "group_token_mean", "reference_policy_kl_penalty": 0.0}
 CORRECTED = {
@@ -37,17 +36,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=25, deadline=None)
-@given(batch=steps())
-def test_folded_weights_give_the_same_loss_and_gradient(case, batch):
+def test_folded_weights_give_the_same_loss_and_gradient(case):
+    """Row by row; `found.folds` compares whole steps."""
     config = parse_loss_fn(CASES[case])
     assert config.found.folds
-    objective = config.build()
+    batch = changed(example_step(), response_ids=torch.arange(5))
     if not config.needs_reference:
         batch = replace(batch, reference_policy_logprobs=None)
-    by_rows = list(torch.arange(len(batch.rewards)).split(1))
-    loss, gradient, prepared = loss_and_gradient(objective, batch)
-    folded, of_folded, _ = loss_and_gradient(objective, batch, by_rows, folded=True)
+    loss, gradient, prepared = loss_and_gradient(config.build(), batch)
+    rows = list(torch.arange(5).split(1))
+    folded, of_folded, _ = loss_and_gradient(config.build(), batch, rows, folded=True)
     assert prepared.token_weights is not None or prepared.row_factors is not None
     torch.testing.assert_close(folded, loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(of_folded, gradient, rtol=1e-12, atol=1e-12)
