@@ -24,7 +24,7 @@ CW_PROMPT, GPG_PROMPT, BOXED, OPEN_R1 = "2a7a2a36", "f09ff987", "2818c7c5", "57e
 EPOCHS, SAVES = 1000, (20, 3)  # of a recipe that states none
 CONSTANT = dict(lr=1e-6, schedule="constant", min_lr=0.0, warmup=0, weight_decay=0.0)
 COSINE = CONSTANT | dict(schedule="cosine", min_lr=1e-7, warmup=10)
-# CW-GRPO Table 5, appendices B and C; schedule of the release. 12 prompts: docs/recipes.md.
+# CW-GRPO Table 5, appendices B and C; schedule of the release. 12 prompts: docs/papers.md.
 CW = COSINE | dict(prompts=12, responses=12, updates=1, steps=100, prompt_tokens=512, tokens=4096,
                    temperature=0.7, rewards=AND_FORMAT, form="think", prompt=CW_PROMPT,
                    data=["open-rs"])  # fmt: skip
