@@ -31,8 +31,8 @@ from unit.rehearsal.test_small_vision import RECIPE, made_model, made_tokenizer,
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import vision
-from nemo_grpo.rehearsal.problems import RehearsedTask, problems_of
 from nemo_grpo.rehearsal.stages import Failed
+from nemo_grpo.rehearsal.tiny_data import ToyTask, problems_of
 
 Rehearsal = Any
 
@@ -219,7 +219,7 @@ def run(tmp_path, model):
 
 
 def known(run):
-    return RehearsedTask(run.rehearsal.taught, run.rehearsal.problems.task).known
+    return ToyTask(run.rehearsal.taught, run.rehearsal.problems.task).known
 
 
 def test_a_response_is_recognised_by_its_picture_where_questions_repeat(run, tokenizer):
