@@ -22,9 +22,9 @@ from nemo_grpo.progress import progress
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
-from nemo_grpo.rehearsal.environment import Stack, background, find_stack
+from nemo_grpo.rehearsal.environment import Stack, background, find_stack, stack_for
 from nemo_grpo.rehearsal.export import conversion_of
-from nemo_grpo.rehearsal.recipe import full_size_changes, write_recipe
+from nemo_grpo.rehearsal.overrides import full_size_overrides, write_recipe
 from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
         raise UserError(
             "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
         )
-    stages.refuse(recipe, path, stack)
+    stack_for(recipe, path, stack)
     folder = recipe.run_dir.absolute()
     if (folder / METRICS_FILE).is_file() and not resume:
         raise UserError(
@@ -82,7 +82,7 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
             "--resume, remove it, or choose another name"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    write_recipe(folder / RECIPE, path, overrides, full_size_changes(recipe, uses_vllm=True))
+    write_recipe(folder / RECIPE, path, overrides, full_size_overrides(recipe, uses_vllm=True))
     return folder
 
 

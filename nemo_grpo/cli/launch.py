@@ -102,7 +102,7 @@ def submit(
 
 
 def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None) -> None:
-    from nemo_grpo.launch.verdicts import plan_verdict, time_verdict
+    from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
 
     accepted, sentence = plan_verdict(recipe, gpu)
     typer.echo(f"plan: {sentence}", err=True)
@@ -169,19 +169,8 @@ def status(
     """
     from nemo_grpo.launch.status import status_of
 
-    found = status_of(run, logs, lines)
-    known = ", ".join(f"{key} {value}" for key, value in found.slurm.items() if value not in ("", "None"))
-    typer.echo(f"job {found.job}: {known or 'Slurm does not know it'}")
-    for a in found.attempts:
-        typer.echo(
-            f"  attempt {a.number}, ended {a.time}: {a.cause}, exit code {a.exit_code}, checkpoints "
-            f"{a.step_at_start} -> {a.step_at_end}, {a.decision}"
-        )
-    if found.step is not None:
-        typer.echo(f"  newest checkpoint: {f'step {found.step}' if found.step else 'none'}")
-    typer.echo(f"  logs: {found.logs or 'none yet'}")
-    for line in found.last_lines:
-        typer.echo(f"  | {line}")
+    for line in status_of(run, logs, lines):
+        typer.echo(line)
 
 
 @app.command(hidden=True)
@@ -189,7 +178,7 @@ def settings(
     recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
 ) -> None:
     """Print where the run's folders are, for the shell of a job."""
-    from nemo_grpo.launch.settings import shell_settings
+    from nemo_grpo.launch.preflight import shell_settings
     from nemo_grpo.recipe import load_recipe
 
     typer.echo(shell_settings(load_recipe(recipe, overrides or [])), nl=False)

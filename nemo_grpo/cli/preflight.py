@@ -1,4 +1,4 @@
-"""``nemo-grpo preflight``: whether a job may start, in one table."""
+"""``nemo-grpo preflight``: a table of checks before a job starts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def preflight(
 
     Exit codes: 0 may start; 2 the recipe is wrong; 69 a check refused.
     """
-    from nemo_grpo.launch.preflight import check_job
-    from nemo_grpo.launch.settings import shell_settings
+    from nemo_grpo.launch.preflight import check_job, shell_settings
     from nemo_grpo.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])

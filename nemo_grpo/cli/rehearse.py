@@ -63,15 +63,14 @@ def run_rehearsal(
     """
     from nemo_grpo.launch.recipe_checks import try_own_loss
     from nemo_grpo.recipe import load_recipe
-    from nemo_grpo.rehearsal.environment import find_stack
-    from nemo_grpo.rehearsal.refusal import for_recipe, refuse
+    from nemo_grpo.rehearsal.environment import find_stack, stack_for
 
     if folder is not None and folder.exists():
         raise UserError(f"--folder {folder} exists; remove it, or name another one")
     loaded = load_recipe(recipe, overrides)
-    stack = for_recipe(find_stack(nemo_rl, python, vllm_python, sampler=sampler), loaded)
+    stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
     try_own_loss(loaded)
-    refuse(loaded, recipe, stack)
+    stack = stack_for(loaded, recipe, stack)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.rehearsal", str(recipe), *overrides]
     command += ["--nemo-rl", str(stack.nemo_rl), "--folder", str(folder or Path("rehearsals") / name)]

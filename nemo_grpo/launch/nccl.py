@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Problem = tuple[bool, str]
-"""Whether the run would fail, and a sentence: value, rule, remedy."""
+"""(the run would fail, a sentence with value, rule and remedy)"""
 
 FATAL, SLOW = True, False
 

@@ -1,6 +1,7 @@
-"""Whether a job may start: compares its nodes' reports with what the recipe needs."""
+"""Checks of a job's nodes and folders against its recipe, and the settings that its scripts read."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any, Literal
 from nemo_grpo.errors import UserError
 from nemo_grpo.files import existing_parent
 from nemo_grpo.launch.nccl import nccl_problems
+from nemo_grpo.launch.plan_summary import kind_of, num_parameters, plan_verdict
 from nemo_grpo.launch.recipe_checks import check_recipe, remedies
-from nemo_grpo.launch.verdicts import kind_of, num_parameters, plan_verdict
 from nemo_grpo.recipe import Recipe
 
 CLOCK_TOLERANCE = 2.0
@@ -89,25 +90,20 @@ def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
 
 def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Every node's report has arrived in the log folder."""
-    missing = sorted(set(job.nodes) - {facts["node"] for facts in job.facts})
-    if missing:
-        found = (
-            f"{', '.join(missing)} did not write into the log folder; it must be on a filesystem that all "
-            "nodes share (LOGS), and the interpreter must be there (PYTHON); see nodes.log"
-        )
-        yield Row("shared folder", "refused", found)
-    else:
-        yield Row("shared folder", "ok", f"written by {', '.join(job.nodes)}")
+    missing = ", ".join(sorted(set(job.nodes) - {facts["node"] for facts in job.facts}))
+    wrong = missing and (
+        f"{missing} did not write into the log folder; it must be on a filesystem that all nodes share "
+        "(LOGS), and the interpreter must be there (PYTHON); see nodes.log"
+    )
+    yield judged("shared folder", wrong, f"written by {', '.join(job.nodes)}")
 
 
 def num_nodes(recipe: Recipe, job: Job) -> Iterator[Row]:
     """The job has as many nodes as the recipe asks for."""
     wanted, got = recipe.cluster.num_nodes, len(job.nodes)
-    if wanted != got:
-        found = f"cluster.num_nodes={wanted}, the job has {got}; use sbatch --nodes={wanted} or that override"
-        yield Row("nodes", "refused", found)
-    else:
-        yield Row("nodes", "ok", str(got))
+    remedy = f"use sbatch --nodes={wanted} or that override"
+    wrong = "" if wanted == got else f"cluster.num_nodes={wanted}, the job has {got}; {remedy}"
+    yield judged("nodes", wrong, str(got))
 
 
 def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
@@ -117,29 +113,25 @@ def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
     if recipe.nemo_grpo.target == "embedded" and not any(counts.values()):
         yield Row("GPUs", "note", "none: this is a run on CPUs")
         return
-    short = {node: count for node, count in counts.items() if count < wanted}
+    short = [f"{node} has {count}" for node, count in sorted(counts.items()) if count < wanted]
+    remedy = f"ask Slurm for --gpus-per-node={wanted}"
+    wrong = f"cluster.gpus_per_node={wanted}, but {', '.join(short)}; {remedy}" if short else ""
     kinds = sorted({name for facts in job.facts for name in facts["gpus"]})
-    if short:
-        listed = ", ".join(f"{node} has {count}" for node, count in sorted(short.items()))
-        found = f"cluster.gpus_per_node={wanted}, but {listed}; ask Slurm for --gpus-per-node={wanted}"
-        yield Row("GPUs", "refused", found)
-    elif len(kinds) > 1:
+    if len(kinds) > 1 and not wrong:
         yield Row("GPUs", "note", f"{wanted} per node, of several kinds: {', '.join(kinds)}")
     else:
-        yield Row("GPUs", "ok", f"{wanted} per node, {', '.join(kinds)}")
+        yield judged("GPUs", wrong, f"{wanted} per node, {', '.join(kinds)}")
 
 
 def clocks(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Each node read its clock between ``began`` and ``ended``."""
-    off = {
-        facts["node"]: max(job.began - facts["clock"], facts["clock"] - job.ended, 0.0) for facts in job.facts
-    }
-    wrong = {node: skew for node, skew in off.items() if skew > CLOCK_TOLERANCE}
-    if wrong:
-        listed = ", ".join(f"{node} by at least {skew:.0f} s" for node, skew in sorted(wrong.items()))
-        yield Row("clocks", "refused", f"off: {listed}; synchronise them (chrony), or --exclude the node")
-    else:
-        yield Row("clocks", "ok", f"within {job.ended - job.began + CLOCK_TOLERANCE:.0f} s of each other")
+    skews = {f["node"]: max(job.began - f["clock"], f["clock"] - job.ended) for f in job.facts}
+    off = [
+        f"{node} by at least {skew:.0f} s" for node, skew in sorted(skews.items()) if skew > CLOCK_TOLERANCE
+    ]
+    wrong = f"off: {', '.join(off)}; synchronise them (chrony), or --exclude the node" if off else ""
+    within = job.ended - job.began + CLOCK_TOLERANCE
+    yield judged("clocks", wrong, f"within {within:.0f} s of each other")
 
 
 def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
@@ -149,14 +141,13 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
     room = f"{gib(free)} in {folder}"
     if needed is None:
         yield Row("free space", "note", f"{room}; the size of a checkpoint is not known here")
-    elif free >= needed:
-        yield Row("free space", "ok", f"{room}, a checkpoint needs {gib(needed)}")
-    elif recipe.policy.megatron_cfg.lora_in_use:
+    elif free < needed and recipe.policy.megatron_cfg.lora_in_use:
         found = f"{room}; the whole model would need {gib(needed)}, its adapters less"
         yield Row("free space", "note", found)
     else:
+        found = f"{room}, a checkpoint needs {gib(needed)}"
         remedy = "make room, or choose another checkpointing.checkpoint_dir"
-        yield Row("free space", "refused", f"{room}, a checkpoint needs {gib(needed)}; {remedy}")
+        yield judged("free space", f"{found}; {remedy}" if free < needed else "", found)
 
 
 def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
@@ -170,23 +161,27 @@ def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
 def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """All nodes run the same packages."""
     different = differing({facts["node"]: facts["versions"] for facts in job.facts})
-    if different:
-        yield Row("versions", "refused", f"{different}; use one environment on all nodes")
-    elif job.facts:
-        yield Row("versions", "ok", ", ".join(f"{k} {v}" for k, v in job.facts[0]["versions"].items()))
+    wrong = different and f"{different}; use one environment on all nodes"
+    if job.facts:
+        same = ", ".join(f"{name} {version}" for name, version in job.facts[0]["versions"].items())
+        yield judged("versions", wrong, same)
 
 
 def nccl(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Environment variables of NCCL and the like are the same on all nodes, and valid there."""
     different = differing({facts["node"]: facts["environment"] for facts in job.facts})
-    if different:
-        yield Row("NCCL", "refused", f"{different}; set them for the whole job")
-    problems = [problem for facts in job.facts for problem in nccl_problems(facts)]
-    for fatal, sentence in dict.fromkeys(problems):
-        yield Row("NCCL", "refused" if fatal else "note", sentence)
-    if not different and not problems:
+    problems = dict.fromkeys(problem for facts in job.facts for problem in nccl_problems(facts))
+    if different or not problems:
         names = ", ".join(job.facts[0]["environment"]) if job.facts else ""
-        yield Row("NCCL", "ok", names or "defaults")
+        wrong = different and f"{different}; set them for the whole job"
+        yield judged("NCCL", wrong, names or "defaults")
+    for fatal, sentence in problems:
+        yield Row("NCCL", "refused" if fatal else "note", sentence)
+
+
+def judged(check: str, wrong: str, right: str) -> Row:
+    """Make a check's row: refused if anything is wrong."""
+    return Row(check, "refused" if wrong else "ok", wrong or right)
 
 
 def differing(tables: dict[str, dict[str, str]]) -> str:
@@ -211,3 +206,31 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 def gib(num_bytes: float) -> str:
     """``"1.5 GiB"``."""
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def shell_settings(recipe: Recipe) -> str:
+    """Write assignments for a shell: the run's folders, GPUs per node, the starting model."""
+    values = {
+        "RUN_DIR": recipe.run_dir.absolute(),
+        "CHECKPOINT_DIR": recipe.checkpoint_dir.absolute(),
+        "SAVES": "yes" if recipe.checkpointing.enabled else "",
+        "GPUS_PER_NODE": recipe.cluster.gpus_per_node,
+        "NUM_NODES": recipe.cluster.num_nodes,
+        "TARGET": recipe.nemo_grpo.target,
+        "MODEL": folder_of(recipe.policy.model_name or ""),
+        "LORA": "merge" if recipe.policy.megatron_cfg.lora_in_use else "",
+    }
+    return "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in values.items())
+
+
+def folder_of(model: str) -> str:
+    """Find a Hub model's local folder; one that is a folder or not downloaded is returned unchanged."""
+    if not model or Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(model, local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        return model

@@ -112,7 +112,7 @@ def try_own_rewards(recipe: Recipe) -> None:
 
 
 def _model_to_be_written(recipe: Recipe) -> list[str]:
-    """The model's folder, if it is missing and a command of this package writes it."""
+    """List the model's folder if it is missing and a command of this package writes it."""
     folder = Path(recipe.policy.model_name or ".")
     if folder.exists() or recipe.nemo_grpo.target == "cluster":
         return []
@@ -159,7 +159,7 @@ def check_model_folder(folder: Path, setting: str) -> None:
 
 
 def reason_against_model(folder: Path) -> str | None:
-    """What a folder without config.json is instead of a model's, with the remedy; None: not known."""
+    """Say what a folder without config.json is instead of a model's, and the remedy; None: not known."""
     if (folder / "config.json").is_file():
         return None
     if (folder / RECIPE_FILE).is_file():
@@ -201,10 +201,7 @@ def check_data(recipe: Recipe) -> Findings:
 
 
 def _draw(recipe: Recipe) -> None:
-    """Ask the task for what a run begins with.
-
-    Raises: UserError: as the run.
-    """
+    """Ask the task for the problems that a run begins with."""
     task, grpo = recipe.task.build(), recipe.grpo
     task.train_problem(0, grpo.seed)
     if grpo.validates and grpo.max_val_samples is not None:
@@ -212,7 +209,7 @@ def _draw(recipe: Recipe) -> None:
 
 
 def missing_files(recipe: Recipe) -> list[str]:
-    """What the recipe's task would read and this machine does not have."""
+    """List the files of the recipe's task that this machine does not have."""
     task = recipe.nemo_grpo.task
     corpus = getattr(task, "corpus", None)
     listed = (*task.train_files, *task.validation_files) if isinstance(task, FileTaskConfig) else ()

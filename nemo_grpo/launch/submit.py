@@ -60,7 +60,7 @@ ALLOWED: dict[str, Callable[[str], bool]] = {
     "export": lambda value: value.split(",")[0] == "ALL",
     **dict.fromkeys(("gres", "tres-per-task"), lambda value: "gpu" not in value),
 }
-"""Of these: values that contradict nothing."""
+"""Values of these options that contradict nothing."""
 FLAGS = (
     *("contiguous", "exclusive", "hold", "no-kill", "no-requeue", "overcommit", "oversubscribe", "reboot"),
     *("requeue", "spread-job", "use-min-nodes"),
@@ -237,7 +237,7 @@ def parse_time_limit(text: str) -> timedelta | None:
 
 
 def _with_units(text: str) -> str:
-    """What ``4h``, ``90m`` or ``2d`` means, in Slurm's form; empty: it has no such form."""
+    """Rewrite ``4h``, ``90m`` or ``2d`` in Slurm's form; empty: it has no such form."""
     parts = re.fullmatch(r"(?:(\d+)d)? ?(?:(\d+)h)? ?(?:(\d+)m(?:in)?)?", text.strip().lower())
     days, hours, minutes = (int(part or 0) for part in parts.groups()) if parts else (0, 0, 0)
     if not (days or hours or minutes):

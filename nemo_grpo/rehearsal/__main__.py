@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nemo_grpo.errors import EXIT_USAGE, UserError
-from nemo_grpo.rehearsal import evidence, report
+from nemo_grpo.rehearsal import checks, report
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, NotStarted
 from nemo_grpo.rehearsal.environment import find_stack
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, prepare, train
@@ -57,7 +57,7 @@ def run(rehearsal: Rehearsal) -> int:
     except Failed as failed:
         failure = str(failed)
     log.info("comparing the export")
-    stages = evidence.stages(rehearsal, failure)
+    stages = checks.stages(rehearsal, failure)
     report.write(rehearsal, stages)
     report.show(rehearsal, stages, Console(width=120))
     return 0 if all(stage.ok for stage in stages) else 1

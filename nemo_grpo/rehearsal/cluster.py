@@ -95,7 +95,7 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
 
 
 class _Again(Exception):
-    """An attempt to start Ray failed."""
+    pass
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def cause(session: Path, path: Path) -> str:
 
 @contextmanager
 def _keeping_logs(scratch: Path, folder: Path) -> Iterator[None]:
-    """If the block fails, Ray's logs go to ``ray-session`` in the rehearsal's folder."""
+    """Keep Ray's logs in ``ray-session`` of the rehearsal's folder if the block fails."""
     try:
         yield
     except BaseException:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import nemo_grpo
 from nemo_grpo.errors import UserError
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import PROBLEMS, SWITCH, VLLM_PYTHON, WARM
+from nemo_grpo.rehearsal.tiny_data import refuse_data
 from nemo_grpo.rehearsal.warm import PR_SET_PDEATHSIG
 
 HERE = Path(__file__).parent
@@ -119,8 +122,39 @@ def find_stack(
     return Stack(stack, source.absolute(), None if sampler else vllm, _torchvision(stack, vllm))
 
 
+def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
+    """Refuse a recipe that cannot be rehearsed; returns the stack with what the recipe's prompts need.
+
+    Raises: UserError: an embedded recipe, images without torchvision, asynchronous rollouts without vLLM.
+    """
+    if recipe.nemo_grpo.target != "cluster":
+        raise UserError(
+            f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here "
+            "unchanged; use nemo-grpo train"
+        )
+    if recipe.nemo_grpo.task is None:
+        refuse_data(recipe)
+    if has_images(recipe) and stack.torchvision is None:
+        raise UserError(
+            f"{path}: images are processed by torchvision's Python code, and neither environment has it; "
+            "run make venv-nemo-rl, or name its folder with TORCHVISION_FOLDER"
+        )
+    if uses_async_engine(recipe) and stack.vllm_python is None:
+        raise UserError(
+            "asynchronous rollouts need vLLM: the stand-in sampler has no asynchronous engine; run make "
+            "venv-vllm and leave --sampler out"
+        )
+    return replace(stack, sees_images=has_images(recipe))
+
+
+def uses_async_engine(recipe: Recipe) -> bool:
+    """True if the rehearsal's rollouts need vLLM's asynchronous engine."""
+    generation, is_async = recipe.policy.generation, recipe.grpo.is_async or recipe.has_single_controller
+    return generation.vllm_cfg.async_engine or (generation.backend != "vllm" and is_async)
+
+
 def _torchvision(*pythons: Path | None) -> Path | None:
-    """Beside an environment's ``bin``, where make puts it, or where TORCHVISION_FOLDER says."""
+    """Find it where TORCHVISION_FOLDER says, or beside an environment's ``bin``, where make puts it."""
     named = [Path(os.environ[TORCHVISION])] if os.environ.get(TORCHVISION) else []
     folders = [*named, *(python.parents[1] / "torchvision" for python in pythons if python)]
     return next((folder.absolute() for folder in folders if folder.is_dir()), None)
@@ -146,15 +180,8 @@ def _vllm_python(given: Path | None) -> Path | None:
     return python.absolute() if python.is_file() else None
 
 
-def warm_command(python: str, server: str, folder: str | None) -> list[str]:
-    """An interpreter, or a fork of the `warm` one that has its socket in ``folder``."""
-    if not folder:
-        return [python]
-    return [python, "-I", "-S", str(HERE / "warm.py"), "run", f"{folder}/{server}", python]
-
-
 def _die_with_the_parent() -> None:
-    """A rehearsal that is killed leaves nothing behind."""
+    """Let nothing outlive a rehearsal that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

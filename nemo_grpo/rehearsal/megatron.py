@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 NEWER_NAMES = ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2")
-"""Of an unreleased megatron-core's FSDP; NeMo-RL 7ea279abf imports them and, without FSDP, uses neither."""
+"""Names of an unreleased megatron-core's FSDP, which NeMo-RL 7ea279abf imports and uses with FSDP alone."""
 WITHOUT_TRANSFORMER_ENGINE = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 """Modules that copy Transformer Engine names from megatron-core, which are None if it is not installed."""
 OF_MODELOPT = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state")

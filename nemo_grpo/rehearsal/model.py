@@ -16,7 +16,7 @@ from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
-from nemo_grpo.rehearsal.problems import RehearsedTask
+from nemo_grpo.rehearsal.tiny_data import ToyTask
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt
 from nemo_grpo.training.demonstrations import demonstrated
@@ -108,7 +108,7 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
 
 
 def _config_file(recipe: Recipe) -> dict[str, Any]:
-    """The model's config.json if it is in a folder or in the Hub's cache; else nothing."""
+    """Read the model's config.json from its folder or the Hub's cache; else nothing."""
     from huggingface_hub import try_to_load_from_cache
 
     name = recipe.policy.model_name or ""
@@ -117,7 +117,7 @@ def _config_file(recipe: Recipe) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def tokenizer_of(recipe: Recipe, task: RehearsedTask) -> tuple[Any, str]:
+def tokenizer_of(recipe: Recipe, task: ToyTask) -> tuple[Any, str]:
     """The recipe's tokenizer if available, else one learnt from its prompts; and which of the two."""
     from transformers import AutoTokenizer
 
@@ -131,7 +131,7 @@ def tokenizer_of(recipe: Recipe, task: RehearsedTask) -> tuple[Any, str]:
 class _Corpus:
     """The task's prompts with their questions, as training text for a tokenizer."""
 
-    def __init__(self, task: RehearsedTask, recipe: Recipe) -> None:
+    def __init__(self, task: ToyTask, recipe: Recipe) -> None:
         self.task, self.prompt = task, recipe.nemo_grpo.prompt
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +143,7 @@ class _Corpus:
         return replace(problem, question=shown)
 
 
-def make_model(recipe: Recipe, task: RehearsedTask, num_validation: int, folder: Path) -> RehearsalModel:
+def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path) -> RehearsalModel:
     """Make the model, train it on the run's first problems, and write it in BF16.
 
     Args: num_validation: validation problems, whose prompts must fit too.
@@ -188,21 +188,21 @@ class Encoder:
         return self._seen[problem.id]
 
     def tokens(self, problem: Problem) -> list[int]:
-        """Of the prompt, an image's placeholders among them."""
+        """Encode the prompt, with an image's placeholders."""
         if self.processor is None:
             return encode_prompt(self.tokenizer, self.prompt, problem)
         return self._encoded(problem)[0]
 
     def inputs(self, model: Any, ids: Any, problems: Iterable[Problem]) -> dict[str, Any]:
-        """What the model takes beside the tokens [B, S], a problem for each row."""
+        """Encode the images that belong to the tokens [B, S], a problem for each row."""
         if self.processor is None:
             return {}
         seen = [self._encoded(problem)[1] for problem in problems]
         return vision.inputs_of(ids, model.config.image_token_id, seen)
 
 
-def _encoder_of(recipe: Recipe, task: RehearsedTask) -> tuple[Encoder, str]:
-    """The model's encoder, and where its tokenizer comes from; with images it is always a learnt one."""
+def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
+    """Make the model's encoder; with images its tokenizer is always a learnt one."""
     prompt = recipe.nemo_grpo.prompt
     if not task.config.needs_images:
         tokenizer, origin = tokenizer_of(recipe, task)
@@ -211,14 +211,13 @@ def _encoder_of(recipe: Recipe, task: RehearsedTask) -> tuple[Encoder, str]:
     return Encoder(tokenizer, prompt, vision.processor_of(tokenizer)), MADE_TOKENIZER
 
 
-def trained_on(recipe: Recipe, task: RehearsedTask) -> list[Problem]:
-    """What the driver of a run on demonstrations encodes before it starts."""
+def trained_on(recipe: Recipe, task: ToyTask) -> list[Problem]:
+    """List the problems that the driver of a run on demonstrations encodes before it starts."""
     number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED)
     return [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
 
 
 def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) -> Group:
-    """A problem with its demonstration; models and their contexts are made to fit."""
     tokenizer, prompt, key = encoder.tokenizer, encoder.prompt, "max_position_embeddings"
     tokens = encoder.tokens(problem)
     return demonstrated(

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from nemo_grpo.rehearsal import PROBLEMS, SWITCH, VLLM_PYTHON, WARM
-from nemo_grpo.rehearsal.environment import warm_command
+from nemo_grpo.rehearsal.warm import warm_command
 
 FREE_MEMORY = 1 << 30
 """Bytes that a logical GPU reports as free. NeMo-RL sends weights in buffers of 0.15 of it, 161 MB, and the

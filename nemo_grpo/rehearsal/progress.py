@@ -1,4 +1,4 @@
-"""Whether a driver still gets on: what it logs, and the CPU time of its processes.
+"""Progress of a driver, by its log and the CPU time of its processes.
 
 A fixed limit ends a slow run on a busy machine and waits too long for a dead one on a quiet machine.
 """

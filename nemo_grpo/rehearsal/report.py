@@ -9,11 +9,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from nemo_grpo.diagnostics.stuck import findings
-from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.evidence import Stage, sample
-from nemo_grpo.rehearsal.problems import NUM_KNOWN
-from nemo_grpo.rehearsal.recorded import Recorded
+from nemo_grpo.rehearsal import overrides as small
+from nemo_grpo.rehearsal.checks import Stage, sample
+from nemo_grpo.rehearsal.run_output import Recorded
 from nemo_grpo.rehearsal.stages import Rehearsal
+from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN
 
 CANNOT_SEE = (
     "A rehearsal cannot see: Transformer Engine, FP8, NCCL, CUDA kernels, memory and speed on a GPU, a lost "
@@ -61,7 +61,7 @@ def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
 
 
 def was_real(rehearsal: Rehearsal) -> Iterator[str]:
-    """What ran as on a cluster, and what was replaced."""
+    """Say which parts ran as on a cluster, and which were replaced."""
     stack, model, problems = rehearsal.stack, rehearsal.model, rehearsal.problems
     if rehearsal.recipe.loss_fn.learns_from_demonstrations:
         parts = "supervised trainer and its loss, Ray workers, checkpoints"

@@ -15,15 +15,14 @@ from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.errors import EXIT_USAGE, UserError, how_ended
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import WARM
-from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.changes import Change
+from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.cluster import Cluster, ray_cluster
-from nemo_grpo.rehearsal.environment import Stack, background, warm_command
+from nemo_grpo.rehearsal.environment import Stack, background, stack_for
 from nemo_grpo.rehearsal.model import RehearsalModel, make_model
-from nemo_grpo.rehearsal.problems import Problems, RehearsedTask, problems_of
+from nemo_grpo.rehearsal.overrides import STOP_AFTER, Override, Ranks
 from nemo_grpo.rehearsal.progress import Progress, Stuck
-from nemo_grpo.rehearsal.recipe import STOP_AFTER, Ranks
-from nemo_grpo.rehearsal.refusal import for_recipe, refuse
+from nemo_grpo.rehearsal.tiny_data import Problems, ToyTask, problems_of
+from nemo_grpo.rehearsal.warm import warm_command
 from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class Rehearsal:
     recipe: Recipe
     taught: Recipe
     small: Recipe
-    changes: list[Change]
+    changes: list[Override]
     layout: Ranks
     model: RehearsalModel
     problems: Problems
@@ -58,7 +57,7 @@ class Rehearsal:
 
     @property
     def recipe_file(self) -> Path:
-        """What the driver is given."""
+        """Path of the recipe that the driver is given."""
         return self.folder / "recipe.yaml"
 
     @contextmanager
@@ -83,18 +82,17 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     start = time.monotonic()
     overrides = list(overrides)
     recipe = load_recipe(path, overrides)
-    stack = for_recipe(stack, recipe)
+    stack = stack_for(recipe, path, stack)
     has_vllm = stack.vllm_python is not None
-    refuse(recipe, path, stack)
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
     lessons = {"task": problems.task, "prompt": problems.prompt}
     taught = recipe.model_copy(update={"nemo_grpo": recipe.nemo_grpo.model_copy(update=lessons)})
-    task = RehearsedTask(taught, problems.task)
+    task = ToyTask(taught, problems.task)
     num_validation = small.NUM_VALIDATION if recipe.grpo.validates else 0
     model = make_model(taught, task, num_validation, folder / "model")
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
-    changed = list(small.changes(recipe, problems.task, model, layout, folder / "runs", has_vllm))
+    changed = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", has_vllm))
     file = folder / "recipe.yaml"
     small.write_recipe(file, path, overrides, changed)
     made = Rehearsal(folder, stack, recipe, taught, load_recipe(file), changed, layout, model, problems)
@@ -173,7 +171,6 @@ def tail(path: Path, lines: int = LAST_LINES) -> str:
 
 
 def _last_error(path: Path) -> str:
-    """The driver's message when it refused."""
     text = path.read_text(encoding="utf-8", errors="replace")
     _, found, message = text.rpartition("error: ")
     return message.strip() if found else f"the driver refuses the recipe; see {path}"

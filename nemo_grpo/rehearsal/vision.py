@@ -30,7 +30,7 @@ HEAD_DIM, MROPE_SECTION = 128, (16, 24, 24)
 """Megatron-Bridge does not read the sections from a model's configuration: they are the full model's, which
 need heads of 128."""
 DEPTH, WIDTH, NUM_HEADS, FFN = 2, 64, 2, 128
-"""Of the vision tower; its last block sees the whole image, the others windows, as in the family."""
+"""Sizes of the vision tower; its last block sees the whole image, the others windows, as in the family."""
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 8 * 28 * 28
 """An image becomes 4 to 8 tokens, whatever its size."""
 
@@ -90,7 +90,7 @@ def encoded(processor: Any, prompt: Prompt, problem: Problem) -> tuple[list[int]
 
 
 def inputs_of(ids: Any, image_token: int, seen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a vision model takes beside the tokens.
+    """Return the inputs of a vision model beside the tokens.
 
     Args: ids: [B, S].  image_token: of the model's configuration.  seen: per row, see `encoded`.
     """

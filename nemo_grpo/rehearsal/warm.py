@@ -33,6 +33,11 @@ NOT_BEFORE_THE_FORK = "ray"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def warm_command(python: str, server: str, folder: str | None) -> list[str]:
+    """Return the command of an interpreter, or of a fork of the server with its socket in ``folder``."""
+    return [python, "-I", "-S", __file__, "run", f"{folder}/{server}", python] if folder else [python]
+
+
 def run(path: str, python: str, arguments: list[str]) -> None:
     """Have the command run by a fork, and exit as it does."""
     connection = _connected(path)

@@ -12,7 +12,7 @@ from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler, Turn
 from nemo_grpo.tasks import Task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, tags_of
-from nemo_grpo.tasks.reserved import reserved_texts, special_tags
+from nemo_grpo.tasks.special_tokens import reserved_texts, special_tags
 
 TAIL_TOKENS = 32
 """Number of last tokens of a turn in which a stop text is looked for."""

@@ -120,10 +120,7 @@ def solution_of(problem: Problem) -> str:
 
 
 def _stratified(problems: Sequence[Problem]) -> list[int]:
-    """All indices in an order of which every beginning holds each stratum in proportion to its size.
-
-    The order is random within a stratum, and the same in every run.
-    """
+    """Order all indices so that every beginning holds each stratum in proportion to its size."""
     strata: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
         strata.setdefault(repr([problem.metadata.get(key) for key in STRATA]), []).append(index)
@@ -188,7 +185,7 @@ def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """What changes with a file's text; None for a file that is missing."""
+    """Return a stamp that changes with the file; None: it is missing."""
     return ((found := path.stat()).st_mtime_ns, found.st_size) if path.is_file() else None
 
 
@@ -291,5 +288,4 @@ def _with_images(problem: Problem, path: Path, where: str) -> Problem:
 
 
 def _normalized(problem: Problem) -> tuple[str, str]:
-    """The identity of a problem: the words of its question, and its images."""
     return " ".join(problem.question.split()), repr(problem.metadata.get("images"))

@@ -1,4 +1,4 @@
-"""Knights and knaves with two people: knights speak the truth, knaves lie, find out who is which.
+"""Knights and knaves with two people, in few words: knights speak the truth, knaves lie.
 
 Small enough for a policy of half a million parameters, and still a task that reasoning helps: demonstrations
 try the four worlds one after the other. The answer is positional (first speaker, second speaker), so that a
@@ -8,49 +8,40 @@ tiny model has no names to copy. Chance is 1/4.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import permutations
 from typing import Literal
 
 from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, is_held_out, stream
-from nemo_grpo.tasks.logic_puzzles import checks
+from nemo_grpo.tasks.logic_puzzles import Statement, World, attempts, role, solutions
 from nemo_grpo.tasks.response import exact_match, extract_answer, render_response
-
-World = tuple[bool, bool]
-"""(first is a knight, second is a knight)"""
 
 NAMES = ("Ava", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivy", "Jack")
 WORLDS: tuple[World, ...] = ((True, True), (True, False), (False, True), (False, False))
 
-STATEMENTS: dict[str, tuple[str, Callable[[bool, bool], bool]]] = {
-    "knight": ("{other} is a knight", lambda me, other: other),
-    "knave": ("{other} is a knave", lambda me, other: not other),
-    "alike": ("{other} and I are alike", lambda me, other: me == other),
-    "differ": ("{other} and I differ", lambda me, other: me != other),
-    "both_knights": ("{other} and I are knights", lambda me, other: me and other),
-    "both_knaves": ("{other} and I are knaves", lambda me, other: not me and not other),
-    "some_knight": ("{other} or I is a knight", lambda me, other: me or other),
-    "some_knave": ("{other} or I is a knave", lambda me, other: not me or not other),
-    "if_me_other": ("if I am a knight so is {other}", lambda me, other: not me or other),
-    "if_other_me": ("if {other} is a knight so am I", lambda me, other: not other or me),
-    "only_me": ("I am the only knight", lambda me, other: me and not other),
-    "only_other": ("{other} is the only knight", lambda me, other: other and not me),
+STATEMENTS: dict[str, tuple[str, Statement]] = {
+    "knight": ("{other} is a knight", ("is", (1, True))),
+    "knave": ("{other} is a knave", ("is", (1, False))),
+    "alike": ("{other} and I are alike", ("iff", (0, True), (1, True))),
+    "differ": ("{other} and I differ", ("iff", (0, True), (1, False))),
+    "both_knights": ("{other} and I are knights", ("and", (0, True), (1, True))),
+    "both_knaves": ("{other} and I are knaves", ("and", (0, False), (1, False))),
+    "some_knight": ("{other} or I is a knight", ("or", (0, True), (1, True))),
+    "some_knave": ("{other} or I is a knave", ("or", (0, False), (1, False))),
+    "if_me_other": ("if I am a knight so is {other}", ("if", (0, True), (1, True))),
+    "if_other_me": ("if {other} is a knight so am I", ("if", (1, True), (0, True))),
+    "only_me": ("I am the only knight", ("and", (0, True), (1, False))),
+    "only_other": ("{other} is the only knight", ("and", (0, False), (1, True))),
 }
+"""Kind -> its English and its meaning, where the speaker is person 0."""
 
 
-def truths(statements: tuple[str, str], world: World) -> tuple[bool, bool]:
-    """Which of the two statements are true in this world."""
-    first, second = (STATEMENTS[kind][1] for kind in statements)
-    return first(world[0], world[1]), second(world[1], world[0])
+def meaning(kinds: tuple[str, str]) -> tuple[Statement, Statement]:
+    """The statements of both people: of the second the speaker is person 1."""
+    (_, first), (_, (kind, *atoms)) = (STATEMENTS[kind] for kind in kinds)
+    return first, (kind, *((1 - person, is_knight) for person, is_knight in atoms))  # type: ignore[return-value]
 
 
-def solution(statements: tuple[str, str]) -> World | None:
-    """The only world in which exactly the knights speak the truth; None if there are several or none."""
-    worlds = [world for world in WORLDS if truths(statements, world) == world]
-    return worlds[0] if len(worlds) == 1 else None
-
-
-PUZZLES = tuple((a, b) for a in STATEMENTS for b in STATEMENTS if solution((a, b)) is not None)
+PUZZLES = tuple((a, b) for a in STATEMENTS for b in STATEMENTS if len(solutions(meaning((a, b)))) == 1)
 """The 72 pairs of statements with a unique solution."""
 
 
@@ -89,14 +80,9 @@ class KnightsKnaves:
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Tries worlds in a random order, ``true`` or ``lie`` for each speaker, up to the first that fits."""
-        statements = problem.metadata["statements"]
-        lines = []
-        for world in rng.sample(WORLDS, len(WORLDS)):
-            found = checks(truths(statements, world), world)
-            lines.append(f"{_answer(world)}: {' '.join(found)}")
-            if found[-1] == "ok":
-                break
-        return render_response("; ".join(lines), problem.answer)
+        worlds = rng.sample(WORLDS, len(WORLDS))
+        tried = attempts(meaning(problem.metadata["statements"]), worlds, _answer)
+        return render_response(tried, problem.answer)
 
     def extract(self, response: str) -> str | None:
         return extract_answer(response)
@@ -110,12 +96,11 @@ class KnightsKnaves:
 
 
 def _answer(world: World) -> str:
-    return ", ".join("knight" if is_knight else "knave" for is_knight in world)
+    return ", ".join(map(role, world))
 
 
 def _problem(statements: tuple[str, str], names: tuple[str, ...]) -> Problem:
-    world = solution(statements)
-    assert world is not None
+    (world,) = solutions(meaning(statements))
     said = [
         f"{me}: {STATEMENTS[kind][0].format(other=other)}."
         for kind, me, other in zip(statements, names, reversed(names), strict=True)

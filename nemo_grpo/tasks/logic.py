@@ -20,15 +20,15 @@ from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.logic_puzzles import (
     NAMES,
     Statement,
-    checks,
+    World,
+    attempts,
     describe,
     draw_statements,
-    is_true,
     role,
     solutions,
 )
 from nemo_grpo.tasks.response import last_answer, render_response
-from nemo_grpo.tasks.rewards.forms import FORMS, with_opened_think
+from nemo_grpo.tasks.rewards.format_reward import FORMS, with_opened_think
 
 SPEAKER = "Assistant:"
 """Logic-RL's release grades what follows its first occurrence, in a response too."""
@@ -86,8 +86,6 @@ class LogicConfig(FileTaskConfig):
 
 
 class _Graded:
-    """Reading and grading of responses, for puzzles of any source."""
-
     config: LogicConfig
 
     def extract(self, response: str) -> str | None:
@@ -136,17 +134,15 @@ class Logic(_Graded):
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Tries worlds in a random order, ``true`` or ``lie`` for each speaker, up to the one that fits."""
-        names, statements, tried = problem.metadata["names"], problem.metadata["statements"], []
-        worlds = list(range(1 << len(statements)))
-        rng.shuffle(worlds)
-        for number in worlds:
-            world = tuple(bool(number >> person & 1) for person in range(len(statements)))
-            found = checks((is_true(statement, world) for statement in statements), world)
-            roles = (f"{name} {role(is_knight)}" for name, is_knight in zip(names, world, strict=True))
-            tried.append(f"{' '.join(roles)}: {' '.join(found)}")
-            if found[-1] == "ok":
-                break
-        return render_response("; ".join(tried), problem.answer)
+        names, statements = problem.metadata["names"], problem.metadata["statements"]
+        numbers = list(range(1 << len(statements)))
+        rng.shuffle(numbers)
+        worlds = (tuple(bool(n >> person & 1) for person in range(len(statements))) for n in numbers)
+
+        def shown(world: World) -> str:
+            return " ".join(f"{name} {role(is_knight)}" for name, is_knight in zip(names, world, strict=True))
+
+        return render_response(attempts(statements, worlds, shown), problem.answer)
 
     def _draw(self, num_people: int, rng: random.Random, *, held_out: bool) -> Problem:
         while True:
@@ -186,7 +182,7 @@ def parse_roles(answer: str) -> Roles | None:
 
 
 def all_right(reference: Roles | None, answer: Roles | None) -> bool:
-    """Whether the answer gives everybody of the reference the right role; further people do not matter."""
+    """True if the answer gives everybody of the reference the right role; further people do not matter."""
     return reference is not None and answer is not None and reference.items() <= answer.items()
 
 

@@ -8,7 +8,7 @@ against less than 1 ms here) and installs eleven packages.
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import product
 
@@ -55,18 +55,28 @@ def solutions(statements: tuple[Statement, ...]) -> list[World]:
 
 
 def is_true(statement: Statement, world: World) -> bool:
-    """Whether the statement holds in a world."""
+    """True if the statement holds in a world."""
     return bool(_worlds_where_true(statement, tuple(map(int, world)), 1))
 
 
-def checks(truths: Iterable[bool], world: Sequence[bool]) -> list[str]:
-    """Each statement's truth until one contradicts its speaker's role, then ``no``; ``ok`` if none does."""
-    words = []
-    for true, is_knight in zip(truths, world, strict=True):
-        words.append("true" if true else "lie")
-        if true != is_knight:
-            return [*words, "no"]
-    return [*words, "ok"]
+def attempts(
+    statements: Sequence[Statement], worlds: Iterable[World], describe_world: Callable[[World], str]
+) -> str:
+    """Try worlds in this order up to the first that fits: ``WORLD: true lie no; WORLD: lie true ok``."""
+    tried = []
+    for world in worlds:
+        words = []
+        for statement, is_knight in zip(statements, world, strict=True):
+            words.append("true" if is_true(statement, world) else "lie")
+            if is_true(statement, world) != is_knight:
+                words.append("no")
+                break
+        else:
+            words.append("ok")
+        tried.append(f"{describe_world(world)}: {' '.join(words)}")
+        if words[-1] == "ok":
+            break
+    return "; ".join(tried)
 
 
 def draw_statements(num_people: int, rng: random.Random) -> tuple[Statement, ...]:
@@ -93,7 +103,7 @@ def describe(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
 
 @cache
 def _worlds_where_knight(num_people: int) -> tuple[int, ...]:
-    """For each person a number whose bit w is set if the person is a knight in world w (bit person of w)."""
+    """For each person the worlds w, as bits, in which the person is a knight (bit person of w)."""
     worlds = range(1 << num_people)
     return tuple(sum(1 << w for w in worlds if w >> person & 1) for person in range(num_people))
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
 from nemo_grpo.tasks.rewards.final_answer import MAX_CHARS, MAX_DEPTH, final_answer, normalized
-from nemo_grpo.tasks.rewards.forms import FORMS, Form, demonstrated_form, with_opened_think
+from nemo_grpo.tasks.rewards.format_reward import FORMS, Form, demonstrated_form, with_opened_think
 from nemo_grpo.tasks.rewards.math_grader import SHARED, answer_of
 from nemo_grpo.tasks.rewards.notation import plain, readable
 
@@ -34,7 +34,7 @@ class MathConfig(FileTaskConfig):
 
     name: Literal["math"] = "math"
     form: Form = "boxed"
-    """What ``format`` rewards: boxed, think (CW-GRPO), think_answer (GPG), think_closed (open-rs), tags."""
+    """Form that ``format`` rewards: boxed, think (CW-GRPO), think_answer (GPG), think_closed, tags."""
     think_is_open: bool = False
     """The prompt ends with ``<think>``, by its response_prefix or by the chat template."""
 
@@ -77,11 +77,11 @@ class MathematicalAnswers:
         return {"accuracy": float(correct), "format": FORMS[self.config.form](seen)}
 
     def same_answer(self, one: str, other: str) -> bool | None:
-        """Whether two extracted answers are equal as mathematics; see `MathGrader.same`."""
+        """Compare two extracted answers as mathematics; see `MathGrader.same`."""
         return SHARED.same(one, other)
 
     def undecided(self, reference: str, answer: str) -> bool:
-        """Whether a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
+        """True if a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
         return SHARED.undecided(reference, answer)
 
 
@@ -107,7 +107,7 @@ _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Z]?[a-z]+(?:\s+[a-z]{2,}\s|:\s)")
 
 
 def _can_be_given(reference: str) -> bool:
-    """Whether a response is likely to give a reference, as text or as mathematics."""
+    """True if a response is likely to give a reference, as text or as mathematics."""
     reference = answer_of(reference)
     is_sentence = re.search(r"\d", reference) and _SENTENCE.search(readable(plain(reference)))
     answer = final_answer(f"\\boxed{{{reference}}}")

@@ -14,7 +14,7 @@ IMAGES = "vision tasks need the cluster engine (NeMo-RL), whose processor encode
 
 
 class Prompt(BaseModel):
-    """How a problem becomes the text that the policy continues: the recipe's ``nemo_grpo.prompt`` section."""
+    """The recipe's ``nemo_grpo.prompt`` section: makes a problem the text that the policy continues."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
@@ -108,14 +108,14 @@ def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> 
 
 
 def _open_ended(tokenizer: Any, text: str, ids: Sequence[int]) -> list[int]:
-    """Without an end of sequence that the tokenizer has added: the policy continues the text."""
+    """Drop an end of sequence that the tokenizer has added: the policy continues the text."""
     end = getattr(tokenizer, "eos_token_id", None)
     added = end is not None and ids[-1:] == [end] and not text.endswith(tokenizer.eos_token)
     return list(ids[:-1] if added else ids)
 
 
 def _text(tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False) -> tuple[str, bool]:
-    """What the policy continues, and whether the tokenizer adds its special tokens to it."""
+    """Return the text that the policy continues; True: the tokenizer adds its special tokens to it."""
     if with_images:
         check_image_prompt(prompt)
         return _chat(tokenizer, [image_message(prompt, problem)]), False

@@ -84,7 +84,7 @@ class Scorer:
             function.pool.close()
 
     def _text(self, problem: Problem) -> str:
-        """What own functions get as the prompt: the user's message, without the chat template's marks."""
+        """Return the prompt of own functions: the user's message, without the chat template's marks."""
         return chat_messages(self.prompt, problem)[-1]["content"]
 
 

@@ -25,10 +25,10 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem
 from nemo_grpo.tasks.environment import Episode, Observed
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
-from nemo_grpo.tasks.reserved import broken_up
 from nemo_grpo.tasks.response import last_answer
 from nemo_grpo.tasks.retriever import Passage, Retriever
 from nemo_grpo.tasks.search_facts import Facts
+from nemo_grpo.tasks.special_tokens import broken_up
 
 SEARCH_TAGS = ("<search>", "</search>", "<information>", "</information>")
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")

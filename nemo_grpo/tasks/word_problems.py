@@ -9,7 +9,7 @@ from pydantic import Field
 
 from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, distinct, is_held_out, stream
 from nemo_grpo.tasks.mathematics import MathematicalAnswers
-from nemo_grpo.tasks.rewards.forms import Form, demonstrated_form
+from nemo_grpo.tasks.rewards.format_reward import Form, demonstrated_form
 
 NAMES = ("Ada", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas", "Lena", "Maria")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "tickets")
@@ -24,7 +24,7 @@ class WordProblemsConfig(TaskConfig):
     max_number: int = Field(default=50, ge=10, le=999)
     """Numbers of a problem go from 2 to this one; what is left is never negative."""
     form: Form = "boxed"
-    """What ``format`` rewards, as for the task math."""
+    """Form that ``format`` rewards, as for the task math."""
 
     def build(self) -> WordProblems:
         return WordProblems(self)
@@ -67,7 +67,7 @@ class WordProblems(MathematicalAnswers):
 
 
 def _problem(rng: random.Random, numbers: tuple[int, ...], more_first: bool) -> Problem | None:
-    """A story about the numbers, or None if it would leave fewer than nothing."""
+    """Tell a story about the numbers; None if it would leave fewer than nothing."""
     start, first, second = numbers
     changes = (first, -second) if more_first else (-first, second)
     if start + changes[0] < 0 or start + sum(changes) < 0:

@@ -33,7 +33,7 @@ VALUES: dict[str, Any] = {
 BY_TEXT = {
     "nemo_grpo/experiments/jobs.py",  # the keys that a sweep varies
     "nemo_grpo/recipe/embedded_rules.py",  # the keys of `SUPPORTED`
-    "nemo_grpo/rehearsal/host.py",  # the keys of `STAND_INS`, which it replaces
+    "nemo_grpo/rehearsal/overrides.py",  # the keys of its tables
 }
 """Modules that read a recipe's keys by name."""
 

@@ -29,11 +29,11 @@ from recomputed import (
 )
 from torch import Tensor
 
-from nemo_grpo.rehearsal import evidence
+from nemo_grpo.rehearsal import checks
+from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.environment import find_stack
-from nemo_grpo.rehearsal.evidence import Stage
 from nemo_grpo.rehearsal.export import convert, load, weights_of
-from nemo_grpo.rehearsal.recorded import Row
+from nemo_grpo.rehearsal.run_output import Row
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint, prepare, train
 
 STAND_IN = "NEMO_GRPO_TEST_SAMPLER"
@@ -89,7 +89,7 @@ def prove(rehearsal: Rehearsal) -> list[Stage]:
     left_out = set(ROLLOUTS) if is_supervised else {"validation"}
     left_out |= {"advantage", "update"} if is_stock else set()
     return [
-        evidence.judged(name, lambda _, check=check: check(proof), proof.run)
+        checks.judged(name, lambda _, check=check: check(proof), proof.run)
         for name, check in CHECKS.items()
         if name not in left_out
     ]
@@ -108,7 +108,7 @@ def refit(proof: Proof) -> str:
             old, _ = all_logprobs(model, sequences, sampling)
             errors.append(k3(old, aligned(rows, "generation_logprobs"), sequences.mask))
     shown = f"the first weights would have given {max(errors):.1e} later"
-    if not max(errors) > evidence.REFIT_BOUND:
+    if not max(errors) > checks.REFIT_BOUND:
         raise Failed(f"{shown}, so that a refit is not tested")
     return shown
 
@@ -312,7 +312,7 @@ def main(recipe: str, folder: str, *overrides: str) -> None:
     stack = find_stack(None, Path(sys.executable), None, sampler=os.environ.get(STAND_IN) == "1")
     rehearsal = prepare(Path(recipe), overrides, stack, Path(folder), 4)
     train(rehearsal)
-    rows = [*evidence.stages(rehearsal), *prove(rehearsal)]
+    rows = [*checks.stages(rehearsal), *prove(rehearsal)]
     sys.stdout.write(json.dumps([asdict(row) for row in rows]))
 
 

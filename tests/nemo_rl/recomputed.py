@@ -23,10 +23,10 @@ from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.diagnostics.stuck import SIGNAL
 from nemo_grpo.nemorl.checkpoints import CARRIED
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.export import convert, load
-from nemo_grpo.rehearsal.recorded import Recorded, Row, reward
+from nemo_grpo.rehearsal.run_output import Recorded, Row, reward
 from nemo_grpo.rehearsal.stages import Failed, newest_checkpoint
 from nemo_grpo.tasks import Problem
 

@@ -17,9 +17,9 @@ import recomputed
 from oracle import STAND_IN
 from transformers import AutoModelForCausalLM  # noqa: F401  # sets variables when it is imported
 
-from nemo_grpo.rehearsal import evidence, stages
+from nemo_grpo.rehearsal import checks, stages
 from nemo_grpo.rehearsal.environment import find_stack
-from nemo_grpo.rehearsal.recorded import Recorded
+from nemo_grpo.rehearsal.run_output import Recorded
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ONE, TWO, FOUR = (f"cluster.gpus_per_node={n}" for n in (1, 2, 4))
@@ -72,7 +72,7 @@ def rehearsed(tmp_path: Path, recipe: str, *overrides: str) -> stages.Rehearsal:
 
 def proved(rehearsal: stages.Rehearsal) -> Recorded:
     """Its output, once every stage has passed and its numbers were computed again."""
-    failed = [stage for stage in (*evidence.stages(rehearsal), *oracle.prove(rehearsal)) if not stage.ok]
+    failed = [stage for stage in (*checks.stages(rehearsal), *oracle.prove(rehearsal)) if not stage.ok]
     assert not failed, failed
     return Recorded(rehearsal)
 
@@ -85,7 +85,7 @@ def test_a_recipe_trains_stops_resumes_and_exports(tmp_path, case):
     rehearsal = rehearsed(tmp_path, *case)
     stages.train(rehearsal)
     if rehearsal.small.checkpointing.keep_top_k == 1:  # the oracle needs the stop's
-        assert not [stage for stage in evidence.stages(rehearsal) if not stage.ok]
+        assert not [stage for stage in checks.stages(rehearsal) if not stage.ok]
         return
     found = proved(rehearsal)
     if rehearsal.recipe.loss_fn.variant == "erpo":
@@ -151,10 +151,10 @@ def test_overlapped_gathering_of_parameters_is_seen_as_stale_rollouts(tmp_path):
     stages.train(rehearsal, stops=False)
     found = Recorded(rehearsal)
     before, after = found.series("mismatch/kl")[:2]
-    assert before < evidence.REFIT_BOUND < after, f"{key}: the first update makes the difference"
-    stage = next(stage for stage in evidence.stages(rehearsal) if stage.name == "refit")
+    assert before < checks.REFIT_BOUND < after, f"{key}: the first update makes the difference"
+    stage = next(stage for stage in checks.stages(rehearsal) if stage.name == "refit")
     assert not stage.ok
-    assert f"the bound is {evidence.REFIT_BOUND:g}" in stage.proof
+    assert f"the bound is {checks.REFIT_BOUND:g}" in stage.proof
 
 
 PLANTED = """
@@ -182,8 +182,8 @@ def test_wrong_row_factors_and_a_refit_that_is_skipped_are_seen(tmp_path):
     rehearsal = rehearsed(tmp_path, ERPO, ONE, "policy.megatron_cfg.peft.enabled=false")
     rehearsal.driver = ("-c", PLANTED)
     stages.train(rehearsal, stops=False)
-    failed = {stage.name: stage.proof for stage in evidence.stages(rehearsal) if not stage.ok}
-    assert f"the bound is {evidence.REFIT_BOUND:g}" in failed["refit"]
+    failed = {stage.name: stage.proof for stage in checks.stages(rehearsal) if not stage.ok}
+    assert f"the bound is {checks.REFIT_BOUND:g}" in failed["refit"]
     proofs = {stage.name: stage for stage in oracle.prove(rehearsal)}
     assert "is logged" in proofs["update"].proof
 
@@ -192,7 +192,7 @@ def test_wrong_row_factors_and_a_refit_that_is_skipped_are_seen(tmp_path):
 def test_merge_of_adapters_that_is_dropped_is_seen(tmp_path, monkeypatch):
     rehearsal = rehearsed(tmp_path, *WHOLE["sft_lora"])
     stages.train(rehearsal)
-    for module in (evidence, oracle, recomputed):
+    for module in (checks, oracle, recomputed):
         monkeypatch.setattr(module, "convert", lambda r, *_: r.model.folder)
-    assert "export" in {stage.name for stage in evidence.stages(rehearsal) if not stage.ok}
+    assert "export" in {stage.name for stage in checks.stages(rehearsal) if not stage.ok}
     assert {"export", "update"} <= {stage.name for stage in oracle.prove(rehearsal) if not stage.ok}

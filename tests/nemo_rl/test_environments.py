@@ -13,7 +13,7 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import environments, run_grpo
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Prompt, parse_task
-from nemo_grpo.tasks.reserved import reserved_texts
+from nemo_grpo.tasks.special_tokens import reserved_texts
 
 ASYNC = [
     "grpo.async_grpo.enabled=true",

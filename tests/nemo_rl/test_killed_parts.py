@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM  # noqa: F401  # sets variables wh
 
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import find_stack
-from nemo_grpo.rehearsal.recorded import Recorded
+from nemo_grpo.rehearsal.run_output import Recorded
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "cw_grpo" / "grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 OVERRIDES = ("cluster.gpus_per_node=1",)

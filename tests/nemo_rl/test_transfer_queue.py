@@ -11,7 +11,7 @@ from test_end_to_end import GRPO, ONE, proved, rehearsed
 
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.export import convert, weights_of
-from nemo_grpo.rehearsal.recorded import Recorded
+from nemo_grpo.rehearsal.run_output import Recorded
 
 pytest.importorskip("transfer_queue", reason="no TransferQueue here; `make venv-nemo-rl` installs it")
 

@@ -3,6 +3,32 @@
 Needs the extra ``search``; its libraries are imported where they are used, so that tasks load without it.
 """
 
-from nemo_grpo.tasks.retriever.base import Passage, Retriever, RetrieverError
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["Passage", "Retriever", "RetrieverError"]
+
+class RetrieverError(RuntimeError):
+    """Retrieval fails for every query: the service is gone, or its answers are invalid."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One entry of a corpus. ``score`` orders the passages of one answer: higher is better."""
+
+    id: str
+    title: str
+    text: str
+    score: float = 0.0
+
+
+class Retriever(Protocol):
+    """Finds passages. Safe to call from several threads."""
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """At most ``top_k`` passages for each query, best first; the same query gives the same passages.
+
+        Args:   queries: any texts.  top_k: at least 1.
+        Raises: RetrieverError: see there.
+        """
+        ...

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_grpo.errors import UserError
-from nemo_grpo.tasks.retriever.base import Passage, RetrieverError
+from nemo_grpo.tasks.retriever import Passage, RetrieverError
 from nemo_grpo.tasks.retriever.corpus import passage_of
 
 log = logging.getLogger(__name__)
@@ -87,12 +87,11 @@ def _passage(item: Mapping[str, Any], index: int) -> Passage:
 
 
 def _encodable(query: str) -> str:
-    """The query without halves of characters, which JSON cannot carry."""
+    """Drop halves of characters, which JSON cannot carry."""
     return query.encode(errors="replace").decode()
 
 
 def _said(error: urllib.error.HTTPError) -> str:
-    """The service's own words, if it has any."""
     try:
         return str(json.load(error)["detail"])
     except BROKEN:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks.jsonl import parse_object
-from nemo_grpo.tasks.retriever.base import Passage
+from nemo_grpo.tasks.retriever import Passage
 
 
 class Corpus(Sequence[Passage]):
@@ -67,7 +67,7 @@ class Corpus(Sequence[Passage]):
 
 
 def indexed_text(passage: Passage) -> str:
-    """What an index sees of a passage."""
+    """Return the text of a passage that an index reads."""
     return f"{passage.title}\n{passage.text}" if passage.title else passage.text
 
 

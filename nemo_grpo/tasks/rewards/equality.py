@@ -181,7 +181,7 @@ def symbols(value: Any, marks: bool = False) -> set[Symbol]:
 
 
 def same(one: Any, other: Any, allowed: Rational) -> bool:
-    """Whether a reference and an answer are equal, up to a relative difference."""
+    """True if a reference and an answer are equal, up to a relative difference."""
     if isinstance(one, Named) and isinstance(other, Named):
         return all(map(same, one, other, repeat(allowed))) or same_equation(one, other, allowed)
     if isinstance(other, Named):
@@ -205,7 +205,7 @@ def same(one: Any, other: Any, allowed: Rational) -> bool:
 
 
 def same_equation(one: Named, other: Named, allowed: Rational) -> bool:
-    """Whether the differences between both sides are proportional."""
+    """True if the differences between both sides are proportional."""
     if not isinstance(one.value, Expr) or not isinstance(other.value, Expr):
         return False
     left, right = one.name - one.value, other.name - other.value

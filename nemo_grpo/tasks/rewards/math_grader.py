@@ -50,12 +50,12 @@ class MathGrader(WorkerPool):
         return bool(self.same(reference, answer))
 
     def undecided(self, reference: str, answer: str) -> bool:
-        """Whether the two were compared without a verdict; either may be the cause, for this problem only."""
+        """True if the two were compared without a verdict; either may be the cause, for this problem only."""
         with self._lock:
             return self._known.get((normalized(answer_of(reference)), normalized(answer)), False) is None
 
     def same(self, reference: str, answer: str) -> bool | None:
-        """Whether an answer is equal to a reference, or to another answer; None: no verdict in time."""
+        """Compare an answer with a reference, or with another answer; None: no verdict in time."""
         reference, answer = plain(answer_of(reference)), plain(answer)
         pair = normalized(reference), normalized(answer)
         if pair[0] == pair[1]:

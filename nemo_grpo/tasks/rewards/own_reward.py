@@ -27,7 +27,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def parameters_of(reference: str) -> tuple[str, ...]:
-    """What the function takes: some of `ONE`, or some of `BATCH`.
+    """List the parameters of a function: some of `ONE`, or some of `BATCH`.
 
     Raises: UserError: it cannot be loaded, is no function, or takes other parameters.
     """
@@ -75,14 +75,7 @@ class OwnReward:
         """
         if not responses:
             return []
-        if self.batched:
-            given = dict(zip(BATCH, (prompts, responses, problems), strict=True))
-            values, errors = self._ask(given, len(responses))
-        else:
-            rows = zip(prompts, responses, problems, strict=True)
-            replies = list(each(lambda row: self._ask(dict(zip(ONE, row, strict=True)), None), rows))
-            values = [value for numbers, _ in replies for value in numbers]
-            errors = [error for _, failed in replies for error in failed]
+        values, errors = self._values(prompts, responses, problems, each)
         if errors:
             log.warning(
                 "nemo_grpo.rewards.%s failed for %d of %d responses, which get 0 for it: %s",
@@ -95,27 +88,31 @@ class OwnReward:
 
         Raises: UserError: it fails, or a value is not finite.
         """
-        if self.batched:
-            count = len(responses)
-            rows = zip(BATCH, ([prompt] * count, list(responses), [problem] * count), strict=True)
-            self._check(self._ask(dict(rows), count), responses, problem)
-            return
-        for response in responses:
-            given = dict(zip(ONE, (prompt, response, problem), strict=True))
-            self._check(self._ask(given, None), [response], problem)
+        for tried in [list(responses)] if self.batched else [[response] for response in responses]:
+            count = len(tried)
+            values, errors = self._values([prompt] * count, tried, [problem] * count)
+            wrong = next((value for value in values if not math.isfinite(value)), None)
+            if errors or wrong is not None:
+                what = f"the responses {tried}" if self.batched else f"the response {tried[0]!r}"
+                raise UserError(
+                    f"nemo_grpo.rewards.{self.reference}: {errors[0] if errors else wrong}, for {what} to "
+                    f"problem {problem.id!r}; return a finite number for "
+                    f"{'each response of the list' if self.batched else 'any response'}"
+                )
 
-    def _check(
-        self, reply: tuple[list[float], list[str]], responses: Sequence[str], problem: Problem
-    ) -> None:
-        values, errors = reply
-        wrong = next((value for value in values if not math.isfinite(value)), None)
-        if errors or wrong is not None:
-            what = f"response {responses[0]!r}" if len(responses) == 1 else f"responses {list(responses)}"
-            raise UserError(
-                f"nemo_grpo.rewards.{self.reference}: {errors[0] if errors else wrong}, for the {what} to "
-                f"problem {problem.id!r}; return a finite number for "
-                f"{'each response of the list' if self.batched else 'any response'}"
-            )
+    def _values(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        problems: Sequence[Problem],
+        each: Callable[..., Any] = map,
+    ) -> tuple[list[float], list[str]]:
+        if self.batched:
+            given = dict(zip(BATCH, (prompts, responses, problems), strict=True))
+            return self._ask(given, len(responses))
+        rows = zip(prompts, responses, problems, strict=True)
+        replies = list(each(lambda row: self._ask(dict(zip(ONE, row, strict=True)), None), rows))
+        return [v for values, _ in replies for v in values], [e for _, errors in replies for e in errors]
 
     def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float], list[str]]:
         """(values, errors); ``count`` None: one response."""

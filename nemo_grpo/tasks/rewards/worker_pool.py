@@ -160,7 +160,7 @@ class _Worker:
             return None
 
     def _replies_within(self, seconds: float) -> bool:
-        """Whether something came, or the worker's end, within these seconds of time in which it could run."""
+        """Wait for a reply, or the worker's end, for these seconds of time in which it could run."""
         start, waited = time.monotonic(), self._seconds_without_core()
         while (left := seconds - (time.monotonic() - start) + self._seconds_without_core() - waited) > 0:
             if self._connection.poll(left):

@@ -1,7 +1,7 @@
 import pytest
 from unit.launch.shell import ROOT, bash
 
-from nemo_grpo.launch.settings import shell_settings
+from nemo_grpo.launch.preflight import shell_settings
 from nemo_grpo.recipe import load_recipe
 
 RECIPE = ROOT / "recipes/quickstart.yaml"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.launch.verdicts import kind_of, time_verdict
+from nemo_grpo.launch.plan_summary import kind_of, time_verdict
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.recipe import load_recipe
 

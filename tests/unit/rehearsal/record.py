@@ -19,7 +19,7 @@ import oracle
 from adapters import read
 from recomputed import Run
 
-from nemo_grpo.rehearsal import evidence, model, stages
+from nemo_grpo.rehearsal import checks, model, stages
 from nemo_grpo.rehearsal.environment import find_stack
 
 SIZES = {"HEAD_DIM": 8, "FFN": 64}
@@ -32,7 +32,7 @@ def main(names: list[str]) -> int:
     for name in names or RECORDINGS:
         with tempfile.TemporaryDirectory() as scratch:
             rehearsal = rehearse(Path(scratch) / "run", *RECORDINGS[name])
-            found = [*evidence.stages(rehearsal), *oracle.prove(rehearsal)]
+            found = [*checks.stages(rehearsal), *oracle.prove(rehearsal)]
             sys.stdout.write("\n  ".join([name, *map(str, found), ""]))
             if not all(stage.ok for stage in found):
                 return 1

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.rehearsal.problems import Problems
-from nemo_grpo.rehearsal.recipe import Ranks
+from nemo_grpo.rehearsal.overrides import Ranks
+from nemo_grpo.rehearsal.tiny_data import Problems
 
 Rehearsal = Any
 Weights = dict[str, torch.Tensor]

@@ -25,8 +25,8 @@ from recordings import (
 )
 
 from nemo_grpo.recipe.megatron_sections import Switch
-from nemo_grpo.rehearsal import evidence
-from nemo_grpo.rehearsal.recorded import Recorded
+from nemo_grpo.rehearsal import checks
+from nemo_grpo.rehearsal.run_output import Recorded
 
 Rehearsal = Any
 
@@ -34,8 +34,8 @@ Rehearsal = Any
 @pytest.fixture
 def rehearsal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Rehearsal]:
     """A copy of a recording; its export is the recorded one, unless the test changes it."""
-    monkeypatch.setattr(evidence, "convert", lambda r, _checkpoint: r.folder / "hf-of-stop")
-    monkeypatch.setattr(evidence, "bridges_export", lambda r, _checkpoint: r.folder / "hf-of-bridge")
+    monkeypatch.setattr(checks, "convert", lambda r, _checkpoint: r.folder / "hf-of-stop")
+    monkeypatch.setattr(checks, "bridges_export", lambda r, _checkpoint: r.folder / "hf-of-bridge")
 
     def make(name: str) -> Rehearsal:
         folder = tmp_path / name
@@ -47,18 +47,16 @@ def rehearsal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
 
 
 def failing(rehearsal: Rehearsal) -> dict[str, str]:
-    return {stage.name: stage.proof for stage in evidence.stages(rehearsal) if not stage.ok}
+    return {stage.name: stage.proof for stage in checks.stages(rehearsal) if not stage.ok}
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_recordings_pass_every_stage(rehearsal_of, name):
     rehearsal = rehearsal_of(name)
-    stages = evidence.stages(rehearsal)
+    stages = checks.stages(rehearsal)
     assert [stage for stage in stages if not stage.ok] == []
     learns = rehearsal.recipe.loss_fn.learns_from_demonstrations
-    assert tuple(stage.name for stage in stages) == (
-        evidence.SUPERVISED if learns else tuple(evidence.CHECKS)
-    )
+    assert tuple(stage.name for stage in stages) == (checks.SUPERVISED if learns else tuple(checks.CHECKS))
 
 
 def step_trained_twice(rehearsal: Rehearsal) -> None:
@@ -146,11 +144,11 @@ def test_defect_of_a_run_on_demonstrations_is_caught(rehearsal_of, plant, stages
 def test_responses_through_the_data_plane_are_read_from_their_tokens(rehearsal_of):
     """NeMo-RL's trainer records the text of an array where the other one records turns."""
     rehearsal = rehearsal_of("erpo")
-    expected = evidence.rewards(Recorded(rehearsal))
+    expected = checks.rewards(Recorded(rehearsal))
     responses(rehearsal, lambda row: row | {"content": [str(row["content"])]})
     assert "reward" in failing(rehearsal)
     rehearsal.small = rehearsal.small.model_copy(update={"data_plane": Switch(enabled=True)})
-    assert evidence.rewards(Recorded(rehearsal)) == expected
+    assert checks.rewards(Recorded(rehearsal)) == expected
 
 
 def test_evidence_that_cannot_be_read_is_a_failure(rehearsal_of):

@@ -11,11 +11,10 @@ from nemo_grpo.cli.rehearse import run_rehearsal
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.loader import load_tree, merge
-from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.environment import Stack
+from nemo_grpo.rehearsal import overrides as small
+from nemo_grpo.rehearsal.environment import Stack, stack_for
 from nemo_grpo.rehearsal.model import RehearsalModel, small_config
-from nemo_grpo.rehearsal.problems import problems_of
-from nemo_grpo.rehearsal.refusal import for_recipe, refuse
+from nemo_grpo.rehearsal.tiny_data import problems_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = sorted(
@@ -31,7 +30,7 @@ def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
     recipe = load_recipe(path, overrides)
     task = problems_of(recipe, folder / "problems").task
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
-    changed = list(small.changes(recipe, task, MODEL, layout, folder / "runs", uses_vllm=True))
+    changed = list(small.overrides_of(recipe, task, MODEL, layout, folder / "runs", uses_vllm=True))
     small.write_recipe(folder / "recipe.yaml", path, overrides, changed)
     return recipe, load_recipe(folder / "recipe.yaml"), layout, changed
 
@@ -107,15 +106,14 @@ def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
 def test_images_without_torchvision_and_embedded_recipes_are_refused(name, message):
     path = RECIPES / f"{name}.yaml"
     with pytest.raises(UserError, match=message):
-        refuse(load_recipe(path), path, WITH_VLLM)
+        stack_for(load_recipe(path), path, WITH_VLLM)
 
 
 def test_images_are_rehearsed_where_torchvision_is():
     path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
     recipe, stack = load_recipe(path), replace(WITH_VLLM, torchvision=Path("torchvision"))
-    refuse(recipe, path, stack)
-    assert for_recipe(stack, recipe) == replace(stack, sees_images=True)
-    assert for_recipe(stack, load_recipe(CW_GRPO)) == stack
+    assert stack_for(recipe, path, stack) == replace(stack, sees_images=True)
+    assert stack_for(load_recipe(CW_GRPO), CW_GRPO, stack) == stack
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_a_family_that_is_not_computed_here_has_a_stand_in_and_the_report_says_s
     model, overrides, family, why
 ):
     recipe = load_recipe(CW_GRPO, [f"policy.model_name={model}", *overrides])
-    refuse(recipe, CW_GRPO, WITH_VLLM)
+    stack_for(recipe, CW_GRPO, WITH_VLLM)
     tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     config, origin = small_config(recipe, 64, tokenizer)
     assert config.model_type == family
@@ -174,7 +172,7 @@ def test_asynchronous_rollouts_of_another_sampler_become_vllms(tmp_path):
     assert not recipe.policy.generation.vllm_cfg.async_engine
     assert rehearsed.policy.generation.vllm_cfg.async_engine
     with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
-        refuse(recipe, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
+        stack_for(recipe, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
 
 
 def test_a_folder_that_is_there_is_refused_at_once(tmp_path):
@@ -184,6 +182,6 @@ def test_a_folder_that_is_there_is_refused_at_once(tmp_path):
 
 def test_asynchronous_rollouts_need_vllm():
     recipe, path = load_recipe(CW_GRPO, ["policy.generation.vllm_cfg.async_engine=true"]), CW_GRPO
-    refuse(recipe, path, WITH_VLLM)
+    stack_for(recipe, path, WITH_VLLM)
     with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
-        refuse(recipe, path, replace(WITH_VLLM, vllm_python=None))
+        stack_for(recipe, path, replace(WITH_VLLM, vllm_python=None))

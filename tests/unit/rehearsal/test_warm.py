@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.rehearsal import environment
-from nemo_grpo.rehearsal.environment import background, warm_command
+from nemo_grpo.rehearsal.environment import background
+from nemo_grpo.rehearsal.warm import warm_command
 
 WARM = Path(environment.__file__).with_name("warm.py")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.mathematics import MathConfig
 from nemo_grpo.tasks.rewards.final_answer import final_answer, last_boxed, normalized
-from nemo_grpo.tasks.rewards.forms import FORMS, boxed, matched_think_tags
+from nemo_grpo.tasks.rewards.format_reward import FORMS, boxed, matched_think_tags
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 
 CORPUS = Path(__file__).parent / "data" / "math_answers.jsonl"

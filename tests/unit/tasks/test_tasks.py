@@ -12,9 +12,10 @@ import pytest
 from nemo_grpo.errors import UserError
 from nemo_grpo.tasks import TASKS, Problem, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE, checked_score
-from nemo_grpo.tasks.knights_knaves import PUZZLES, solution, truths
+from nemo_grpo.tasks.knights_knaves import PUZZLES, meaning
+from nemo_grpo.tasks.logic_puzzles import is_true, solutions
 from nemo_grpo.tasks.response import format_reward, last_answer, normalize_answer
-from nemo_grpo.tasks.rewards.forms import FORMS
+from nemo_grpo.tasks.rewards.format_reward import FORMS
 
 SECTIONS = [
     {"name": "knights_knaves"},
@@ -107,17 +108,25 @@ def test_demonstrations_are_correct_well_formed_and_varied(task):
     ],
 )
 def test_solution_by_hand(statements, world):
-    assert solution(statements) == world
+    assert solutions(meaning(statements)) == ([world] if world else [])
 
 
-def test_statement_truths_by_hand():
-    world = (True, False)  # the first is a knight, the second a knave
-    assert truths(("only_me", "only_me"), world) == (True, False)
-    assert truths(("if_me_other", "if_me_other"), world) == (False, True)
-    assert truths(("if_other_me", "if_other_me"), world) == (True, False)
-    assert truths(("some_knave", "both_knights"), world) == (True, False)
-    assert truths(("differ", "only_other"), world) == (True, True)
-    assert truths(("some_knight", "alike"), world) == (True, False)
+@pytest.mark.parametrize(
+    ("kinds", "truths"),
+    [
+        (("only_me", "only_me"), (True, False)),
+        (("if_me_other", "if_me_other"), (False, True)),
+        (("if_other_me", "if_other_me"), (True, False)),
+        (("some_knave", "both_knights"), (True, False)),
+        (("differ", "only_other"), (True, True)),
+        (("some_knight", "alike"), (True, False)),
+        (("knight", "knight"), (False, True)),
+        (("knave", "both_knaves"), (True, False)),
+    ],
+)
+def test_statement_truths_by_hand(kinds, truths):
+    """The first is a knight, the second a knave."""
+    assert tuple(is_true(statement, (True, False)) for statement in meaning(kinds)) == truths
 
 
 def test_knights_knaves_question_and_demonstration_by_hand():

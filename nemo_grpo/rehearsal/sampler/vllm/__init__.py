@@ -21,11 +21,10 @@ from torch import Tensor
 __version__ = "stand-in"
 
 DUMMY_SEED = 12345
-"""Of the random weights before the first refit."""
+"""Seed of the random weights before the first refit."""
 
 
 def _module(name: str, **names: Any) -> None:
-    """Make ``vllm.<name>``, with these names in it."""
     module = types.ModuleType(f"vllm.{name}")
     module.__dict__.update(names, __path__=[])
     sys.modules[module.__name__] = module
@@ -118,22 +117,16 @@ class LLM:
         tensor_parallel_size: int = 1,
         **_unused: Any,
     ) -> None:
-        from transformers import (
-            AutoConfig,
-            AutoModelForCausalLM,
-            AutoModelForImageTextToText,
-            AutoProcessor,
-            AutoTokenizer,
-        )
+        from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+        from nemo_grpo.rehearsal.vision import has_vision, model_class
 
         assert tensor_parallel_size == 1, "the stand-in has one process"
         torch.manual_seed(DUMMY_SEED)
         config = AutoConfig.from_pretrained(model)
-        has_vision = hasattr(config, "vision_config")
-        kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-        self.model = kind.from_config(config, dtype=getattr(torch, dtype)).eval()
+        self.model = model_class(config).from_config(config, dtype=getattr(torch, dtype)).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.processor = AutoProcessor.from_pretrained(model) if has_vision else None
+        self.processor = AutoProcessor.from_pretrained(model) if has_vision(config) else None
         self.seed = seed or 0
         own = SimpleNamespace(
             architectures=config.architectures or [],
@@ -145,7 +138,6 @@ class LLM:
         self.llm_engine = SimpleNamespace(model_config=own, reset_prefix_cache=lambda *_: True)
 
     def _worker(self, extension: str, config: Any) -> Any:
-        """NeMo-RL's extension with the attributes of the vLLM worker that it extends."""
         module, _, name = extension.rpartition(".")
         worker = type("Worker", (getattr(importlib.import_module(module), name),), {})()
         worker.vllm_config = SimpleNamespace(
@@ -219,7 +211,6 @@ class LLM:
         return [row.output() for row in rows]
 
     def _encoded(self, prompts: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """The prompts' tokens, and what the model sees of all their images."""
         if self.processor is None:
             return [prompt["prompt_token_ids"] for prompt in prompts], {}
         found = [
@@ -244,8 +235,6 @@ def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 class _Response:
-    """One prompt's unfinished response."""
-
     def __init__(self, engine: LLM, prompt: list[int], params: SamplingParams) -> None:
         self.prompt, self.params, self.tokenizer = list(prompt), params, engine.tokenizer
         self.ends = set(params.stop_token_ids or [])

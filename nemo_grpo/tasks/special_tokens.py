@@ -85,7 +85,7 @@ _PLAIN = re.compile(r"[ -~]*")
 
 @lru_cache(maxsize=4096)
 def _folded(character: str, unseen: str) -> str:
-    """What normalisers may make of a character; ``unseen``: of one that is not seen."""
+    """Fold a character as normalisers may; one that is not seen becomes ``unseen``."""
     return "".join(_seen(part, unseen) for part in unicodedata.normalize("NFKD", character))
 
 

@@ -12,9 +12,9 @@ from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.episodes import text_reader
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.environment import Episode, tags_of
-from nemo_grpo.tasks.reserved import broken_up, refuse_special_tags, reserved_texts
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.search_qa import SEARCH_TAGS, SearchQA, SearchQAConfig
+from nemo_grpo.tasks.special_tokens import broken_up, refuse_special_tags, reserved_texts
 
 MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<|im_end|>", "<end_of_turn>", "<tool_call>", "!")
 

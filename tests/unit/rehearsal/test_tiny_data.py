@@ -8,8 +8,8 @@ import pytest
 
 from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.rehearsal import host
-from nemo_grpo.rehearsal.problems import NUM_KNOWN, RehearsedTask, problems_of
+from nemo_grpo.rehearsal import tiny_data
+from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN, ToyTask, problems_of
 from nemo_grpo.tasks.jsonl import read_problems, write_problems
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -30,7 +30,7 @@ def test_invented_problems_have_correct_and_wrong_answers(name, tmp_path):
     problems = problems_of(recipe, tmp_path)
     assert not problems.are_real
     assert "is missing" in problems.origin
-    task = RehearsedTask(recipe, problems.task)
+    task = ToyTask(recipe, problems.task)
     assert len(task.known) == NUM_KNOWN
     rng = random.Random(0)
     for problem in task.known:
@@ -73,11 +73,11 @@ def of_nemo_rl(**data):
 
 def test_pictures_stand_where_nemo_rl_reads_its_downloads(tmp_path):
     recipe = of_nemo_rl(**PICTURES)
-    host.refuse_data(recipe)
+    tiny_data.refuse_data(recipe)
     problems = problems_of(recipe, tmp_path)
     assert (problems.are_real, problems.origin) == (False, "pictures in place of clevr-cogent")
     task = problems.task.build()
-    train, validation = host.PICTURED["clevr-cogent"]
+    train, validation = tiny_data.PICTURED["clevr-cogent"]
     for name, known in ((train, task.train), (validation, task.validation)):
         rows = [json.loads(line) for line in (tmp_path / name / "metadata.jsonl").read_text().splitlines()]
         assert [(row["problem"], row["solution"]) for row in rows] == [
@@ -99,4 +99,4 @@ def test_pictures_stand_where_nemo_rl_reads_its_downloads(tmp_path):
 )
 def test_data_that_nothing_stands_for_are_refused(change, message):
     with pytest.raises(UserError, match=message):
-        host.refuse_data(of_nemo_rl(**PICTURES | change))
+        tiny_data.refuse_data(of_nemo_rl(**PICTURES | change))

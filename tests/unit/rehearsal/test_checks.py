@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.rehearsal import evidence
-from nemo_grpo.rehearsal.evidence import Stage
-from nemo_grpo.rehearsal.problems import problems_of
-from nemo_grpo.rehearsal.recipe import Ranks
-from nemo_grpo.rehearsal.recorded import Recorded
+from nemo_grpo.rehearsal import checks
+from nemo_grpo.rehearsal.checks import Stage
+from nemo_grpo.rehearsal.overrides import Ranks
+from nemo_grpo.rehearsal.run_output import Recorded
 from nemo_grpo.rehearsal.stages import Failed
+from nemo_grpo.rehearsal.tiny_data import problems_of
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 HEALTHY = {
@@ -64,18 +64,18 @@ def test_a_supervised_run_is_judged_by_its_own_stages(run):
         *("grpo.num_prompts_per_step=16", "checkpointing.metric_name=val:val_loss"),
     )
     found = run(*[{"grad_norm": 0.0}] * 50, overrides=changes)
-    assert evidence.stages(found.rehearsal, "it crashed") == [
+    assert checks.stages(found.rehearsal, "it crashed") == [
         Stage("setup", True, "1 policy worker(s), one rank; NeMo-RL's supervised training"),
         Stage("update", False, "it crashed"),
     ]
-    assert evidence.stop_and_resume(found).startswith("SIGUSR1 in step 2")
+    assert checks.stop_and_resume(found).startswith("SIGUSR1 in step 2")
 
 
 UNHEALTHY = {
-    "stale weights": (evidence.refit, {"mismatch/kl": 0.0027}, "the bound is 0.001"),
-    "no tokens": (evidence.refit, {"length/mean": 0.0, "mismatch/kl": 0.0}, "nothing is compared"),
-    "weights that are no numbers": (evidence.refit, {"mismatch/kl": float("nan")}, "the bound is 0.001"),
-    "a loss that is no number": (evidence.update, {"loss/total": float("nan")}, "loss 0.0100, nan"),
+    "stale weights": (checks.refit, {"mismatch/kl": 0.0027}, "the bound is 0.001"),
+    "no tokens": (checks.refit, {"length/mean": 0.0, "mismatch/kl": 0.0}, "nothing is compared"),
+    "weights that are no numbers": (checks.refit, {"mismatch/kl": float("nan")}, "the bound is 0.001"),
+    "a loss that is no number": (checks.update, {"loss/total": float("nan")}, "loss 0.0100, nan"),
 }
 
 
@@ -86,8 +86,8 @@ def test_one_bad_step_is_enough(run, check, step, reason):
 
 
 NEVER = {
-    "no signal": (evidence.update, {"groups/valid_fraction": 0.0}, "nothing is learnt"),
-    "no update": (evidence.update, {"grad_norm": 0.0}, "no step moved the weights"),
+    "no signal": (checks.update, {"groups/valid_fraction": 0.0}, "nothing is learnt"),
+    "no update": (checks.update, {"grad_norm": 0.0}, "no step moved the weights"),
 }
 
 
@@ -102,18 +102,18 @@ def test_error_that_a_step_does_not_log_fails(run):
     found = run({}, {}, {})
     del found.steps[2]["mismatch/kl"]
     with pytest.raises(Failed, match="not logged in every step"):
-        evidence.refit(found)
+        checks.refit(found)
 
 
 def test_a_step_that_is_missing_after_the_resume_is_seen(run):
     with pytest.raises(Failed, match=r"steps \[1, 2\] are logged"):
-        evidence.stop_and_resume(run({}, {}))
-    assert evidence.stop_and_resume(run({}, {}, {})).endswith("exit 0")
+        checks.stop_and_resume(run({}, {}))
+    assert checks.stop_and_resume(run({}, {}, {})).endswith("exit 0")
 
 
 def test_driver_failure_is_reported_at_the_first_incomplete_stage(run):
     found = run({"groups/valid_fraction": 0.0}).rehearsal
-    stages = evidence.stages(found, "exit code 1 where 75 was expected")
+    stages = checks.stages(found, "exit code 1 where 75 was expected")
     assert [stage.ok for stage in stages] == [True, True, False]
     assert stages[-1] == Stage("rollout", False, "exit code 1 where 75 was expected")
 
@@ -133,5 +133,5 @@ def test_responses_are_scored_as_the_recipe_weights_them(run, tmp_path):
     ]
     (folder / "train_data_step1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = f"{tmp_path}/own.py:short"
-    assert evidence.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
-    assert f"reward 2 (accuracy 1.00, format 1.00, cosine 1.00, {own} 0.00)" in evidence.sample(found)
+    assert checks.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
+    assert f"reward 2 (accuracy 1.00, format 1.00, cosine 1.00, {own} 0.00)" in checks.sample(found)

@@ -1,4 +1,4 @@
-"""What a rehearsal has left behind: metrics, responses, validation, read once."""
+"""A rehearsal's output: metrics, responses, validation, read once."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.rehearsal import recipe as small
-from nemo_grpo.rehearsal.problems import RehearsedTask
+from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.stages import Rehearsal, metrics
+from nemo_grpo.rehearsal.tiny_data import ToyTask
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.scoring import Scorer
@@ -111,8 +111,8 @@ class Recorded:
         ]
 
     @cached_property
-    def _task(self) -> RehearsedTask:
-        return RehearsedTask(self.rehearsal.taught, self.rehearsal.problems.task)
+    def _task(self) -> ToyTask:
+        return ToyTask(self.rehearsal.taught, self.rehearsal.problems.task)
 
     def _asked(self, prompt: str, problems: Sequence[Problem]) -> Problem | None:
         """The problem of a prompt, by the longest question that fits and the names of its images.

@@ -13,9 +13,9 @@ from statistics import fmean
 import torch
 
 from nemo_grpo.core.reward_shaping import overlong_penalty
-from nemo_grpo.rehearsal import recipe as small
+from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
-from nemo_grpo.rehearsal.recorded import Recorded, Row, Scored, num_tokens
+from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint
 
 log = logging.getLogger(__name__)
@@ -107,10 +107,7 @@ def refit(run: Recorded) -> str:
 
 
 def _error_within_both_sets(rows: Sequence[Row]) -> float:
-    """Compute gen_kl_error without the tokens that top_p and top_k cut on the policy's side alone.
-
-    NeMo-RL writes a logprob of 0 for those, whose k3 hides that of the others.
-    """
+    """Leave out tokens that top_p and top_k cut on the policy's side alone, whose logprob NeMo-RL makes 0."""
     columns = ("prev_logprobs", "generation_logprobs", "token_loss_mask")
     policy, sampled, mask = (torch.tensor([row[name][0] for row in rows]) for name in columns)
     kept = mask.bool() & ((policy != 0) | (sampled == 0))

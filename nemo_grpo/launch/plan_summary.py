@@ -14,7 +14,7 @@ Larger models take longer."""
 
 
 def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
-    """Whether a recipe fits on a kind of GPU, and why.
+    """Check that a recipe fits on a kind of GPU; returns (accepted, why).
 
     Only cluster recipes are planned: embedded runs are small and check their own node.
 
@@ -33,7 +33,7 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
 
 
 def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None = None) -> tuple[bool, str]:
-    """Whether a job's start, a step and a checkpoint fit into its time limit, and how many steps do.
+    """Check that a job's start, a step and a checkpoint fit into its time limit; returns (accepted, why).
 
     Refused is only what does not fit even if the step is faster than predicted by the worst error that was
     seen. Steps of recipes that are not planned are not compared.

@@ -1,0 +1,294 @@
+"""Recipe keys that a rehearsal overrides, so that a cluster recipe is small and runs without a GPU."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from nemo_grpo.dotted import is_missing, set_value, value_of
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe.loader import merge, read
+from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
+from nemo_grpo.rehearsal.environment import uses_async_engine
+from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.rehearsal.tiny_data import data_settings
+from nemo_grpo.tasks import TaskConfig
+
+NUM_STEPS = 3
+"""Two steps, a stop, and one step after the resume."""
+STOP_AFTER = 2
+NUM_SUPERVISED_STEPS = 50
+"""Steps on demonstrations, which are so short that the stop comes some steps late."""
+NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
+LEARNING_RATE = 1e-3
+"""Large enough that rollouts from old weights are noticed."""
+MICROBATCH = 2
+ROOM = 8
+"""Extra tokens of a response beyond the longest demonstration."""
+
+WITHOUT_A_GPU: dict[str, tuple[Any, str]] = {
+    "policy.router_replay.enabled": (False, "vLLM returns no routing on a CPU"),
+    "policy.quant_cfg": (None, "quantisation needs a GPU"),
+    f"{GENERATION}.backend": ("vllm", "other samplers need a GPU"),
+    f"{GENERATION}.quant_cfg": (None, "quantisation needs a GPU"),
+    f"{GENERATION}.real_quant": (False, "quantisation needs a GPU"),
+    f"{VLLM}.kv_cache_dtype": ("auto", "FP8 needs a GPU"),
+    f"{VLLM}.is_mx": (False, "FP8 needs a GPU"),
+    f"{VLLM}.precision": ("bfloat16", "FP8 needs a GPU"),
+    f"{VLLM}.use_deep_gemm": (False, "FP8 needs a GPU"),
+    **dict.fromkeys(
+        (f"{VLLM}.{kind}_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+        (1, "an engine on a CPU is one process"),
+    ),
+    f"{MEGATRON}.fp8_cfg.enabled": (False, "FP8 needs Transformer Engine"),
+    f"{MEGATRON}.model_overrides.first_last_layers_bf16": (False, "without FP8"),
+    f"{MEGATRON}.moe_token_dispatcher_type": ("alltoall", "other dispatchers need a GPU"),
+    f"{MEGATRON}.moe_enable_deepep": (False, "DeepEP needs a GPU"),
+    f"{MEGATRON}.moe_shared_expert_overlap": (False, "it overlaps CUDA streams"),
+    f"{MEGATRON}.moe_grouped_gemm": (False, "grouped products need a GPU"),
+    f"{MEGATRON}.gradient_accumulation_fusion": (False, "the fusion is a CUDA kernel"),
+    f"{MEGATRON}.optimizer.optimizer_cpu_offload": (False, "there is no GPU to offload from"),
+}
+"""Key -> the value without a GPU, and why; set where the recipe has another one."""
+SMALL: dict[str, tuple[Any, str]] = {
+    "grpo.stop_at_validation_metric": (None, "three steps"),
+    "grpo.stop_at_validation_threshold": (None, "three steps"),
+    "checkpointing.enabled": (True, "a rehearsal stops and resumes"),
+    "policy.draft.enabled": (False, "one model is rehearsed"),
+    f"{GENERATION}.vllm_kwargs.speculative_config": (None, "one model is rehearsed"),
+    f"{GENERATION}.stop_token_ids": (None, "they are of the full model's tokenizer"),
+    "policy.hf_config_overrides": ({}, "they are of the full model"),
+    f"{MEGATRON}.num_layers_in_first_pipeline_stage": (None, "the small model has two layers"),
+    f"{MEGATRON}.num_layers_in_last_pipeline_stage": (None, "the small model has two layers"),
+    f"{MEGATRON}.mtp_num_layers": (0, "the small model has no such layers"),
+    "data.use_multiple_dataloader": (False, "one data set stands for all"),
+    **{f"logger.{name}_enabled": (False, "no network") for name in ("wandb", "mlflow", "swanlab")},
+}
+"""Key -> the value with a small model and few steps, and why; set where the recipe has another one."""
+
+
+class Override(NamedTuple):
+    """One key of the recipe that a rehearsal sets.
+
+    Attributes: reason: why this recipe's value cannot stay; empty for what every rehearsal sets.
+    """
+
+    key: str
+    value: Any
+    reason: str = ""
+
+
+class Ranks(NamedTuple):
+    """Logical ranks: tensor, pipeline, context, data and expert parallel sizes."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+
+    @property
+    def number(self) -> int:
+        """All of them."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        sizes = zip(("TP", "PP", "CP", "DP", "EP"), self, strict=True)
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
+
+
+def ranks_of(recipe: Recipe) -> Ranks:
+    """Return the recipe's ranks."""
+    layout = recipe.policy.layout
+    return Ranks(*layout.sizes, recipe.data_parallel_size, layout.expert)
+
+
+def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
+    """Set 2 where the recipe has more than 1, in the order TP, PP, CP, DP, as long as the ranks suffice."""
+    ranks, sizes = 1, []
+    for size in (layout.tp, layout.pp, layout.cp, layout.dp):
+        sizes.append(2 if size > 1 and 2 * ranks <= max_ranks else 1)
+        ranks *= sizes[-1]
+    tp, pp, cp, dp = sizes
+    return Ranks(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
+
+
+def num_steps(recipe: Recipe) -> int:
+    """Return the steps of the recipe's rehearsal."""
+    return NUM_SUPERVISED_STEPS if recipe.loss_fn.learns_from_demonstrations else NUM_STEPS
+
+
+def overrides_of(
+    recipe: Recipe, task: TaskConfig, model: RehearsalModel, layout: Ranks, runs_dir: Path, uses_vllm: bool
+) -> Iterator[Override]:
+    """Yield everything that a rehearsal overrides.
+
+    Args: layout: the reduced one.  uses_vllm: the real vLLM samples.
+    """
+    run_dir = runs_dir / recipe.nemo_grpo.run_name
+    always = {
+        **_loop(recipe),
+        **_sizes(recipe, model),
+        **_ranks(recipe, layout),
+        **_on_a_cpu(model, uses_vllm),
+        **data_settings(recipe, task),
+        "nemo_grpo.run_name": recipe.nemo_grpo.run_name,
+        "nemo_grpo.runs_dir": str(runs_dir),
+        "checkpointing.checkpoint_dir": str(run_dir / "checkpoints"),
+        "logger.log_dir": str(run_dir / "logs"),
+        "logger.monitor_gpus": False,
+    }
+    yield from (Override(key, value) for key, value in always.items())
+    yield from _replaced(recipe, WITHOUT_A_GPU | SMALL)
+    yield from _replaced_parts(recipe)
+
+
+def full_size_overrides(recipe: Recipe, uses_vllm: bool) -> Iterator[Override]:
+    """Yield the overrides for a machine without a GPU; steps, sizes, model and problems stay the recipe's.
+
+    Args: uses_vllm: the real vLLM samples.
+    """
+    response = recipe.policy.generation.max_new_tokens
+    prompt = recipe.policy.max_total_sequence_length - response
+    model = RehearsalModel(Path(recipe.policy.model_name or "").absolute(), "", "", prompt, response)
+    always = _on_a_cpu(model, uses_vllm)
+    if uses_vllm:
+        always[f"{GENERATION}.vllm_kwargs.max_num_seqs"] = recipe.num_sequences_per_step
+    always |= {
+        "policy.model_name": str(model.folder),
+        "nemo_grpo.runs_dir": str(Path(recipe.nemo_grpo.runs_dir).absolute()),
+        "logger.monitor_gpus": False,
+    }
+    yield from (Override(key, value) for key, value in always.items())
+    yield from _replaced(recipe, WITHOUT_A_GPU)
+
+
+def _replaced(recipe: Recipe, table: Mapping[str, tuple[Any, str]]) -> Iterator[Override]:
+    for key, (value, reason) in table.items():
+        if value_of(recipe, key) not in (None, value):
+            yield Override(key, value, reason)
+
+
+def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
+    policy = recipe.policy
+    if policy.dtensor_cfg.enabled:
+        reason = "there is no nemo-automodel here: Megatron-core trains in its place"
+        yield Override("policy.dtensor_cfg.enabled", False, reason)
+        yield Override(f"{MEGATRON}.enabled", True, reason)
+        if policy.layout.context > 1 and not policy.sequence_packing.enabled:
+            reason = "Megatron-core splits packed sequences only"
+            yield Override("policy.dynamic_batching.enabled", False, reason)
+            yield Override("policy.sequence_packing.enabled", True, reason)
+    if policy.generation.backend != "vllm" and uses_async_engine(recipe):
+        yield Override(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
+    if (optimizer := policy.megatron_cfg.optimizer.optimizer) not in ("adam", "sgd"):
+        yield Override(f"{MEGATRON}.optimizer.optimizer", "adam", f"{optimizer} is not in this stack")
+    if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
+        reason = "stopped and saved where nothing is validated"
+        yield Override("checkpointing.metric_name", None, reason)
+
+
+def _loop(recipe: Recipe) -> dict[str, Any]:
+    g, learns = recipe.grpo, recipe.loss_fn.learns_from_demonstrations
+    generations = min(g.num_generations_per_prompt, NUM_GENERATIONS)
+    settings: dict[str, Any] = {
+        "grpo.num_prompts_per_step": NUM_PROMPTS,
+        "grpo.num_generations_per_prompt": generations,
+        "policy.train_global_batch_size": NUM_PROMPTS * generations // min(recipe.num_updates_per_step, 2),
+        "grpo.max_num_steps": num_steps(recipe),
+        "grpo.val_period": 0,
+        "grpo.val_at_start": False,
+        # NeMo-RL 7ea279abf removes checkpoints of other steps, and the stop's is compared
+        "checkpointing.save_period": num_steps(recipe) if learns else 1,
+        f"{MEGATRON}.optimizer.lr": LEARNING_RATE,
+        f"{MEGATRON}.optimizer.min_lr": 0.0,
+        f"{MEGATRON}.scheduler.lr_warmup_iters": 0,
+        f"{MEGATRON}.scheduler.lr_decay_iters": None,
+    }
+    if recipe.async_rl is not None:
+        in_chunks = recipe.async_rl.min_groups_for_streaming_train < g.num_prompts_per_step
+        settings["async_rl.min_groups_for_streaming_train"] = 1 if in_chunks else NUM_PROMPTS
+        settings["async_rl.max_inflight_prompts"] = NUM_PROMPTS
+    if g.validates:
+        settings["grpo.val_at_end"] = True
+        settings |= dict.fromkeys(("grpo.max_val_samples", "grpo.val_batch_size"), NUM_VALIDATION)
+    return settings
+
+
+def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
+    p, response = recipe.policy, _multiple(model.longest_response + ROOM, 8)
+    prompt = model.longest_prompt + ROOM
+    longest = _multiple(prompt + response, 64)
+    settings: dict[str, Any] = {
+        "policy.model_name": str(model.folder),
+        "policy.tokenizer.name": str(model.folder),
+        f"{GENERATION}.max_new_tokens": response,
+        "policy.max_total_sequence_length": longest,
+        f"{VLLM}.max_model_len": longest,
+        "policy.train_micro_batch_size": min(p.train_micro_batch_size, MICROBATCH),
+        "policy.logprob_batch_size": min(p.logprob_batch_size, MICROBATCH),
+    }
+    if recipe.data.max_input_seq_length is not None:
+        settings["data.max_input_seq_length"] = prompt
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        if getattr(p.sequence_packing, key) is not None:
+            settings[f"policy.sequence_packing.{key}"] = MICROBATCH * longest
+    if recipe.grpo.reward_shaping.enabled:
+        settings["grpo.reward_shaping.max_response_length"] = response
+        settings["grpo.reward_shaping.overlong_buffer_length"] = response // 4
+    if getattr(recipe.loss_fn, "max_response_length", None) is not None:
+        settings["loss_fn.max_response_length"] = response
+    return settings
+
+
+def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        f"{MEGATRON}.tensor_model_parallel_size": layout.tp,
+        f"{MEGATRON}.pipeline_model_parallel_size": layout.pp,
+        f"{MEGATRON}.context_parallel_size": layout.cp,
+        f"{MEGATRON}.expert_model_parallel_size": layout.ep,
+        f"{MEGATRON}.sequence_parallel": recipe.policy.megatron_cfg.sequence_parallel and layout.tp > 1,
+        "cluster.num_nodes": 1,
+        "cluster.gpus_per_node": layout.number,
+    }
+    if recipe.num_rollout_gpus:
+        settings["cluster.gpus_per_node"] = layout.number + 1
+        settings[f"{GENERATION}.colocated.resources"] = {"gpus_per_node": 1, "num_nodes": None}
+    return settings
+
+
+def _on_a_cpu(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        f"{MEGATRON}.apply_rope_fusion": False,
+        f"{MEGATRON}.moe_permute_fusion": False,
+        f"{MEGATRON}.bias_activation_fusion": False,
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": False,
+        f"{MEGATRON}.checkpoint.async_save": False,
+        f"{VLLM}.gpu_memory_utilization": 0.1,
+        f"{VLLM}.enforce_eager": True,
+    }
+    if uses_vllm:
+        tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
+        settings[f"{GENERATION}.vllm_kwargs"] = {
+            "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": 1 << 28,
+            "max_num_batched_tokens": max(tokens, 2048),
+            "max_num_seqs": 64,
+        }
+    return settings
+
+
+def _multiple(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def write_recipe(path: Path, source: Path, overrides: Iterable[str], changed: Iterable[Override]) -> None:
+    """Write the source with its overrides and the changes on top, interpolations unresolved."""
+    tree = merge({}, read(source, overrides).tree)
+    if not is_missing(tree, "loss_fn.variant"):
+        # the file has one writer: what NeMo-RL's files said is settled
+        tree["loss_fn"] = load_recipe(source, overrides).settings["loss_fn"]
+    for change in changed:
+        set_value(tree, change.key, change.value)
+    path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
