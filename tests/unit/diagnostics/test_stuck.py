@@ -32,19 +32,11 @@ def test_a_run_that_learns_has_no_findings():
     [
         (
             WRONG,
-            (
-                "no group do two rewards differ",
-                "100% of the groups all wrong, mean reward 0",
-                "easier problems",
-            ),
+            ("no group do two rewards", "100% of the groups all wrong, mean reward 0", "easier problems"),
         ),
         (
             RIGHT,
-            (
-                "no group do two rewards differ",
-                "100% of the groups all right, mean reward 1",
-                "harder problems",
-            ),
+            ("no group do two rewards", "100% of the groups all right, mean reward 1", "harder problems"),
         ),
         (EQUAL, ("20% of the groups all wrong, 30% of the groups all right", "another reward")),
         ({"length/truncated": 0.99}, ("cut off", "99% of them, mean length 100", "max_new_tokens")),
@@ -81,21 +73,17 @@ def test_a_cluster_runs_own_names_are_read():
     assert "100% of them" in second
 
 
-def test_the_log_says_it_once_and_again_after_a_while():
-    watch = Watch(max_num_steps=1000)
-    told = [row["step"] for row in rows(*[{}] * 5, *[WRONG] * 70) if watch(row)]
-    assert told == [5 + NUM_STEPS, 5 + NUM_STEPS + AGAIN_AFTER]
-
-
-def test_what_has_ended_and_begins_again_is_told_again():
-    watch = Watch(max_num_steps=1000)
-    told = [row["step"] for row in rows(*[WRONG] * 10, {}, *[WRONG] * 10) if watch(row)]
-    assert told == [10, 21]
-
-
-def test_a_short_run_is_judged_by_all_of_its_steps():
-    watch = Watch(max_num_steps=3)
-    assert [len(watch(row)) for row in rows(WRONG, WRONG, WRONG)] == [0, 0, 1]
+@pytest.mark.parametrize(
+    ("most", "changes", "steps"),
+    [
+        (1000, [{}] * 5 + [WRONG] * 70, [5 + NUM_STEPS, 5 + NUM_STEPS + AGAIN_AFTER]),
+        (1000, [WRONG] * 10 + [{}] + [WRONG] * 10, [10, 21]),  # it had ended
+        (3, [WRONG] * 3, [3]),  # a short run is judged by all of its steps
+    ],
+)
+def test_the_log_says_it_once_and_again_after_a_while(most, changes, steps):
+    watch = Watch(max_num_steps=most)
+    assert [row["step"] for row in rows(*changes) if watch(row)] == steps
 
 
 def test_the_report_names_the_run(tmp_path):

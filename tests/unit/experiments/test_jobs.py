@@ -104,11 +104,28 @@ def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name:
     assert job.folder == Path(name, "runs", "grpo-s0")
 
 
-def test_a_comparison_from_different_starts_is_refused(tmp_path: Path) -> None:
-    settings = [Setting("a", QUICKSTART), Setting("b", QUICKSTART, ("nemo_grpo.warm_start.num_steps=7",))]
-    with pytest.raises(UserError, match=r"nemo_grpo\.warm_start of b .* differs from that of a"):
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("nemo_grpo.warm_start.num_steps=7", r"nemo_grpo\.warm_start of b .* one model on one task"),
+        (
+            "policy.generation.temperature=3",
+            r"policy\.generation\.val_temperature of b \(3\.0\) .* alike; add",
+        ),
+        ("grpo.max_val_samples=16", r"grpo\.max_val_samples of b \(16\) .* alike; add"),
+        ("policy.generation.max_new_tokens=20", r"generation\.max_new_tokens of b \(20\) .* alike; add"),
+    ],
+)
+def test_settings_that_start_or_are_validated_differently_are_refused(tmp_path, override, refused) -> None:
+    follows = "policy.generation.val_temperature=${.temperature}"
+    settings = [Setting("a", QUICKSTART, (follows,)), Setting("b", QUICKSTART, (follows, override))]
+    with pytest.raises(UserError, match=refused):
         make_jobs(settings, [0], tmp_path)
-    varied = load_sweep(write_sweep(tmp_path, "  grids: [{nemo_grpo.warm_start.num_steps: [7, 8]}]\n"))
+
+
+@pytest.mark.parametrize("key", ["nemo_grpo.warm_start.num_steps", "policy.generation.val_temperature"])
+def test_what_a_sweep_varies_may_differ(tmp_path: Path, key: str) -> None:
+    varied = load_sweep(write_sweep(tmp_path, f"  grids: [{{{key}: [1, 2]}}]\n"))
     assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
 
 
@@ -122,22 +139,6 @@ def test_recipe_of_a_sweep_may_be_a_shipped_one(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("sweep: {recipe: nemo_grpo://quickstart.yaml, grids: [{grpo.max_num_steps: [1, 2]}]}")
     assert {setting.recipe for setting in load_sweep(file).settings} == {QUICKSTART.resolve()}
-
-
-def test_settings_that_are_validated_differently_are_refused(tmp_path: Path) -> None:
-    follows = "policy.generation.val_temperature=${.temperature}"
-    for override, key in (
-        ("policy.generation.temperature=3", r"policy\.generation\.val_temperature of b \(3\.0\)"),
-        ("grpo.max_val_samples=16", r"grpo\.max_val_samples of b \(16\)"),
-        ("policy.generation.max_new_tokens=20", r"policy\.generation\.max_new_tokens of b \(20\)"),
-    ):
-        settings = [Setting("a", QUICKSTART, (follows,)), Setting("b", QUICKSTART, (follows, override))]
-        with pytest.raises(
-            UserError, match=rf"{key} differs from that of a .* validates all runs alike; add"
-        ):
-            make_jobs(settings, [0], tmp_path)
-    varied = load_sweep(write_sweep(tmp_path, "  grids: [{policy.generation.val_temperature: [0, 1]}]\n"))
-    assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

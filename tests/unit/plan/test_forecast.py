@@ -353,7 +353,7 @@ def test_steps_within_a_time_leave_room_for_a_checkpoint(base: Forecast) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy", "possible", "not_possible"),
+    ("phase", "remedy", "possible", "not_possible"),
     [
         ("forward and backward", "no recomputation", {"recompute": ("full",)}, {"recompute": ()}),
         ("scoring", "leave out the KL penalty", {"has_penalty": True}, {"has_penalty": False}),
@@ -361,37 +361,34 @@ def test_steps_within_a_time_leave_room_for_a_checkpoint(base: Forecast) -> None
         ("refit", "fewer stages", {"layout": Layout(pipeline=2)}, {"layout": Layout()}),
         ("refit", "fewer expert ranks", {"layout": Layout(expert=2)}, {"layout": Layout()}),
         ("decode", "FP8 rollouts", {"vllm_fp8": False}, {"vllm_fp8": True}),
+        (
+            "memory: optimizer",
+            "distributed",
+            {"distributed_optimizer": False},
+            {"distributed_optimizer": True},
+        ),
+        ("memory: optimizer", "cpu_offload", {"offload_fraction": 0.0}, {"offload_fraction": 1.0}),
+        ("memory: optimizer", "cpu_offload", {"embedded": False}, {"embedded": True}),
+        ("memory: activations", "checkpointing=true", {"recompute": ("mlp",)}, {"recompute": ("full",)}),
+        ("memory: activations", "micro_batch_size", {"train_tokens": 200_000}, {"train_tokens": 1000}),
+        ("memory: logits", "policy.logprob_chunk_size", {"logprob_chunk": 0}, {"logprob_chunk": 1024}),
+        ("memory: reference", "leave out the KL penalty", {"has_penalty": True}, {"has_penalty": False}),
     ],
 )
-def test_remedy_of_a_slow_phase_is_named_where_it_is_possible(
-    base: Forecast, name: str, remedy: str, possible: dict[str, Any], not_possible: dict[str, Any]
+def test_remedy_is_named_where_it_is_possible(
+    base: Forecast, phase: str, remedy: str, possible: dict[str, Any], not_possible: dict[str, Any]
 ) -> None:
-    assert remedy in for_time(name, replace(base.setup, **possible), base.work)
-    assert remedy not in for_time(name, replace(base.setup, **not_possible), base.work)
+    def advice(changes: dict[str, Any]) -> str:
+        setup, (kind, _, part) = replace(base.setup, **changes), phase.partition(": ")
+        return for_memory(part, setup) if kind == "memory" else for_time(phase, setup, base.work)
+
+    assert remedy in advice(possible)
+    assert remedy not in advice(not_possible)
 
 
 def test_rollouts_that_run_ahead_are_not_advised_again(base: Forecast) -> None:
     assert "grpo.async_grpo" in for_time("tail", base.setup, base.work)
     assert "grpo.async_grpo" not in for_time("tail", base.setup, replace(base.work, trajectory_age=1))
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy", "possible", "not_possible"),
-    [
-        ("optimizer", "the distributed", {"distributed_optimizer": False}, {"distributed_optimizer": True}),
-        ("optimizer", "optimizer_cpu_offload", {"offload_fraction": 0.0}, {"offload_fraction": 1.0}),
-        ("optimizer", "optimizer_cpu_offload", {"embedded": False}, {"embedded": True}),
-        ("activations", "activation_checkpointing=true", {"recompute": ("mlp",)}, {"recompute": ("full",)}),
-        ("activations", "train_micro_batch_size", {"train_tokens": 200_000}, {"train_tokens": 1000}),
-        ("logits", "policy.logprob_chunk_size", {"logprob_chunk": 0}, {"logprob_chunk": 1024}),
-        ("reference", "leave out the KL penalty", {"has_penalty": True}, {"has_penalty": False}),
-    ],
-)
-def test_remedy_of_too_little_memory_is_named_where_it_is_possible(
-    base: Forecast, name: str, remedy: str, possible: dict[str, Any], not_possible: dict[str, Any]
-) -> None:
-    assert remedy in for_memory(name, replace(base.setup, **possible))
-    assert remedy not in for_memory(name, replace(base.setup, **not_possible))
 
 
 def test_penalty_can_be_left_out_only_where_nothing_else_needs_the_reference(recipe: Recipe) -> None:

@@ -87,56 +87,15 @@ def test_unknown_gpu_and_model_are_told_with_the_nearest_name(tmp_path: Path) ->
 
 
 def test_shape_comes_from_a_local_folder_or_a_given_file(tmp_path: Path) -> None:
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    }
+    heads = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 152064}
+    config = {"model_type": "qwen2", **heads, **sizes, "max_position_embeddings": 131072}
+    config["tie_word_embeddings"] = False
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_spec(config, "Qwen/Qwen2.5-7B") == PRESETS["Qwen/Qwen2.5-7B"]
     local = shape_of(load_recipe(SMALL, [f"policy.model_name={tmp_path}"]))
-    assert local.num_layers == 28
     given = shape_of(load_recipe(SMALL, ["policy.model_name=me/mine"]), tmp_path / "config.json")
-    assert given.hidden_size == 3584
-
-
-def test_shapes_of_experts_and_of_vision_models() -> None:
-    text = {
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    }
-    name = "Qwen/Qwen3-30B-A3B"
-    assert read_spec({"model_type": "qwen3_moe", **text}, name) == PRESETS[name]
-    name = "Qwen/Qwen2.5-VL-3B-Instruct"
-    inner = {
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "intermediate_size": 11008,
-        "vocab_size": 151936,
-        "max_position_embeddings": 128000,
-    }
-    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048}
-    config = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True}
-    config |= {"text_config": inner, "vision_config": vision}
-    assert read_spec(config, name) == PRESETS[name]
+    assert (local.num_layers, given.hidden_size) == (28, 3584)
 
 
 @pytest.mark.parametrize(
