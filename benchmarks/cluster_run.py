@@ -15,17 +15,17 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from nemo_grpo.diagnostics.runs import METRICS_FILE
 from nemo_grpo.engine.checkpoint import CheckpointStore
-from nemo_grpo.errors import EXIT_USAGE, UserError, how_ended
-from nemo_grpo.progress import progress
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, background, find_stack, stack_for
 from nemo_grpo.rehearsal.export import conversion_of
 from nemo_grpo.rehearsal.overrides import full_size_overrides, write_recipe
-from nemo_grpo.training.signals import EXIT_INTERRUPTED, stop_on_signals
+from nemo_grpo.report.runs import METRICS_FILE
+from nemo_grpo.support.errors import EXIT_USAGE, UserError, how_ended
+from nemo_grpo.support.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def write_policy(embedded: Recipe, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from nemo_grpo.engine.warm_start import starting_policy
-    from nemo_grpo.hf_folder import no_transformers_bars
+    from nemo_grpo.support.hf_folder import no_transformers_bars
 
     if embedded.nemo_grpo.warm_start is None:
         raise UserError("nemo_grpo.warm_start=null: --policy-of needs a recipe with a warm start")

@@ -9,7 +9,7 @@ import torch
 
 from checkpoints_conv.formats.dtypes import DTYPES, byte_view
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
-from nemo_grpo.families import family_for, read_spec
+from nemo_grpo.models import family_for, read_spec
 from nemo_grpo.plan.parameters import model_parameters
 
 SHARD_BYTES = 2_000_000_000

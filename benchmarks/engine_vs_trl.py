@@ -79,7 +79,7 @@ CONFIGS = {
         ),
     ),
     "quickstart": Config(16, 8, 40, 32, 3),
-    # A pretrained model of 135 million parameters: python -m nemo_grpo.smollm2 .cache/smollm2
+    # A pretrained model of 135 million parameters: python -m nemo_grpo.data.smollm2 .cache/smollm2
     "smollm2": Config(
         *(2, 8, 64, 16, 2),
         (
@@ -311,7 +311,7 @@ class Side:
 def prepare(name: str, folder: Path) -> None:
     """Leave in ``folder`` what TRL's side needs: the model's folder, and prompts as our side encodes them."""
     from nemo_grpo.engine.warm_start import starting_policy
-    from nemo_grpo.hf_folder import load_tokenizer
+    from nemo_grpo.support.hf_folder import load_tokenizer
     from nemo_grpo.tasks import encode_prompt
 
     recipe = recipe_of(CONFIGS[name], folder)

@@ -9,8 +9,8 @@ with cluster-. Prints a table for each engine: mean and spread of the seeds.
 import argparse
 from pathlib import Path
 
-from nemo_grpo.diagnostics.plots import Panel, draw_panel, draw_validation
-from nemo_grpo.diagnostics.runs import RunGroup, RunLog, read_run
+from nemo_grpo.report.plots import Panel, draw_panel, draw_validation
+from nemo_grpo.report.runs import RunGroup, RunLog, read_run
 
 SHOWN = ("accuracy", "greedy", "pass@4", "format")
 ENGINES = {"embedded": "smollm2-sft-s*", "NeMo-RL": "cluster-smollm2-sft-s*"}

@@ -14,10 +14,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.keys import unknown_key_errors
 from nemo_grpo.recipe.loader import load_tree, resolve
 from nemo_grpo.recipe.validation import RecipeErrors, load_recipe
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS
 
 PLACES = {name: "/somewhere" for name in ("HF_HOME", "PERSISTENT_CACHE", "NRL_MEGATRON_CHECKPOINT_DIR")}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_model import open_model
@@ -17,10 +16,11 @@ from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
 from checkpoints_conv.verify import gaps_of
-from nemo_grpo.errors import UserError, listed
-from nemo_grpo.families import Family, family_for
-from nemo_grpo.families.family import Unit
-from nemo_grpo.progress import progress
+from nemo_grpo.models import Family, family_for
+from nemo_grpo.models.family import Unit
+from nemo_grpo.support.errors import UserError, listed
+from nemo_grpo.support.model_folder import hf_config
+from nemo_grpo.support.progress import progress
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from checkpoints_conv.formats.model_folder import check_no_other_weights, hf_config
 from checkpoints_conv.formats.pieces import Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
-from nemo_grpo.families import Family, family_for
-from nemo_grpo.families.family import refuse_untied
-from nemo_grpo.families.parts import HF_OUTPUT
+from nemo_grpo.models import Family, family_for
+from nemo_grpo.models.family import refuse_untied
+from nemo_grpo.models.parts import HF_OUTPUT
+from nemo_grpo.support.model_folder import check_no_other_weights, hf_config
 
 
 @contextmanager

@@ -25,10 +25,10 @@ from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter, WrittenC
 from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.run_config import write_bridge_files
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import Family
-from nemo_grpo.families.family import Unit
-from nemo_grpo.progress import Advance, progress
+from nemo_grpo.models import Family
+from nemo_grpo.models.family import Unit
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.progress import Advance, progress
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush, flush_tree, hold_lock, make_readable, write_sha256
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import flush, flush_tree, hold_lock, make_readable, write_sha256
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")

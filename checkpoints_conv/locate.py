@@ -11,9 +11,9 @@ from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES
 from checkpoints_conv.formats.pieces import same
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import Family
-from nemo_grpo.families.family import Unit, refuse_shape, refuse_unmatched, refuse_untied
+from nemo_grpo.models import Family
+from nemo_grpo.models.family import Unit, refuse_shape, refuse_unmatched, refuse_untied
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

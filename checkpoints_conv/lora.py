@@ -14,14 +14,14 @@ from torch import Tensor
 
 from checkpoints_conv.adapters import open_adapted
 from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, main_dtype, num_bytes_of
-from checkpoints_conv.formats.model_folder import ADAPTER_CONFIG, hf_config
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.job import Job, fingerprint, run_parallel
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
-from checkpoints_conv.model_card import base_model, training_of, write_card
-from nemo_grpo.errors import UserError
-from nemo_grpo.families.family import Unit
-from nemo_grpo.progress import progress
+from nemo_grpo.models.family import Unit
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.model_card import base_model, training_of, write_card
+from nemo_grpo.support.model_folder import ADAPTER_CONFIG, hf_config
+from nemo_grpo.support.progress import progress
 
 
 def merge_lora(

@@ -18,16 +18,16 @@ from checkpoints_conv.formats.dtypes import (
     num_bytes_of,
     tensor_of,
 )
-from checkpoints_conv.formats.model_folder import WEIGHTS_KEY, copy_side_files, hf_config
 from checkpoints_conv.formats.pieces import PIECE_BYTES
 from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
-from checkpoints_conv.model_card import training_of, write_card
-from nemo_grpo.families import family_for
-from nemo_grpo.families.family import Unit
-from nemo_grpo.progress import Advance, progress
+from nemo_grpo.models import family_for
+from nemo_grpo.models.family import Unit
+from nemo_grpo.support.model_card import training_of, write_card
+from nemo_grpo.support.model_folder import WEIGHTS_KEY, copy_side_files, hf_config
+from nemo_grpo.support.progress import Advance, progress
 
 if TYPE_CHECKING:
     import torch

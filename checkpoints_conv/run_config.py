@@ -9,10 +9,10 @@ import yaml
 
 from checkpoints_conv.formats.archive import save, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
-from checkpoints_conv.formats.nemo import model_yaml
 from checkpoints_conv.formats.torch_dist import LATEST
-from nemo_grpo.errors import UserError, reading
-from nemo_grpo.families import Family, ModelSpec
+from nemo_grpo.models import Family, ModelSpec
+from nemo_grpo.support.errors import UserError, reading
+from nemo_grpo.support.nemo_folder import model_yaml
 
 log = logging.getLogger(__name__)
 

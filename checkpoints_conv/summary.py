@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints_conv.formats.dtypes import Dtype
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.run_config import RUN_CONFIG
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import family_for
-from nemo_grpo.files import SHA256SUMS
+from nemo_grpo.models import family_for
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import SHA256SUMS
+from nemo_grpo.support.model_folder import hf_config
 
 
 @dataclass(frozen=True)

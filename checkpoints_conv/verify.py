@@ -16,11 +16,11 @@ from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import Place, locate
 from nemo_grpo.core.lazy import torch
-from nemo_grpo.families import family_for
-from nemo_grpo.families.family import Family
-from nemo_grpo.families.places import whole_name
-from nemo_grpo.files import check_sha256
-from nemo_grpo.progress import progress
+from nemo_grpo.models import family_for
+from nemo_grpo.models.family import Family
+from nemo_grpo.models.places import whole_name
+from nemo_grpo.support.files import check_sha256
+from nemo_grpo.support.progress import progress
 
 
 @dataclass

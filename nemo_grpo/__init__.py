@@ -2,7 +2,7 @@
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS, build_objective, parse_loss_fn
 
 __version__ = "0.1.0"

@@ -37,7 +37,7 @@ def model_of(name: str) -> dict[str, Any]:
 
     from checkpoints_conv.formats.dtypes import DTYPES
     from checkpoints_conv.run_config import model_section
-    from nemo_grpo.families import family_for
+    from nemo_grpo.models import family_for
 
     config = small_config(name, num_hidden_layers=4)
     config.architectures = [type(auto_class(config).from_config(config)).__name__]

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nemo_grpo.dotted import leaves, parents
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.keys import UNREAD
 from nemo_grpo.recipe.loader import load_tree
+from nemo_grpo.support.dotted import leaves, parents
+from nemo_grpo.support.errors import UserError
 
 FILE = Path(__file__).parents[1] / "nemo_grpo" / "recipe" / "nemo_rl_keys.txt"
 HEADER = """\

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from small_models import FAMILIES, auto_class, small_config
 
 from checkpoints_conv.formats.dtypes import byte_view, dtype_for
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
+from nemo_grpo.support.model_folder import hf_config
 
 CONFIGS = {family: partial(small_config, family, num_hidden_layers=4) for family in FAMILIES}
 

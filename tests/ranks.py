@@ -21,7 +21,7 @@ import pytest
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the server starts: it takes a second
 
 from nemo_grpo.engine.megatron import cpu
-from nemo_grpo.ports import reserved_port
+from nemo_grpo.support.ports import reserved_port
 
 _context = multiprocessing.get_context("fork")
 _server: Connection | None = None

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nemo_grpo.hf_folder import load_tokenizer
+from nemo_grpo.support.hf_folder import load_tokenizer
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
 
 ROOT = Path(__file__).parents[1]
@@ -14,7 +14,7 @@ TASK = parse_task({"name": "word_problems"}).build()
 def model_folder() -> Path:
     """The Hugging Face folder; written if it is not there."""
     target = ROOT / ".cache/smollm2"
-    command = [sys.executable, "-m", "nemo_grpo.smollm2", target]
+    command = [sys.executable, "-m", "nemo_grpo.data.smollm2", target]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return target
 

@@ -9,14 +9,15 @@ import torch
 from small_models import small_config
 from transformers import AutoModelForCausalLM
 
-from nemo_grpo import TokenBatch, build_objective, shipped
+from nemo_grpo import TokenBatch, build_objective
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.results import UpdateResult
+from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
-from nemo_grpo.training.rollout import Sequences
+from nemo_grpo.support import shipped
 from nemo_grpo.variants import OBJECTIVES
 
 # eps well above rounding: with 1e-8 the last bit decides the update of a parameter whose gradient is 1e-8.

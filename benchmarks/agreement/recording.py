@@ -9,14 +9,14 @@ import yaml
 from torch import Tensor
 
 from nemo_grpo.engine import setup
-from nemo_grpo.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
+from nemo_grpo.engine.rollout import Step, assemble, sample_groups
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
+from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks.scoring import Scorer
-from nemo_grpo.training.rollout import Step, assemble, sample_groups
 
 ROOT = Path(__file__).parents[2]
 NUM_PROMPTS, NUM_GENERATIONS, NUM_BATCHES = 4, 4, 3

@@ -22,8 +22,8 @@ import torch
 import typer
 
 from nemo_grpo.cli import main
-from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.sampling.images import read_image
+from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import read_problems
 from nemo_grpo.tasks.response import extract_answer

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved
 from nemo_grpo.core.logprobs import logprobs_and_entropy
-from nemo_grpo.errors import UserError
-from nemo_grpo.progress import progress
 from nemo_grpo.sampling.episodes import text_reader
 from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.progress import progress
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.base import stream
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from nemo_grpo.pictures import COLORS, INK, new_figure, set_title, tidy, write_png
+from nemo_grpo.support.pictures import COLORS, INK, new_figure, set_title, tidy, write_png
 
 KINDS = {"pivot": "highest entropy", "random": "random", "calm": "lowest entropy"}
 MAX_TOKENS_SHOWN = 60

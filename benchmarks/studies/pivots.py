@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nemo_grpo import processor
 from nemo_grpo.cli import main
 from nemo_grpo.cli.model_folder import check_place, finite_logits, result_name
-from nemo_grpo.errors import UserError
+from nemo_grpo.support import processor
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from benchmarks.studies.pivot_results import PivotSettings, PivotStudy
@@ -103,8 +103,8 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
 
     from benchmarks.studies.perturbation import Experiment
     from nemo_grpo.engine import setup
-    from nemo_grpo.hf_folder import end_tokens, load_tokenizer
     from nemo_grpo.sampling.generators import build_local
+    from nemo_grpo.support.hf_folder import end_tokens, load_tokenizer
     from nemo_grpo.tasks.environment import MultiTurnTask
 
     section = recipe.nemo_grpo

@@ -29,7 +29,7 @@ from checkpoints_conv.formats.pickles import (
     dumps,
 )
 from checkpoints_conv.formats.pieces import crc32_of, damaged, read_into, scatter_into, write_from
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 _NAME = "archive"
 _ALIGNMENT = 64  # of data within the file, as torch.save has it

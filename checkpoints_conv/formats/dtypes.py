@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.pieces import damaged
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 _FAILED = 1
 _OF_TENSORS = {

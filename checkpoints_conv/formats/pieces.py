@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 PIECE_BYTES = 1 << 20
 _MAX_VIEWS = 1024  # IOV_MAX of Linux

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.formats import fp8, mxfp4
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
-from checkpoints_conv.formats.model_folder import INDEX, check_weights, weight_files, weight_map
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
-from nemo_grpo.errors import UserError, listed, reading
-from nemo_grpo.families.places import grouped, is_numbered, whole_shape
+from nemo_grpo.models.places import grouped, is_numbered, whole_shape
+from nemo_grpo.support.errors import UserError, listed, reading
+from nemo_grpo.support.model_folder import INDEX, check_weights, weight_files, weight_map
 
 if TYPE_CHECKING:
     from torch import Tensor

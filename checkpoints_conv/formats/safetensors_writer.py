@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
-from checkpoints_conv.formats.model_folder import INDEX
 from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
 from checkpoints_conv.formats.safetensors_io import StoredTensor
-from nemo_grpo.families.places import grouped, whole_name, whole_shape
+from nemo_grpo.models.places import grouped, whole_name, whole_shape
+from nemo_grpo.support.model_folder import INDEX
 
 Planned = tuple[str, Dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor to be written, or of a piece (`families.places`)."""

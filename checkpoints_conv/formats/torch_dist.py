@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.formats import nemo
 from checkpoints_conv.formats.archive import SavedTensor
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype, num_bytes_of, tensor_of
 from checkpoints_conv.formats.pickles import load_guarded, refused
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all
-from nemo_grpo.errors import UserError, reading
+from nemo_grpo.support import nemo_folder as nemo
+from nemo_grpo.support.errors import UserError, reading
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from checkpoints_conv.formats.archive import SavedTensor, Section, save, tensor_
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.pickles import Call, Global, Instance, dumps
 from checkpoints_conv.formats.torch_dist import METADATA, Chunk
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 _BACKEND = {
     "sharded_backend": "torch_dist",

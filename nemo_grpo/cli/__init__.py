@@ -25,7 +25,7 @@ from nemo_grpo.cli import (
     train,
     variants,
 )
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
 app = typer.Typer(
     name="nemo-grpo",

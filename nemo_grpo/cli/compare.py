@@ -23,7 +23,7 @@ from nemo_grpo.cli.launch import (
     sbatch_options,
 )
 from nemo_grpo.cli.recipe import Overrides
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -183,8 +183,8 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
+    from nemo_grpo.engine.recipe_checks import remedies
     from nemo_grpo.experiments.experiment import check_settings, run_experiment
-    from nemo_grpo.launch.recipe_checks import remedies
 
     if dry_run:
         for sentence in remedies(check_settings(runs)):
@@ -202,8 +202,8 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
 def show_results(found: Results) -> None:
     """Print the tables and what stands below them, as wide as the terminal."""
     from nemo_grpo.cli.console import wide_console
-    from nemo_grpo.diagnostics.paired import paired_table
-    from nemo_grpo.diagnostics.summary import table
+    from nemo_grpo.report.paired import paired_table
+    from nemo_grpo.report.summary import table
 
     console = wide_console()
     tables = [table(found.groups)] if found.groups else []

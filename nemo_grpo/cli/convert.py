@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 EXIT_DIFFERENT = 1
 

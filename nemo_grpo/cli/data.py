@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_grpo.errors import EXIT_USAGE
+from nemo_grpo.support.errors import EXIT_USAGE
 
 if TYPE_CHECKING:
     from nemo_grpo.data import Prepared, Source

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 EXIT_BROKEN, EXIT_UNTESTED = 1, 3
 CODES = {"supported": 0, "untested": EXIT_UNTESTED, "broken": EXIT_BROKEN}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nemo_grpo.cli.model_folder import check_place, finite_logits, model_limits, result_name, tokenizer_of
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.evaluate.config import EvalConfig

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from nemo_grpo.cli.recipe import Overrides
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -117,7 +117,7 @@ def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None)
 
 def _check(recipe: Recipe, *, dry_run: bool) -> None:
     """What is still to be written may come after a dry run."""
-    from nemo_grpo.launch.recipe_checks import check_recipe, remedies
+    from nemo_grpo.engine.recipe_checks import check_recipe, remedies
 
     checked = check_recipe(recipe, continues=True)
     for sentence in (*remedies(checked.missing), *checked.notes, *filter(None, [checked.found])):

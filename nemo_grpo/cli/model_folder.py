@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints_conv.formats.model_folder import check_no_other_weights, hf_config, how_to_get
-from checkpoints_conv.model_card import Training, base_model
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import existing_parent
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import existing_parent
+from nemo_grpo.support.model_card import Training, base_model
+from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get
 
 
 @contextmanager
@@ -39,8 +39,8 @@ def tokenizer_of(model: Path) -> Any:
 
     Raises: UserError: it is missing or has no end-of-sequence token, or an adapter lies beside the model.
     """
-    from nemo_grpo.hf_folder import load_tokenizer
-    from nemo_grpo.launch.recipe_checks import reason_against_model
+    from nemo_grpo.engine.recipe_checks import reason_against_model
+    from nemo_grpo.support.hf_folder import load_tokenizer
 
     if not model.is_dir():
         raise UserError(f"--model {model} is not a folder; {how_to_get(model)}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nemo_grpo.cli.recipe import split_items
-from nemo_grpo.errors import EXIT_USAGE, UserError
+from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,8 +106,8 @@ def plan(
 
 def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
     """The recipes in a recipe's folder that load, with its overrides."""
-    from nemo_grpo import shipped
     from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.support import shipped
 
     for file in sorted(shipped.recipe_file(path).parent.glob("*.yaml")):
         with suppress(UserError):
@@ -116,7 +116,7 @@ def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
 
 def _about_data(recipes: list[Recipe]) -> list[str]:
     """Name the files that the recipes lack, once for all; of a single recipe also what they hold."""
-    from nemo_grpo.launch.recipe_checks import check_data, missing_files, remedies
+    from nemo_grpo.engine.recipe_checks import check_data, missing_files, remedies
 
     if len(recipes) > 1:
         return list(remedies(file for recipe in recipes for file in missing_files(recipe)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nemo_grpo.cli.recipe import Overrides
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.launch.preflight import Job

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nemo_grpo import shipped
-from nemo_grpo.errors import EXIT_USAGE, UserError, did_you_mean
+from nemo_grpo.support import shipped
+from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -48,7 +48,7 @@ def check(
     missing: list[str] = []
     results = [_check_one(path, overrides, missing) for path in paths]
     if missing:
-        from nemo_grpo.launch.recipe_checks import remedies
+        from nemo_grpo.engine.recipe_checks import remedies
 
         for sentence in remedies(missing):
             _note(sentence)
@@ -59,8 +59,8 @@ def check(
 
 def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
     """Print a recipe's line; ``missing`` gets what other commands write before it can run."""
+    from nemo_grpo.engine.recipe_checks import check_recipe
     from nemo_grpo.experiments.sweep import is_sweep
-    from nemo_grpo.launch.recipe_checks import check_recipe
     from nemo_grpo.recipe import advice, load_recipe
 
     try:
@@ -96,9 +96,9 @@ def _summary(recipe: Recipe) -> str:
 
 
 def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
+    from nemo_grpo.engine.recipe_checks import check_recipe
     from nemo_grpo.experiments.jobs import make_jobs, naming
     from nemo_grpo.experiments.sweep import load_sweep, targets, with_overrides
-    from nemo_grpo.launch.recipe_checks import check_recipe
 
     found = {}
     for target in targets(path):
@@ -162,9 +162,9 @@ def diff(
 
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
     """
-    from nemo_grpo.dotted import leaves
     from nemo_grpo.recipe.loader import merge
     from nemo_grpo.recipe.validation import settings_of
+    from nemo_grpo.support.dotted import leaves
 
     (*trees_a, wrong_a), (*trees_b, wrong_b) = settings_of(first), settings_of(second)
     a, b = dict(leaves(merge(*trees_a))), dict(leaves(merge(*trees_b)))

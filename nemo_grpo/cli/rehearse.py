@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nemo_grpo.cli.recipe import Overrides
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 
 def rehearse(
@@ -61,7 +61,7 @@ def run_rehearsal(
 
     Raises: UserError: the recipe is refused, or a part of the stack is missing.
     """
-    from nemo_grpo.launch.recipe_checks import try_own_loss
+    from nemo_grpo.engine.recipe_checks import try_own_loss
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.rehearsal.environment import find_stack, stack_for
 

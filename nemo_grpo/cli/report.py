@@ -21,7 +21,7 @@ def report(
 
     Example: nemo-grpo report runs/grpo-s0 runs/grpo-s1 runs/gpg-s0 -o compare/report.html
     """
-    from nemo_grpo.diagnostics.report import write_report
+    from nemo_grpo.report.report import write_report
 
     written = write_report(runs, output)
     typer.echo(f"wrote {written} and {written.parent / 'plots'}/*.png")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.tasks.retriever import Retriever

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Job scripts for an installation without the repository.")
 app.callback()(lambda: None)  # a group, so that its only command has a name
@@ -30,7 +30,7 @@ def scripts(
     """
     import checkpoints_conv
     import nemo_grpo
-    from nemo_grpo import shipped
+    from nemo_grpo.support import shipped
 
     sources = {
         "slurm": shipped.folder("slurm"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from nemo_grpo.errors import as_yaml
+from nemo_grpo.support.errors import as_yaml
 
 if TYPE_CHECKING:
     from rich.table import Table

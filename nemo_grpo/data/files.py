@@ -8,8 +8,8 @@ from typing import Any
 from nemo_grpo.data.fields import Entry, FieldMapping, Row
 from nemo_grpo.data.filters import Filter
 from nemo_grpo.data.sources import Source
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import flush
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import as_line
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import sha256_of, write_atomically
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import sha256_of, write_atomically
 from nemo_grpo.tasks.jsonl import read_problems
 
 SUFFIX = ".manifest.json"

@@ -13,8 +13,8 @@ from nemo_grpo.data.files import write_problems
 from nemo_grpo.data.generated import Generated
 from nemo_grpo.data.manifest import read_manifest, write_manifest
 from nemo_grpo.data.sources import SOURCES, Source, find_source
-from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.files import sha256_of
+from nemo_grpo.support.errors import UserError, first_line
+from nemo_grpo.support.files import sha256_of
 
 FORMAT = 1
 """Format version; a new number makes every file be prepared again."""

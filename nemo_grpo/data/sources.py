@@ -14,7 +14,7 @@ from nemo_grpo.data.filters import Filter
 from nemo_grpo.data.generated import Generated, generated
 from nemo_grpo.data.local_folders import LocalFolder
 from nemo_grpo.data.origins import GitFiles, Hub, Origin
-from nemo_grpo.errors import UserError, did_you_mean
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 ORIGINS: dict[str, Callable[..., Origin]] = {"hub": Hub, "git": GitFiles, "folder": LocalFolder}
 

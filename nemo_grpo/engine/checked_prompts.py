@@ -6,10 +6,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from checkpoints_conv.formats.model_folder import side_files
+from nemo_grpo.engine.inputs import content_hash
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
+from nemo_grpo.support.model_folder import side_files
 from nemo_grpo.tasks import Problem, Task
-from nemo_grpo.training.inputs import content_hash
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.errors import UserError, reading
-from nemo_grpo.files import SHA256SUMS, check_sha256, files_in, flush_tree, write_atomically, write_sha256
-from nemo_grpo.training.run_folder import checkpoints_in, step_of
+from nemo_grpo.engine.run_folder import checkpoints_in, step_of
+from nemo_grpo.support.errors import UserError, reading
+from nemo_grpo.support.files import (
+    SHA256SUMS,
+    check_sha256,
+    files_in,
+    flush_tree,
+    write_atomically,
+    write_sha256,
+)
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from nemo_grpo.engine.megatron import options
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import COMPUTED, read_spec
-from nemo_grpo.hf_folder import load_config
-from nemo_grpo.launch.recipe_checks import check_recipe
+from nemo_grpo.engine.recipe_checks import check_recipe
+from nemo_grpo.engine.resume import check_continuation
+from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.engine.trackers import check_trackers
+from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.training.resume import check_continuation
-from nemo_grpo.training.run_folder import RunFolder
-from nemo_grpo.training.trackers import check_trackers
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.hf_folder import load_config
 
 
 def check(recipe: Recipe, *, resume: bool) -> Recipe | None:

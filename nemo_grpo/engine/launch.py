@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from nemo_grpo.errors import how_ended
-from nemo_grpo.ports import reserved_port
-from nemo_grpo.training.signals import EXIT_INTERRUPTED, SIGNALS
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED, SIGNALS
+from nemo_grpo.support.errors import how_ended
+from nemo_grpo.support.ports import reserved_port
 
 log = logging.getLogger(__name__)
 

@@ -5,20 +5,20 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from checkpoints_conv.model_card import Training
-from nemo_grpo.diagnostics.stuck import Watch
 from nemo_grpo.engine import heap, validation
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.records import note
+from nemo_grpo.engine.rollout import assemble
+from nemo_grpo.engine.run_folder import versions
 from nemo_grpo.engine.saving import TrainingAborted, export_policy
 from nemo_grpo.engine.setup import DTYPES, Parts
+from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.engine.steps import reinforce, supervise
-from nemo_grpo.progress import Advance, progress
+from nemo_grpo.engine.trackers import Ended
+from nemo_grpo.report.stuck import Watch
 from nemo_grpo.sampling.generate_distributed import from_first_rank
-from nemo_grpo.training.rollout import assemble
-from nemo_grpo.training.run_folder import versions
-from nemo_grpo.training.signals import stop_on_signals
-from nemo_grpo.training.trackers import Ended
+from nemo_grpo.support.model_card import Training
+from nemo_grpo.support.progress import Advance, progress
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import logging
 
 import torch
 
-from nemo_grpo import processor
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.support import processor
 
 log = logging.getLogger(__name__)
 

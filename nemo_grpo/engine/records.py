@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_grpo.engine.megatron.policy import UpdateResult
+from nemo_grpo.engine.rollout import Group
 from nemo_grpo.tasks.scoring import component_means, right_and_wrong
-from nemo_grpo.training.rollout import Group
 
 
 class Clock:

@@ -9,11 +9,11 @@ from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import Parts, set_up
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed
-from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     finally:
         parallel.shut_down()
     if parts.folder.leads:
-        from nemo_grpo.diagnostics.report import plot_run  # draws, which the other ranks need not load
+        from nemo_grpo.report.report import plot_run  # draws, which the other ranks need not load
 
         try:
             plot_run(recipe.run_dir)

@@ -11,17 +11,17 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from checkpoints_conv.formats.model_folder import copy_side_files
-from checkpoints_conv.model_card import Training
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
-from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.files import existing_parent
-from nemo_grpo.hf_folder import export, export_adapter
-from nemo_grpo.training.run_folder import RunFolder
+from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.support.errors import UserError, first_line
+from nemo_grpo.support.files import existing_parent
+from nemo_grpo.support.hf_folder import export, export_adapter
+from nemo_grpo.support.model_card import Training
+from nemo_grpo.support.model_folder import copy_side_files
 
 
 class TrainingAborted(RuntimeError):

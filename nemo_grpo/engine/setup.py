@@ -13,29 +13,29 @@ from nemo_grpo.engine import heap, validation
 from nemo_grpo.engine.checked_prompts import check_training_prompts
 from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check_ranks, choose_device
+from nemo_grpo.engine.demonstrations import Demonstrations
+from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import options, parallel
 from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.precision import choose_precision
+from nemo_grpo.engine.resume import ANOTHER_RUN
+from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver
-from nemo_grpo.errors import UserError
-from nemo_grpo.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
+from nemo_grpo.engine.trackers import open_trackers
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_distributed import DistributedGenerator, from_first_rank
 from nemo_grpo.sampling.generators import build_local
 from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks import Problem, Task
 from nemo_grpo.tasks.environment import make_ready
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
-from nemo_grpo.training.demonstrations import Demonstrations
-from nemo_grpo.training.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
-from nemo_grpo.training.resume import ANOTHER_RUN
-from nemo_grpo.training.run_folder import RunFolder
-from nemo_grpo.training.trackers import open_trackers
 
 log = logging.getLogger(__name__)
 

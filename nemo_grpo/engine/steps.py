@@ -10,14 +10,14 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.core.reward_shaping import overlong_penalty
-from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.engine.megatron.results import Scores
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, sample_rows, signal_shares
+from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.setup import Parts
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.report.tokens import token_diagnostics
 from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request
-from nemo_grpo.training.rollout import Group, Step, assemble, sample_groups
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]

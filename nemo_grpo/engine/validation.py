@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from nemo_grpo.evaluate.runner import evaluate
-from nemo_grpo.progress import TokenMeter, progress
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
 from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.support.progress import TokenMeter, progress
 from nemo_grpo.tasks import Problem, Task
 
 log = logging.getLogger(__name__)

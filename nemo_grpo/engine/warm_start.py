@@ -25,12 +25,12 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import set_up
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import flush_tree, make_readable
-from nemo_grpo.hf_folder import export, no_transformers_bars
 from nemo_grpo.recipe import Recipe, load_recipe_dict
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import flush_tree, make_readable
+from nemo_grpo.support.hf_folder import export, no_transformers_bars
 from nemo_grpo.tasks import Prompt, Task
 from nemo_grpo.tasks.environment import make_ready
 

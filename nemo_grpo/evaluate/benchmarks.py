@@ -10,9 +10,9 @@ from typing import Any
 
 from nemo_grpo.data.manifest import read_manifest
 from nemo_grpo.data.sources import find_source
-from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.evaluate.config import EvalConfig
-from nemo_grpo.files import sha256_of
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.files import sha256_of
 from nemo_grpo.tasks import PRESETS, TASKS, Problem, Prompt, Task, TaskConfig, encode_prompt
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
 

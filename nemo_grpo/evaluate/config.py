@@ -11,13 +11,13 @@ from typing import Any, Self
 import torch
 import yaml
 
-from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.hf_folder import end_tokens, load_config
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
 from nemo_grpo.sampling.generators import build_local, choose
 from nemo_grpo.sampling.requests import Sampler, SamplingParams, check_fits
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.hf_folder import end_tokens, load_config
 
 PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
 """Papers' evaluations by name: fields of `EvalConfig`, and where their values stand."""

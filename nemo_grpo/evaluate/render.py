@@ -110,7 +110,7 @@ def _cell(metric: str, means: Mapping[str, float], errors: Mapping[str, float]) 
 
 def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERRORS) -> None:
     """PNG: avg@k, greedy, maj@k and pass@k as bars beside each other; ``spread``: as in `table`."""
-    from nemo_grpo.pictures import COLORS, INK, new_figure, tidy, write_png
+    from nemo_grpo.support.pictures import COLORS, INK, new_figure, tidy, write_png
 
     k, entries = _num_samples(summary), summary[BENCHMARKS]
     bars = {"accuracy": f"avg@{k}", "greedy": "greedy"}

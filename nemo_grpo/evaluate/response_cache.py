@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import hold_lock
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import hold_lock
 
 GREEDY = "greedy"
 """The sample number of a greedy response."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nemo_grpo.evaluate.response_cache import Completion, ResponseCache
-from nemo_grpo.progress import TokenMeter
 from nemo_grpo.sampling.episodes import sample_responses
 from nemo_grpo.sampling.images import Images, image_digest
 from nemo_grpo.sampling.requests import Request, Sampler, SamplingParams
+from nemo_grpo.support.progress import TokenMeter
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.evaluate.response_cache import ResponseCache, ResponseLog
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, check_summary, joined, read_summary
-from nemo_grpo.progress import TokenMeter, progress
 from nemo_grpo.sampling.images import ImageTokens
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.progress import TokenMeter, progress
 from nemo_grpo.tasks import encode_prompt
 from nemo_grpo.tasks.environment import MultiTurnTask, make_ready
 from nemo_grpo.tasks.prompts import check_vocabulary

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.passk import mean_and_stderr
+from nemo_grpo.support.errors import UserError
 
 SUMMARY = "summary.json"
 BENCHMARKS = "benchmarks"

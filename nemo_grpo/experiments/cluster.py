@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_grpo.diagnostics.runs import read_run
-from nemo_grpo.errors import UserError
+from nemo_grpo.engine.recipe_checks import check_recipe
+from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.experiments.jobs import Job, naming
 from nemo_grpo.experiments.results import Results, write_results
 from nemo_grpo.experiments.runner import Status, only_one, steps_done
-from nemo_grpo.files import write_atomically
 from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
-from nemo_grpo.launch.recipe_checks import check_recipe
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.training.resume import check_continuation
+from nemo_grpo.report.runs import read_run
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import write_atomically
 
 log = logging.getLogger(__name__)
 

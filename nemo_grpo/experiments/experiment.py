@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_grpo.engine.checks import check_machine
+from nemo_grpo.engine.recipe_checks import check_recipe, remedies
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.warm_start import starting_policy
-from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.jobs import Job, naming
 from nemo_grpo.experiments.results import Results, baseline_of, write_results
 from nemo_grpo.experiments.runner import check_unchanged, run_jobs
-from nemo_grpo.launch.recipe_checks import check_recipe, remedies
-from nemo_grpo.training.signals import EXIT_INTERRUPTED
+from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
 
 RUNS = "runs"
 """Folder of the runs within an experiment's folder."""

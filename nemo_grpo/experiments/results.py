@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.diagnostics.paired import (
+from nemo_grpo.experiments.jobs import Job
+from nemo_grpo.experiments.runner import Status
+from nemo_grpo.report.paired import (
     FOREST,
     PAIRED_NOTE,
     Paired,
@@ -14,12 +16,10 @@ from nemo_grpo.diagnostics.paired import (
     paired_table,
     sentences,
 )
-from nemo_grpo.diagnostics.report import PLOTS, write_group_report
-from nemo_grpo.diagnostics.runs import RunGroup, read_run
-from nemo_grpo.diagnostics.summary import markdown, markdown_table, note, records, stuck_runs
-from nemo_grpo.errors import UserError, did_you_mean, how_ended
-from nemo_grpo.experiments.jobs import Job
-from nemo_grpo.experiments.runner import Status
+from nemo_grpo.report.report import PLOTS, write_group_report
+from nemo_grpo.report.runs import RunGroup, read_run
+from nemo_grpo.report.summary import markdown, markdown_table, note, records, stuck_runs
+from nemo_grpo.support.errors import UserError, did_you_mean, how_ended
 
 REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
 

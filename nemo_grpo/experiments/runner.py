@@ -14,15 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from nemo_grpo.errors import UserError, how_ended
+from nemo_grpo.engine.inputs import check_inputs, model_files
+from nemo_grpo.engine.resume import PLACES, check_same_run
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 from nemo_grpo.experiments.jobs import RUNS, Job
-from nemo_grpo.files import hold_lock, write_atomically
-from nemo_grpo.progress import progress
 from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.recipe.recipe import RECIPE_FILE
-from nemo_grpo.training.inputs import check_inputs, model_files
-from nemo_grpo.training.resume import PLACES, check_same_run
-from nemo_grpo.training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
+from nemo_grpo.support.errors import UserError, how_ended
+from nemo_grpo.support.files import hold_lock, write_atomically
+from nemo_grpo.support.progress import progress
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_grpo import shipped
-from nemo_grpo.errors import UNREADABLE, UserError, did_you_mean
 from nemo_grpo.experiments.jobs import Setting, overlap, override_key
 from nemo_grpo.recipe.loader import load_tree
+from nemo_grpo.support import shipped
+from nemo_grpo.support.errors import UNREADABLE, UserError, did_you_mean
 
 FOLDER = Path("recipes") / "sweeps"
 SECTION, LABEL = "sweep", "label"

@@ -3,10 +3,10 @@
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.launch.submit import signal_lead
 from nemo_grpo.plan import HARDWARE, plan_recipe
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.support.errors import UserError
 
 START = 85.0
 """Seconds until NeMo-RL's first step: Ray, workers and vLLM with a tiny model on two CPU cores, measured.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.files import existing_parent
+from nemo_grpo.engine.recipe_checks import check_recipe, remedies
 from nemo_grpo.launch.nccl import nccl_problems
 from nemo_grpo.launch.plan_summary import kind_of, num_parameters, plan_verdict
-from nemo_grpo.launch.recipe_checks import check_recipe, remedies
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import existing_parent
 
 CLOCK_TOLERANCE = 2.0
 """Seconds that a node's clock may be off: checkpoints and logs are ordered by time."""

@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_grpo.errors import UserError, did_you_mean
 from nemo_grpo.recipe.own import FOLDER_NAME
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 FIELDS = ("JobState", "Reason", "RunTime", "TimeLimit", "NodeList", "Restarts", "ExitCode")
 ATTEMPT = "  attempt {}, ended {}: {}, exit code {}, checkpoints {} -> {}, {}"

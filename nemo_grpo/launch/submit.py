@@ -12,10 +12,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import nemo_grpo
-from nemo_grpo import shipped
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import load_tree
+from nemo_grpo.support import shipped
+from nemo_grpo.support.errors import UserError
 
 SCRIPTS = {"cluster": "train.sbatch", "embedded": "embedded.sbatch"}
 """nemo_grpo.target -> the script that runs it."""

@@ -20,11 +20,11 @@ from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.core.random import response_ids, step_seed
-from nemo_grpo.diagnostics.runs import DIAGNOSTICS_FILE
-from nemo_grpo.diagnostics.tokens import token_diagnostics
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.report.runs import DIAGNOSTICS_FILE
+from nemo_grpo.report.tokens import token_diagnostics
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)

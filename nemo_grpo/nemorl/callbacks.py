@@ -9,16 +9,16 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.diagnostics.runs import METRICS_FILE
-from nemo_grpo.diagnostics.stuck import SIGNAL, Watch
+from nemo_grpo.engine.inputs import data_files, keep_inputs
+from nemo_grpo.engine.run_folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.nemorl.compat import rebound
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.cluster_rules import OVERLAP
 from nemo_grpo.recipe.rollout_rules import uses_fp8
 from nemo_grpo.recipe.sections import VLLM
+from nemo_grpo.report.runs import METRICS_FILE
+from nemo_grpo.report.stuck import SIGNAL, Watch
 from nemo_grpo.tasks.scoring import component_means, right_and_wrong
-from nemo_grpo.training.inputs import data_files, keep_inputs
-from nemo_grpo.training.run_folder import RunFolder, newest_checkpoint, step_of
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.callbacks import Callback
 from nemo_grpo.nemorl.compat import rebind
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)

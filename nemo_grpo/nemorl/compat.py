@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.host_api import ELSEWHERE, EVERY_RUN, GRPO, HEAD, HOST_API, TESTED, V0_7_0, Name, tested
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.doctor import Diagnosis

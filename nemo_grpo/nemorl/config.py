@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.dotted import set_value, value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.host_api import BASE, CONTROLLER_CONFIG, GRPO, HEAD, SFT, TESTED, V0_7_0, VISION_BASE
 from nemo_grpo.recipe import Recipe, host, load_recipe
 from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, merge, resolve
 from nemo_grpo.recipe.sections import metric_key
+from nemo_grpo.support.dotted import set_value, value_of
+from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import static_api
 from nemo_grpo.nemorl.host_api import (
     BASE,
@@ -26,6 +25,7 @@ from nemo_grpo.nemorl.host_api import (
     Name,
 )
 from nemo_grpo.nemorl.static_api import Tree, misfit
+from nemo_grpo.support.errors import UserError
 
 RECORDS = Path(__file__).with_name("interfaces")
 """One description of each version of `TESTED`, written by scripts/record_nemo_rl.py."""

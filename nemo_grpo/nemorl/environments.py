@@ -16,11 +16,11 @@ import ray
 import torch
 from torch import Tensor
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.extensions import receive_files
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.callbacks import RolloutRewards
 from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.extensions import receive_files
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, make_ready, tags_of
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.masking import zero_outside
-from nemo_grpo.dotted import value_of
-from nemo_grpo.extensions import receive_files, texts_of
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.policy import data_plane_of
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.extensions import receive_files, texts_of
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
 

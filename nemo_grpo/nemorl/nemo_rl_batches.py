@@ -7,13 +7,13 @@ server. NeMo-RL's `setup` starts them; what its driver for them (examples/nemo_g
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.dotted import set_value
-from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.host_api import GYM_SETTINGS, NEMO_GYM, OWN_DATA, VIDEO_SETTINGS
 from nemo_grpo.recipe import host
+from nemo_grpo.support.dotted import set_value
+from nemo_grpo.support.errors import UserError, first_line
 
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
 

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat, host_api
 from nemo_grpo.nemorl.step_context import ENTROPIES, StepContext
+from nemo_grpo.support.dotted import value_of
 
 if TYPE_CHECKING:
     from torch import Tensor

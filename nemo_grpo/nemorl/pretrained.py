@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError, first_line
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames
 from nemo_grpo.recipe.generation_sections import stop_refusals
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError, first_line
 
 LOADED = "auto"
 """vLLM's load format with images. A refit sends what Megatron-Bridge exports; what else an engine has, such

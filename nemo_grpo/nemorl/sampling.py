@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.resampling import Accumulation, rewards_differ
-from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)

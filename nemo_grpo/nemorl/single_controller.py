@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.host_api import CONTROLLER, CONTROLLER_ACTOR, CONTROLLER_CONFIG, SINGLE_CONTROLLER
 from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 

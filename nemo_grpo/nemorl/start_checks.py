@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.host_api import ACTOR_PYTHON
 from nemo_grpo.nemorl.policy import STOCK_WORKER, data_plane_of
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
 
 ASYNC_SAVE = "policy.megatron_cfg.checkpoint.async_save"
 PACKAGE = "nvidia_resiliency_ext"

@@ -17,7 +17,7 @@ from typing import Any
 
 import griffe
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 Kind = inspect._ParameterKind
 

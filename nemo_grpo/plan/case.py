@@ -6,7 +6,7 @@ time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP,
 
 from dataclasses import dataclass
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.setup import Setup

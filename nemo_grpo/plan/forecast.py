@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import OTHER, PUBLISHED, Seen
 from nemo_grpo.plan.hardware import Hardware
@@ -16,6 +15,7 @@ from nemo_grpo.plan.remedies import for_time
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, run_seconds, step_time
 from nemo_grpo.plan.workload import ACCEPTANCE, SIGNAL, Workload, workload_of
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from nemo_grpo.errors import UserError, did_you_mean, reading
+from nemo_grpo.support.errors import UserError, did_you_mean, reading
 
 
 @dataclass(frozen=True)

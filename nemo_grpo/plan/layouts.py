@@ -8,14 +8,14 @@ from itertools import islice, product
 from math import log2
 from typing import TYPE_CHECKING, Any
 
-from nemo_grpo.errors import UserError, as_yaml
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.forecast import Forecast, of_layout
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
+from nemo_grpo.support.errors import UserError, as_yaml
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 SPREAD = 0.6
 """Standard deviation of the logarithm of a response's length, where only the mean is given."""

@@ -5,7 +5,7 @@ vocabulary, L layers, t TP, p PP, c CP, BF16 = 2 bytes. Ranks of a pipeline diff
 and the heaviest stage counts.
 """
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.parameters import Counts, adapter_counts, attention_sizes, model_parameters, stage_counts
 from nemo_grpo.plan.setup import Setup
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import LORA_LAYERS
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
 from nemo_grpo.plan.hardware import Hardware, hardware_of

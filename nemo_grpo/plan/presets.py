@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from checkpoints_conv.formats.model_folder import read_config
-from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.families import ModelSpec, read_spec
+from nemo_grpo.models import ModelSpec, read_spec
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.model_folder import read_config
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe

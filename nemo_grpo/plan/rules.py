@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.memory import GIB, USABLE
@@ -20,6 +19,7 @@ from nemo_grpo.recipe.generation_sections import stop_refusals
 from nemo_grpo.recipe.layout import expert_refusals, stage_refusals, width_refusals
 from nemo_grpo.recipe.registry import Scope, messages, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.plan.forecast import Forecast, at_scale
 from nemo_grpo.plan.layouts import accepted, best_layouts
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -119,7 +119,16 @@ def own_layout(points: Sequence[Point]) -> str:
 
 def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
     """Step time, efficiency and GPU-hours against GPUs, as a PNG."""
-    from nemo_grpo.pictures import COLORS, COMPANION, DASHES, INK, new_figure, set_title, tidy, write_png
+    from nemo_grpo.support.pictures import (
+        COLORS,
+        COMPANION,
+        DASHES,
+        INK,
+        new_figure,
+        set_title,
+        tidy,
+        write_png,
+    )
 
     drawn = [(point, point.strong, point.weak) for point in points if point.strong and point.weak]
     gpus = [point.num_gpus for point, _, _ in drawn]

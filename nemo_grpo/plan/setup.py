@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_grpo import processor
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.support import processor
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.parameters import model_parameters
 from nemo_grpo.plan.rollout_time import rollout_seconds, steady_seconds

@@ -8,7 +8,7 @@ matrix. Stages work in 1F1B, whose bubble is (p - 1) microbatches of the slowest
 from dataclasses import dataclass
 from math import ceil
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.case import Case, exchange_seconds, gather_seconds
 from nemo_grpo.plan.parameters import mixer_sizes, stage_counts

@@ -9,11 +9,11 @@ groups in chunks as they come, and lacks much of what the other trainers do with
 import math
 from collections.abc import Iterator
 
-from nemo_grpo.errors import as_yaml
 from nemo_grpo.recipe import host
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
+from nemo_grpo.support.errors import as_yaml
 
 ON, PLANE = "async_rl={..}", "data_plane.enabled=true"
 BACKENDS = ("vllm", "sglang")

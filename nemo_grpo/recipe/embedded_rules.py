@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import as_yaml, did_you_mean
 from nemo_grpo.recipe.megatron_sections import LORA_LAYERS, ModelOverrides, Section
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, PACKING
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import as_yaml, did_you_mean
 from nemo_grpo.tasks.prompts import IMAGES
 
 RECOMPUTE_MODULES = ("core_attn", "mlp")

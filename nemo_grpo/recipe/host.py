@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.dotted import set_value, value_of
-from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.recipe.loader import Tree, merge
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
+from nemo_grpo.support.dotted import set_value, value_of
+from nemo_grpo.support.errors import UserError, as_yaml
 from nemo_grpo.variants import REFUSED_STOCK_KEYS, variant_class
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 

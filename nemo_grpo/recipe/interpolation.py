@@ -11,7 +11,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_grpo.dotted import leaves, scalars, set_value, value_of
+from nemo_grpo.support.dotted import leaves, scalars, set_value, value_of
 
 Tree = dict[str, Any]
 

@@ -13,10 +13,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from nemo_grpo.aliases import advice_on, advice_on_verl
-from nemo_grpo.dotted import leaves, parents
-from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.own import NemoGRPOSection
+from nemo_grpo.support.aliases import advice_on, advice_on_verl
+from nemo_grpo.support.dotted import leaves, parents
+from nemo_grpo.support.errors import did_you_mean
 from nemo_grpo.variants import OBJECTIVES
 
 FREE_FORM = (

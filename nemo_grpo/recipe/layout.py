@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nemo_grpo.families import ModelSpec
+    from nemo_grpo.models import ModelSpec
 
 _KEY = "policy.megatron_cfg"
 

@@ -20,11 +20,11 @@ from omegaconf.errors import (
 )
 from omegaconf.resolvers import oc
 
-from nemo_grpo import shipped
-from nemo_grpo.dotted import is_missing, leaves, parents, scalars, set_value, value_of
-from nemo_grpo.errors import UNREADABLE, UserError, first_line, reading
 from nemo_grpo.recipe.interpolation import RESOLVERS, Tree, keys_in, resolved_values
 from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
+from nemo_grpo.support import shipped
+from nemo_grpo.support.dotted import is_missing, leaves, parents, scalars, set_value, value_of
+from nemo_grpo.support.errors import UNREADABLE, UserError, first_line, reading
 
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_serializer, model_validator
 
-from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.support.errors import did_you_mean
 
 WITHOUT_RULES = {"rules": False}
 """Validation context that checks types only."""

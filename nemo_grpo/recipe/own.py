@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator
 
-from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe.megatron_sections import section_rule
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
 from nemo_grpo.tasks.rewards.own_reward import parameters_of
 

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_grpo.errors import as_yaml, did_you_mean
 from nemo_grpo.recipe.generation_sections import Generation
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron, Section, Switch, section_rule
+from nemo_grpo.support.errors import as_yaml, did_you_mean
 
 
 class Tokenizer(Section):

@@ -8,13 +8,13 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, field_validator
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.extensions import texts_of
 from nemo_grpo.recipe.loader import Tree, merge
 from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.recipe.policy_sections import Policy
 from nemo_grpo.recipe.sections import AsyncRL, Checkpointing, Cluster, Data, Environments, GRPOSection, Logger
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.extensions import texts_of
 from nemo_grpo.tasks import TaskConfig
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import VariantConfig

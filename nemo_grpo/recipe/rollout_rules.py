@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_grpo.errors import UserError, as_yaml
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import GENERATION, VLLM, AsyncGRPO, AsyncRL
+from nemo_grpo.support.errors import UserError, as_yaml
 from nemo_grpo.tasks.base import check_num_validation
 from nemo_grpo.tasks.jsonl import VALIDATION_FILES, FileTaskConfig, listed_problems
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpoints_conv.formats import nemo
-from nemo_grpo.errors import as_yaml, did_you_mean
 from nemo_grpo.recipe.keys import unread_key_messages
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM, metric_key
+from nemo_grpo.support import nemo_folder as nemo
+from nemo_grpo.support.errors import as_yaml, did_you_mean
 
 MOST_SHARED = 0.9
 """Largest share of a GPU that vLLM takes beside the policy without a note."""

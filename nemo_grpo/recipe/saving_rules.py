@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from nemo_grpo.errors import did_you_mean
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
+from nemo_grpo.support.errors import did_you_mean
 
 TRAINING_METRICS = (
     *("loss", "grad_norm", "lr", "wd", "reward", "mean_prompt_length", "total_num_tokens"),

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_grpo.errors import as_yaml
 from nemo_grpo.recipe.megatron_sections import Section, Switch, section_rule
+from nemo_grpo.support.errors import as_yaml
 
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
 VLLM, PACKING = "policy.generation.vllm_cfg", "policy.sequence_packing"

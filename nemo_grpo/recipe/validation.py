@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_grpo.dotted import is_missing, set_value, value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import (  # noqa: F401 - they register
     cluster_rules,
     controller_rules,
@@ -24,6 +22,8 @@ from nemo_grpo.recipe.loader import Tree, Written, from_environment, merge, read
 from nemo_grpo.recipe.megatron_sections import WITHOUT_RULES
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, messages
+from nemo_grpo.support.dotted import is_missing, set_value, value_of
+from nemo_grpo.support.errors import UserError
 
 DERIVED_DEFAULTS = {
     "policy.tokenizer.name": "policy.model_name",

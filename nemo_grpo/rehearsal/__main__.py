@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_grpo.errors import EXIT_USAGE, UserError
 from nemo_grpo.rehearsal import checks, report
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, NotStarted
 from nemo_grpo.rehearsal.environment import find_stack
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, prepare, train
+from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from nemo_grpo.cuda_stand_ins import FACTORIES, Event, Stream, here, on_cpu
+from nemo_grpo.support.fake_cuda import FACTORIES, Event, Stream, here, on_cpu
 
 NEW = ["new_zeros", "new_empty", "new_full", "new_ones", "new_tensor"]
 GROUPS = {"init_process_group": 0, "new_group": 2, "new_subgroups_by_enumeration": 2}

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import nemo_grpo
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import PROBLEMS, SWITCH, VLLM_PYTHON, WARM
 from nemo_grpo.rehearsal.tiny_data import refuse_data
 from nemo_grpo.rehearsal.warm import PR_SET_PDEATHSIG
+from nemo_grpo.support.errors import UserError
 
 HERE = Path(__file__).parent
 REPOSITORY = Path(nemo_grpo.__file__).parents[1]

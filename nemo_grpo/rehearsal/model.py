@@ -9,18 +9,18 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from nemo_grpo.engine.demonstrations import demonstrated
+from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import COMPUTED, ModelSpec
+from nemo_grpo.models import COMPUTED, ModelSpec
 from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.tiny_data import ToyTask
 from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt
-from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, assemble
 
 HEAD_DIM = 32
 """The smallest head size of vLLM's attention on a CPU."""

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from nemo_grpo.dotted import is_missing, set_value, value_of
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import merge, read
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.environment import uses_async_engine
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.tiny_data import data_settings
+from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
 
 NUM_STEPS = 3

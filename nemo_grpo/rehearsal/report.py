@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_grpo.diagnostics.stuck import findings
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.checks import Stage, sample
 from nemo_grpo.rehearsal.run_output import Recorded
 from nemo_grpo.rehearsal.stages import Rehearsal
 from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN
+from nemo_grpo.report.stuck import findings
 
 CANNOT_SEE = (
     "A rehearsal cannot see: Transformer Engine, FP8, NCCL, CUDA kernels, memory and speed on a GPU, a lost "

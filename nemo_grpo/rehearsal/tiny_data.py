@@ -16,11 +16,11 @@ from typing import Any
 
 from PIL import ImageStat
 
-from nemo_grpo.errors import UserError, as_yaml
-from nemo_grpo.extensions import is_reference
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import VISION_PROCESSOR, data_sets, prompt_file
 from nemo_grpo.sampling.images import read_image
+from nemo_grpo.support.errors import UserError, as_yaml
+from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.tasks import Problem, Prompt, Task, TaskConfig
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems, write_problems

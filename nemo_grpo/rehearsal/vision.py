@@ -9,7 +9,7 @@ from nemo_grpo.tasks import Problem, Prompt
 from nemo_grpo.tasks.prompts import image_message
 
 if TYPE_CHECKING:
-    from nemo_grpo.families.spec import ModelSpec
+    from nemo_grpo.models.spec import ModelSpec
 
 MARKS = {
     "vision_start_token_id": "<|vision_start|>",

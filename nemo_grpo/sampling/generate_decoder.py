@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.hf_folder import load_config, stream_weights
 from nemo_grpo.sampling.decoder.cache import KVCache
 from nemo_grpo.sampling.decoder.model import Decoder
 from nemo_grpo.sampling.decoder.weights import unsupported
 from nemo_grpo.sampling.local_generator import LocalGenerator
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.hf_folder import load_config, stream_weights
 
 
 class DecoderGenerator(LocalGenerator):

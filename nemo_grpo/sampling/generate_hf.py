@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
-from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.hf_folder import no_transformers_bars
 from nemo_grpo.sampling.local_generator import LocalGenerator
+from nemo_grpo.support.errors import UserError, first_line
+from nemo_grpo.support.hf_folder import no_transformers_bars
 
 _LOADING = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
 

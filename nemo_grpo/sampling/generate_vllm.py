@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.images import Images, image_digest, read_image
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams
+from nemo_grpo.support.errors import UserError
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""

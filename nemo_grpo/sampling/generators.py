@@ -7,11 +7,11 @@ from typing import Literal, get_args
 import torch
 from transformers import PretrainedConfig
 
-from nemo_grpo.errors import UserError, first_line
-from nemo_grpo.hf_folder import load_config, weight_names
 from nemo_grpo.sampling.decoder.weights import missing_weights, unsupported
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.local_generator import LocalGenerator
+from nemo_grpo.support.errors import UserError, first_line
+from nemo_grpo.support.hf_folder import load_config, weight_names
 
 log = logging.getLogger(__name__)
 

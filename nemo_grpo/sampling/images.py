@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.support.errors import UserError, first_line
 
 Images = tuple[str, ...]
 """Paths of one prompt's images, in the order of their placeholders."""

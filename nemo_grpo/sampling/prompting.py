@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt
 from nemo_grpo.tasks.prompts import check_vocabulary, encode_many
 

@@ -9,8 +9,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.images import Images
+from nemo_grpo.support.errors import UserError
 
 LOWEST_TEMPERATURE = 1e-6
 """Logits that are divided by less may overflow."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, stream
 from nemo_grpo.tasks.response import render_response
 

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem, Task, distinct, is_held_out, stream
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.logic_puzzles import (

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from nemo_grpo.errors import UserError, did_you_mean, first_line
+from nemo_grpo.support.errors import UserError, did_you_mean, first_line
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.presets import PRESETS
 

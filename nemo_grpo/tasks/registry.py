@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.extensions import is_reference, load_class
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.extensions import is_reference, load_class
 from nemo_grpo.tasks.base import TaskConfig
 from nemo_grpo.tasks.knights_knaves import KnightsKnavesConfig
 from nemo_grpo.tasks.logic import LogicConfig

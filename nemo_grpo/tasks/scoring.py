@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemo_grpo import extensions
+from nemo_grpo.support import extensions
 from nemo_grpo.tasks.base import NOT_FINITE, Problem, Task, checked_score, reward_of
 from nemo_grpo.tasks.prompts import Prompt, chat_messages, first_words
 from nemo_grpo.tasks.response import render_response

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem
 from nemo_grpo.tasks.environment import Episode, Observed
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig

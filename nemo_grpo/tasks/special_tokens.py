@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 
 def reserved_texts(tokenizer: Any) -> tuple[str, ...]:

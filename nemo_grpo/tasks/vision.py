@@ -10,7 +10,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import FORMAT, Answered, Problem, Task
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.mathematics import MathFiles

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from nemo_grpo.aliases import advice_on
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.errors import UserError, as_yaml, did_you_mean
-from nemo_grpo.extensions import is_reference, load_class
+from nemo_grpo.support.aliases import advice_on
+from nemo_grpo.support.errors import UserError, as_yaml, did_you_mean
+from nemo_grpo.support.extensions import is_reference, load_class
 from nemo_grpo.variants.base import VariantConfig
 from nemo_grpo.variants.cispo import CISPO
 from nemo_grpo.variants.clip_cov import ClipCov

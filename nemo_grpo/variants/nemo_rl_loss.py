@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from nemo_grpo.core.aggregation import Aggregation
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.errors import UserError, as_yaml
+from nemo_grpo.support.errors import UserError, as_yaml
 from nemo_grpo.variants.base import KLConfig
 
 

@@ -11,14 +11,14 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from nemo_grpo.dotted import parents, set_value
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe_dict, refuse_unsupported
 from nemo_grpo.recipe.embedded_rules import SUPPORTED
 from nemo_grpo.recipe.keys import nemo_rl_keys, unread_keys
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.megatron_sections import Section
 from nemo_grpo.recipe.recipe import Recipe
+from nemo_grpo.support.dotted import parents, set_value
+from nemo_grpo.support.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 ENGINES = {"embedded": "quickstart", "cluster": "cluster-quickstart"}

@@ -21,7 +21,7 @@ ALLOWED = {
     "nemo_grpo/tasks/presets.py": {"cw_grpo", "gpg", "search_qa"},  # prompts, named after papers
     "nemo_grpo/evaluate/benchmarks.py": {"cw_grpo", "gpg", *TASKS},  # defaults of prepared sets
     "nemo_grpo/cli/eval.py": {"cw_grpo", "erpo", "tr_grpo"},  # its help lists the protocols
-    "nemo_grpo/aliases.py": {"gspo"},  # what a key of other trainers becomes
+    "nemo_grpo/support/aliases.py": {"gspo"},  # what a key of other trainers becomes
     "nemo_grpo/rehearsal/tiny_data.py": {"math"},  # an environment of NeMo-RL's
     "nemo_grpo/cli/compare.py": {"cw_grpo", "tr_grpo", "erpo"},  # what it compares unless told otherwise
 }

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import compat, doctor, host_api
 from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.host_api import ELSEWHERE, GRPO, HOST_API, LOSS_KEYS, POLICY, SFT, TESTED
 from nemo_grpo.nemorl.sft import OF_SETUP
 from nemo_grpo.nemorl.static_api import Tree, misfit, shape
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.variants.base import RatioConfig
 
 ROOT = Path(__file__).parents[2]

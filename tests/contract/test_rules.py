@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import problems
@@ -18,6 +17,7 @@ from nemo_grpo.recipe import Recipe, advice, load_recipe, load_recipe_dict, refu
 from nemo_grpo.recipe.embedded_rules import SUPPORTED
 from nemo_grpo.recipe.loader import apply_overrides, load_tree
 from nemo_grpo.recipe.registry import RULES, Scope
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PROBLEMS = Path(__file__).with_name("three_problems.jsonl")

@@ -21,7 +21,7 @@ from nemo_grpo.engine.megatron import cpu, parallel, writer
 from nemo_grpo.engine.megatron.layers import CausalAttention, RMSNorm
 from nemo_grpo.engine.megatron.model import PackableGPTModel, build_model, transformer_config
 from nemo_grpo.engine.megatron.policy import SHARDING
-from nemo_grpo.families import read_spec
+from nemo_grpo.models import read_spec
 from nemo_grpo.recipe.layout import Layout
 
 TOKENS = torch.tensor([[5, 17, 3, 88, 41, 2, 60, 9], [1, 95, 33, 7, 7, 12, 80, 4]])

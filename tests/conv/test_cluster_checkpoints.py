@@ -11,11 +11,11 @@ from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
-from checkpoints_conv.formats.model_folder import hf_config
 from nemo_grpo.cli.convert import app
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
 from nemo_grpo.nemorl.callbacks import calling_back
 from nemo_grpo.nemorl.checkpoints import SIDE_FOLDER, SideFiles
+from nemo_grpo.support.model_folder import hf_config
 
 
 class Manager:

@@ -8,7 +8,6 @@ import torch
 from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, tensors_of
 from typer.testing import CliRunner
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
@@ -17,7 +16,8 @@ from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.cli.convert import app
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
+from nemo_grpo.support.model_folder import hf_config
 
 RANK, ALPHA, LAYERS = 3, 6, 4
 LINEARS = {  # Megatron's layer -> (out, in) of the models in conv_models

@@ -24,7 +24,7 @@ from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.job import flush_behind
 from nemo_grpo import UserError
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
 
 MARKER = b"before the archive"
 

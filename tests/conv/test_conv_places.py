@@ -11,7 +11,6 @@ import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
 from checkpoints_conv.formats.dtypes import DTYPES
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
@@ -19,7 +18,9 @@ from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import copy_with_config, megatron_to_hf
 from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from checkpoints_conv.verify import verify
-from nemo_grpo import UserError, files
+from nemo_grpo import UserError
+from nemo_grpo.support import files
+from nemo_grpo.support.model_folder import hf_config
 
 
 def test_resumption_needs_space_for_what_is_left_only(source, checkpoint, tmp_path, monkeypatch):

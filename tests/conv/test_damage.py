@@ -29,8 +29,8 @@ from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
-from nemo_grpo.files import check_sha256
-from nemo_grpo.hf_folder import export, stream_weights
+from nemo_grpo.support.files import check_sha256
+from nemo_grpo.support.hf_folder import export, stream_weights
 
 
 def test_truncated_safetensors_is_refused(tmp_path):

@@ -7,7 +7,6 @@ import torch
 from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, shapes_in, tensors_of
 from transformers import AutoConfig
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import merge_lora
@@ -16,8 +15,9 @@ from checkpoints_conv.summary import summarize
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.logits import compare_logits
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
 from nemo_grpo.sampling.decoder.weights import unsupported
+from nemo_grpo.support.model_folder import hf_config
 
 BIAS = "mlp.gate.e_score_correction_bias"
 

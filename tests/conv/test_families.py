@@ -10,9 +10,9 @@ from conv_models import CONFIGS
 from small_models import YARN, auto_class
 
 from nemo_grpo import UserError
-from nemo_grpo.families import family_for
-from nemo_grpo.families.ops import GATED_QKV, GROUPED_QKV, ONE_BELOW_THE_OTHER, ONE_SUBTRACTED
-from nemo_grpo.families.values import checked
+from nemo_grpo.models import family_for
+from nemo_grpo.models.ops import GATED_QKV, GROUPED_QKV, ONE_BELOW_THE_OTHER, ONE_SUBTRACTED
+from nemo_grpo.models.values import checked
 from nemo_grpo.plan.parameters import model_parameters
 
 TINY = {

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoints_conv.formats.archive import SavedTensor
-from checkpoints_conv.formats.model_folder import INDEX, hf_config
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import LATEST, METADATA, TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.model_card import training_of, write_card
 from checkpoints_conv.run_config import RUN_CONFIG
 from checkpoints_conv.summary import summarize
 from nemo_grpo import UserError
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
+from nemo_grpo.support.model_card import training_of, write_card
+from nemo_grpo.support.model_folder import INDEX, hf_config
 
 pytestmark = pytest.mark.slow
 FUZZ = settings(

@@ -5,13 +5,13 @@ import torch
 from conv_models import assert_same_tensors, rewrite, save_model, tensors_of
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.mxfp4 import decode
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
-from nemo_grpo.families.ops import GATE_UP_IN_TURNS, TRANSPOSED
+from nemo_grpo.models.ops import GATE_UP_IN_TURNS, TRANSPOSED
+from nemo_grpo.support.model_folder import hf_config
 
 WIDE = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 

@@ -8,11 +8,11 @@ from conv_ranks import TOKENS, logits_from_checkpoint, on_ranks, parameters_from
 from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
+from nemo_grpo.support.model_folder import hf_config
 
 # Two families at every layout; the others, which add rope scaling, biases and tying, at the hardest one.
 CASES = [

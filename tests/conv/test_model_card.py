@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.model_card import Training, training_of, write_card
+from nemo_grpo.support.model_card import Training, training_of, write_card
 
 RECIPE = {
     "policy": {"model_name": "Qwen/Qwen2.5-1.5B"},

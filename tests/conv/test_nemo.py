@@ -12,13 +12,13 @@ from conv_models import assert_same_tensors, tensors_of
 from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
 from typer.testing import CliRunner
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.cli.convert import app
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
+from nemo_grpo.support.model_folder import hf_config
 
 MODEL = {
     "_target_": "nemo.collections.llm.gpt.model.qwen2.Qwen2Config",

@@ -10,12 +10,12 @@ from conv_models import assert_same_tensors, tensors_of
 from published_configs import PUBLISHED
 from small_models import auto_class
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
 from nemo_grpo.plan.parameters import model_parameters
+from nemo_grpo.support.model_folder import hf_config
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 16, "vocab_size": 300,

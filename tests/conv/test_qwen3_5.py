@@ -13,15 +13,15 @@ from conv_models import assert_same_tensors, rewrite, save_adapters, shapes_in, 
 from conv_ranks import delta_net_after_a_change, on_ranks
 from small_models import small_config
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.logits import compare_logits
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
 from nemo_grpo.sampling.decoder.weights import unsupported
+from nemo_grpo.support.model_folder import hf_config
 
 RANK, ALPHA = 3, 6
 NET = "model.layers.1.linear_attn."

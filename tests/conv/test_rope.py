@@ -7,7 +7,7 @@ import transformers
 from small_models import FAMILIES, LLAMA3_ROPE, MROPE, SIZES, YARN, small_config
 
 from nemo_grpo import UserError
-from nemo_grpo.families import family_for, read_spec
+from nemo_grpo.models import family_for, read_spec
 
 MAKERS = {name: lambda name=name: small_config(name) for name in FAMILIES if name != "gemma3"} | {
     "qwen2-vl": lambda: transformers.Qwen2VLConfig(text_config=SIZES, vision_config={"depth": 1}),

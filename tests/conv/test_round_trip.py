@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from small_models import LLAMA3_ROPE, auto_class
 from transformers import AutoConfig
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.logits import LOGITS_TOLERANCE, compare_logits
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
+from nemo_grpo.support.model_folder import hf_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -15,8 +15,8 @@ from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.results import Scores
+from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
-from nemo_grpo.training.rollout import Sequences
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.saving import Saver, TrainingAborted
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import build_objective
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.hf_folder import load_config, load_tokenizer, load_weights
+from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, SamplingParams
-from nemo_grpo.training.rollout import Sequences
+from nemo_grpo.support.hf_folder import load_config, load_tokenizer, load_weights
 
 pytestmark = pytest.mark.slow
 SETTINGS = MegatronOptimizer(lr=1e-5, adam_eps=1e-4, clip_grad=1.0)

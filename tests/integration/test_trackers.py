@@ -11,10 +11,10 @@ import pytest
 from processes import nemo_grpo, output_of
 from small_runs import QUICKSTART, rows
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.engine import trackers
+from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.training import trackers
-from nemo_grpo.training.run_folder import RunFolder
+from nemo_grpo.support.errors import UserError
 
 QUICK = ["nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false", "checkpointing.save_period=1"]
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("wandb", "mlflow")}

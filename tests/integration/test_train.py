@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_grpo import VARIANTS, UserError
 from nemo_grpo.engine import steps
 from nemo_grpo.engine.loop import train
+from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.engine.run import begin
 from nemo_grpo.engine.setup import validation_sampling
 from nemo_grpo.engine.steps import sample
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
-from nemo_grpo.training.rollout import Group, Scored
 
 PROMISED = {
     *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),

@@ -16,7 +16,7 @@ from small_runs import DP2, QUICKSTART, TP2_PP2, arguments, assert_same_rows, ha
 
 from nemo_grpo import UserError
 from nemo_grpo.engine.checks import check
-from nemo_grpo.training.signals import EXIT_INTERRUPTED
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 
 STEPS = ["grpo.max_num_steps=2", "grpo.val_period=0", "policy.train_micro_batch_size=2"]
 CP2 = ["policy.megatron_cfg.context_parallel_size=2", "cluster.gpus_per_node=2"]

@@ -29,20 +29,20 @@ from small_runs import (
 from toy_policies import assert_equal, weights_of
 
 from nemo_grpo import UserError, cli
-from nemo_grpo.diagnostics import report
 from nemo_grpo.engine import loop
 from nemo_grpo.engine.checkpoint import WEIGHTS
 from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.run import begin, run_recipe
+from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import TrainingAborted
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.steps import reinforce
-from nemo_grpo.files import write_sha256
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.report import report
+from nemo_grpo.support.files import write_sha256
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
-from nemo_grpo.training.run_folder import RunFolder
-from nemo_grpo.training.signals import EXIT_INTERRUPTED
 
 LORA = ["++policy.megatron_cfg.peft.enabled=true", "++policy.megatron_cfg.peft.dim=4"]
 

@@ -9,6 +9,8 @@ from small_runs import DP2, arguments, assert_same_rows, lines_of, rows, weights
 from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import UserError, build_objective
+from nemo_grpo.engine import rollout
+from nemo_grpo.engine.rollout import Group, Scored, assemble
 from nemo_grpo.engine.run import begin
 from nemo_grpo.evaluate.response_cache import Completion
 from nemo_grpo.evaluate.runner import _judge
@@ -20,8 +22,6 @@ from nemo_grpo.tasks import Problem, Prompt
 from nemo_grpo.tasks.jsonl import write_problems
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import Scorer
-from nemo_grpo.training import rollout
-from nemo_grpo.training.rollout import Group, Scored, assemble
 
 PROMPT = [4, 9, 17]
 TURNS = [  # (tokens, by the policy) of two responses to one prompt

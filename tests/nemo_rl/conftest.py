@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nemo_grpo.cuda_stand_ins import here
 from nemo_grpo.rehearsal.cluster import SLOW_START
+from nemo_grpo.support.fake_cuda import here
 
 HERE = Path(__file__).parent
 

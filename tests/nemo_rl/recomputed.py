@@ -20,7 +20,6 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
 from nemo_grpo.core.random import response_ids, step_seed
-from nemo_grpo.diagnostics.stuck import SIGNAL
 from nemo_grpo.nemorl.checkpoints import CARRIED
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.rehearsal import overrides as small
@@ -28,6 +27,7 @@ from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.export import convert, load
 from nemo_grpo.rehearsal.run_output import Recorded, Row, reward
 from nemo_grpo.rehearsal.stages import Failed, newest_checkpoint
+from nemo_grpo.report.stuck import SIGNAL
 from nemo_grpo.tasks import Problem
 
 
@@ -257,8 +257,8 @@ def demonstrated(run: Run, step: int | None) -> Sequences:
     """A step's demonstrations; None: the validation's."""
     from transformers import AutoTokenizer
 
-    from nemo_grpo.training.demonstrations import Demonstrations
-    from nemo_grpo.training.rollout import assemble
+    from nemo_grpo.engine.demonstrations import Demonstrations
+    from nemo_grpo.engine.rollout import assemble
 
     recipe = run.recipe
     tokenizer = AutoTokenizer.from_pretrained(run.rehearsal.model.folder)

@@ -11,10 +11,10 @@ from conv_models import assert_same_tensors, save_model, shapes_in, tensors_of
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from nemo_grpo.families import family_for
+from nemo_grpo.models import family_for
+from nemo_grpo.support.model_folder import hf_config
 
 HERE = Path(__file__).parent
 FAMILIES = (

@@ -24,13 +24,13 @@ from nemo_rl.models.policy import tq_policy
 from test_data_plane import CARRIED, DRAWN, ON, PlanePolicy
 from toy_training import GENERATIONS, PROMPTS, Generation, Run, rollouts, toy_run
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo, single_controller
 from nemo_grpo.nemorl.callbacks import calling_back
 from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
 from nemo_grpo.nemorl.exit_status import exit_code, last_step, stop_after_step
 from nemo_grpo.nemorl.host_api import CONTROLLER
 from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.support.errors import UserError
 
 if not compat.has_name(single_controller.CONTROLLER_ACTOR):
     pytest.skip("this NeMo-RL has no single controller", allow_module_level=True)

@@ -21,12 +21,12 @@ from nemo_rl.models.policy import tq_policy
 from test_training import SETTINGS
 from toy_training import Generation, Run, ToyPolicy, rollouts
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.host_api import GRPO_SYNC
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.policy import policy_factory
 from nemo_grpo.nemorl.start_checks import check_data_plane
+from nemo_grpo.support.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from toy_training import character_tokenizer, toy_run
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import environments, run_grpo
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
 from nemo_grpo.tasks.special_tokens import reserved_texts
 

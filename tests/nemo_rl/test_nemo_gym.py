@@ -15,10 +15,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from toy_gym import ANSWER, ASKED, SAID, TOLD, Gym
 from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, character_tokenizer
 
-from nemo_grpo.dotted import value_of
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames, gym_environments, set_up_data
+from nemo_grpo.support.dotted import value_of
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 

@@ -12,8 +12,6 @@ import yaml
 from nemo_rl.algorithms import grpo, sft
 from nemo_rl.algorithms.reward_functions import apply_reward_shaping
 
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import load_run, sft_section
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX
@@ -21,6 +19,8 @@ from nemo_grpo.nemorl.host_api import Name
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(

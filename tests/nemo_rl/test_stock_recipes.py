@@ -12,11 +12,11 @@ from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from omegaconf import OmegaConf
 from toy_training import character_tokenizer
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.nemo_rl_batches import find_prompt_files, set_up_data
 from nemo_grpo.recipe.loader import load_tree, resolve
+from nemo_grpo.support.errors import UserError
 
 CONFIGS = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_run
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.callbacks import calling_back
 from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
 from nemo_grpo.nemorl.exit_status import Ending, finished_steps, last_step, stop_after_step
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")  # the trainers ask Ray for nodes

@@ -17,8 +17,8 @@ from jobs import submit, submit_pipeline
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.rehearsal.environment import find_stack
+from nemo_grpo.support.errors import UserError
 
 MINUTE = 60
 PATIENCE = 20 * MINUTE

@@ -7,8 +7,8 @@ import re
 import pytest
 from rich.console import Console
 
-from nemo_grpo import progress as module
-from nemo_grpo.progress import TokenMeter, progress
+from nemo_grpo.support import progress as module
+from nemo_grpo.support.progress import TokenMeter, progress
 
 
 def run(caplog, monkeypatch, seconds_per_unit, total, console):

@@ -3,7 +3,7 @@
 import pytest
 from taught_policy import SMALL, taught
 
-from nemo_grpo.hf_folder import load_tokenizer
+from nemo_grpo.support.hf_folder import load_tokenizer
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
 
 TASK = {"name": "knights_knaves"}

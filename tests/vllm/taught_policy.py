@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.warm_start import build_model
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.recipe.own import WarmStart
@@ -14,7 +15,6 @@ from nemo_grpo.sampling.generate_vllm import VLLMGenerator
 from nemo_grpo.sampling.requests import Rollout, SamplingParams
 from nemo_grpo.tasks import Prompt, Task
 from nemo_grpo.tasks.base import stream
-from nemo_grpo.training.demonstrations import demonstrated
 
 SMALL = WarmStart(
     vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

@@ -10,8 +10,8 @@ from processes import output_of, python
 from taught_policy import SMALL, greedy, taught
 
 from nemo_grpo.evaluate import evaluate
-from nemo_grpo.hf_folder import load_tokenizer
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
+from nemo_grpo.support.hf_folder import load_tokenizer
 from nemo_grpo.tasks import Prompt, parse_task
 
 pytestmark = pytest.mark.vllm

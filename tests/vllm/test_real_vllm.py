@@ -7,10 +7,10 @@ import torch
 from processes import ROOT, output_of, python
 from taught_policy import assert_same, greedy, rows, vllm_of
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_vllm import vllm_device
 from nemo_grpo.sampling.requests import Request, SamplingParams, Turn
+from nemo_grpo.support.errors import UserError
 
 pytestmark = pytest.mark.vllm
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from taught_policy import greedy, taught, vllm_of
 
-from nemo_grpo.hf_folder import load_tokenizer
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.requests import Request
+from nemo_grpo.support.hf_folder import load_tokenizer
 from nemo_grpo.tasks import encode_prompt
 
 pytestmark = pytest.mark.vllm

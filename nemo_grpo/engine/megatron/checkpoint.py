@@ -23,7 +23,7 @@ from nemo_grpo.engine.megatron import parallel, writer
 from nemo_grpo.engine.megatron.optimizer import SHARDING
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
-from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.support.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 

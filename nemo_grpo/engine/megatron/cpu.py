@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from nemo_grpo.cuda_stand_ins import CPU, FACTORIES, Event, Stream, on_cpu
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.fake_cuda import CPU, FACTORIES, Event, Stream, on_cpu
 
 TESTED_VERSIONS = ((0, 16), (0, 20))
 """First and last minor version of megatron-core that this module was run with."""

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints_conv.formats.model_folder import hf_config
 from checkpoints_conv.verify import read_megatron
 from nemo_grpo.engine.megatron import cpu, parallel
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import COMPUTED, read_spec
+from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.model_folder import hf_config
 
 _PROMPT = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
 LOGITS_TOLERANCE = 1e-4

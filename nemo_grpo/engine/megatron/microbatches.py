@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_grpo.engine.megatron.packing import PackedSequences
-from nemo_grpo.training.rollout import Sequences
+from nemo_grpo.engine.rollout import Sequences
 
 
 @dataclass

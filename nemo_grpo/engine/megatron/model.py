@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl
 from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
-from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 # Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
 _NO_FUSIONS = dict.fromkeys(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from nemo_grpo.core.batch import on_device
 from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
-from nemo_grpo.training.rollout import Sequences
+from nemo_grpo.engine.rollout import Sequences
 
 SHARED, THD = "shared prompts", "thd"
 """`PackedSequences.qkv_format`; megatron-core knows the second one."""

@@ -33,10 +33,10 @@ from nemo_grpo.engine.megatron.packing import PackedSequences, pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.engine.megatron.weights import HFWeights
-from nemo_grpo.families import COMPUTED, read_spec
+from nemo_grpo.engine.rollout import Sequences
+from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
-from nemo_grpo.training.rollout import Sequences
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from nemo_grpo.families import family_for
-from nemo_grpo.families.family import local_name
+from nemo_grpo.models import family_for
+from nemo_grpo.models.family import local_name
 
 # How each parallel layer's parameter is cut over the tensor-parallel ranks: the dimension, and into how many
 # blocks the whole tensor falls first (gate and up projections are stacked, and each is cut by itself).

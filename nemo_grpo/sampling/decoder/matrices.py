@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_grpo import processor
+from nemo_grpo.support import processor
 
 SMALLEST = 2**18
 """Values of a weight from which on packing pays: oneDNN takes longer to begin a product."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import COMPUTED, family_for, read_spec
+from nemo_grpo.models import COMPUTED, family_for, read_spec
 from nemo_grpo.sampling.decoder import rotary
 from nemo_grpo.sampling.decoder.matrices import Matrix
+from nemo_grpo.support.errors import UserError
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")

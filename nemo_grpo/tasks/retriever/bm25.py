@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Self
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
 from nemo_grpo.tasks.retriever.index_folder import index_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_grpo.errors import UserError, first_line
+from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
 from nemo_grpo.tasks.retriever.index_folder import index_folder

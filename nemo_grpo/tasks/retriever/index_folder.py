@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage, Retriever
 from nemo_grpo.tasks.retriever.corpus import indexed_text
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_grpo import extensions
-from nemo_grpo.errors import UserError
+from nemo_grpo.support import extensions
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 

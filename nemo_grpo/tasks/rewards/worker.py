@@ -61,7 +61,7 @@ def mathematics() -> Callable[[str, str], bytes]:
 def own_function(path: list[str], files: dict[str, str], reference: str) -> Callable[..., bytes]:
     """(arguments by name, number of responses, or None for one) -> JSON, ``values`` or an ``error``."""
     sys.path[:] = path
-    from nemo_grpo import extensions
+    from nemo_grpo.support import extensions
 
     extensions.receive_files(files)
     function = extensions.load(reference, "nemo_grpo.rewards")

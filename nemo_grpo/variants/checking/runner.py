@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.errors import UserError, did_you_mean
-from nemo_grpo.extensions import place_of
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.extensions import place_of
 from nemo_grpo.variants.base import VariantConfig
 from nemo_grpo.variants.checking import invariance, sanity
 from nemo_grpo.variants.small_steps import example_step, random_step

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import cluster_run as run
-from nemo_grpo.dotted import leaves
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.rehearsal.model import HEAD_DIM
+from nemo_grpo.support.dotted import leaves
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = RECIPES / "cluster-quickstart.yaml"

@@ -11,7 +11,7 @@ from transformers import SamConfig, SamImageProcessorPil, SamModel, SamProcessor
 from typer.testing import CliRunner
 
 from benchmarks.studies.masks import SamMasks, app, polygon_mask, score_masks
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from benchmarks.studies import perturbation, pivots
 from benchmarks.studies.perturbation import Experiment, choose_positions, response_entropies
 from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import SamplingParams
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt
 
 STOP = 19

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli.data import app
 from nemo_grpo.data import ALIASES, SOURCES
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 
 def run(*arguments, code=0, **options):

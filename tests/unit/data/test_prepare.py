@@ -12,7 +12,7 @@ from published import FILES, PNG, write
 from nemo_grpo.data import SOURCES, Request, check_copies, prepare, verify
 from nemo_grpo.data import files as data_files
 from nemo_grpo.data.local_folders import LocalFolder
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 
 
 @pytest.fixture(autouse=True)

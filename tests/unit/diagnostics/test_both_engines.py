@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.diagnostics.report import write_report
-from nemo_grpo.diagnostics.runs import ENTROPY, METRICS_FILE, common_key, group_runs, read_run
-from nemo_grpo.diagnostics.summary import table
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.report.report import write_report
+from nemo_grpo.report.runs import ENTROPY, METRICS_FILE, common_key, group_runs, read_run
+from nemo_grpo.report.summary import table
 
 RECORDED = Path(__file__).with_name("recorded_cluster_run.jsonl")
 RECIPES = Path(__file__).parents[3] / "recipes"

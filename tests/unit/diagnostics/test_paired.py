@@ -3,8 +3,8 @@
 import pytest
 from matplotlib.figure import Figure
 
-from nemo_grpo.diagnostics import paired as module
-from nemo_grpo.diagnostics.paired import (
+from nemo_grpo.report import paired as module
+from nemo_grpo.report.paired import (
     Difference,
     compare_groups,
     paired_records,
@@ -12,7 +12,7 @@ from nemo_grpo.diagnostics.paired import (
     sentences,
     t_quantile,
 )
-from nemo_grpo.diagnostics.runs import RunGroup, RunLog
+from nemo_grpo.report.runs import RunGroup, RunLog
 
 
 def invented_run(tmp_path, seed: int, accuracies: list[float], prompts: int = 4, label: str = "x") -> RunLog:

@@ -15,12 +15,12 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
-from nemo_grpo.diagnostics import plots
-from nemo_grpo.diagnostics.plots import common_key, running_mean
-from nemo_grpo.diagnostics.report import PANELS, plot_run, write_report
-from nemo_grpo.diagnostics.runs import group_runs, read_run
-from nemo_grpo.errors import UserError
-from nemo_grpo.pictures import new_figure
+from nemo_grpo.report import plots
+from nemo_grpo.report.plots import common_key, running_mean
+from nemo_grpo.report.report import PANELS, plot_run, write_report
+from nemo_grpo.report.runs import group_runs, read_run
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.pictures import new_figure
 
 MakeRun = Callable[..., Path]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nemo_grpo.diagnostics.report import write_report
-from nemo_grpo.diagnostics.stuck import AGAIN_AFTER, NUM_STEPS, Watch, findings
+from nemo_grpo.report.report import write_report
+from nemo_grpo.report.stuck import AGAIN_AFTER, NUM_STEPS, Watch, findings
 
 LEARNS = {
     "groups/valid_fraction": 0.5, "rollout/all_wrong": 0.25, "rollout/all_right": 0.25, "reward/mean": 0.5,

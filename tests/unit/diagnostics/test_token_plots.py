@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from nemo_grpo.diagnostics.report import PANELS, write_report
-from nemo_grpo.diagnostics.runs import group_runs, read_run
-from nemo_grpo.diagnostics.token_plots import (
+from nemo_grpo.report.report import PANELS, write_report
+from nemo_grpo.report.runs import group_runs, read_run
+from nemo_grpo.report.token_plots import (
     covariance_rows,
     gradient_rows,
     gradient_spread,

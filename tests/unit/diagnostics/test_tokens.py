@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch
-from nemo_grpo.diagnostics import tokens
-from nemo_grpo.diagnostics.tokens import (
+from nemo_grpo.engine.records import signal_shares
+from nemo_grpo.engine.rollout import Group, Scored, assemble
+from nemo_grpo.report import tokens
+from nemo_grpo.report.tokens import (
     CURVE_SHARES,
     covariance_table,
     loss_gradients,
@@ -18,10 +20,8 @@ from nemo_grpo.diagnostics.tokens import (
     token_tables,
     top_shares,
 )
-from nemo_grpo.engine.records import signal_shares
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group, Scored, assemble
 from nemo_grpo.variants import VARIANTS, build_objective
 
 PROBABILITY = torch.tensor([[0.5, 0.25, 0.9], [0.5, 0.8, 0.3]])

@@ -7,11 +7,11 @@ import pytest
 import torch
 from processes import ROOT
 
-from nemo_grpo import processor
 from nemo_grpo.engine.precision import choose_precision
-from nemo_grpo.errors import UserError
+from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.training.resume import check_same_run
+from nemo_grpo.support import processor
+from nemo_grpo.support.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WITHOUT, WITH = {"AuthenticAMD", "avx2"}, {"AuthenticAMD", "avx512_bf16"}

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo import UserError, files, shipped
+from nemo_grpo import UserError
 from nemo_grpo.engine.checkpoint import CheckpointStore
+from nemo_grpo.engine.inputs import data_files, keep_inputs
+from nemo_grpo.engine.resume import check_same_run
+from nemo_grpo.engine.run_folder import RunFolder, own_copy
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support import files, shipped
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import write_problems
-from nemo_grpo.training.inputs import data_files, keep_inputs
-from nemo_grpo.training.resume import check_same_run
-from nemo_grpo.training.run_folder import RunFolder, own_copy
 
 ROOT = Path(__file__).parents[3]
 
@@ -227,7 +228,7 @@ import sys
 from pathlib import Path
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import write_problems
-from nemo_grpo.training.run_folder import RunFolder
+from nemo_grpo.engine.run_folder import RunFolder
 RunFolder(Path("one"), checkpoints=Path("shared")).open("", from_step=-1)
 print("open", flush=True)
 sys.stdin.read()

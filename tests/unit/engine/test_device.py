@@ -6,13 +6,14 @@ import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 
-from nemo_grpo import UserError, shipped
+from nemo_grpo import UserError
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.megatron import layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.support import shipped
 
 SPEC = ModelSpec("tiny", "qwen2", 32, 2, 4, 2, 64, 96, 64, False, 8, rope={"rope_type": "default"})
 

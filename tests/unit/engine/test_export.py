@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nemo_grpo import UserError
-from nemo_grpo.hf_folder import export, export_adapter
-from nemo_grpo.launch.recipe_checks import check_model_folder
+from nemo_grpo.engine.recipe_checks import check_model_folder
+from nemo_grpo.support.hf_folder import export, export_adapter
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path, value, dtype):
     [
         ("runs/sft/hf", "train the run that exports it first"),
         ("runs/sft/hf/step_20", "train the run that exports it first"),
-        (".cache/smollm2", "`python -m nemo_grpo.smollm2 .cache/smollm2` writes it"),
+        (".cache/smollm2", "`python -m nemo_grpo.data.smollm2 .cache/smollm2` writes it"),
         ("models/mine", "give a Hugging Face model folder; `hf download models/mine"),
     ],
 )

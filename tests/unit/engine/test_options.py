@@ -19,7 +19,7 @@ from nemo_grpo.engine.megatron.options import (
     fp8_refusals,
     fp8_width_refusals,
 )
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.embedded_rules import SUPPORTED
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron

@@ -7,9 +7,9 @@ from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.megatron.microbatches import by_gradient, plan_groups, plan_rows
 from nemo_grpo.engine.megatron.results import UpdateResult
 from nemo_grpo.engine.records import mean_metrics, mean_scores, note, sample_rows, signal_shares
+from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.sampling.episodes import Episode, Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group, Scored
 
 
 def response(accuracy: float, *, cut: bool = False, num_tokens: int = 1, **further) -> Scored:

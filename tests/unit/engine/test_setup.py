@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from nemo_grpo import UserError, shipped
+from nemo_grpo import UserError
 from nemo_grpo.engine import run as run_module
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.checks import check_fp8_fits_the_model
@@ -17,8 +17,9 @@ from nemo_grpo.engine.loop import save_if_due
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.run import begin
 from nemo_grpo.engine.saving import TrainingAborted
-from nemo_grpo.hf_folder import end_tokens
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support import shipped
+from nemo_grpo.support.hf_folder import end_tokens
 
 SCHEDULER = "policy.megatron_cfg.scheduler"
 

@@ -7,13 +7,13 @@ import torch
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.statistics import Groups
+from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.results import Scores
+from nemo_grpo.engine.rollout import Group, Scored, assemble
 from nemo_grpo.engine.steps import shape
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks.base import stream
-from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, Scored, assemble
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.grpo import GRPO
 
@@ -85,8 +85,8 @@ def test_demonstration_leaves_out_what_the_environment_says(monkeypatch):
     task = SimpleNamespace(
         demonstration=lambda *_: "aXb", segments=lambda _: [("a", True), ("X", False), ("b", True)]
     )
-    monkeypatch.setattr("nemo_grpo.training.demonstrations.MultiTurnTask", SimpleNamespace)
-    monkeypatch.setattr("nemo_grpo.training.demonstrations.encode_prompt", lambda *_: [1, 2])
+    monkeypatch.setattr("nemo_grpo.engine.demonstrations.MultiTurnTask", SimpleNamespace)
+    monkeypatch.setattr("nemo_grpo.engine.demonstrations.encode_prompt", lambda *_: [1, 2])
     prompt, problem = SimpleNamespace(response_prefix=""), SimpleNamespace(id="p")
     shown = demonstrated(Characters(), task, prompt, problem, stream("x"), limit=6, key="k")  # type: ignore[arg-type]
     (only,) = shown.responses

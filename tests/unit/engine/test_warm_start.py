@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from processes import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_grpo import shipped
 from nemo_grpo.engine import warm_start as module
 from nemo_grpo.engine.warm_start import cache_key, starting_policy, supervised_recipe
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.own import WarmStart
+from nemo_grpo.support import shipped
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, encode_prompt, parse_task
 
 TINY = {

@@ -11,11 +11,11 @@ import pytest
 from test_eval_command import run
 
 from nemo_grpo.data.manifest import write_manifest
-from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import load_benchmarks
 from nemo_grpo.evaluate.config import EvalConfig
-from nemo_grpo.files import sha256_of
 from nemo_grpo.sampling.local_generator import LocalGenerator
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import sha256_of
 
 
 @pytest.fixture(scope="module")

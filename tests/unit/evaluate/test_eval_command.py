@@ -11,10 +11,10 @@ import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from checkpoints_conv.model_card import Training, write_card
 from nemo_grpo.cli.eval import eval_command
-from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.config import fitting_batch_size
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.model_card import Training, write_card
 
 app = typer.Typer()
 app.command()(eval_command)

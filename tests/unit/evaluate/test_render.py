@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from nemo_grpo import pictures
 from nemo_grpo.evaluate.render import plot
+from nemo_grpo.support import pictures
 
 MEANS = {"accuracy": 0.25, "greedy": 0.5, "maj@4": 0.75, "pass@4": 1.0}
 

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from nemo_grpo import files
-from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.config import fingerprint
 from nemo_grpo.evaluate.response_cache import Completion, ResponseCache, ResponseLog
+from nemo_grpo.support import files
+from nemo_grpo.support.errors import UserError
 
 ONE, TWO = Completion("a", 1, False), Completion("b\u2028c", 2, True)
 

@@ -10,11 +10,11 @@ import torch
 
 from nemo_grpo.evaluate import evaluate, runner
 from nemo_grpo.evaluate.response_cache import ResponseCache, ResponseLog
-from nemo_grpo.progress import TokenMeter
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 from nemo_grpo.sampling.images import image_digest
 from nemo_grpo.sampling.requests import Rollout, SamplingParams
+from nemo_grpo.support.progress import TokenMeter
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 
 RIGHT = "<think></think><answer>Knight, knave</answer>"

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, ScriptedGenerator
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.evaluate.benchmarks import Benchmark, opens_think
 from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.evaluate.render import groups, table
 from nemo_grpo.evaluate.response_cache import ResponseLog
 from nemo_grpo.evaluate.suite import longest_prompt, run_suite
 from nemo_grpo.evaluate.summary import over_seeds
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
 
 CONFIG = EvalConfig(

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
-from nemo_grpo.errors import UserError
-from nemo_grpo.launch.recipe_checks import Findings, check_recipe
+from nemo_grpo.engine.recipe_checks import Findings, check_recipe
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.errors import UserError
 
 SWEEP = ["sweep", "tr_grpo-weighting", "--target", "cluster"]
 

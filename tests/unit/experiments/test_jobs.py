@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.cli.compare import parse_seeds
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.jobs import Setting, make_jobs
 from nemo_grpo.experiments.sweep import (
     Target,
@@ -19,6 +17,8 @@ from nemo_grpo.experiments.sweep import (
     with_overrides,
 )
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.errors import UserError
+from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.callbacks import RunRecord
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.training.resume import check_continuation
+from nemo_grpo.support.errors import UserError
 
 CLUSTER = Path(__file__).parents[3] / "recipes/cluster-quickstart.yaml"
 OURS = "def brevity(response):\n    return {value}\n"

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
+from nemo_grpo.engine.recipe_checks import check_data, missing_files, remedies
 from nemo_grpo.launch.preflight import Job, recipe_and_data
-from nemo_grpo.launch.recipe_checks import check_data, missing_files, remedies
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import jsonl
 

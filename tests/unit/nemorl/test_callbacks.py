@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_grpo.diagnostics.runs import read_run
-from nemo_grpo.errors import UserError
+from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.nemorl.callbacks import (
     BF16_BOUND,
     EXCEEDS,
@@ -28,8 +27,9 @@ from nemo_grpo.nemorl.callbacks import (
 )
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.report.runs import read_run
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import NOT_FINITE
-from nemo_grpo.training.signals import StopRequest
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
 

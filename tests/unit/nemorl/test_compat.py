@@ -8,7 +8,6 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import compat, policy, sft
 from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
@@ -25,6 +24,7 @@ from nemo_grpo.nemorl.host_api import (
 )
 from nemo_grpo.nemorl.nemo_rl_batches import fix_video_frames
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 

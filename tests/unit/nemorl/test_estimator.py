@@ -9,12 +9,12 @@ import torch
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.advantage import VariantEstimator, _tokens, group_ids
 from nemo_grpo.nemorl.callbacks import calling_back
 from nemo_grpo.nemorl.checkpoints import CARRIED, SideFiles, resume_carried
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import parse_loss_fn
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -8,9 +8,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import checkpoints
 from nemo_grpo.nemorl.checkpoints import optimizer_of
+from nemo_grpo.support.errors import UserError
 
 WEIGHT = "decoder.final_layernorm.weight"
 MOMENTS = (

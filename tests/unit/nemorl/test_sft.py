@@ -6,11 +6,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.nemorl import config, sft
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
-from nemo_grpo.training.rollout import Group, Scored
 
 RECIPE = Path(__file__).parents[3] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml"
 

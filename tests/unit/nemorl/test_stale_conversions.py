@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import stale_conversions
 from nemo_grpo.nemorl.stale_conversions import ITERATION, LAST_FILE, POLL_S, STILL_S, remove_remains
+from nemo_grpo.support.errors import UserError
 
 NOW = 1_000_000.0
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl import static_api
 from nemo_grpo.nemorl.static_api import Tree, misfit
+from nemo_grpo.support.errors import UserError
 
 FILES = {
     "__init__.py": "",

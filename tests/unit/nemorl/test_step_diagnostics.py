@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from nemo_grpo.core.batch import TokenBatch
-from nemo_grpo.diagnostics.tokens import token_diagnostics
 from nemo_grpo.nemorl.advantage import StepDiagnostics, VariantEstimator, predicted_tokens
+from nemo_grpo.report.tokens import token_diagnostics
 from nemo_grpo.variants import parse_loss_fn
 
 ROWS = [[1, 2, 5, 6], [1, 2, 7], [3, 4, 5, 8], [3, 4, 9, 5]]

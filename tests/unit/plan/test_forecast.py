@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
@@ -20,6 +19,7 @@ from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.plan.workload import expected_draws, scoring_passes, workload_of
 from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"

@@ -9,11 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from nemo_grpo import pictures
 from nemo_grpo.cli import app
 from nemo_grpo.cli import plan as command
-from nemo_grpo.errors import UserError
-from nemo_grpo.families import read_spec
+from nemo_grpo.models import read_spec
 from nemo_grpo.plan import HARDWARE, plan_recipe
 from nemo_grpo.plan.efficiency import PUBLISHED
 from nemo_grpo.plan.forecast import Assumptions
@@ -21,6 +19,8 @@ from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.rules import training_fits_in_memory
 from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support import pictures
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SMALL = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"

@@ -6,7 +6,7 @@ import pytest
 from unit.plan.toys import CASE, EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
 
 from benchmarks.published_rows import FOLDER, predicted, read_blind, row_of
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import case as collectives
 from nemo_grpo.plan import rollout_time, training_time
 from nemo_grpo.plan import step_time as transfer_time

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import Hardware

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.aliases import TABLE, advice_on, markdown
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.keys import is_known
+from nemo_grpo.support.aliases import TABLE, advice_on, markdown
+from nemo_grpo.support.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "recipes/quickstart.yaml"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nemo_grpo.dotted import leaves
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.dotted import leaves
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 import nemo_grpo
 from nemo_grpo.cli import app, recipe
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import OBJECTIVES, VARIANTS, tr_grpo
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -5,9 +5,9 @@ import yaml
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import advice, host, load_recipe, load_recipe_dict
 from nemo_grpo.recipe.loader import merge
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 STOCK = {

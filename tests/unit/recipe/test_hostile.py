@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.sweep import is_sweep
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.errors import UserError
 
 NINES = "9" * 5000
 FILES = {

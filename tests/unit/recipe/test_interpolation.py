@@ -3,9 +3,9 @@
 import pytest
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_grpo import shipped
 from nemo_grpo.recipe.interpolation import by_omegaconf, resolved_values
 from nemo_grpo.recipe.loader import load_tree, register_resolvers
+from nemo_grpo.support import shipped
 
 TREES = {
     "chain": {"a": "${b.c}", "b": {"c": "${mul:2, ${..d}}", "e": None}, "d": 3},

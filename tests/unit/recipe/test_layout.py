@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_grpo.families import ModelSpec
+from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout, stage_refusals, width_refusals
 
 SPEC = ModelSpec("tiny", "qwen2", 32, 6, 8, 2, 36, 98, 64, False, 4)

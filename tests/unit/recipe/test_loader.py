@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge, parse_override, resolve
+from nemo_grpo.support.errors import UserError
 
 
 def write(folder: Path, **files: str) -> None:

@@ -9,13 +9,13 @@ from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.dotted import value_of
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe, load_recipe_dict
 from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.sections import Section, metric_key
 from nemo_grpo.recipe.validation import DERIVED_DEFAULTS
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from nemo_grpo import shipped
 from nemo_grpo.cli import app
-from nemo_grpo.errors import UserError
 from nemo_grpo.experiments.sweep import load_sweep, sweep_variants
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support import shipped
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 runner = CliRunner()

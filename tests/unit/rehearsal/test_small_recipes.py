@@ -8,13 +8,13 @@ import pytest
 import yaml
 
 from nemo_grpo.cli.rehearse import run_rehearsal
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.environment import Stack, stack_for
 from nemo_grpo.rehearsal.model import RehearsalModel, small_config
 from nemo_grpo.rehearsal.tiny_data import problems_of
+from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = sorted(

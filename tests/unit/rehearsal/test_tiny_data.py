@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import tiny_data
 from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN, ToyTask, problems_of
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.jsonl import read_problems, write_problems
 
 RECIPES = Path(__file__).parents[3] / "recipes"

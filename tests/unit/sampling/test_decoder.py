@@ -9,8 +9,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from toy_models import logprobs_of, make_generator, make_model, responses
 
-from nemo_grpo import processor
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.decoder import cache, matrices, prompts
 from nemo_grpo.sampling.decoder.rotary import RotaryTable
 from nemo_grpo.sampling.decoder.weights import unsupported
@@ -18,6 +16,8 @@ from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.generators import build_local, choose
 from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.support import processor
+from nemo_grpo.support.errors import UserError
 
 VOCAB = 48
 PROMPTS = [[3, 7, 1], [5], [9, 9, 2, 30, 11, 4, 8], [12, 1], [44, 2, 40]]

@@ -5,19 +5,19 @@ import torch
 from small_models import SPECIAL, small_config
 from toy_models import logprobs_of, make_generator, make_model
 
+from nemo_grpo.engine.demonstrations import demonstrated
+from nemo_grpo.engine.rollout import Group, Scored, assemble, sample_groups
 from nemo_grpo.engine.warm_start import build_tokenizer
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.episodes import Response, StopTexts, sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams, Turn
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.environment import Episode, Observed
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
-from nemo_grpo.training.demonstrations import demonstrated
-from nemo_grpo.training.rollout import Group, Scored, assemble, sample_groups
 
 END = 0
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, vllm_device
 from nemo_grpo.sampling.requests import Request, SamplingParams, Turn
+from nemo_grpo.support.errors import UserError
 
 END = 9
 

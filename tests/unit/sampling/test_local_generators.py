@@ -9,11 +9,11 @@ from small_models import SPECIAL, small_config
 from toy_models import full_forward, greedy_of, logprobs_of, make_generator, make_model, responses
 from transformers import AutoConfig
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.draws import draw, response_uniforms
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.support.errors import UserError
 
 VOCAB = 40
 PROMPTS = [[3, 7, 1], [5], [9, 9, 2, 30, 11, 4, 8], [12, 1]]

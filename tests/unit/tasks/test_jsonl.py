@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, read_problems
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.logic import graded, parse_roles
 from nemo_grpo.tasks.logic_puzzles import describe, draw_statements, is_true, solutions

@@ -14,8 +14,8 @@ from contextlib import closing
 import psutil
 import pytest
 
-from nemo_grpo import extensions
 from nemo_grpo.evaluate.passk import Majority, majority_at_k
+from nemo_grpo.support import extensions
 from nemo_grpo.tasks.rewards import worker_pool
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 

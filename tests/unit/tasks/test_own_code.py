@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo import extensions
-from nemo_grpo.errors import UserError
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support import extensions
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE
 from nemo_grpo.tasks.rewards.own_reward import OwnReward, parameters_of

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from nemo_grpo.cli import retriever as retriever_command
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.environment import Episode
 from nemo_grpo.tasks.retriever import Passage, RetrieverError, client

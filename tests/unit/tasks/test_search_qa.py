@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, make_ready
 from nemo_grpo.tasks.retriever import Passage

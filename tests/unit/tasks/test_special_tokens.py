@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_grpo.errors import UserError
 from nemo_grpo.sampling.episodes import text_reader
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.environment import Episode, tags_of
 from nemo_grpo.tasks.retriever import Passage

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nemo_grpo.errors import UserError
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import TASKS, Problem, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE, checked_score
 from nemo_grpo.tasks.knights_knaves import PUZZLES, meaning

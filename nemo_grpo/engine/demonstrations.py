@@ -1,0 +1,95 @@
+"""Demonstrations in place of rollouts: problems to groups of one worked response each."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_grpo.engine.rollout import Group, Scored
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.sampling.episodes import Response
+from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
+from nemo_grpo.tasks.base import stream
+from nemo_grpo.tasks.environment import MultiTurnTask
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """A recipe's demonstrations by number, for both engines; always the same ones."""
+
+    recipe: Recipe
+    task: Task
+    tokenizer: Any
+
+    def training(self, index: int) -> Group:
+        """Return the demonstration of problem number ``index`` of the training stream."""
+        seed = self.recipe.grpo.seed
+        return self._of(self.task.train_problem(index, seed), seed, index)
+
+    def held_out(self, problem: Problem) -> Group:
+        """Return the demonstration of a validation problem."""
+        return self._of(problem, problem.id)
+
+    def check(self, problems: Sequence[Problem] = ()) -> None:
+        """Encode all training demonstrations, of an endless stream the first ones, and these problems'.
+
+        Raises: UserError: see `demonstrated`.
+        """
+        for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
+            self.training(index)
+        for problem in problems:
+            self.held_out(problem)
+
+    def _of(self, problem: Problem, *seed: object) -> Group:
+        prompt, rng = self.recipe.nemo_grpo.prompt, stream("demonstration", *seed)
+        key, limit = "policy.max_total_sequence_length", self.recipe.policy.max_total_sequence_length
+        return demonstrated(self.tokenizer, self.task, prompt, problem, rng, limit=limit, key=key)
+
+
+def demonstrated(
+    tokenizer: Any,
+    task: Task,
+    prompt: Prompt,
+    problem: Problem,
+    rng: random.Random,
+    *,
+    limit: int,
+    key: str,
+    prompt_tokens: list[int] | None = None,
+) -> Group:
+    """Lay out a problem with its demonstration, up to the end-of-sequence token.
+
+    What the task's environment says in between is context, as in a rollout. Nothing was sampled or scored:
+    logprobs and reward are 0.
+
+    Args:   limit: longest sequence, tokens.  key: of the recipe, that sets it.
+            prompt_tokens: the prompt's, if they are more than `encode_prompt` gives: a prompt with images.
+    Raises: UserError: the task has no demonstration of it, or it is too long.
+    """
+    if prompt_tokens is None:
+        prompt_tokens = encode_prompt(tokenizer, prompt, problem)
+    text = task.demonstration(problem, rng).removeprefix(prompt.response_prefix)
+    tokens, mask = list[int](), list[bool]()
+    for part, written in task.segments(text) if isinstance(task, MultiTurnTask) else [(text, True)]:
+        ids = tokenizer(part, add_special_tokens=False)["input_ids"]
+        tokens += ids
+        mask += [written] * len(ids)
+    tokens.append(tokenizer.eos_token_id)
+    mask.append(True)
+    if len(prompt_tokens) + len(tokens) > limit:
+        raise UserError(
+            f"{key}={limit}: problem {problem.id!r} with its demonstration has "
+            f"{len(prompt_tokens) + len(tokens)} tokens; raise it, or leave the problem out"
+        )
+    response = Response(
+        tokens=torch.tensor(tokens),
+        logprobs=torch.zeros(len(tokens)),
+        token_mask=torch.tensor(mask),
+        truncated=False,
+        text=text,
+    )
+    return Group(problem, prompt_tokens, [Scored(response)])

@@ -1,0 +1,258 @@
+"""Checks of a recipe before anything is built, the same for every command, a job, and the start of a run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_grpo.data import SOURCES
+from nemo_grpo.engine.resume import check_continuation
+from nemo_grpo.models import COMPUTED, read_spec
+from nemo_grpo.plan.rules import shape_problems
+from nemo_grpo.recipe import Recipe, refuse_unsupported
+from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.recipe.validation import RecipeErrors
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.extensions import is_reference
+from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get
+from nemo_grpo.tasks.jsonl import FileTaskConfig, listed_problems, not_held_out
+from nemo_grpo.tasks.scoring import Scorer
+
+WRITTEN_BY = {
+    ".cache/cluster-quickstart": "make cluster-quickstart",
+    ".cache/smollm2": "python -m nemo_grpo.data.smollm2 .cache/smollm2",
+}
+"""A model's folder in a shipped recipe -> the command that writes it."""
+MEGATRON = (".metadata", "iter_*/.metadata", "weights/.metadata", "policy", "step_*/policy")
+"""Parts of Megatron's checkpoints, one of which a folder of them has."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The result of `check_recipe`; messages give key, value and remedy.
+
+    Attributes: errors: the run would end with them.  missing: files and folders that another command writes
+        first, for `remedies`.  notes: probably not meant.  found: counts, in words; empty: the task has no
+        files.
+    """
+
+    errors: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    found: str = ""
+
+    def refuse(self, *, missing: bool = True) -> None:
+        """Raise what was found.
+
+        Args:   missing: also what is still to be written.
+        Raises: UserError: there is an error.
+        """
+        if errors := [*self.errors, *(remedies(self.missing) if missing else ())]:
+            raise RecipeErrors(errors)
+
+
+def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
+    """Find everything that needs no GPU and no other node: layout, model, data, own code, the run's record.
+
+    Paths are relative to the working directory.
+
+    Args: continues: compare with the run that was begun under this name; None: where NeMo-RL trains, which
+          continues it unasked.
+    """
+    data, model = check_data(recipe), _model_to_be_written(recipe)
+    continues = recipe.nemo_grpo.target == "cluster" if continues is None else continues
+    checks: dict[Callable[[Recipe], object], bool] = {
+        _check_model: not model,
+        _check_engine: True,
+        try_own_loss: True,
+        try_own_rewards: not data.errors and not data.missing,
+        check_continuation: continues,
+    }
+    errors = [message for check, applies in checks.items() if applies for message in _messages(check, recipe)]
+    return replace(data, errors=(*errors, *data.errors), missing=(*model, *data.missing))
+
+
+def _messages(check: Callable[[Recipe], object], recipe: Recipe) -> list[str]:
+    try:
+        check(recipe)
+    except RecipeErrors as error:
+        return error.errors
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _check_engine(recipe: Recipe) -> None:
+    if recipe.nemo_grpo.target == "embedded":
+        refuse_unsupported(recipe)
+    if wrong := shape_problems(recipe):
+        raise RecipeErrors(wrong)
+
+
+def try_own_loss(recipe: Recipe) -> None:
+    """Run the quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own.
+
+    Raises: UserError: a check does not hold.
+    """
+    if is_reference(recipe.loss_fn.variant):
+        from nemo_grpo.variants.checking import try_out  # torch
+
+        try_out(recipe.loss_fn, "loss_fn.variant")
+
+
+def try_own_rewards(recipe: Recipe) -> None:
+    """Call the recipe's own reward functions on a few of its problems.
+
+    Raises: UserError: see `Scorer.try_out`.
+    """
+    own = recipe.nemo_grpo
+    if own.task is not None and any(map(is_reference, own.rewards)):
+        with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
+            scorer.try_out(recipe.grpo.seed)
+
+
+def _model_to_be_written(recipe: Recipe) -> list[str]:
+    """List the model's folder if it is missing and a command of this package writes it."""
+    folder = Path(recipe.policy.model_name or ".")
+    if folder.exists() or recipe.nemo_grpo.target == "cluster":
+        return []
+    return [str(folder)] if _model_remedy(folder) else []
+
+
+def _model_remedy(folder: Path) -> str | None:
+    if command := WRITTEN_BY.get(str(folder)):
+        return f"`{command}` writes it"
+    return "train the run that exports it first" if "hf" in folder.parts[-2:] else None  # or one of its steps
+
+
+def _check_model(recipe: Recipe) -> None:
+    name, setting = recipe.policy.model_name, "policy.model_name"
+    if name is None:
+        return
+    if recipe.nemo_grpo.target == "embedded":
+        check_model_folder(Path(name), setting)
+        read_spec(hf_config(Path(name)), name, COMPUTED)
+    elif Path(name).is_dir() and (reason := reason_against_model(Path(name))):
+        raise UserError(f"{setting}={name!r} {reason}")
+
+
+def check_model_folder(folder: Path, setting: str) -> None:
+    """Refuse a folder from which training cannot start.
+
+    Raises: UserError: no such folder, config, weights or tokenizer are missing, or transformers would load
+            other weights; ``setting`` names the recipe key.
+    """
+    if not folder.is_dir():
+        remedy = _model_remedy(folder) or how_to_get(folder)
+        raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
+    if reason := reason_against_model(folder):
+        raise UserError(f"{setting}={str(folder)!r} {reason}")
+    needed = {
+        "config.json": ["config.json"],
+        "weights (*.safetensors)": ["*.safetensors"],
+        "tokenizer (tokenizer.json or tokenizer_config.json)": ["tokenizer.json", "tokenizer_config.json"],
+    }
+    for what, patterns in needed.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            raise UserError(f"{setting}={str(folder)!r} has no {what}; save model and tokenizer there")
+    check_no_other_weights(folder, hf_config(folder))
+
+
+def reason_against_model(folder: Path) -> str | None:
+    """Say what a folder without config.json is instead of a model's, and the remedy; None: not known."""
+    if (folder / "config.json").is_file():
+        return None
+    if (folder / RECIPE_FILE).is_file():
+        return f"has no model; this is a run's folder: give its model, {folder / 'hf'}"
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "is a PEFT adapter, without its base model; merge them: `nemo-grpo convert megatron-to-hf "
+            "--megatron-checkpoint DIR --lora merge --base BASE ...` of the run's checkpoint, or in PEFT "
+            "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(OUT)"
+        )
+    if not any(next(folder.glob(part), None) for part in MEGATRON):
+        return None
+    return (
+        "has no model; this is a Megatron checkpoint: convert it with `nemo-grpo convert megatron-to-hf "
+        f"--megatron-checkpoint {folder} --hf-config BASE_MODEL --output MODEL`, and give MODEL"
+    )
+
+
+def check_data(recipe: Recipe) -> Findings:
+    """Look for the files of the recipe's task, and count their problems."""
+    task, lacking = recipe.nemo_grpo.task, missing_files(recipe)
+    prepared = tuple(file for file in lacking if _is_prepared(file))
+    errors = tuple(remedies(file for file in lacking if file not in prepared))
+    if lacking or not isinstance(task, FileTaskConfig):
+        return Findings(errors, prepared)
+    try:
+        _draw(recipe)
+        read = {key: listed_problems(task, key) for key in ("train_files", "validation_files")}
+    except UserError as error:
+        return Findings((str(error),))
+    trained, held_out = read.values()
+    kept = not_held_out(trained, held_out)
+    found = ", ".join(f"{len(some)} problems in {key}" for key, some in read.items() if some)
+    if kept:
+        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(kept)
+        found += f": {epochs:.3g} epochs of training"
+    notes = (*_repeated(recipe, len(kept)), *_dropped(len(trained), len(kept)))
+    return Findings(notes=notes, found=found)
+
+
+def _draw(recipe: Recipe) -> None:
+    """Ask the task for the problems that a run begins with."""
+    task, grpo = recipe.task.build(), recipe.grpo
+    task.train_problem(0, grpo.seed)
+    if grpo.validates and grpo.max_val_samples is not None:
+        task.validation_problems(grpo.max_val_samples)
+
+
+def missing_files(recipe: Recipe) -> list[str]:
+    """List the files of the recipe's task that this machine does not have."""
+    task = recipe.nemo_grpo.task
+    corpus = getattr(task, "corpus", None)
+    listed = (*task.train_files, *task.validation_files) if isinstance(task, FileTaskConfig) else ()
+    return [file for file in (*listed, corpus) if file and not Path(file).exists()]
+
+
+def _is_prepared(file: str) -> bool:
+    """True for a file that `nemo-grpo data prepare` writes."""
+    return Path(file).suffix == ".jsonl" and Path(file).stem in SOURCES
+
+
+def remedies(missing: Iterable[str]) -> Iterator[str]:
+    """One message for the files that a `data prepare` writes, by folder, and one for each other file."""
+    folders: dict[str, list[str]] = {}
+    for file in dict.fromkeys(missing):
+        if _is_prepared(file):
+            folders.setdefault(str(Path(file).parent), []).append(Path(file).stem)
+        elif remedy := _model_remedy(Path(file)):
+            yield f"policy.model_name={file} is missing; {remedy}"
+        else:
+            yield (
+                f"nemo_grpo.task: {file} is missing; correct the path, or write it: of problems, JSON lines "
+                "with question and answer"
+            )
+    for folder, names in folders.items():
+        yield (
+            f"nemo_grpo.task: {len(names)} of its files are missing in {folder}; write them with "
+            f"`nemo-grpo data prepare {' '.join(names)} --out {folder}`"
+        )
+
+
+def _dropped(trained: int, kept: int) -> Iterator[str]:
+    if kept < trained:
+        yield (
+            f"nemo_grpo.task.train_files: {trained - kept} of {trained} problems are in validation_files, "
+            f"too; training leaves them out and has {kept}"
+        )
+
+
+def _repeated(recipe: Recipe, available: int) -> Iterator[str]:
+    prompts = recipe.grpo.num_prompts_per_step
+    if available and prompts > available:
+        yield (
+            f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {available} problems, so a "
+            f"step trains on some of them twice; use {available} or fewer"
+        )

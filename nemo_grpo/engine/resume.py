@@ -1,0 +1,143 @@
+"""Differences that a run's continuation may have, on either engine."""
+
+from pathlib import Path
+
+from nemo_grpo.engine.inputs import check_inputs, data_files
+from nemo_grpo.engine.run_folder import newest_checkpoint, own_copy
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.support.dotted import leaves
+from nemo_grpo.support.errors import UserError, reading
+
+PLACES = (
+    "checkpointing.",
+    "cluster.",
+    "data.num_workers",
+    "data_plane.",
+    "logger.",
+    "nemo_grpo.engine.",
+    "nemo_grpo.evaluation.",
+    "nemo_grpo.export.",
+    "nemo_grpo.max_failed_rewards",
+    "nemo_grpo.run_name",
+    "nemo_grpo.runs_dir",
+    "nemo_grpo.warm_start.cache_dir",
+    "policy.dynamic_batching.",
+    "policy.generation.colocated.",
+    "policy.generation.vllm_cfg.enable_expert_parallel",
+    "policy.generation.vllm_cfg.enforce_eager",
+    "policy.generation.vllm_cfg.env_vars",
+    "policy.generation.vllm_cfg.expert_parallel_size",
+    "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "policy.generation.vllm_cfg.pipeline_parallel_size",
+    "policy.generation.vllm_cfg.tensor_parallel_size",
+    "policy.generation_batch_size",
+    "policy.logprob_batch_size",
+    "policy.make_sequence_length_divisible_by",
+    "policy.megatron_cfg.activation_checkpointing",
+    "policy.megatron_cfg.checkpoint.",
+    "policy.megatron_cfg.context_parallel_size",
+    "policy.megatron_cfg.empty_unused_memory_level",
+    "policy.megatron_cfg.env_vars",
+    "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.megatron_cfg.expert_tensor_parallel_size",
+    "policy.megatron_cfg.num_layers_in_",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.recompute_",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.sequence_packing.",
+    "policy.train_micro_batch_size",
+)
+"""Keys, or beginnings of keys: where and how a run goes on, not what it computes or measures."""
+
+OWN_FILES = "own/"
+"""Files of the user's own loss, rewards and task; a recipe cannot have this key."""
+MAY_CHANGE = (
+    *PLACES,
+    OWN_FILES,
+    "grpo.max_num_epochs",
+    "grpo.max_num_steps",
+    "grpo.max_val_samples",
+    "grpo.stop_at_",
+    "grpo.val_",
+    "policy.generation.val_",
+    "policy.megatron_cfg.scheduler.lr_decay_iters",
+)
+"""Also how long a run trains, how it is validated, and its own code, whose change `keep_settings` notes."""
+ANOTHER_RUN = "start another nemo_grpo.run_name"
+
+
+def check_same_run(
+    recipe: Recipe,
+    resolved: Path,
+    may_change: tuple[str, ...] = MAY_CHANGE,
+    remedy: str = ANOTHER_RUN,
+) -> Recipe | None:
+    """Refuse to continue a run with a recipe that computes something else.
+
+    Args:    resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
+             may_change: keys, or beginnings of keys.  remedy: other than undoing the change.
+    Returns: the recipe in ``resolved``.
+    Raises:  UserError: naming the keys with both values, or the file of data or own code that has changed; or
+             the checkpoints are where the run does not look, or ``resolved`` cannot be read.
+    """
+    if not resolved.exists():
+        return None
+    first = _recorded(resolved, recipe, remedy)
+    left, found = (newest_checkpoint(one.checkpoint_dir) for one in (first, recipe))
+    if recipe.nemo_grpo.target == "cluster" and left is None and found is None:
+        return first  # NeMo-RL begins anew
+    before, now = dict(leaves(first.written())), dict(leaves(recipe.written()))
+    if now["policy.precision"] == "auto":
+        del before["policy.precision"], now["policy.precision"]  # the run keeps its own
+    changed = [
+        f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(may_change)
+    ]
+    if changed:
+        raise UserError(
+            f"another recipe than {resolved.parent} was trained with: {'; '.join(changed)}; undo that, or "
+            f"{remedy}"
+        )
+    for name, text in recipe.own_files.items():
+        copy = own_copy(resolved.parent, name)
+        if OWN_FILES not in may_change and copy.is_file() and copy.read_bytes() != text.encode():
+            raise UserError(
+                f"another {name} than {resolved.parent} was trained with, which {copy} holds; undo the "
+                f"change, or {remedy}"
+            )
+    check_inputs(resolved.parent, data_files(recipe), remedy)
+    if left is not None and found is None:
+        raise UserError(
+            f"checkpointing.checkpoint_dir={recipe.checkpoint_dir} has no checkpoint, "
+            f"{first.checkpoint_dir} has {left.name}; move them, or undo that"
+        )
+    return first
+
+
+def check_continuation(recipe: Recipe) -> Recipe | None:
+    """Refuse to go on from another recipe's checkpoint: that of the run, and of the checkpoints' folder.
+
+    Returns, Raises: as `check_same_run`.
+    """
+    folders = dict.fromkeys((recipe.run_dir, recipe.checkpoint_dir))
+    found = [check_same_run(recipe, folder / RECIPE_FILE) for folder in folders]
+    return next(filter(None, found), None)
+
+
+def _recorded(resolved: Path, recipe: Recipe, remedy: str) -> Recipe:
+    """The recipe in ``resolved``, which ``recipe`` often equals.
+
+    Raises: UserError: it cannot be read.
+    """
+    with reading(resolved, "the recipe of a run", f"restore it, or {remedy}"):
+        if resolved.read_bytes() == recipe.to_yaml().encode():
+            return recipe
+    try:
+        return load_recipe(resolved)
+    except UserError as error:
+        raise UserError(
+            f"{error}; {resolved} says what the run was trained with: restore it, or {remedy}"
+        ) from None

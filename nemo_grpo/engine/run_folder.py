@@ -1,0 +1,276 @@
+"""``runs/<name>/``: everything that a run leaves behind.
+
+recipe.resolved.yaml  own/  versions.json  inputs.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl
+tensorboard/  plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.support.errors import UNREADABLE, UserError
+from nemo_grpo.support.files import existing_parent, hold_lock, write_atomically
+
+if TYPE_CHECKING:
+    from nemo_grpo.engine.trackers import Ended, Tracker
+
+log = logging.getLogger(__name__)
+
+VERSIONS_FILE = "versions.json"
+PACKAGES = (
+    "nemo-grpo",
+    "torch",
+    "megatron-core",
+    "transformers",
+    "transformer-engine",
+    "vllm",
+    "nemo-rl",
+    "megatron-bridge",
+    "ray",
+    "safetensors",
+)
+
+
+class RunFolder:
+    """A run's folder; nothing is written before `open`, and nothing by a process that does not lead.
+
+    Attributes: failure: why a row could not be appended; none is from then on, and the run should end.
+    """
+
+    def __init__(
+        self, path: Path, *, checkpoints: Path | None = None, leads: bool = True, resume: bool = False
+    ) -> None:
+        """Args: checkpoints: their folder if it lies elsewhere; no other run may use it meanwhile."""
+        self.path = path
+        self.checkpoints = checkpoints if checkpoints and not checkpoints.is_relative_to(path) else None
+        self.resume = resume
+        self.leads = leads
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.diagnostics = path / "diagnostics.jsonl"
+        self.hf = path / "hf"
+        self.hf_adapter = path / "hf-adapter"
+        self.recipe = path / RECIPE_FILE
+        self.failure: str | None = None
+        self._trackers: list[Tracker] = []
+        self._locks: dict[Path, int] = {}
+
+    def lock(self) -> None:
+        """Keep other processes out of the run's folders, as far as they exist, until `close`.
+
+        So are the folders of other runs in which these lie, such as ``runs/a`` for ``runs/a/checkpoints``.
+
+        Raises: UserError: one of them is in use.
+        """
+        own = [folder for folder in (self.path, self.checkpoints) if folder is not None]
+        around = [parent for folder in own for parent in folder.parents if (parent / RECIPE_FILE).exists()]
+        for folder in (*own, *around):
+            if self.leads and folder.is_dir() and folder not in self._locks:
+                self._locks[folder] = _locked(folder)
+
+    def check(self, *, resume: bool) -> None:
+        """Refuse a folder that this run may not use, before anything is created.
+
+        Raises: UserError: it exists and ``resume`` is False, or it cannot be written.
+        """
+        if self.path.exists() and not resume:
+            raise UserError(
+                f"run folder {self.path} exists; add --resume to continue it, or choose another "
+                "nemo_grpo.run_name"
+            )
+        parent = existing_parent(self.path)
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UserError(
+                f"run folder {self.path} cannot be created: {parent} is not a writable folder; "
+                "choose another nemo_grpo.runs_dir"
+            )
+        if not resume:
+            self._refuse_checkpoints()
+
+    def _refuse_checkpoints(self) -> None:
+        if self.checkpoints is not None and checkpoints_in(self.checkpoints):
+            raise UserError(
+                f"checkpointing.checkpoint_dir={self.checkpoints} holds another run's checkpoints; add "
+                "--resume to continue it, or choose another folder"
+            )
+
+    def open(
+        self,
+        recipe_yaml: str,
+        own_files: Mapping[str, str] = MappingProxyType({}),
+        *,
+        from_step: int,
+        trackers: Callable[[Path], Iterable[Tracker]] = lambda _folder: (),
+    ) -> None:
+        """Create or continue the folder; rows of steps after ``from_step`` go: they will come again.
+
+        Args: own_files: `Recipe.own_files`.  trackers: opens them, given this folder.
+        """
+        if not self.leads:
+            return
+        self.lock()
+        if not self.resume:  # another run may have saved, and ended, since `check`
+            self._refuse_checkpoints()
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.resume)
+            if self.checkpoints is not None:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            self.keep_settings(recipe_yaml, own_files, from_step)
+        except FileExistsError:
+            raise UserError(
+                f"run folder {self.path} was created by another run just now; choose another name"
+            ) from None
+        except OSError as error:
+            raise UserError(f"run folder {self.path} cannot be written: {error.strerror}") from None
+        rows = [path for path in (self.metrics, self.samples, self.diagnostics) if path.exists()]
+        if rows and from_step < 0:
+            log.warning("no checkpoint: the run begins anew; what it logged before is in *.old.jsonl")
+        for path in rows:
+            if from_step < 0:
+                with path.with_suffix(".old.jsonl").open("a") as old:
+                    old.write(path.read_text())
+                path.unlink()
+            else:
+                _keep_rows_up_to(path, from_step)
+        self._trackers = list(trackers(self.path))
+
+    def keep_settings(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
+        """Write what runs: versions, the resolved recipe (also beside checkpoints elsewhere), own files.
+
+        A run that goes on with other own code says so, and keeps the code until that step, too.
+        """
+        for folder in filter(None, (self.path, self.checkpoints)):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
+            write_atomically(folder / RECIPE_FILE, recipe_yaml)
+        for name, text in own_files.items():
+            copy = own_copy(self.path, name)
+            copy.parent.mkdir(exist_ok=True)
+            if from_step >= 0 and copy.is_file() and copy.read_bytes() != text.encode():
+                before = copy.replace(copy.with_name(f"{copy.name}.until_step_{from_step}"))
+                log.warning(
+                    "%s has changed: its new code runs from step %d on; %s has the old",
+                    *(name, from_step + 1, before),
+                )
+            write_atomically(copy, text)
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
+        if not self.leads:
+            return
+        self._append(self.metrics, row)
+        numbers = {name: value for name, value in row.items() if name != "step"}
+        for tracker in self._trackers:
+            tracker.log(numbers, row["step"])
+
+    def close(self, ended: Ended = "FAILED") -> None:
+        """Flush and close the trackers, and give the folder free."""
+        for tracker in self._trackers:
+            tracker.close(ended)
+        self._trackers = []
+        for descriptor in self._locks.values():
+            os.close(descriptor)
+        self._locks = {}
+
+    def append_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Add responses to samples.jsonl."""
+        for row in rows:
+            self._append(self.samples, row)
+
+    def append_diagnostics(self, row: dict[str, Any]) -> None:
+        """Add one step's object to diagnostics.jsonl."""
+        self._append(self.diagnostics, row)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        if not self.leads or self.failure:
+            return
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        except OSError as error:
+            self.failure = f"{path} cannot be written ({error.strerror or error})"
+            log.error("%s; the run ends after this step", self.failure)
+
+
+def _locked(folder: Path) -> int:
+    """Lock a folder; returns the descriptor that holds the lock until this process ends."""
+    descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY)
+    refusal = f"folder {folder} is in use by another run; wait for it or end it"
+    try:
+        hold_lock(descriptor, refusal, per_process=True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def own_copy(folder: Path, name: str) -> Path:
+    """Return the run folder's copy of a user's own variant, task or reward; ``a/b.py``: a%2Fb.py."""
+    return folder / "own" / quote(name, safe="")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Either engine's checkpoints, from the first step to the last."""
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+    return sorted(found, key=step_of)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint from which a run in this folder goes on; None: it begins."""
+    return next(reversed(checkpoints_in(folder)), None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that ends with this checkpoint."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the platform and the packages that a result depends on."""
+    found = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """The same, to any depth, with None for numbers that JSON has no name for."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep_rows_up_to(path: Path, step: int) -> None:
+    lines = path.read_text(errors="replace").splitlines()
+    steps = [_step_of(line) for line in lines]
+    if damaged := steps[:-1].count(None):  # the last line was being written when the run was killed
+        log.warning("%s: %d damaged lines are left out", path, damaged)
+    kept = [line for line, of in zip(lines, steps, strict=True) if of is not None and of <= step]
+    write_atomically(path, "".join(f"{line}\n" for line in kept))
+
+
+def _step_of(line: str) -> float | None:
+    """A row's step; None: it is no row."""
+    try:
+        return float(json.loads(line)["step"])
+    except (*UNREADABLE, LookupError, TypeError):
+        return None

@@ -1,0 +1,193 @@
+"""tensorboard, wandb and mlflow, as NeMo-RL's ``logger`` section names them.
+
+Without a login or a server they write into the run's folder: ``tensorboard/``, ``wandb/``, ``mlflow.db``.
+A tracker that fails, also while it is opened, is left out from then on; metrics.jsonl has everything.
+"""
+
+import importlib.util
+import logging
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.support.errors import UserError
+
+log = logging.getLogger(__name__)
+
+INIT_SECONDS = 30
+"""Seconds that wandb may take to reach its server; then it writes to disk alone."""
+PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+IN_EVERY_STEP = ("time/step", "time/validation")
+"""Metrics of which every row has one."""
+_NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
+"""Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
+
+
+Ended = Literal["FINISHED", "KILLED", "FAILED"]
+"""End of a run's process, in mlflow's words: at its last step, asked to stop, by an error."""
+
+
+class Tracker:
+    """Takes a run's metrics; its failure does not end the run."""
+
+    def __init__(self, name: str, begin: Callable[[], Any]) -> None:
+        """Args: name: for the log.  begin: opens a `TensorBoard`, `WandB` or `MLflow`."""
+        self.name, self.failed = name, False
+        self.kind: Any = None
+
+        def work() -> None:
+            self.kind = begin()
+
+        self._try(work)
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        """The metrics of one step."""
+        self._try(lambda: self.kind.log(row, step))
+
+    def close(self, ended: Ended) -> None:
+        """Write what is left."""
+        self._try(lambda: self.kind.close(ended))
+
+    def _try(self, work: Callable[[], object]) -> None:
+        if self.failed:
+            return
+        try:
+            work()
+        except Exception as error:
+            self.failed = True
+            log.warning("%s gets no more metrics of this run: %s", self.name, error)
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Refuse trackers whose package is missing.
+
+    Raises: UserError: naming key and remedy.
+    """
+    for name, packages in PACKAGES.items():
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if _enabled(recipe, name) and missing:
+            raise UserError(
+                f"logger.{name}_enabled=true: {sys.executable} has no {missing[0]}; pip install "
+                f"'nemo-grpo[trackers]', or set it to false"
+            )
+
+
+def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Tracker]:
+    """Those that the recipe asks for; a continued run continues there, too.
+
+    Args: folder: the run's.  from_step: last step that stays; -1: the run begins.
+    """
+    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+    for name, kind in kinds.items():
+        if _enabled(recipe, name):
+            yield Tracker(name, partial(kind, recipe, folder, from_step))
+
+
+def _enabled(recipe: Recipe, name: str) -> bool:
+    return bool(getattr(recipe.logger, f"{name}_enabled"))
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/``."""
+
+    def __init__(self, _recipe: Recipe, folder: Path, from_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        for name, value in row.items():
+            self.events.add_scalar(name, value, step)
+
+    def close(self, _ended: Ended) -> None:
+        self.events.close()
+
+
+class WandB:
+    """``logger.wandb``: project, name, and anything else that `wandb.init` takes."""
+
+    def __init__(self, recipe: Recipe, folder: Path, _from_step: int) -> None:
+        import wandb
+
+        section = {k: v for k, v in recipe.logger.wandb.items() if not k.startswith("log_")}
+        settings = wandb.Settings(init_timeout=INIT_SECONDS, console="off", silent=True)
+        given: dict[str, Any] = {
+            "project": "nemo_grpo",
+            "name": recipe.nemo_grpo.run_name,
+            "id": _kept(folder / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
+            "resume": "allow",
+            "dir": str(folder),
+            "config": recipe.written(),
+            "settings": settings,
+            "mode": os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline"),
+        } | section
+        try:
+            self.run = wandb.init(**given)
+        except wandb.errors.CommError as error:
+            log.warning(
+                "wandb writes to %s alone (%s); send it later by `wandb sync`", folder / "wandb", error
+            )
+            self.run = wandb.init(**given | {"mode": "offline"})
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(row), step=step)
+
+    def close(self, ended: Ended) -> None:
+        self.run.finish(exit_code=0 if ended == "FINISHED" else 1)
+
+
+class MLflow:
+    """``logger.mlflow``: experiment_name, run_name, tracking_uri."""
+
+    def __init__(self, recipe: Recipe, folder: Path, _from_step: int) -> None:
+        from mlflow import MlflowClient
+
+        section = recipe.logger.mlflow
+        place = section.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(place or f"sqlite:///{folder.absolute() / 'mlflow.db'}")
+        name = section.get("experiment_name") or "nemo_grpo"
+        found = self.client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self.client.create_experiment(name)
+        run_name = section.get("run_name") or recipe.nemo_grpo.run_name
+        self.run = _kept(
+            folder / "mlflow-run-id",
+            lambda: self.client.create_run(experiment, run_name=run_name).info.run_id,
+        )
+        self.client.update_run(self.run, status="RUNNING")  # a run that is continued has ended before
+        told = (m.step for key in IN_EVERY_STEP for m in self.client.get_metric_history(self.run, key))
+        self.last_step = max(told, default=-1)
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        if step <= self.last_step:
+            return  # told before a kill: points of mlflow cannot be taken back
+        now = int(time.time() * 1000)
+        metrics = [Metric(_NOT_IN_A_NAME.sub("_", name), value, now, step) for name, value in row.items()]
+        self.client.log_batch(self.run, metrics=metrics)
+
+    def close(self, ended: Ended) -> None:
+        self.client.set_terminated(self.run, ended)
+
+
+def _has_login() -> bool:
+    """An API key of wandb in the environment, or one that `wandb login` has left."""
+    netrc = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return bool(os.environ.get("WANDB_API_KEY")) or "api.wandb.ai" in netrc.read_text()
+    except OSError:
+        return False
+
+
+def _kept(file: Path, make: Any) -> str:
+    """The identity that a run has at a tracker, the same when it is continued."""
+    if not file.exists():
+        file.write_text(make())
+    return file.read_text()

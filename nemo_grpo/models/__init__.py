@@ -1,0 +1,101 @@
+"""Model families: what sets each apart, and which Hugging Face tensors make up which Megatron tensor.
+
+To add one, declare it in `plain` or in a module of its own, and list the declaration in `FAMILIES`;
+converters, planner, embedded engine and decoder all read it from there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_grpo.models import deepseek_v3, gemma3, glm4_moe, gpt_oss, plain, qwen2_vl, qwen3_5
+from nemo_grpo.models.declaration import Declaration, complete
+from nemo_grpo.models.family import Family
+from nemo_grpo.models.spec import ModelSpec
+from nemo_grpo.models.values import checked
+from nemo_grpo.support.errors import UserError
+
+__all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec"]
+
+FAMILIES: tuple[Declaration, ...] = (
+    plain.LLAMA,
+    plain.MISTRAL,
+    plain.QWEN2,
+    plain.QWEN3,
+    plain.QWEN3_MOE,
+    qwen2_vl.QWEN2_VL,
+    qwen2_vl.QWEN2_5_VL,
+    gemma3.FAMILY,
+    deepseek_v3.FAMILY,
+    glm4_moe.FAMILY,
+    gpt_oss.FAMILY,
+    *qwen3_5.FAMILIES,
+)
+CONVERTED = tuple(family for family in FAMILIES if family.table)
+_BY_BRIDGE = (
+    'neither planned nor converted here; Megatron-Bridge converts it: python -c "from megatron.bridge import '
+    "AutoBridge; AutoBridge.import_ckpt('MODEL', 'CHECKPOINT')\", and export_ckpt back"
+)
+_AS_TEXT = (
+    'its vision tower is planned, but not converted here; convert the text model that python -c "from '
+    "transformers import AutoModelForCausalLM as M; M.from_pretrained('MODEL', dtype='auto')"
+    ".save_pretrained('TEXT')\" makes, or both with Megatron-Bridge's AutoBridge"
+)
+_DELTA_NETS = (
+    "neither the embedded engine nor the decoder computes its gated delta nets (linear attention); train it "
+    "with NeMo-RL (nemo-grpo launch)"
+)
+_REFUSED = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NETS),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _AS_TEXT),
+    "nemotron_h": f"its Mamba-2 layers are {_BY_BRIDGE}",
+    "glm4_moe_lite": f"values wider than keys (v_head_dim, qk_nope_head_dim) are {_BY_BRIDGE}",
+    "glm_moe_dsa": f"its sparse attention is {_BY_BRIDGE}",
+    "deepseek_v4": f"its compressed attention is {_BY_BRIDGE}",
+    **dict.fromkeys(("gemma4", "gemma4_text"), f"its layers of several shapes are {_BY_BRIDGE}"),
+    "kimi_k25": f"its 4-bit experts and vision tower are {_BY_BRIDGE}",
+    **dict.fromkeys(
+        ("kimi_k3", "kimi_linear"), f"its delta attention is {_BY_BRIDGE}; a release after 0.6.2 has Kimi K3"
+    ),
+}
+"""Model types that we do not take -> the reason and the remedy."""
+COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
+"""Those that the embedded engine and the decoder compute."""
+
+
+def read_spec(
+    config: Mapping[str, Any], name: str = "the model", among: Sequence[Declaration] = FAMILIES
+) -> ModelSpec:
+    """The model of a config.json's content.
+
+    Raises: UserError: its family is not among these, or the config lacks a size.
+    """
+    return _declared(config, name, among).read(config, name)
+
+
+def family_for(config: dict[str, Any]) -> Family:
+    """The two-way table of a model, from the content of its config.json.
+
+    Raises: UserError: see `read_spec`.
+    """
+    declaration, config = _declared(config, "the model", CONVERTED), checked(config, "the model")
+    spec = declaration.read(config, "the model")
+    assert declaration.table is not None
+    with complete("the model"):
+        settings = declaration.settings(config, spec) if declaration.settings else {}
+    table = declaration.table(spec)
+    layers, aliases = declaration.stacks_layers, declaration.aliases
+    return Family(config, spec, table, settings, stacks_layers=layers, aliases=aliases)
+
+
+def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:
+    """By the architecture, or by the model type where the config names none."""
+    config = checked(config, name)
+    key = "architecture" if config.get("architectures") else "model_type"
+    wanted = config["architectures"][0] if key == "architecture" else config.get(key)
+    for declaration in among:
+        if getattr(declaration, key) == wanted:
+            return declaration
+    if why := _REFUSED.get(str(config.get("model_type"))):
+        raise UserError(f"config.json of {name}: {key}={wanted} is not supported: {why}")
+    supported = ", ".join(getattr(declaration, key) for declaration in among)
+    raise UserError(f"config.json of {name}: {key}={wanted} is not supported; supported: {supported}")

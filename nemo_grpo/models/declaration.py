@@ -1,0 +1,200 @@
+"""What a family's file declares, and how a config.json of the family is read."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_grpo.models.parts import Entry, decoder_table
+from nemo_grpo.models.spec import ModelSpec
+from nemo_grpo.models.values import MAX_TENSORS, checked
+from nemo_grpo.support.errors import UserError
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SCALED = ("llama3", "yarn", "longrope")
+
+
+def rotary(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Read rotary parameters as transformers does: a ``rope_scaling`` replaces all ``rope_parameters``.
+
+    Args:    text: the decoder's part of config.json.
+    Returns: ``rope_type`` and ``rope_theta`` always.
+    """
+    found = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    found = dict(found.get("full_attention", found))  # some configs have two, by kind of layer
+    kind = found.get("rope_type", found.get("type", "default"))
+    found["rope_type"] = "default" if kind == "mrope" else kind  # the sections alone say so nowadays
+    found["rope_theta"] = float(found.get("rope_theta") or text.get("rope_theta", 10000.0))
+    if "partial_rotary_factor" in text:
+        found.setdefault("partial_rotary_factor", text["partial_rotary_factor"])
+    if kind in _SCALED:
+        found.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
+    return found
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A model family.
+
+    Attributes:
+        architecture, model_type: how its config.json names it.
+        has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that says so.
+        has_post_norms, has_all_biases, has_sinks, has_output_gate, is_bridged: as in `ModelSpec`.
+        is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
+            settings in its config.json that change the computation and are not in `ModelSpec`.
+        defaults: values that transformers takes where config.json does not say.
+        expert_width: the key of config.json that has an expert's feed-forward width.
+        stacks_layers: a checkpoint has the layers of a tensor as one, as megatron-core stores them where all
+            layers are alike.
+        aliases: beginnings of Hugging Face names, as transformers also writes them -> as the table has them.
+        table: every tensor of a model, for the converters; None: the planner alone knows the family.
+        sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
+        vision_parameters: of these sizes, the parameters of the vision tower.
+        settings: config.json, its model -> Megatron-Bridge's provider where it is not a dense decoder's.
+        rope: the decoder's part of config.json -> rotary parameters of the layers that see everything.
+        linear_layers, linear_sizes: the decoder's part of config.json -> as in `ModelSpec`.
+    """
+
+    architecture: str
+    model_type: str
+    has_qkv_bias: bool | str = False
+    has_qk_norm: bool | str = False
+    has_post_norms: bool = False
+    has_all_biases: bool = False
+    has_sinks: bool = False
+    has_output_gate: bool = False
+    is_computed: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    expert_width: str = "moe_intermediate_size"
+    stacks_layers: bool = True
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    table: Callable[[ModelSpec], tuple[Entry, ...]] | None = decoder_table
+    sizes: Callable[[Mapping[str, Any]], Mapping[str, int]] | None = None
+    vision_parameters: Callable[[Mapping[str, int]], int] | None = None
+    settings: Callable[[Mapping[str, Any], ModelSpec], dict[str, Any]] | None = None
+    rope: Callable[[Mapping[str, Any]], dict[str, Any]] = rotary
+    linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
+    linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
+    is_bridged: bool = True
+
+    def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
+        """The model of a config.json.
+
+        Raises: UserError: a size is missing, or a setting that neither tables nor planner count.
+        """
+        config = checked(config, name)
+        text = {**self.defaults, **(config.get("text_config") or config)}
+        self._check(text, name)
+        with complete(name):
+            heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+            groups = int(text.get("num_key_value_heads") or heads)
+            experts = int(next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0))
+            num_dense = int(text.get("first_k_dense_replace") or 0)
+            layers = int(text["num_hidden_layers"])
+            _check_counts(name, heads, hidden, groups, layers * max(experts, 1))
+            sizes = self.sizes(config) if self.sizes else {}
+            spec = ModelSpec(
+                name=name,
+                model_type=self.model_type,
+                hidden_size=hidden,
+                num_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=groups,
+                ffn_size=int(text[self.expert_width if experts else "intermediate_size"]),
+                vocab_size=int(text["vocab_size"]),
+                max_position_embeddings=int(text["max_position_embeddings"]),
+                tied_embeddings=bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+                head_dim=int(text.get("qk_nope_head_dim") or text.get("head_dim") or hidden // heads),
+                has_qkv_bias=_says(self.has_qkv_bias, text),
+                has_qk_norm=_says(self.has_qk_norm, text),
+                has_post_norms=self.has_post_norms,
+                has_all_biases=self.has_all_biases,
+                has_sinks=self.has_sinks,
+                has_output_gate=self.has_output_gate,
+                linear_layers=self.linear_layers(text) if self.linear_layers else (),
+                linear_sizes=self.linear_sizes(text) if self.linear_sizes else (0, 0),
+                num_experts=experts,
+                num_experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+                num_shared_experts=_num_shared(text, name),
+                has_shared_gate="shared_expert_intermediate_size" in text,
+                num_dense_layers=num_dense,
+                dense_ffn_size=int(text["intermediate_size"]) if num_dense else 0,
+                query_rank=int(text.get("q_lora_rank") or 0),
+                key_value_rank=int(text.get("kv_lora_rank") or 0),
+                rope_head_dim=int(text.get("qk_rope_head_dim") or 0),
+                num_vision_parameters=self.vision_parameters(sizes) if self.vision_parameters else 0,
+                norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+                hidden_act=text.get("hidden_activation") or text.get("hidden_act", "silu"),
+                rope=self.rope(text),
+                sliding_window=_sliding_window(text),
+                sizes=sizes,
+                is_bridged=self.is_bridged,
+            )
+        return spec
+
+    def _check(self, text: Mapping[str, Any], name: str) -> None:
+        for key in {"attention_bias", "mlp_bias"} - {self.has_qkv_bias}:
+            if text.get(key):
+                raise UserError(
+                    f"config.json of {name}: {key}=true is not supported; Megatron has them on all linear "
+                    "layers or none"
+                )
+        dense, every = text.get("mlp_only_layers") or [], text.get("decoder_sparse_step", 1)
+        if dense or every != 1:
+            raise UserError(
+                f"config.json of {name} has mlp_only_layers={dense}, decoder_sparse_step={every}; only "
+                "models whose layers all have experts ([] and 1) are supported"
+            )
+
+
+@contextmanager
+def complete(name: str) -> Iterator[None]:
+    """A key that config.json lacks, as a message.
+
+    Raises: UserError: instead of a KeyError.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(
+            f"config.json of {name} has no {error.args[0]}; is it a language model's config?"
+        ) from None
+
+
+def _num_shared(text: Mapping[str, Any], name: str) -> int:
+    """Shared experts, each as wide as a routed one."""
+    width, each = text.get("shared_expert_intermediate_size", 0), text.get("moe_intermediate_size", 1)
+    if width % each:
+        raise UserError(
+            f"config.json of {name}: shared_expert_intermediate_size={width} is no multiple of "
+            f"moe_intermediate_size={each}, which is not supported"
+        )
+    return int(text.get("n_shared_experts", width // each))
+
+
+def _says(declared: bool | str, text: Mapping[str, Any]) -> bool:
+    return bool(text.get(declared)) if isinstance(declared, str) else declared
+
+
+def _check_counts(name: str, heads: int, hidden: int, groups: int, num_tensors: int) -> None:
+    if heads % groups:
+        raise UserError(
+            f"config.json of {name}: num_attention_heads={heads} is no multiple of "
+            f"num_key_value_heads={groups}"
+        )
+    if heads > hidden:
+        raise UserError(
+            f"config.json of {name}: num_attention_heads={heads} exceeds hidden_size={hidden}; correct it"
+        )
+    if num_tensors > MAX_TENSORS:
+        raise UserError(
+            f"config.json of {name} has {num_tensors} experts in all its layers, and {MAX_TENSORS} is the "
+            "limit; correct it"
+        )
+
+
+def _sliding_window(text: Mapping[str, Any]) -> int | None:
+    window = text.get("sliding_window")
+    kinds = text.get("layer_types") or ["sliding_attention"]  # a window without them is everywhere
+    used = text.get("use_sliding_window", True) and set(kinds) != {"full_attention"}
+    return int(window) if window and used and window < text["max_position_embeddings"] else None

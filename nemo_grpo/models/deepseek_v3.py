@@ -1,0 +1,178 @@
+"""DeepSeek-V3, R1 and Moonlight: latent attention, a few dense layers, then routed and shared experts.
+
+Names, and what every model of the family has in common, are Megatron-Bridge's. Its layers differ, so a
+checkpoint has them one by one and stacks only the experts. The heads for multi-token prediction, which
+published checkpoints keep behind the last layer, are left out.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nemo_grpo.models.declaration import Declaration
+from nemo_grpo.models.parts import Entry, embeddings, gated, gated_mlp, layer_copy, routed_experts
+from nemo_grpo.models.spec import ModelSpec
+from nemo_grpo.support.errors import UserError
+
+_PROVIDER = "megatron.bridge.models.mla_provider.MLAModelProvider"
+LAYERS = {
+    "_target_": "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec",
+    "_partial_": True,
+    "use_transformer_engine": True,
+}
+"""Of layers that differ, as Megatron-Bridge writes it."""
+_FIXED = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "tie_word_embeddings": False,
+}
+"""What Megatron-Bridge builds, whatever config.json says."""
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    **{key: key for key in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
+    **{key: key for key in ("mscale", "mscale_all_dim")},
+}
+_NO_SCALING = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 1.0}
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """qa, ka ranks; qb queries; kp ka and positions; kb keys and values; fd dense, fs shared width."""
+    heads, plain = int(config["num_attention_heads"]), int(config["qk_nope_head_dim"])
+    positions, values = int(config["qk_rope_head_dim"]), int(config["v_head_dim"])
+    if values != plain:
+        raise UserError(
+            f"config.json: v_head_dim={values} differs from qk_nope_head_dim={plain}; only models in which "
+            "they are equal are supported"
+        )
+    rank = int(config["kv_lora_rank"])
+    return {
+        "qa": int(config.get("q_lora_rank") or 0),
+        "qb": heads * (plain + positions),
+        "ka": rank,
+        "kp": rank + positions,
+        "kb": heads * (plain + values),
+        "fd": int(config["intermediate_size"]),
+        "fs": int(config["n_shared_experts"]) * int(config["moe_intermediate_size"]),
+    }
+
+
+def _latent_attention(has_query_rank: bool) -> tuple[Entry, ...]:
+    """Input norm, latent attention, output projection; queries from a rank of their own or from the input."""
+    queries = (
+        (
+            layer_copy("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "qa h"),
+            _rank_norm("q", "qa"),
+            layer_copy("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "qb qa"),
+        )
+        if has_query_rank
+        else (layer_copy("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "qb h"),)
+    )
+    return (
+        layer_copy("input_layernorm.weight", "input_layernorm.weight", "h"),
+        *queries,
+        layer_copy(
+            "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "kp h"
+        ),
+        _rank_norm("kv", "ka"),
+        layer_copy("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "kb ka"),
+        layer_copy("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q"),
+    )
+
+
+def _rank_norm(x: str, width: str) -> Entry:
+    fused = f"self_attention.linear_{x}_up_proj.layer_norm_weight"
+    return layer_copy(
+        f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_a_layernorm.weight", width, fused
+    )
+
+
+def dense_then_experts(spec: ModelSpec) -> Iterator[Entry]:
+    """Feed-forward layers: gated in the first layers, routed and shared experts in the others."""
+    dense, sparse = range(spec.num_dense_layers), range(spec.num_dense_layers, spec.num_layers)
+    yield from (replace(entry, layers=dense) for entry in gated_mlp(width="fd"))
+    yield from (replace(entry, layers=sparse) for entry in _balanced_experts())
+
+
+def _balanced_experts() -> tuple[Entry, ...]:
+    """Norm, router with the bias that balances it, routed and shared experts."""
+    bias = layer_copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "e")
+    return (
+        layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h"),
+        replace(bias, keeps_dtype=True),
+        *routed_experts(),
+        *gated("mlp.shared_experts.", "mlp.shared_experts.", "fs"),
+    )
+
+
+def _table(spec: ModelSpec) -> tuple[Entry, ...]:
+    latent = _latent_attention(has_query_rank=spec.query_rank > 0)
+    return (*embeddings(spec.tied_embeddings), *latent, *dense_then_experts(spec))
+
+
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    refuse_others(config, _FIXED, "DeepSeek-V3")
+    return {
+        "_target_": _PROVIDER,
+        "transformer_layer_spec": LAYERS,
+        "kv_channels": None,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_head_dim": config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+        **_scaling(spec.rope),
+        **layer_kinds(config),
+        "moe_shared_expert_intermediate_size": _sizes(config)["fs"],
+        "moe_router_pre_softmax": True,
+        "moe_aux_loss_coeff": config.get("aux_loss_alpha", 0.0001),
+    }
+
+
+def layer_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of dense layers and sigmoid routers whose bias balances the experts."""
+    num_dense, num_layers = int(config.get("first_k_dense_replace") or 0), int(config["num_hidden_layers"])
+    return {
+        "moe_layer_freq": [0] * num_dense + [1] * (num_layers - num_dense),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_num_groups": config.get("n_group"),
+        "moe_router_group_topk": config.get("topk_group"),
+        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    }
+
+
+def refuse_others(config: Mapping[str, Any], fixed: Mapping[str, Any], model: str) -> None:
+    """Refuse what Megatron-Bridge does not build, whatever config.json says.
+
+    Raises: UserError: a key has another value than the family's.
+    """
+    for key, value in fixed.items():
+        if config.get(key, value) != value:
+            found = str(config[key])[:80]
+            raise UserError(
+                f"config.json: {key}={found} is not {model}'s {value}; Megatron-Bridge builds no other"
+            )
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    if rope["rope_type"] != "yarn":
+        return _NO_SCALING
+    return {key: rope[hf_key] for hf_key, key in _YARN.items() if rope.get(hf_key) is not None}
+
+
+FAMILY = Declaration(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    is_computed=False,
+    stacks_layers=False,
+    table=_table,
+    sizes=_sizes,
+    settings=_settings,
+)

@@ -1,0 +1,79 @@
+"""Gemma 3, text: most layers see a window, and norms follow both halves of a layer, too.
+
+Its norms scale by 1 + w, which Hugging Face and Megatron-Bridge both store as w.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_grpo.models.declaration import Declaration, rotary
+from nemo_grpo.models.parts import Entry, attention, embeddings, gated_mlp, layer_copy
+from nemo_grpo.models.spec import ModelSpec
+from nemo_grpo.support.errors import UserError
+
+_PROVIDER = "megatron.bridge.models.gemma.gemma3_provider.Gemma3ModelProvider"
+_PATTERN = 6
+"""Of so many layers the last sees everything, the others a window."""
+
+
+def _table(spec: ModelSpec) -> tuple[Entry, ...]:
+    return (
+        *embeddings(spec.tied_embeddings),
+        *attention(qk_norm=True),
+        layer_copy(
+            "self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", "h"
+        ),
+        *gated_mlp("pre_feedforward_layernorm.weight"),
+        layer_copy("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", "h"),
+    )
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the layers that see everything; here a ``rope_scaling`` is added to their parameters."""
+    old = {"full_attention": {"rope_type": "default"}}
+    found = text.get("rope_parameters", old).get("full_attention", {})
+    return rotary({**text, "rope_scaling": {**found, **text.get("rope_scaling", {})}, "rope_parameters": {}})
+
+
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    _check_layers(config)
+    nearby = config.get("rope_parameters", {}).get("sliding_attention", {})
+    local_base = nearby.get("rope_theta") or config.get("rope_local_base_freq") or 10_000.0
+    return {
+        "_target_": _PROVIDER,
+        "layernorm_zero_centered_gamma": True,
+        "rotary_base": [local_base, spec.rope["rope_theta"]],
+        "rope_scaling_factor": float(spec.rope["factor"] if spec.rope["rope_type"] == "linear" else 1.0),
+        "window_size": config.get("sliding_window") or 4096,
+        "softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
+    }
+
+
+def _check_layers(config: Mapping[str, Any]) -> None:
+    """Megatron-Bridge's model has the published pattern, whatever config.json says.
+
+    Raises: UserError: the layers have another.
+    """
+    kinds = config.get("layer_types") or []
+    expected = [
+        "full_attention" if n % _PATTERN == 0 else "sliding_attention" for n in range(1, len(kinds) + 1)
+    ]
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _PATTERN
+    if pattern != _PATTERN or kinds != expected:
+        raise UserError(
+            f"config.json: every sixth layer of Gemma 3 has full attention, here it is {kinds or pattern}; "
+            "Megatron-Bridge builds no other"
+        )
+
+
+FAMILY = Declaration(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    has_qk_norm=True,
+    has_post_norms=True,
+    is_computed=False,
+    defaults={"tie_word_embeddings": True, "rope_theta": 1_000_000.0},
+    table=_table,
+    settings=_settings,
+    rope=_rope,
+)

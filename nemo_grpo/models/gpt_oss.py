@@ -1,0 +1,110 @@
+"""gpt-oss: experts whose matrices are [in, out] with gate and up in turns, biases, and a sink for each head.
+
+Published checkpoints have the experts in MXFP4, which is read as bf16; exports are bf16. Names, and what
+every model of the family has in common, are Megatron-Bridge's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_grpo.models.declaration import Declaration
+from nemo_grpo.models.deepseek_v3 import refuse_others
+from nemo_grpo.models.ops import GATE_UP_IN_TURNS, ONE_BELOW_THE_OTHER, TRANSPOSED, Op
+from nemo_grpo.models.parts import (
+    HF_LAYER,
+    LAYER,
+    Entry,
+    attention,
+    embeddings,
+    layer_copy,
+    norm_before_experts,
+)
+from nemo_grpo.models.spec import ModelSpec
+
+_FIXED = {
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_UNSTATED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What transformers computes YaRN with where config.json does not say."""
+_KEPT = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """a heads, f2 gate and up."""
+    return {"a": config["num_attention_heads"], "f2": 2 * config["intermediate_size"]}
+
+
+def _expert(layer: str, hf: str, weight: str, bias: str, op: Op, bias_op: Op) -> tuple[Entry, Entry]:
+    megatron = f"{LAYER}mlp.experts.local_experts.{{expert}}.{layer}."
+    name = f"{HF_LAYER}mlp.experts.{hf}"
+    return (
+        Entry(f"{megatron}weight", ((f"{name}[{{expert}}]", weight),), op),
+        Entry(f"{megatron}bias", ((f"{name}_bias[{{expert}}]", bias),), bias_op),
+    )
+
+
+def _table(spec: ModelSpec) -> tuple[Entry, ...]:
+    return (
+        *embeddings(spec.tied_embeddings),
+        *attention(qkv_bias=True),
+        layer_copy("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "h"),
+        layer_copy("self_attention.core_attention.softmax_offset", "self_attn.sinks", "a"),
+        norm_before_experts(),
+        layer_copy("mlp.router.weight", "mlp.router.weight", "e h"),
+        layer_copy("mlp.router.bias", "mlp.router.bias", "e"),
+        *_expert("linear_fc1", "gate_up_proj", "h f2", "f2", GATE_UP_IN_TURNS, GATE_UP_IN_TURNS),
+        *_expert("linear_fc2", "down_proj", "f h", "h", TRANSPOSED, ONE_BELOW_THE_OTHER),
+    )
+
+
+def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    kinds = [("sliding_attention", "full_attention")[n % 2] for n in range(layers)]
+    refuse_others(config, {**_FIXED, "layer_types": kinds}, "gpt-oss")
+    refuse_others({**dict.fromkeys(_YARN), **_UNSTATED, **spec.rope}, _YARN, "gpt-oss")
+    return {
+        "add_bias_linear": True,
+        "add_qkv_bias": False,  # add_bias_linear has them
+        "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu", "_call_": False},
+        "activation_func_clamp_value": _FIXED["swiglu_limit"],
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "window_size": [config["sliding_window"] - 1, 0],
+        "window_attn_skip_freq": 2,
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": _YARN["factor"],
+        **{f"yarn_{key}": _YARN[key] for key in _KEPT},
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": _YARN["truncate"],
+        "moe_router_pre_softmax": False,
+        "moe_router_load_balancing_type": "none",
+        "bias_dropout_fusion": False,
+    }
+
+
+FAMILY = Declaration(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    has_qkv_bias="attention_bias",
+    has_all_biases=True,
+    has_sinks=True,
+    is_computed=False,
+    defaults={"rope_theta": 150000.0, "rope_parameters": _YARN},
+    expert_width="intermediate_size",
+    table=_table,
+    sizes=_sizes,
+    settings=_settings,
+)

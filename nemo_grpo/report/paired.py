@@ -1,0 +1,280 @@
+"""Does a setting differ from the baseline? Differences paired by seed, with Student's t intervals."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_grpo.report.runs import Points, RunGroup, RunLog, pass_key
+from nemo_grpo.report.summary import ACCURACY
+from nemo_grpo.support.pictures import COLORS, COMPANION, INK, new_figure, set_title, tidy, write_png
+
+CONFIDENCE = 0.95
+ROUNDING = 1e-12
+"""Rounding error of equal differences, as a share of them."""
+FINAL, SAME_ROLLOUTS = "final", "final, same rollouts"
+FOREST = "forest.png"
+SHOWN = {
+    FINAL: ("after the same steps", COLORS[0], "o", 0.13),
+    SAME_ROLLOUTS: ("after the same rollouts", COLORS[1], "s", -0.13),
+}
+"""Figure -> name, colour, marker, and height above the row's middle."""
+
+PAIRED_NOTE = (
+    "Setting minus baseline, paired by seed: mean and 95 % confidence interval (paired t). final, best and "
+    "pass@k: up to the last step that both runs of a pair validated. Same rollouts: where the run that draws "
+    "more had drawn as many responses as the other, linear between validations; its learning rate has not "
+    "reached its end there. Each interval stands alone: of 20 settings that change nothing, one is expected "
+    "to look different."
+)
+
+Pair = Callable[[RunLog, RunLog], tuple[float, float] | None]
+"""One figure of two runs of the same seed; None if either lacks it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Setting minus baseline over the seeds that both have.
+
+    Attributes: by_seed: seed -> difference; not empty.
+    """
+
+    by_seed: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.mean(self.by_seed.values())
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """mean -+ t s / sqrt(n), s the sample standard deviation of the differences.
+
+        None where they do not vary: one seed, or equal ones, as of accuracies on few problems.
+        """
+        n = len(self.by_seed)
+        deviation = statistics.stdev(self.by_seed.values()) if n > 1 else 0.0
+        if deviation <= ROUNDING * abs(self.mean):
+            return None
+        half = t_quantile(n - 1) * deviation / math.sqrt(n)
+        return self.mean - half, self.mean + half
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse`` or ``cannot tell``, and at how many seeds."""
+        n, interval = len(self.by_seed), self.interval
+        word = "cannot tell"
+        if interval is not None and interval[0] > 0:
+            word = "better"
+        elif interval is not None and interval[1] < 0:
+            word = "worse"
+        return f"{word} at {n} seed{'s' if n > 1 else ''}"
+
+    def cell(self, digits: int = 3) -> str:
+        """``+0.041 [+0.012, +0.070]``; the mean alone without an interval."""
+        ends = self.interval
+        mean = f"{self.mean:+,.{digits}f}"
+        return mean if ends is None else f"{mean} [{ends[0]:+,.{digits}f}, {ends[1]:+,.{digits}f}]"
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One setting against the baseline.  Attributes: differences: figure -> difference, those there are."""
+
+    label: str
+    differences: Mapping[str, Difference]
+
+
+def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
+    """The t with P(-t < T < t) = ``confidence`` for Student's t with ``df`` >= 1 degrees of freedom.
+
+    Bisects the closed form of P for whole df (Abramowitz and Stegun 26.7.3 and 26.7.4) in atan(t / sqrt(df)).
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _probability_within(middle, df) < confidence else (low, middle)
+    return math.sqrt(df) * math.tan((low + high) / 2)
+
+
+def _probability_within(angle: float, df: int) -> float:
+    """P(|T| < sqrt(df) tan(angle)): a sum of every second power of the cosine, below df - 1."""
+    sine, cosine, odd = math.sin(angle), math.cos(angle), df % 2
+    term, total = cosine**odd, 0.0
+    for power in range(odd, df - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+# ------------------------------------------------------------------ figures of a pair of runs
+
+
+def _at_last_common_step(key: str) -> Pair:
+    def of(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
+        ours, theirs = run.points(key), baseline.points(key)
+        common = ours.keys() & theirs.keys()
+        return (theirs[max(common)], ours[max(common)]) if common else None
+
+    return of
+
+
+def _best(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
+    ours, theirs = run.points(ACCURACY), baseline.points(ACCURACY)
+    common = ours.keys() & theirs.keys()
+    return (max(theirs[s] for s in common), max(ours[s] for s in common)) if common else None
+
+
+def _at_same_rollouts(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
+    curves = [_accuracy_by_rollouts(one) for one in (baseline, run)]
+    if not all(curves):
+        return None
+    budget = min(max(curve) for curve in curves)
+    if budget < max(min(curve) for curve in curves):
+        return None  # one was not validated until then
+    theirs, ours = (float(np.interp(budget, list(curve), list(curve.values()))) for curve in curves)
+    return theirs, ours
+
+
+def _accuracy_by_rollouts(run: RunLog) -> Points:
+    """Accuracy by the number of responses drawn before that validation, ascending; empty without counts."""
+    drawn, total = run.points("rollout/num_prompts"), 0.0
+    if not drawn:
+        return {}
+    responses = float(run.settings.get("grpo.num_generations_per_prompt", 1))
+    curve: Points = {}
+    for step, row in run.rows.items():
+        total += drawn.get(step, 0.0) * responses
+        if step in run.points(ACCURACY):
+            curve[int(total)] = row[ACCURACY]
+    return curve
+
+
+def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
+    """Every other group against the one labelled ``baseline``; none if that has no finished run."""
+    reference = next((group for group in groups if group.label == baseline), None)
+    if reference is None:
+        return []
+    passes = pass_key(groups)
+    figures: dict[str, Pair] = {
+        FINAL: _at_last_common_step(ACCURACY),
+        "best": _best,
+        passes.rpartition("/")[2]: _at_last_common_step(passes),
+        SAME_ROLLOUTS: _at_same_rollouts,
+        "tokens trained": _at_last_common_step("tokens/trained"),
+    }
+    return [
+        Paired(
+            group.label,
+            {name: found for name, of in figures.items() if (found := _pair(reference, group, of))},
+        )
+        for group in groups
+        if group is not reference
+    ]
+
+
+def _pair(reference: RunGroup, group: RunGroup, of: Pair) -> Difference | None:
+    theirs = {run.seed: run for run in reference.runs}
+    found = {run.seed: of(theirs[run.seed], run) for run in group.runs if run.seed in theirs}
+    differences = {seed: pair[1] - pair[0] for seed, pair in found.items() if pair is not None}
+    return Difference(differences) if differences else None
+
+
+# ------------------------------------------------------------------ words
+
+
+def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], list[list[str]]]:
+    """Head and rows as texts: a column per figure that any setting has."""
+    names = list(dict.fromkeys(name for one in paired for name in one.differences))
+    rows = [
+        [
+            one.label,
+            *(
+                one.differences[name].cell(0 if name.startswith("tokens") else 3)
+                if name in one.differences
+                else "-"
+                for name in names
+            ),
+        ]
+        for one in paired
+    ]
+    return [f"minus {baseline}", *names], rows
+
+
+def sentences(paired: Sequence[Paired], baseline: str) -> list[str]:
+    """A line per setting: its verdict by final accuracy, and by accuracy at the same rollouts."""
+    return [f"{one.label} against {baseline}: {_verdicts(one)}." for one in paired]
+
+
+def _verdicts(one: Paired) -> str:
+    told = [
+        f"{one.differences[name].verdict} by accuracy after the same {what}, {one.differences[name].cell()}"
+        for name, what in ((FINAL, "steps"), (SAME_ROLLOUTS, "rollouts"))
+        if name in one.differences
+    ]
+    return "; ".join(told) or "cannot tell, no seed in common with a validation"
+
+
+def paired_records(paired: Sequence[Paired], baseline: str) -> dict[str, Any]:
+    """For a program: every difference by seed, its mean, interval and verdict."""
+    return {
+        "baseline": baseline,
+        "confidence": CONFIDENCE,
+        "settings": {
+            one.label: {
+                name: {
+                    "by_seed": dict(found.by_seed),
+                    "mean": found.mean,
+                    "interval": found.interval,
+                    "verdict": found.verdict,
+                }
+                for name, found in one.differences.items()
+            }
+            for one in paired
+        },
+    }
+
+
+# ------------------------------------------------------------------ the picture
+
+
+def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
+    """Write the picture: a row per setting, the baseline a line at 0; filled marks exclude 0.
+
+    Args: paired: at least one, the first on top.
+    """
+    figure = new_figure(5.6, 1.6 + 0.45 * len(paired))
+    axes = figure.add_subplot()
+    axes.axvline(0, color=COMPANION, lw=1.1, zorder=1)
+    for name, (label, color, marker, height) in SHOWN.items():
+        there = [(row, one.differences[name]) for row, one in enumerate(paired) if name in one.differences]
+        for row, found in there:
+            low, high = found.interval or (found.mean, found.mean)
+            axes.plot([low, high], [height - row] * 2, color=color, lw=1.8, solid_capstyle="butt")
+            fill = color if _excludes_zero(found) else "white"
+            axes.plot(found.mean, height - row, marker=marker, ms=6, color=color, mfc=fill, ls="")
+        if there:
+            axes.plot([], [], color=color, marker=marker, ms=6, mfc="white", lw=1.8, label=label)
+    axes.set_yticks([-row for row in range(len(paired))], [_row_name(one) for one in paired])
+    axes.set_ylim(0.6 - len(paired), 0.6)
+    label = "difference in held-out accuracy,\nmean and 95 % interval over paired seeds; filled: excludes 0"
+    axes.set_xlabel(label, fontsize=9, color=INK)
+    set_title(axes, f"Against {baseline}")
+    if axes.get_legend_handles_labels()[0]:
+        place: Any = "outside lower center"
+        figure.legend(loc=place, ncols=2, frameon=False, fontsize=8.5)
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
+    write_png(figure, path, dpi=200)
+
+
+def _excludes_zero(found: Difference) -> bool:
+    return found.interval is not None and not found.interval[0] <= 0 <= found.interval[1]
+
+
+def _row_name(one: Paired) -> str:
+    return f"{one.label} (n={max((len(found.by_seed) for found in one.differences.values()), default=0)})"

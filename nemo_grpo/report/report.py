@@ -1,0 +1,144 @@
+"""One self-contained HTML file that shows a run or compares several."""
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from nemo_grpo.recipe.keys import shown
+from nemo_grpo.report import paired as pairs
+from nemo_grpo.report import summary, token_plots
+from nemo_grpo.report.paired import FOREST, Paired, draw_forest
+from nemo_grpo.report.plots import (
+    Draw,
+    Panel,
+    draw_overview,
+    draw_panel,
+    draw_percentiles,
+    draw_training,
+    draw_validation,
+)
+from nemo_grpo.report.runs import RunGroup, differing_settings, group_runs, read_run, run_folders
+from nemo_grpo.support.errors import UserError
+
+PLOTS = "plots"
+REPORT = "report.html"
+TITLE_LENGTH = 60
+"""Letters of a title on one line."""
+HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+"""First bytes of every report."""
+
+DRAWN: dict[str, Draw] = {
+    "training": draw_training,
+    "validation": draw_validation,
+    "percentiles": draw_percentiles,
+    "cumulative": token_plots.draw_cumulative,
+    "bins": token_plots.draw_bins,
+}
+
+PANELS = tuple(
+    Panel(name, draw=DRAWN[entry.pop("draw", "training")], keys=tuple(entry.pop("keys")), **entry)
+    for name, entry in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text()).items()
+)
+
+
+def plot_run(run_dir: str | Path) -> Path:
+    """Write ``plots/*.png`` and ``report.html`` into a run's folder.
+
+    Returns: the report's path.
+    Raises:  UserError: the folder has no metrics.jsonl, or no step in it.
+    """
+    return write_report([run_dir], Path(run_dir) / REPORT)
+
+
+def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
+    """Compare runs: one HTML file, and its pictures as PNG files in ``plots/`` beside it.
+
+    Runs that differ only in their seed become one line with a band. The folder of a comparison or a sweep
+    stands for its runs.
+
+    Returns: ``output``.
+    Raises:  UserError: no run is given, a folder is not a run's, two runs are alike, or the output cannot be
+                 written or is another file.
+    """
+    folders = [folder for given in run_dirs for folder in run_folders(given)]
+    if not folders:
+        raise UserError("no run to report on; give the folder of at least one run that made a step")
+    named = dict[Path, Path]()
+    for folder in folders:
+        named.setdefault(folder.resolve(), folder)  # a folder has several names
+    return write_group_report(group_runs([read_run(folder) for folder in named.values()]), output)
+
+
+def write_group_report(
+    groups: Sequence[RunGroup], output: str | Path, paired: Sequence[Paired] = (), baseline: str = ""
+) -> Path:
+    """As `write_report`, for labelled groups; ``paired``: the others against the group ``baseline``."""
+    output = Path(output)
+    try:
+        if output.is_file() and not _is_report(output):
+            raise UserError(f"{output} exists and is not a report; remove it, or choose another -o")
+        draw(groups, output.parent / PLOTS)
+        if paired:
+            draw_forest(paired, baseline, output.parent / PLOTS / FOREST)
+        output.write_text(render(groups, output.parent / PLOTS, paired, baseline))
+    except OSError as error:
+        raise UserError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
+    return output
+
+
+def _is_report(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(HEAD)) in (HEAD, b"")
+
+
+def draw(groups: Sequence[RunGroup], folder: Path) -> None:
+    """Write every panel that has data, and all of them in ``overview.png``; remove outdated pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    filled = [panel for panel in PANELS if panel.is_filled(groups)]
+    for panel in PANELS:
+        path = folder / f"{panel.name}.png"
+        if panel in filled:
+            draw_panel(panel, groups, path)
+        else:
+            path.unlink(missing_ok=True)
+    draw_overview(filled, groups, folder / "overview.png")
+
+
+def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], baseline: str) -> str:
+    """The HTML text with the pictures of ``plots`` embedded."""
+    title = " vs ".join(group.label for group in groups)
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "base64": lambda path: base64.b64encode(path.read_bytes()).decode(),
+        "deviation": lambda text: escape(text).replace("+- ", Markup("&plusmn;&nbsp;")),
+    }
+    return environment.get_template("report.html.j2").render(
+        title=title if len(title) <= TITLE_LENGTH else f"{len(groups)} settings",
+        groups=groups,
+        plots=plots,
+        paired=paired,
+        baseline=baseline,
+        settings=_settings(groups),
+        panels=PANELS,
+        pairs=pairs,
+        summary=summary,
+        tokens=token_plots,
+    )
+
+
+def _settings(groups: Sequence[RunGroup]) -> list[list[str]]:
+    """Settings that differ between groups; for a single group the whole recipe."""
+    if len(groups) == 1:
+        return [[key, shown(value)] for key, value in groups[0].runs[0].settings.items()]
+    differing = differing_settings([group.runs for group in groups])
+    return [[key, *("" if v is None else shown(v) for v in values)] for key, values in differing.items()]

@@ -1,0 +1,249 @@
+"""Runs read back from their folders, and gathered into groups that differ only in their seed."""
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from nemo_grpo.recipe.keys import shown
+from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.support.dotted import leaves
+from nemo_grpo.support.errors import UserError
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+DIAGNOSTICS_FILE = "diagnostics.jsonl"
+
+NOT_A_SETTING = (
+    "grpo.seed",
+    "nemo_grpo.run_name",
+    "nemo_grpo.runs_dir",
+    "checkpointing.checkpoint_dir",
+    "logger.log_dir",
+)
+"""Keys in which the runs of one group may differ."""
+
+ENGINES = {"embedded": "embedded", "cluster": "NeMo-RL"}
+"""nemo_grpo.target -> the engine's name in a label."""
+
+ENTROPY = ("entropy/mean", "entropy/sampled")
+"""The policy's entropy: exact, and estimated by the mean of -log p over the sampled tokens, which NeMo-RL's
+runs have too. Estimates are noisier; their mean is the same at temperature 1 without top-k or top-p."""
+
+Points = dict[int, float]
+"""A metric's values by step."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """One run, finished or not.
+
+    Attributes:
+        path: its folder.
+        rows: metrics by step, ascending.
+        settings: dotted keys and values of the resolved recipe; empty if the folder has none.
+        diagnostics: objects of diagnostics.jsonl, in the order of steps; empty if the folder has none.
+    """
+
+    path: Path
+    rows: dict[int, dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    diagnostics: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def variant(self) -> str:
+        """loss_fn.variant, or the folder's name for a run without a recipe."""
+        return str(self.settings.get("loss_fn.variant", self.path.name))
+
+    @property
+    def engine(self) -> str:
+        """The engine that trained it; runs without a recipe count as embedded."""
+        return ENGINES.get(str(self.settings.get("nemo_grpo.target")), ENGINES["embedded"])
+
+    @property
+    def seed(self) -> str:
+        """grpo.seed, or ``?``."""
+        return str(self.settings.get("grpo.seed", "?"))
+
+    def points(self, key: str) -> Points:
+        """The metric's finite values; steps without one are left out."""
+        return {step: float(row[key]) for step, row in self.rows.items() if _is_number(row.get(key))}
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs of one setting with different seeds.
+
+    Attributes: label: distinguishes the group from the others.  runs: at least one.
+    """
+
+    label: str
+    runs: tuple[RunLog, ...]
+
+    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Steps, mean over the runs, and sample standard deviation (0 for one run).
+
+        Uses only steps that all runs with this metric have, so that a run that ends early causes no jump.
+        """
+        curves = [points for run in self.runs if (points := run.points(key))]
+        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        if not steps:
+            return np.array([]), np.array([]), np.array([])
+        values = np.array([[points[step] for step in steps] for points in curves])
+        spread = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
+        return np.array(steps), values.mean(axis=0), spread
+
+    def each(self, key: str, which: Literal["first", "last", "best"]) -> list[float]:
+        """One number per run that has the metric; best is the largest."""
+        curves = [list(points.values()) for run in self.runs if (points := run.points(key))]
+        if which == "best":
+            return [max(values) for values in curves]
+        return [values[0 if which == "first" else -1] for values in curves]
+
+    def gains(self, key: str) -> list[float]:
+        """Last minus first value of each run that has two or more."""
+        curves = [list(run.points(key).values()) for run in self.runs]
+        return [values[-1] - values[0] for values in curves if len(values) > 1]
+
+
+def run_folders(path: str | Path) -> list[Path]:
+    """The folder itself; for a comparison or sweep, the folders of its runs that made a step."""
+    folder = Path(path)
+    if (folder / METRICS_FILE).is_file() or not (folder / "runs").is_dir():
+        return [folder]
+    return sorted(file.parent for file in folder.glob(f"runs/*/{METRICS_FILE}") if file.stat().st_size)
+
+
+def read_run(path: str | Path) -> RunLog:
+    """Read a run's folder.
+
+    A line that is not JSON (the last one, if the run was killed while writing it) is skipped; rows of the
+    same step are merged, and later values win. Of diagnostics of the same step, which a resumed run measures
+    again, the last counts.
+
+    Raises: UserError: the folder has no metrics.jsonl, or no step in it.
+    """
+    folder = Path(path)
+    file = folder / METRICS_FILE
+    if not file.is_file():
+        raise UserError(
+            f"{folder} holds no {METRICS_FILE}; give the folder of a run, such as runs/quickstart"
+        )
+    rows: dict[int, dict[str, Any]] = {}
+    for row in json_lines(file):
+        if isinstance(row.get("step"), int):
+            rows.setdefault(row["step"], {}).update(row)
+    for row in rows.values():
+        if _is_number(row.get("logprob/mean")):
+            row["entropy/sampled"] = -row["logprob/mean"]
+    if not rows:
+        raise UserError(f"{file} holds no step yet; let the run make at least one")
+    looks = json_lines(folder / DIAGNOSTICS_FILE)
+    by_step = {look["step"]: look for look in looks if look.keys() >= {"step", "num_tokens", "tokens"}}
+    diagnostics = tuple(by_step[step] for step in sorted(by_step))
+    return RunLog(folder, dict(sorted(rows.items())), _settings(folder / RECIPE_FILE), diagnostics)
+
+
+def json_lines(file: Path) -> Iterable[dict[str, Any]]:
+    """The objects of a JSONL file, none if it is missing. Lines that are not JSON are skipped; the last one,
+    if cut, silently.
+    """
+    if not file.is_file():
+        return
+    lines = file.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if line.strip() and number < len(lines):  # the last line may be incomplete
+                log.warning("%s line %d is not JSON and is skipped", file, number)
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        log.warning("%s is missing; the run is labelled by its folder", file)
+        return {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        log.warning("%s cannot be read (%s); the run is labelled by its folder", file, error)
+        return {}
+    return dict(leaves(tree)) if isinstance(tree, dict) else {}
+
+
+def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
+    """Gather runs whose settings differ in nothing but the seed; order of first appearance.
+
+    A group is labelled by its variant; if several groups share one, also by engine and by the settings
+    that differ.
+
+    Raises: UserError: two runs have the same settings and seed; a deviation over seeds needs different ones.
+    """
+    members: dict[str, list[RunLog]] = {}
+    for run in runs:
+        alike = members.setdefault(_identity(run), [])
+        if twin := next((other for other in alike if other.seed == run.seed), None):
+            raise UserError(
+                f"{twin.path} and {run.path} have the same settings and grpo.seed={run.seed}; leave one out"
+            )
+        alike.append(run)
+    groups = list(members.values())
+    return [RunGroup(_label(group, groups), tuple(group)) for group in groups]
+
+
+def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any]]:
+    """Keys whose values differ between groups, with each group's value (None: missing)."""
+    settings = [group[0].settings for group in groups]
+    keys = sorted({key for one in settings for key in one} - set(NOT_A_SETTING))
+    values = {key: [one.get(key) for one in settings] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
+    """The first metric that every group has, else the first that any has."""
+    for test in (all, any):
+        for key in keys:
+            if test(len(group.curve(key)[0]) > 0 for group in groups):
+                return key
+    return keys[0]
+
+
+def pass_key(groups: Sequence[RunGroup]) -> str:
+    """``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
+    names = {name for group in groups for run in group.runs for row in run.rows.values() for name in row}
+    found = [int(match[1]) for name in names if (match := re.fullmatch(r"validation/pass@(\d+)", name))]
+    return f"validation/pass@{max(found, default=8)}"
+
+
+def _identity(run: RunLog) -> str:
+    kept = {key: value for key, value in run.settings.items() if key not in NOT_A_SETTING}
+    return json.dumps(kept, sort_keys=True, default=str) if kept else str(run.path)
+
+
+def _label(group: list[RunLog], groups: list[list[RunLog]]) -> str:
+    variant, engine = group[0].variant, group[0].engine
+    rivals = [other for other in groups if other[0].variant == variant]
+    if len({other[0].engine for other in rivals}) > 1:
+        variant = f"{variant}, {engine}"
+        rivals = [other for other in rivals if other[0].engine == engine]
+    if len(rivals) == 1:
+        return variant
+    differing = differing_settings(rivals)
+    if not 1 <= len(differing) <= 2:
+        return f"{variant} ({group[0].path.name})"
+    told = (f"{key.split('.')[-1]} {shown(values[rivals.index(group)])}" for key, values in differing.items())
+    return f"{variant} ({', '.join(told)})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))

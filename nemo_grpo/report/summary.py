@@ -1,0 +1,144 @@
+"""The table of a report: one row per setting, each figure as mean +- sample standard deviation over seeds."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_grpo.report.runs import ENTROPY, RunGroup, RunLog, common_key, pass_key
+from nemo_grpo.report.stuck import findings
+
+ACCURACY = "validation/accuracy"
+
+NOTES = {
+    "final": "Accuracies on held-out problems.",
+    "best": "best is the largest validation of each run, which flatters noisy runs.",
+    "least gain": "least gain is the smallest of the seeds.",
+}
+"""A column and the sentence that it needs."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure.
+
+    Attributes: name: the column's head.  values: one number per run that has it.  digits: after the point.
+                sign: ``+`` shows the sign of positive numbers too.
+    """
+
+    name: str
+    values: Callable[[RunGroup], list[float]]
+    digits: int = 3
+    sign: str = ""
+
+    def cell(self, group: RunGroup) -> str:
+        """``0.600 +- 0.141``, mean and sample standard deviation; one number alone; ``-`` for none."""
+        values = self.values(group)
+        if not values:
+            return "-"
+        mean = f"{statistics.mean(values):{self.sign}.{self.digits}f}"
+        return mean if len(values) == 1 else f"{mean} +- {statistics.stdev(values):.{self.digits}f}"
+
+
+def columns(groups: Sequence[RunGroup]) -> list[Column]:
+    """Columns of the table, left to right, without those that no group can fill."""
+    passes, entropy = pass_key(groups), common_key(groups, ENTROPY)
+    entropy_name = "entropy" if entropy == ENTROPY[0] else "sampled entropy"
+    found = [
+        Column("start", lambda g: [points[0] for run in g.runs if 0 in (points := run.points(ACCURACY))]),
+        Column("best", lambda g: g.each(ACCURACY, "best")),
+        Column("final", lambda g: g.each(ACCURACY, "last")),
+        Column("gain", lambda g: g.gains(ACCURACY), sign="+"),
+        Column("least gain", lambda g: [min(gains)] if len(gains := g.gains(ACCURACY)) > 1 else [], sign="+"),
+        Column("greedy", lambda g: g.each("validation/greedy", "last")),
+        Column(passes.rpartition("/")[2], lambda g: g.each(passes, "last")),
+        Column("tokens", lambda g: g.each("validation/num_tokens", "last"), digits=1),
+        Column(f"{entropy_name}, first", lambda g: g.each(entropy, "first")),
+        Column(f"{entropy_name}, last", lambda g: g.each(entropy, "last")),
+        Column(
+            "prompts", lambda g: [n for run in g.runs if (n := _sum(run, "rollout/num_prompts"))], digits=0
+        ),
+        Column("minutes", lambda g: [s / 60 for run in g.runs if (s := seconds(run))], digits=1),
+    ]
+    return [column for column in found if any(column.values(group) for group in groups)]
+
+
+def note(groups: Sequence[RunGroup]) -> str:
+    """Explain the columns and deviations that the table has."""
+    shown = {column.name for column in columns(groups)}
+    sentences = [sentence for name, sentence in NOTES.items() if name in shown]
+    if any(len(group.runs) > 1 for group in groups):
+        sentences.append("+- is the sample standard deviation over seeds.")
+    return " ".join(sentences)
+
+
+def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows as texts, with +- between mean and deviation."""
+    shown = columns(groups)
+    rows = [
+        [
+            group.label,
+            ", ".join(run.seed for run in group.runs),
+            _steps(group),
+            *(c.cell(group) for c in shown),
+        ]
+        for group in groups
+    ]
+    return ["setting", "seed numbers", "steps", *(column.name for column in shown)], rows
+
+
+def markdown(groups: Sequence[RunGroup]) -> str:
+    """The table for a document."""
+    return markdown_table(*table(groups))
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of texts."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def records(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+    """The table for a program: values of every run, mean and standard deviation, and the folders."""
+    shown = columns(groups)
+    return [
+        {
+            "setting": group.label,
+            "seeds": [run.seed for run in group.runs],
+            "runs": [str(run.path) for run in group.runs],
+            "steps": [max(run.rows) for run in group.runs],
+            **{column.name: _record(column.values(group)) for column in shown},
+        }
+        for group in groups
+    ]
+
+
+def _record(values: Sequence[float]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"values": list(values), "mean": statistics.mean(values), "std": deviation}
+
+
+def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
+    """Name the reasons why runs do not learn at their end: ``run: finding``."""
+    return [
+        f"{run.path.name}: {sentence}"
+        for group in groups
+        for run in group.runs
+        for sentence in findings([row for step, row in run.rows.items() if step > 0])
+    ]
+
+
+def seconds(run: RunLog) -> float:
+    """Time that the run spent in steps and validations."""
+    return _sum(run, "time/step") + _sum(run, "time/validation")
+
+
+def _sum(run: RunLog, key: str) -> float:
+    return sum(run.points(key).values())
+
+
+def _steps(group: RunGroup) -> str:
+    steps = sorted({max(run.rows) for run in group.runs})
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"

@@ -1,0 +1,1 @@
+"""Errors, files, processes and folders: shared by all packages, importing none of them."""

@@ -1,0 +1,187 @@
+"""A user's own classes and functions, which a recipe names as ``my_file.py:Name`` or ``package.module:Name``.
+
+A file is relative to the working directory, as a recipe's data files are. Its text travels to other processes
+(`texts_of`, `receive_files`), so the machines of a cluster need no copy; what it imports must be installed.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import linecache
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import PydanticUserError, ValidationError
+
+from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean
+
+IMPORT_CPU_SECONDS, IMPORT_SECONDS = 30.0, 300.0
+"""Limits for the import of a user's code: of CPU time, which load does not lengthen, and of time."""
+
+_FILES: dict[str, str] = {}
+"""File, as the recipe names it -> its text: all that this process loaded or received."""
+_BROKEN: dict[str, str] = {}
+"""Module of a file -> what its import ended with: it is not waited for again."""
+
+
+def is_reference(name: object) -> bool:
+    """True for ``my_file.py:Name`` and ``package.module:Name``; built-in names have no colon."""
+    return isinstance(name, str) and ":" in name
+
+
+def load(reference: str, key: str) -> Any:
+    """The object that a recipe's ``key`` names.
+
+    Args:    reference: ``my_file.py:Name`` or ``package.module:Name``.  key: for messages.
+    Raises:  UserError: no such file, module or name, or it fails when it is imported.
+    """
+    where, _, name = reference.rpartition(":")
+    module = _file_module(where, key, reference) if where.endswith(".py") else _module(where, key, reference)
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+        raise UserError(f"{key}: {where} has no {name!r}{did_you_mean(name, own)}")
+    return getattr(module, name)
+
+
+def load_class(reference: str, base: type[Any], key: str) -> Any:
+    """As `load`, for a class that derives from ``base``.
+
+    Raises: UserError: it is another kind of object, or `load` fails.
+    """
+    found = load(reference, key)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise UserError(
+            f"{key}={reference}: it must be a class that derives from {base.__name__} ({base.__module__})"
+        )
+    return found
+
+
+def texts_of(references: Iterable[object]) -> dict[str, str]:
+    """File -> text of the references that name files, for `receive_files` in another process."""
+    files = [str(name).rpartition(":")[0] for name in references if is_reference(name)]
+    return {file: _FILES[file] for file in files if file in _FILES}
+
+
+def receive_files(files: Mapping[str, str]) -> None:
+    """Use these texts for these files, whether or not this machine has them."""
+    _FILES.update(files)
+
+
+def _module(name: str, key: str, reference: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(
+            f"{key}={reference}: {name!r} is no module; write my_file.py:Name or package.module:Name"
+        )
+    try:
+        with _limited(f"{key}={reference}"):
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{key}={reference}: {error}; install it, or name a file, as my_file.py:Name"
+        ) from None
+    except (Exception, SystemExit, ImportTooLong) as error:
+        file = getattr(importlib.util.find_spec(name.partition(".")[0]), "origin", None)
+        raise UserError(f"{key}={reference}: when it is imported: {place_of(error, file)}") from None
+
+
+def _file_module(file: str, key: str, reference: str) -> ModuleType:
+    """The file as a module under a name of its own, which a change of its text changes."""
+    text = _FILES.get(file) if not Path(file).is_file() else _read(file, key, reference)
+    if text is None:
+        raise UserError(
+            f"{key}={reference}: there is no file {Path(file).absolute()}; a path is relative to the working "
+            "directory"
+        )
+    _FILES[file] = text
+    digest = hashlib.sha256(f"{file}\n{text}".encode()).hexdigest()[:12]
+    name = f"nemo_grpo_own_{Path(file).stem}_{digest}"
+    if name not in sys.modules:
+        _run(text, file, name, f"{key}={reference}")
+    return sys.modules[name]
+
+
+def _read(file: str, key: str, reference: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}={reference}: {file} cannot be read ({error})") from None
+
+
+def _run(text: str, file: str, name: str, what: str) -> None:
+    if name in _BROKEN:
+        raise UserError(f"{what}: {_BROKEN[name]}")
+    module = ModuleType(name)
+    module.__file__ = file
+    sys.modules[name] = module  # before it runs: dataclasses and pydantic look their module up
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    try:
+        with _limited(what):
+            exec(compile(text, file, "exec"), vars(module))
+    except (Exception, SystemExit, ImportTooLong) as error:
+        del sys.modules[name]
+        _BROKEN[name] = place_of(error, file)
+        raise UserError(f"{what}: {_BROKEN[name]}") from None
+
+
+class ImportTooLong(BaseException):
+    """Not an `Exception`: the code that is interrupted must not go on."""
+
+
+@contextmanager
+def _limited(what: str) -> Iterator[None]:
+    """Within the block, code that computes or waits for ever is interrupted; threads have no such limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    interrupted = list[int]()
+
+    def interrupt(number: int, _frame: Any) -> None:
+        text = (
+            f"its import takes more than {IMPORT_CPU_SECONDS:g} s of CPU time, or {IMPORT_SECONDS:g} s; move "
+            "the work into the functions"
+        )
+        if interrupted:  # and went on: it catches everything
+            sys.stderr.write(f"error: {what}: {text}\n")
+            os._exit(EXIT_USAGE)
+        interrupted.append(number)
+        raise ImportTooLong(text)
+
+    timers = {
+        (signal.ITIMER_PROF, signal.SIGPROF): IMPORT_CPU_SECONDS,
+        (signal.ITIMER_REAL, signal.SIGALRM): IMPORT_SECONDS,
+    }
+    before = {number: signal.signal(number, interrupt) for _, number in timers}
+    try:
+        for (timer, _), seconds in timers.items():
+            signal.setitimer(timer, seconds, 1.0)  # and every second again
+        yield
+    finally:
+        for (timer, number), _ in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
+
+
+def place_of(error: BaseException, file: str | None) -> str:
+    """``Error: message (file:line)``, the last line of ``file`` that the error passed through."""
+    if isinstance(error, ValidationError):
+        told = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        said = "; ".join(map(": ".join, told))
+    else:
+        said = str(error.msg if isinstance(error, SyntaxError) else error)
+    if isinstance(error, PydanticUserError):  # its first sentence; the rest is about pydantic
+        said = said.partition("\n")[0].partition(". ")[0]
+    said = " ".join(said.split())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    text = f"{type(error).__name__}: {said}"
+    return f"{text} ({file}:{line})" if line else text

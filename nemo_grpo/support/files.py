@@ -1,0 +1,101 @@
+"""Files that a kill or a full disk leaves whole, locks, hashes of files, folders that exist."""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from nemo_grpo.support.errors import UserError, reading
+
+log = logging.getLogger(__name__)
+
+SHA256SUMS = "SHA256SUMS"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""Lustre without -o flock, NFS without a lock daemon."""
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A kill or a full disk leaves the file as it was, or complete."""
+    temporary = path.with_name(f"tmp_{path.name}.new")  # no pattern for finished files matches it
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def existing_parent(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """`flush` everything below a folder, then the folder."""
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+        flush(path)
+
+
+def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -> None:
+    """Keep others from locking an open file until it is closed; where the disk has no locks, say so.
+
+    Args:   per_process: children that inherit the file do not hold it, and this process may lock it again.
+    Raises: UserError: somebody has it; ``refusal`` says so.
+    """
+    try:
+        (fcntl.lockf if per_process else fcntl.flock)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(refusal) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        log.warning("no locks here (%s), so do not start it twice; else: %s", error.strerror, refusal)
+
+
+def make_readable(folder: Path) -> None:
+    """Mode 0644 for files and 0755 for folders, also where a library made them for their owner alone."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All files below a folder that its ``SHA256SUMS`` has to list, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / SHA256SUMS)
+
+
+def write_sha256(folder: Path) -> None:
+    """Write ``SHA256SUMS`` over all files below a folder, in the form of the sha256sum command."""
+    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files_in(folder)]
+    (folder / SHA256SUMS).write_text("".join(lines))
+
+
+def check_sha256(folder: Path) -> int:
+    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list.
+
+    Raises: UserError: a file is missing or differs.
+    """
+    path = folder / SHA256SUMS
+    if not path.exists():
+        return 0
+    with reading(path, "a list of hashes", "copy or download it again"):
+        lines = [line.partition("  ") for line in path.read_text().splitlines() if line]
+    for expected, _, name in lines:
+        if not (folder / name).is_file() or sha256_of(folder / name) != expected:
+            raise UserError(f"{folder / name} does not match {path}; copy or download it again")
+    return len(lines)

@@ -1,0 +1,210 @@
+"""What lies in a Hugging Face model folder: config, weight files, and everything else."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.support import nemo_folder as nemo
+from nemo_grpo.support.errors import UserError, listed, reading
+
+log = logging.getLogger(__name__)
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS_KEY = "transformers_weights"
+"""The key of config.json by which transformers loads a certain file."""
+_MAX_DEPTH = 20
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)
+SIDE_FILES = (
+    *("config.json", "generation_config.json", "params.json", "processor_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "chat_template*.json", "*.jinja"),
+    *("tokenizer*.json", "tokenizer*.model*", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model"),
+    *("tiktoken.model", "*.tiktoken"),
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "*reasoning_parser.py"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+"""What exports copy from a model's folder."""
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps the chat templates beside the default one, as ``NAME.jinja``."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_DOCUMENTS = ("README.md", ".gitattributes", "SHA256SUMS")
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """File of each tensor by the index; empty where none is needed.
+
+    Raises: UserError: the index is damaged.
+    """
+    index = folder / INDEX
+    if (folder / WHOLE).exists() or not index.exists():
+        return {}
+    with reading(index, "a safetensors index", "download it again", TypeError, AttributeError, KeyError):
+        found = dict(json.loads(index.read_text())["weight_map"].items())
+        for name, file in found.items():
+            if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
+                raise ValueError(f"{name} is in {file!r:.60}, which is no file beside it")
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """A model's safetensors files as transformers chooses them: the one, else the index's, else all.
+
+    Some models come with their weights once more, in another form and under other names.
+
+    Raises: UserError: the index is damaged, or a file of it is missing.
+    """
+    if (folder / WHOLE).exists():
+        return [folder / WHOLE]
+    if names := sorted(set(weight_map(folder).values())):
+        if missing := [name for name in names if not (folder / name).exists()]:
+            raise UserError(
+                f"{folder / INDEX} names {listed(missing)}, missing here; download the model again"
+            )
+        return [folder / name for name in names]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def is_hub_name(name: str) -> bool:
+    """True for ORGANISATION/MODEL that is no path of this machine."""
+    return _HUB_NAME.fullmatch(name) is not None and not os.path.exists(name)
+
+
+def how_to_get(folder: Path) -> str:
+    """Name the remedy where a model's folder is needed, and this is none."""
+    download = f"; `hf download {folder} --local-dir DIR` makes one of a model on the Hub"
+    return f"give a Hugging Face model folder{download if is_hub_name(str(folder)) else ''}"
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder without safetensors.
+
+    Raises: UserError: there are none, or pickles in their place.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; {how_to_get(folder)}")
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.is_symlink() and not file.exists():
+            raise UserError(
+                f"{file} is a link to {file.readlink()}, which is not there; download the model again"
+            )
+    if any(folder.glob("*.safetensors")):
+        return
+    if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
+        raise UserError(
+            f"{pickles[0]} is a pickle, which can run code when it is read; load the model with transformers "
+            "where you trust it, save it with save_pretrained(), and convert that folder"
+        )
+    raise UserError(f"{folder} holds no *.safetensors; download the model's weights there")
+
+
+def check_no_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder from which transformers loads more, or other weights, than `weight_files`.
+
+    Args:   config: config.json's content.
+    Raises: UserError: an adapter lies beside the model, or config.json names a file of its own.
+    """
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UserError(
+            f"{folder} has {ADAPTER_CONFIG} beside config.json, so transformers adds an adapter to the "
+            "weights; merge it first, or move it away"
+        )
+    if named := config.get(WEIGHTS_KEY):
+        raise UserError(
+            f"{folder / 'config.json'} has {WEIGHTS_KEY}={named!r:.80}, so transformers loads that file "
+            f"alone; move it to a folder of its own as {WHOLE}, with the other files and without the key"
+        )
+
+
+def hf_config(folder: Path) -> dict[str, Any]:
+    """The content of a model folder's config.json.
+
+    Raises: UserError: it is missing or no JSON object.
+    """
+    path = folder / "config.json"
+    with reading(folder, "a model's folder", "check its name and mode"):
+        if not path.exists() and (reason := nemo.reason_against(folder)):
+            raise UserError(f"{folder} is {reason}")
+        if not path.exists():
+            raise UserError(f"{folder} has no config.json; {how_to_get(folder)}")
+    return read_config(path)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of a config.json, whatever its name.
+
+    Raises: UserError: it cannot be read or is no JSON object.
+    """
+    with reading(path, "JSON", "give a model's config.json, or download it again"):
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise UserError(f"{path} is not a JSON object; download it again")
+        if _depth(config) > _MAX_DEPTH:
+            raise RecursionError
+    return config
+
+
+def _depth(value: Any) -> int:
+    """Objects and lists within each other."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+    return depth
+
+
+def side_files(folder: Path) -> Iterator[Path]:
+    """What a model folder holds besides weights: configs, tokenizer, chat templates, generation config.
+
+    Only files of names that models have; the others are named in the log. They may be secrets.
+
+    Raises: UserError: one of them is a link that leaves the folder, or cannot be read.
+    """
+    left_out = []
+    for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
+        if not path.is_file() or path.name.endswith(_WEIGHTS) or path.name in _DOCUMENTS:
+            continue
+        if not any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES):
+            left_out.append(str(path.relative_to(folder)))
+            continue
+        if not _stays_within(path, folder):
+            raise UserError(
+                f"{path} is a link to {path.resolve()}, outside of the model's folder; put a copy of the "
+                "file in its place, or remove it"
+            )
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path} cannot be read; change its mode, or remove it")
+        yield path
+    if left_out:
+        log.warning("%s: not copied, since models have no such files: %s", folder, listed(left_out))
+
+
+def copy_side_files(source: Path, target: Path) -> set[str]:
+    """Copy a model folder without its weights. Returns: names of the copied files, relative to the folder.
+
+    Raises: UserError: as in `side_files`.
+    """
+    names = set()
+    for path in side_files(source):
+        name = path.relative_to(source)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / name)
+        names.add(str(name))
+    return names
+
+
+def _stays_within(path: Path, folder: Path) -> bool:
+    """True for a file at its own place, and in the Hub's cache, where snapshots are links to blobs."""
+    inside = folder.resolve()
+    own = inside / path.relative_to(folder).parent
+    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else own
+    return path.resolve().parent in (own, blobs)

@@ -1,0 +1,59 @@
+"""Checkpoints of nemo-toolkit: ``weights`` in torch_dist beside ``context`` (2.0), and older archives.
+
+Source: NeMo's ``lightning``: ``io/pl.py`` and ``ckpt_utils.py`` (folders), ``megatron_parallel.py``
+(names below ``module.``) and ``io/mixin.py`` (model.yaml).
+"""
+
+import re
+from pathlib import Path
+
+from nemo_grpo.support.errors import UserError
+
+MODEL_YAML = Path("context") / "model.yaml"
+_WRAPPERS = re.compile(r"(module\.)+(?=(language_model|embedding|decoder|output_layer|visual)\.)")
+
+_ARCHIVE = (
+    "a NeMo 1 checkpoint; NeMo's scripts/checkpoint_converters/convert_nemo1_to_nemo2.py makes it a NeMo 2.0 "
+    "folder"
+)
+
+
+def without_wrappers(key: str) -> str:
+    """A key of torch_dist without the names of the modules that wrap megatron-core's model."""
+    return _WRAPPERS.sub("", key, count=1) if key.startswith("module.") else key
+
+
+def model_yaml(weights: Path) -> Path:
+    """Where the model of a torch_dist folder is described, if NeMo 2.0 has written that."""
+    return weights.parent / MODEL_YAML
+
+
+def is_folder(path: Path) -> bool:
+    """True for a folder that NeMo 2.0 has written."""
+    return (path / MODEL_YAML.parent).is_dir() and (path / "weights").is_dir()
+
+
+def is_archive(path: Path) -> bool:
+    """True for a checkpoint of NeMo 1: a ``.nemo`` file by its name, or what was unpacked from one."""
+    return path.suffix == ".nemo" or (path / "model_config.yaml").exists()
+
+
+def refuse_archive(path: Path) -> None:
+    """Refuse a checkpoint of NeMo 1.
+
+    Raises: UserError: it is one; with the remedy.
+    """
+    if is_archive(path):
+        raise UserError(f"{path} is {_ARCHIVE}; give that")
+
+
+def reason_against(path: Path) -> str | None:
+    """What a path is if it is NeMo's instead of a Hugging Face model, with the remedy; None if it is not."""
+    if is_archive(path):
+        return f"{_ARCHIVE}; convert that with `nemo-grpo convert megatron-to-hf`"
+    if is_folder(path):
+        return (
+            f"a NeMo 2.0 checkpoint; name the result of `nemo-grpo convert megatron-to-hf "
+            f"--megatron-checkpoint {path} --hf-config BASE_MODEL --output MODEL`"
+        )
+    return None
