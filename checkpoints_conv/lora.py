@@ -20,7 +20,7 @@ from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, s
 from nemo_grpo.models.family import Unit
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.model_card import base_model, training_of, write_card
-from nemo_grpo.support.model_folder import ADAPTER_CONFIG, hf_config
+from nemo_grpo.support.model_folder import ADAPTER_CONFIG, hf_config, peft_config
 from nemo_grpo.support.progress import progress
 
 
@@ -158,22 +158,3 @@ def _write(
 
 def _peft_name(hf_name: str, matrix: str) -> str:
     return f"base_model.model.{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"
-
-
-def peft_config(base: str, rank: int, alpha: float, modules: set[str]) -> dict[str, object]:
-    """The content of adapter_config.json.
-
-    Args: base: name of the adapted model, as its card has it.  modules: last parts of the modules' names.
-    """
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted(modules),
-    }

@@ -11,9 +11,9 @@ import torch
 from benchmarks.agreement.recording import Case, StepResult, batches
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.learning import Learner, TrainingState
-from nemo_grpo.engine.megatron.parallel import is_rank_zero
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, UpdateResult
 from nemo_grpo.engine.records import Clock
+from nemo_grpo.support.distributed import is_rank_zero
 
 
 def main(folder: Path, output: Path) -> None:

@@ -242,3 +242,36 @@ def on_device(part: Any, device: torch.device | str) -> Any:
     tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)}
     nested = {name: on_device(x, device) for name, x in values.items() if is_dataclass(x)}
     return replace(part, **tensors, **nested)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts with responses as token ids, right-padded.
+
+    Attributes: input_ids: [B, S] int64.  lengths: [B] int64.
+                prompt_lengths: [B] int64, at least 1 and less than ``lengths``; the tokens that follow need
+                    logprobs. Default: 1, so all but the first.
+                prompt_ids: [B] integers; equal only for rows that begin with the same prompt. Default: all
+                    different.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor = None  # type: ignore[assignment]  # filled below, so readers see a Tensor
+    prompt_ids: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.prompt_lengths is None:
+            object.__setattr__(self, "prompt_lengths", torch.ones_like(self.lengths))
+        if self.prompt_ids is None:
+            object.__setattr__(self, "prompt_ids", torch.arange(len(self.lengths)))
+
+    def select(self, rows: Tensor) -> Sequences:
+        """The given rows, cut to their longest."""
+        lengths = self.lengths[rows]
+        return Sequences(
+            self.input_ids[rows, : int(lengths.max())],
+            lengths,
+            self.prompt_lengths[rows],
+            self.prompt_ids[rows],
+        )

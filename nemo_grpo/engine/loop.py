@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nemo_grpo.engine import heap, validation
-from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.records import note
 from nemo_grpo.engine.rollout import assemble
 from nemo_grpo.engine.run_folder import versions
@@ -16,7 +15,8 @@ from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.engine.steps import reinforce, supervise
 from nemo_grpo.engine.trackers import Ended
 from nemo_grpo.report.stuck import Watch
-from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.support import distributed
+from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.model_card import Training
 from nemo_grpo.support.progress import Advance, progress
 
@@ -68,7 +68,7 @@ def run_steps(parts: Parts) -> bool:
                 advance(note(row))
                 for sentence in watch(row):
                     log.warning("%s", sentence)
-                stopping = parallel.any_rank(bool(stop) or folder.failure is not None, parts.policy.device)
+                stopping = distributed.any_rank(bool(stop) or folder.failure is not None, parts.policy.device)
                 save_if_due(parts, stopping=stopping)
     parts.saver.finish()
     if failure := from_first_rank(lambda: folder.failure):
@@ -146,7 +146,7 @@ def export(parts: Parts) -> None:
     if wanted.hf:
         training = Training(parts.recipe.written(), parts.state.step, parts.validated, versions())
         export_policy(parts.policy, parts.source, parts.folder, DTYPES[wanted.dtype], training)
-    parallel.barrier()
+    distributed.barrier()
 
 
 def progress_of(parts: Parts) -> AbstractContextManager[Advance]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.batch import Sequences, TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.core.resampling import rewards_differ
 from nemo_grpo.sampling.episodes import Response, sample_responses
-from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Generator, Request
+from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import Scorer
 
@@ -40,39 +40,6 @@ class Group:
         """True if the rewards of the responses differ and one of them trains."""
         trains = not (drop_truncated and all(one.response.truncated for one in self.responses))
         return trains and rewards_differ([one.reward for one in self.responses])
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Prompts with responses as token ids, right-padded.
-
-    Attributes: input_ids: [B, S] int64.  lengths: [B] int64.
-                prompt_lengths: [B] int64, at least 1 and less than ``lengths``; the tokens that follow need
-                    logprobs. Default: 1, so all but the first.
-                prompt_ids: [B] integers; equal only for rows that begin with the same prompt. Default: all
-                    different.
-    """
-
-    input_ids: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor = None  # type: ignore[assignment]  # filled below, so readers see a Tensor
-    prompt_ids: Tensor = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.prompt_lengths is None:
-            object.__setattr__(self, "prompt_lengths", torch.ones_like(self.lengths))
-        if self.prompt_ids is None:
-            object.__setattr__(self, "prompt_ids", torch.arange(len(self.lengths)))
-
-    def select(self, rows: Tensor) -> Sequences:
-        """The given rows, cut to their longest."""
-        lengths = self.lengths[rows]
-        return Sequences(
-            self.input_ids[rows, : int(lengths.max())],
-            lengths,
-            self.prompt_lengths[rows],
-            self.prompt_ids[rows],
-        )
 
 
 @dataclass(frozen=True)

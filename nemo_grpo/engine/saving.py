@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
-from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
 from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.support import distributed
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.support.files import existing_parent
 from nemo_grpo.support.hf_folder import export, export_adapter
@@ -67,7 +67,7 @@ class Saver:
         """
         if self._under_way is not None:
             written = self._under_way[2].is_written()
-            if not parallel.any_rank(not written, self.policy.device):
+            if not distributed.any_rank(not written, self.policy.device):
                 self.finish()
 
     def finish(self) -> None:

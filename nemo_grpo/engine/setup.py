@@ -26,10 +26,12 @@ from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver
 from nemo_grpo.engine.trackers import open_trackers
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.sampling.generate_distributed import DistributedGenerator, from_first_rank
+from nemo_grpo.sampling.generate_distributed import DistributedGenerator
 from nemo_grpo.sampling.generators import build_local
 from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.support import distributed
+from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks import Problem, Task
@@ -156,7 +158,7 @@ def set_up(recipe: Recipe, source: Path, *, resume: bool = False, began_as: Reci
     heap.keep()
     device = choose_device(recipe)
     parallel.initialize(recipe.policy.megatron_cfg.layout, device, recipe.grpo.seed)
-    leads = parallel.is_rank_zero()
+    leads = distributed.is_rank_zero()
     folder = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
     if resume:
         folder.lock()
@@ -204,7 +206,7 @@ def build(recipe: Recipe, source: Path, folder: RunFolder) -> Parts:
         saving.metric_key,
         saving.higher_is_better,
         folder.leads,
-        parallel.barrier,
+        distributed.barrier,
     )
     return Parts(
         recipe=recipe,
@@ -233,7 +235,7 @@ def lora_of(recipe: Recipe) -> LoRASettings | None:
 def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:
     """Build the policy with the source's weights."""
     megatron = recipe.policy.megatron_cfg
-    if (hint := options.fp8_hint(megatron)) and parallel.is_rank_zero():
+    if (hint := options.fp8_hint(megatron)) and distributed.is_rank_zero():
         log.warning("%s", hint)
     schedule = megatron.scheduler
     if schedule.lr_decay_iters is None:

@@ -16,8 +16,8 @@ from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.setup import Parts
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.report.tokens import token_diagnostics
-from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request
+from nemo_grpo.support.distributed import from_first_rank
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]

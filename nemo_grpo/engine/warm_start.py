@@ -27,7 +27,8 @@ from nemo_grpo.engine.setup import set_up
 from nemo_grpo.engine.warm_start_tokenizer import SEED_OFFSET, build_tokenizer
 from nemo_grpo.recipe import Recipe, load_recipe_dict
 from nemo_grpo.recipe.own import WarmStart
-from nemo_grpo.sampling.generate_distributed import from_first_rank
+from nemo_grpo.support import distributed
+from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import flush_tree, make_readable
 from nemo_grpo.support.hf_folder import export, no_transformers_bars
@@ -77,7 +78,7 @@ def starting_policy(recipe: Recipe) -> Path:
             _fine_tune(supervised_recipe(recipe, unfinished), unfinished / MODEL)
         from_first_rank(partial(_publish, unfinished / MODEL, target))
     finally:
-        if parallel.is_rank_zero():
+        if distributed.is_rank_zero():
             shutil.rmtree(unfinished, ignore_errors=True)
     return target
 
@@ -91,7 +92,7 @@ def _fine_tune(recipe: Recipe, model: Path) -> None:
             if not train(parts):
                 raise TrainingAborted("the warm start was stopped; the next start makes it anew")
         tensors = list(parts.policy.named_tensors())  # every rank takes part in gathering them
-        if parallel.is_rank_zero():
+        if distributed.is_rank_zero():
             export(tensors, model, model, torch.float32, training=None)
     except UserError as error:
         raise UserError(f"nemo_grpo.warm_start: {error}") from None

@@ -19,8 +19,8 @@ from nemo_grpo.evaluate.passk import (
 )
 from nemo_grpo.evaluate.response_cache import Completion, ResponseCache
 from nemo_grpo.evaluate.sampling import CachedSampler, calls, eval_request
-from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Sampler, SamplingParams
+from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.progress import TokenMeter
 from nemo_grpo.tasks import Problem, Prompt, Task
 from nemo_grpo.tasks.base import checked_score

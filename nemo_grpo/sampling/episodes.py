@@ -8,8 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler, Turn
+from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.tasks import Task
 from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, tags_of
 from nemo_grpo.tasks.special_tokens import reserved_texts, special_tags

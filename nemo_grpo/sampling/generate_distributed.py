@@ -1,16 +1,14 @@
 """Share generation between the ranks: each samples some of the prompts, all get all responses."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nemo_grpo.sampling.requests import Generator, Request, Rollout
-
-Result = TypeVar("Result")
 
 
 class DistributedGenerator:
@@ -35,27 +33,6 @@ class DistributedGenerator:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, rollout)
         return _in_order([part for part in parts if part is not None], owners, request.num_generations)
-
-
-def from_first_rank(work: Callable[[], Result]) -> Result:
-    """Call ``work()`` on the first rank alone and return its result on every rank.
-
-    For what may differ between two calls, such as a service's answers: the ranks must stay in step.
-
-    Raises: whatever the first rank's call raises, on every rank.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return work()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def _owners(prompts: Sequence[list[int]], world_size: int) -> list[int]:

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from checkpoints_conv.lora import peft_config
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.support.files import make_readable
 from nemo_grpo.support.model_card import Training, base_model, write_card
 from nemo_grpo.support.model_folder import (
     copy_side_files,
+    peft_config,
     read_config,
     weight_files,
 )

@@ -208,3 +208,22 @@ def _stays_within(path: Path, folder: Path) -> bool:
     own = inside / path.relative_to(folder).parent
     blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else own
     return path.resolve().parent in (own, blobs)
+
+
+def peft_config(base: str, rank: int, alpha: float, modules: set[str]) -> dict[str, object]:
+    """The content of adapter_config.json.
+
+    Args: base: name of the adapted model, as its card has it.  modules: last parts of the modules' names.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+    }

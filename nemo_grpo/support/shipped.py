@@ -14,7 +14,7 @@ def folder(name: str) -> Path:
 
     Raises: UserError: this installation lacks it.
     """
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     found = next((path for path in (package / name, package.parent / name) if path.is_dir()), None)
     if found is None:
         raise UserError(f"{package / name} is missing; install the package again, by `pip install`")

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import build_objective
+from nemo_grpo.core.batch import Sequences
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator

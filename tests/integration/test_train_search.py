@@ -16,8 +16,8 @@ from nemo_grpo.evaluate.response_cache import Completion
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.episodes import Response
-from nemo_grpo.sampling.generate_distributed import from_first_rank
 from nemo_grpo.sampling.requests import Request, SamplingParams
+from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.tasks import Problem, Prompt
 from nemo_grpo.tasks.jsonl import write_problems
 from nemo_grpo.tasks.retriever import RetrieverError

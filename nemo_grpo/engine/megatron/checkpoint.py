@@ -19,10 +19,11 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from checkpoints_conv.formats.torch_dist import METADATA, TorchDistReader
-from nemo_grpo.engine.megatron import parallel, writer
+from nemo_grpo.engine.megatron import writer
 from nemo_grpo.engine.megatron.optimizer import SHARDING
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.writer import PendingWrite
+from nemo_grpo.support import distributed
 from nemo_grpo.support.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def begin_save(policy: MegatronPolicy, folder: Path, iteration: int, *, behind: 
             state, str(folder), async_sharded_save=True, content_metadata=SHARDING, **_STRATEGY
         )
         pending = PendingWrite(request, behind=behind)
-    if policy.lora is not None and parallel.is_rank_zero():
+    if policy.lora is not None and distributed.is_rank_zero():
         (folder / RUN_CONFIG).write_text(f"peft:\n  dim: {policy.lora.dim}\n  alpha: {policy.lora.alpha}\n")
     return pending
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemo_grpo.engine.megatron.packing import AttentionPlan, PackedSequences
-from nemo_grpo.engine.megatron.parallel import gather_sequence, is_rank_zero, zigzag
+from nemo_grpo.engine.megatron.parallel import gather_sequence, zigzag
+from nemo_grpo.support.distributed import is_rank_zero
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from nemo_grpo.core.batch import Sequences
 from nemo_grpo.engine.megatron.packing import PackedSequences
-from nemo_grpo.engine.rollout import Sequences
 
 
 @dataclass

@@ -21,9 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_grpo.core.batch import on_device
+from nemo_grpo.core.batch import Sequences, on_device
 from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
-from nemo_grpo.engine.rollout import Sequences
 
 SHARED, THD = "shared prompts", "thd"
 """`PackedSequences.qkv_format`; megatron-core knows the second one."""

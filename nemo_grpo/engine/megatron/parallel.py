@@ -155,23 +155,3 @@ def sum_of_last_stages(x: Tensor) -> None:
         dist.broadcast(x, source, group=parallel_state.get_pipeline_model_parallel_group())
     if parallel_state.get_data_parallel_world_size() > 1:
         dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
-
-
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """True on every rank if it is on any; every rank calls it at the same point."""
-    if dist.get_world_size() == 1:
-        return flag
-    told = torch.tensor(int(flag), device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told)
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    if dist.get_world_size() > 1:
-        dist.barrier()
-
-
-def is_rank_zero() -> bool:
-    """True on the process that logs and writes; also without process groups."""
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from nemo_grpo.core.batch import PreparedBatch
+from nemo_grpo.core.batch import PreparedBatch, Sequences
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
@@ -33,7 +33,6 @@ from nemo_grpo.engine.megatron.packing import PackedSequences, pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.engine.megatron.weights import HFWeights
-from nemo_grpo.engine.rollout import Sequences
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler

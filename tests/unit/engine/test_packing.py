@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_grpo.core.batch import Sequences
 from nemo_grpo.engine.megatron import packing
 from nemo_grpo.engine.megatron.microbatches import _first_fit_decreasing
 from nemo_grpo.engine.megatron.packing import PackedSequences, pack
 from nemo_grpo.engine.megatron.parallel import zigzag_positions
-from nemo_grpo.engine.rollout import Sequences
 
 PROMPT_LENGTHS, LENGTHS, PROMPT_IDS = [1, 1, 3, 1], [6, 4, 9, 2], [7, 7, 3, 5]
 

@@ -18,7 +18,7 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.run import begin
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.support import shipped
+from nemo_grpo.support import distributed, shipped
 from nemo_grpo.support.hf_folder import end_tokens
 
 SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -81,7 +81,7 @@ def test_policy_gets_the_recipes_settings(given):
     ("fp8", "rank", "is_told"), [("e4m3", 0, True), ("e4m3", 1, False), ("hybrid", 0, False)]
 )
 def test_the_first_rank_says_what_to_know_of_fp8(given, monkeypatch, caplog, fp8, rank, is_told):
-    monkeypatch.setattr(parallel, "is_rank_zero", lambda: rank == 0)
+    monkeypatch.setattr(distributed, "is_rank_zero", lambda: rank == 0)
     section = f"policy.megatron_cfg.fp8_cfg={{enabled: true, fp8: {fp8}, fp8_recipe: delayed}}"
     setup.build_policy(recipe("policy.precision=bfloat16", section), "folder", keep_reference=False)
     assert [record.getMessage()[-14:] for record in caplog.records] == ["use fp8=hybrid"] * is_told
