@@ -121,9 +121,7 @@ class Controlled:
         data = ([problem(i) for i in range(10 * PROMPTS)], None, {"toy": environment}, {"toy": environment})
         tokenizer = MagicMock(pad_token_id=0)
         with self.stand_ins():
-            self.parts, self.controller = single_controller.set_up(
-                self.run, tokenizer, data, self.context, MagicMock()
-            )
+            self.parts, self.controller = single_controller.set_up(self.run, tokenizer, data, self.context)
         resume_carried(self.run.recipe.loss_fn, self.parts.checkpointer, self.context)
         self.side_files = SideFiles(tokenizer, MagicMock(), self.context)
         self.policy, self.logger = self.parts.policy, self.parts.logger
