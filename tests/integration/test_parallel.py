@@ -42,16 +42,18 @@ PADDED: dict[str, tuple[dict[str, Any], int | None]] = {
 PACKED: dict[str, tuple[dict[str, Any], int | None]] = {
     "packed by 16": ({"mb_tokens": 16}, None),
     "packed by 30": ({"mb_tokens": 30}, 20),
-    "packed by 30, prompts repeated": ({"mb_tokens": 30, "share_prompts": False}, None),
     "packed whole": ({"mb_tokens": 1000}, 3),
+}
+REPEATED: dict[str, tuple[dict[str, Any], int | None]] = {  # the format of Transformer Engine's attention
+    "packed by 30, prompts repeated": ({"mb_tokens": 30, "share_prompts": False}, None),
     "packed whole, prompts repeated": ({"mb_tokens": 1000, "share_prompts": False}, 20),
 }
 """How the rows of a step pass the model, and how many tokens' logits are made at a time."""
-PAIRS = [("one", rows) for rows in (*PADDED, *PACKED)]
+PAIRS = [("one", rows) for rows in (*PADDED, *PACKED, *REPEATED)]
 for number, name in enumerate(LAYOUTS):  # each layout with padded and with packed rows, by turns
     PAIRS += [(name, list(rows)[number % len(rows)]) for rows in (PADDED, PACKED)]
 QUICK = [("one", rows) for rows in ("padded, one row", "padded, all rows, 3 tokens", "packed by 16")]
-QUICK += [("one", "packed whole, prompts repeated"), ("tp2-pp2", "packed whole")]
+QUICK += [("one", "packed whole, prompts repeated"), ("tp2-pp2", "packed by 16")]
 
 
 def one_step_in_parts(most_tokens: int | None, layout: Layout, **how: Any) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def test_every_variant_computes_the_same_at_every_layout(pair):
     name, rows = pair
     num_layers = 3 if "uneven" in name else 2
     world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
-    how, most_tokens = (PADDED | PACKED)[rows]
+    how, most_tokens = (PADDED | PACKED | REPEATED)[rows]
     for found in run_ranks(world_size, one_step_in_parts, most_tokens, layout, num_layers=num_layers, **how):
         assert_same(found, alone(num_layers=num_layers))  # every rank holds the whole result
 

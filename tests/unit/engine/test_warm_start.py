@@ -200,7 +200,7 @@ ready = pathlib.Path({str(tmp_path)!r})
 (ready / f"ready-{{os.getpid()}}").touch()
 while len(list(ready.glob("ready-*"))) < 2:
     time.sleep(0.01)
-print(warm_started(ready / "cache", **{TINY!r}))
+print(warm_started(ready / "cache", **{TINY | {"max_position_embeddings": 256}!r}))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     processes = [
