@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -117,17 +118,6 @@ def _config_file(recipe: Recipe) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def tokenizer_of(recipe: Recipe, task: ToyTask) -> tuple[Any, str]:
-    """The recipe's tokenizer if available, else one learnt from its prompts; and which of the two."""
-    from transformers import AutoTokenizer
-
-    name = recipe.policy.tokenizer.name or recipe.policy.model_name
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True), OWN_TOKENIZER
-    except (OSError, ValueError):
-        return build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0), MADE_TOKENIZER
-
-
 class _Corpus:
     """The task's prompts with their questions, as training text for a tokenizer."""
 
@@ -202,13 +192,16 @@ class Encoder:
 
 
 def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
-    """Make the model's encoder; with images its tokenizer is always a learnt one."""
-    prompt = recipe.nemo_grpo.prompt
+    """Make the model's encoder with the recipe's tokenizer, or a learnt one without it or with images."""
+    from transformers import AutoTokenizer
+
+    prompt, name = recipe.nemo_grpo.prompt, recipe.policy.tokenizer.name or recipe.policy.model_name
     if not task.config.needs_images:
-        tokenizer, origin = tokenizer_of(recipe, task)
-        return Encoder(tokenizer, prompt), origin
+        with suppress(OSError, ValueError):
+            return Encoder(AutoTokenizer.from_pretrained(name, local_files_only=True), prompt), OWN_TOKENIZER
     tokenizer = build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0)
-    return Encoder(tokenizer, prompt, vision.processor_of(tokenizer)), MADE_TOKENIZER
+    processor = vision.processor_of(tokenizer) if task.config.needs_images else None
+    return Encoder(tokenizer, prompt, processor), MADE_TOKENIZER
 
 
 def trained_on(recipe: Recipe, task: ToyTask) -> list[Problem]:

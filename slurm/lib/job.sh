@@ -64,7 +64,7 @@ step() {
     ${STEP_EXEC:+exec} ${STEP_LIMIT:+timeout --kill-after=5 "$STEP_LIMIT"} srun "${options[@]}" "$@"
 }
 
-# run_settings RECIPE OVERRIDE...: sets RUN_DIR, CHECKPOINT_DIR, MODEL, LORA and others, see nemo_grpo/launch/settings.py.
+# run_settings RECIPE OVERRIDE...: sets RUN_DIR, CHECKPOINT_DIR, MODEL, LORA and others, see nemo_grpo/launch/preflight.py.
 run_settings() {
     step nemo-grpo --nodes=1 --ntasks=1 -- "$PYTHON" -m nemo_grpo.cli launch settings "$@" >"$LOG/settings.sh" || return
     # shellcheck source=/dev/null

@@ -55,7 +55,6 @@ class BM25Retriever:
         return cls(corpus, bm25s.BM25.load(built, mmap=True, show_progress=False))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """See `Retriever.search`."""
         return [self._search(query, top_k) for query in queries]
 
     def _search(self, query: str, top_k: int) -> list[Passage]:

@@ -40,7 +40,6 @@ class RetrieverClient:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """See `Retriever.search`."""
         found: list[list[Passage]] = []
         for start in range(0, len(queries), QUERIES_PER_REQUEST):
             found += self._request(list(map(_encodable, queries[start : start + QUERIES_PER_REQUEST])), top_k)

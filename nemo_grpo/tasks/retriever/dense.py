@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.tasks.retriever import Passage
@@ -21,19 +21,6 @@ INDEX = "index.faiss"
 PASSAGES_PER_CALL = 256
 MAX_TRAINING_PASSAGES = 200_000
 """Passages, spread over the corpus, from which an index learns its cells."""
-
-
-class Encoder(Protocol):
-    """Turns texts into vectors of length 1."""
-
-    @property
-    def name(self) -> str:
-        """Identifies the encoder: its index is not read with another."""
-        ...
-
-    def encode(self, texts: Sequence[str], *, queries: bool) -> np.ndarray:
-        """[N, D] float32."""
-        ...
 
 
 class E5Encoder:
@@ -62,7 +49,7 @@ class E5Encoder:
         self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str], *, queries: bool) -> np.ndarray:
-        """See `Encoder.encode`."""
+        """Turn texts into vectors of length 1: [N, D] float32."""
         prefix = "query: " if queries else "passage: "
         inputs = self._tokenizer(
             [prefix + text for text in texts],
@@ -81,12 +68,12 @@ class E5Encoder:
 class DenseRetriever:
     """Largest inner product of unit vectors, by FAISS."""
 
-    def __init__(self, passages: Sequence[Passage], encoder: Encoder, index: Any) -> None:
+    def __init__(self, passages: Sequence[Passage], encoder: E5Encoder, index: Any) -> None:
         self.passages, self._encoder, self._index = passages, encoder, index
 
     @classmethod
     def of_file(
-        cls, path: str | Path, encoder: Encoder, cache: str | Path | None = None, *, factory: str = "Flat"
+        cls, path: str | Path, encoder: E5Encoder, cache: str | Path | None = None, *, factory: str = "Flat"
     ) -> DenseRetriever:
         """Over a JSONL file; the index is read from ``cache``, or built there if anything has changed.
 
@@ -104,7 +91,6 @@ class DenseRetriever:
         return cls(corpus, encoder, faiss.read_index(str(built / INDEX)))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """See `Retriever.search`."""
         if not queries:
             return []
         vectors = self._encoder.encode(queries, queries=True)
@@ -115,7 +101,7 @@ class DenseRetriever:
         ]
 
 
-def _build(corpus: Corpus, encoder: Encoder, factory: str) -> Any:
+def _build(corpus: Corpus, encoder: E5Encoder, factory: str) -> Any:
     import numpy as np
 
     faiss = _faiss()
@@ -132,7 +118,7 @@ def _build(corpus: Corpus, encoder: Encoder, factory: str) -> Any:
     return index
 
 
-def _vectors(passages: Sequence[Passage], encoder: Encoder) -> Iterator[np.ndarray]:
+def _vectors(passages: Sequence[Passage], encoder: E5Encoder) -> Iterator[np.ndarray]:
     for start in range(0, len(passages), PASSAGES_PER_CALL):
         part = passages[start : start + PASSAGES_PER_CALL]
         yield encoder.encode([*map(indexed_text, part)], queries=False)

@@ -171,17 +171,12 @@ def test_asynchronous_rollouts_of_another_sampler_become_vllms(tmp_path):
     recipe, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *overrides)
     assert not recipe.policy.generation.vllm_cfg.async_engine
     assert rehearsed.policy.generation.vllm_cfg.async_engine
-    with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
-        stack_for(recipe, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
+    for asynchronous in (recipe, rehearsed):
+        stack_for(asynchronous, CW_GRPO, WITH_VLLM)
+        with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
+            stack_for(asynchronous, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
 
 
 def test_a_folder_that_is_there_is_refused_at_once(tmp_path):
     with pytest.raises(UserError, match="exists; remove it, or name another"):
         run_rehearsal(CW_GRPO, [], folder=tmp_path)
-
-
-def test_asynchronous_rollouts_need_vllm():
-    recipe, path = load_recipe(CW_GRPO, ["policy.generation.vllm_cfg.async_engine=true"]), CW_GRPO
-    stack_for(recipe, path, WITH_VLLM)
-    with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
-        stack_for(recipe, path, replace(WITH_VLLM, vllm_python=None))

@@ -91,45 +91,41 @@ def test_a_background_process_ends_with_the_one_that_started_it(tmp_path):
             time.sleep(0.05)
         process.kill()
         process.wait()
-    pid = int(pid_file.read_text())
+    assert has_ended(int(pid_file.read_text()))
+
+
+def has_ended(pid: int) -> bool:
+    """Wait for the end of a process, which nobody may have waited for yet."""
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and _is_alive(pid):
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
         time.sleep(0.05)
-    assert not _is_alive(pid)
+    return False
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+WAITS = "import os, signal, time\n{first}\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
 
 
 def test_fork_of_a_killed_command_is_ended(folder, tmp_path):
     script = tmp_path / "waits.py"
-    script.write_text("import os, sys, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    script.write_text(WAITS.format(first=""))
     command = [*warm_command(sys.executable, "policy", str(folder)), str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        fork = Path(f"/proc/{int(process.stdout.readline())}")
-        assert fork.exists()
+        fork = int(process.stdout.readline())
+        assert Path(f"/proc/{fork}").exists()
         process.kill()
-        deadline = time.monotonic() + 30
-        while fork.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not fork.exists()
+        assert has_ended(fork)
 
 
 def test_forks_end_with_their_server_even_if_they_ignore_signals(tmp_path):
     """As a driver that takes SIGTERM for a request to save while Ray is gone."""
     script = tmp_path / "waits.py"
-    script.write_text(
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print(os.getpid(), flush=True)\n"
-        "time.sleep(600)\n"
-    )
+    script.write_text(WAITS.format(first="signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
     serve = [sys.executable, "-P", str(WARM), "serve", str(tmp_path / "policy"), "decimal"]
     with background(serve, dict(os.environ), subprocess.DEVNULL):
         command = [*warm_command(sys.executable, "policy", str(tmp_path)), str(script)]
@@ -138,7 +134,4 @@ def test_forks_end_with_their_server_even_if_they_ignore_signals(tmp_path):
             fork = int(process.stdout.readline())
             process.kill()
             os.kill(int(Path(f"/proc/{fork}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and _is_alive(fork):
-        time.sleep(0.05)
-    assert not _is_alive(fork)
+    assert has_ended(fork)
