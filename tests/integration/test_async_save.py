@@ -45,7 +45,7 @@ def gate(monkeypatch) -> threading.Event:
 
 
 def test_a_save_behind_training_is_the_moment_it_was_asked_for(tmp_path, source, policy, gate):
-    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source, behind=True)
+    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source, asynchronous=True)
     train(policy)
     before = weights_of(policy)
     saver.save(1, {})
@@ -66,7 +66,7 @@ def test_a_save_behind_training_is_the_moment_it_was_asked_for(tmp_path, source,
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, source, policy, gate):
-    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source, behind=True)
+    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source, asynchronous=True)
     saver.save(1, {})
     threading.Timer(0.2, gate.set).start()
     saver.save(2, {})

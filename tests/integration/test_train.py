@@ -2,7 +2,7 @@
 
 import json
 import re
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,17 +166,16 @@ def test_a_step_without_signal_updates_nothing_and_the_log_says_so(recipe, overr
     assert_equal(weights_of(parts.policy), before)
 
 
-def test_an_advantage_that_no_reward_explains_is_named_by_the_log(recipe, caplog, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("large.py").write_text(
-        "from dataclasses import replace\n"
-        "from nemo_grpo.variants.base import RatioConfig\n\n"
-        "class Large(RatioConfig):\n"
-        "    def shape(self, batch, seed):\n"
-        "        shaped = super().shape(batch, seed)\n"
-        "        return replace(shaped, advantages=1e4 * shaped.advantages)\n"
-    )
-    train(begin(recipe("loss_fn={_override_: true, variant: large.py:Large}", "grpo.max_num_steps=1")))
+def test_an_advantage_that_no_reward_explains_is_named_by_the_log(recipe, caplog):
+    parts = begin(recipe("grpo.max_num_steps=1"))
+    objective = parts.learner.objective
+
+    def large(batch, seed):
+        shaped = objective.shape(batch, seed)
+        return replace(shaped, advantages=1e4 * shaped.advantages)
+
+    parts.learner.objective = replace(objective, shape=large)
+    train(parts)
     assert re.search(r"step 1: group \d+ has an advantage of -?\d+.* where its rewards span", caplog.text)
 
 

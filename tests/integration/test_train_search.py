@@ -110,7 +110,7 @@ def test_a_corpus_that_is_missing_ends_the_run_before_it_begins(recipe, tmp_path
     files = f"nemo_grpo.task.train_files=[{questions}]", f"nemo_grpo.task.validation_files=[{held_out}]"
     corpus = f"nemo_grpo.task.corpus={tmp_path}/none.jsonl"
     made = recipe(*SMALL, *files, corpus, "grpo.max_val_samples=1", of=SEARCH_QA)
-    with pytest.raises(UserError, match=r"none\.jsonl: No such file"):
+    with pytest.raises(UserError, match=r"none\.jsonl is missing"):
         begin(made)
     assert not made.run_dir.exists()
 

@@ -80,7 +80,7 @@ def test_presets_are_as_large_as_they_are_called(name: str, billions: int) -> No
     assert model_parameters(PRESETS[name]) / 1e9 == pytest.approx(billions, abs=0.4)
 
 
-def test_converters_say_that_they_do_not_know_linear_attention() -> None:
+def test_converters_say_that_they_leave_out_the_vision_tower() -> None:
     config = configuration(with_experts=True, with_vision=True).to_dict()
-    with pytest.raises(UserError, match="layers of linear attention are planned, but neither converted"):
+    with pytest.raises(UserError, match="its vision tower is planned, but not converted"):
         family_for(config)

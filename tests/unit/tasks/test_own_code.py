@@ -245,7 +245,7 @@ def test_an_import_that_catches_everything_ends_the_process(folder):
         "while True:\n    try:\n        for n in iter(int, 1): str(n)\n    except BaseException: pass\n"
     )
     code = (
-        "from nemo_grpo import extensions\nextensions.IMPORT_CPU_SECONDS = 0.2\n"
+        "from nemo_grpo.support import extensions\nextensions.IMPORT_CPU_SECONDS = 0.2\n"
         "extensions.load('defiant.py:f', 'key')"
     )
     result = subprocess.run(
