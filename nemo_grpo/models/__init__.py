@@ -53,9 +53,7 @@ _REFUSED = {
     "deepseek_v4": f"its compressed attention is {_BY_BRIDGE}",
     **dict.fromkeys(("gemma4", "gemma4_text"), f"its layers of several shapes are {_BY_BRIDGE}"),
     "kimi_k25": f"its 4-bit experts and vision tower are {_BY_BRIDGE}",
-    **dict.fromkeys(
-        ("kimi_k3", "kimi_linear"), f"its delta attention is {_BY_BRIDGE}; a release after 0.6.2 has Kimi K3"
-    ),
+    "kimi_k3": f"its delta attention is {_BY_BRIDGE}, in a release after 0.6.2",
 }
 """Model types that we do not take -> the reason and the remedy."""
 COMPUTED = tuple(family for family in FAMILIES if family.is_computed)

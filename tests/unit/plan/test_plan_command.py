@@ -215,7 +215,7 @@ def test_what_is_only_approximated_is_said() -> None:
     "model_type",
     [
         *("nemotron_h", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v4", "gemma4", "gemma4_text"),
-        *("kimi_k25", "kimi_k3", "kimi_linear"),
+        *("kimi_k25", "kimi_k3"),
     ],
 )
 def test_models_that_are_not_counted_are_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
