@@ -15,7 +15,8 @@ from nemo_grpo.support.errors import as_yaml
 
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
 VLLM, PACKING = "policy.generation.vllm_cfg", "policy.sequence_packing"
-"""Sections that rules and the planner refer to."""
+OVERLAP = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
+"""Keys that rules and the planner refer to."""
 
 
 class RewardShaping(Section):
@@ -31,6 +32,11 @@ class RewardShaping(Section):
     """L_max, tokens; not given: policy.generation.max_new_tokens."""
     stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
     """NeMo-RL's factor of the rewards of truncated responses; 0: no reward; null: none."""
+
+    @property
+    def penalises_length(self) -> bool:
+        """True if long responses are penalised."""
+        return self.enabled and self.stop_properly_penalty_coef is None
 
     @section_rule
     def _overlong_buffer_is_shorter_than_responses(self) -> Iterator[str]:
@@ -87,6 +93,11 @@ class AsyncRL(Section):
     """Groups that wait for training at most."""
     recompute_kv_cache_after_weight_updates: bool = False
     """Forget after each refit what the old weights cached of prompts and responses."""
+
+    @property
+    def waits_for_room(self) -> bool:
+        """True if rollouts wait for the trainer, whatever room they need."""
+        return self.sampler.name not in ("windowed", "custom")
 
 
 class AdvantageEstimator(Section):
@@ -221,6 +232,11 @@ class Checkpointing(Section):
     """Direction of that metric."""
     save_optimizer: bool = True
     """Save the optimizer's state; without it a run cannot be resumed exactly."""
+
+    @property
+    def ranks_by_validation(self) -> bool:
+        """True if a validation's metric decides which checkpoints are kept."""
+        return self.enabled and (self.metric_name or "").startswith("val:")
 
     @property
     def metric_key(self) -> str | None:
