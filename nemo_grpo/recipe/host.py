@@ -18,11 +18,11 @@ from nemo_grpo.variants import REFUSED_STOCK_KEYS, variant_class
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
-"""What NeMo-RL's own advantage estimator does, under ``grpo`` and ``grpo.adv_estimator``."""
+"""Settings of NeMo-RL's own advantage estimator, under ``grpo`` and ``grpo.adv_estimator``."""
 VISION_PROCESSOR = "vlm_hf_data_processor"
 """NeMo-RL's, of all its data with images, sound and films."""
 CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
-"""What NeMo-RL's files leave at its defaults is the variant's own; a clip has two sides."""
+"""Keys of a clip; at NeMo-RL's defaults in its own files they give way to the variant's."""
 
 OTHER_ALGORITHMS = {
     "distillation": ("distillation", "use NeMo-RL's own script"),

@@ -67,7 +67,7 @@ class Recipe(BaseModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the variant replaces and what is lost in a recipe of NeMo-RL's own; a sentence each."""
+        """Settings that the variant replaces in NeMo-RL's own recipe, and what is lost; a sentence each."""
         return self._notes
 
     @property
@@ -77,7 +77,7 @@ class Recipe(BaseModel):
 
     @property
     def or_passes(self) -> str:
-        """What may end the run before max_num_steps: passes through NeMo-RL's own data; "" for a task's."""
+        """Words on passes through NeMo-RL's own data that may end the run earlier; "" for a task's data."""
         passes = self.grpo.max_num_epochs
         if self.nemo_grpo.task is not None or self.grpo.is_async:
             return ""
@@ -225,7 +225,7 @@ class Recipe(BaseModel):
 
     @property
     def policy_is_scored(self) -> bool:
-        """Whether NeMo-RL computes the policy's logprobs of a step before its updates."""
+        """True if NeMo-RL computes the policy's logprobs of a step before its updates."""
         return not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None
 
     @property

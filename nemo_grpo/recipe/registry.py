@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Scope(Enum):
-    """What a rule applies to."""
+    """Recipes that a rule applies to."""
 
     ALL = auto()
     """Every recipe, when it is loaded."""

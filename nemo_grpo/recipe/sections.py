@@ -86,7 +86,7 @@ class AsyncRL(Section):
     """NeMo-RL's single controller: rollouts and training side by side, over its data plane."""
 
     sampler: StalenessSampler = Field(default_factory=StalenessSampler)
-    """How old a step's rollouts may be."""
+    """Limit on the age of a step's rollouts."""
     min_groups_for_streaming_train: int = Field(default=32, gt=0)
     """Groups that are trained on as soon as they are there; a step's chunks add up to one update."""
     max_buffered_rollouts: int = Field(default=64, gt=0)
@@ -245,7 +245,7 @@ class Checkpointing(Section):
 
 
 class Logger(Section):
-    """Where logs go, and what they hold."""
+    """Destination and content of logs."""
 
     log_dir: str | None = None
     """Folder of NeMo-RL's loggers; null: the run's folder."""

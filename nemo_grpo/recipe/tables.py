@@ -33,7 +33,7 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
 
 
 class Kind(NamedTuple):
-    """How two values must relate.
+    """Relation that two values must have.
 
     Attributes: verb: says that they do not.  holds: the relation of the first to the second.
     """
