@@ -86,7 +86,8 @@ class Limit(NamedTuple):
     def message(self, recipe: Any) -> str | None:
         """The value that is not allowed, and why; None if the limit is kept."""
         value = value_of(recipe, self.key)
-        if not meets(recipe, self.context) or self.allows(value):
+        is_listed = bool(self.values) and self.allows(value)  # first: a context may have to run the loss
+        if is_listed or not meets(recipe, self.context) or self.allows(value):
             return None
         return f"{_named(self.key, value)}: {self.reason.format(recipe)}"
 
